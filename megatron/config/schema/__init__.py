@@ -1,20 +1,14 @@
 """The groups of keys: every supported key is declared once, as a field of a group."""
 
+from megatron.config.schema.checkpoint import CheckpointConfig
 from megatron.config.schema.curriculum import CurriculumConfig
+from megatron.config.schema.data import DataConfig, TokenizerConfig, split_shares
 from megatron.config.schema.evaluation import EvaluationConfig, GenerationConfig
+from megatron.config.schema.logging import LoggingConfig
 from megatron.config.schema.model import ModelConfig
+from megatron.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.schema.parallel import BatchConfig, BatchSizes, LauncherConfig, ParallelConfig
-from megatron.config.schema.training import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    split_shares,
-)
+from megatron.config.schema.training import TrainingConfig
 
 __all__ = [
     "BatchConfig",

@@ -1,5 +1,6 @@
-"""Updates of whole parameters in flat tensors, compared with the library's; tests/integration/test_parallel_training.py
-tests parameters that are split over ranks.
+"""Updates of whole parameters in flat tensors, compared with the library's.
+
+Parameters that are split over ranks are tested in tests/integration/test_parallel_optimizers.py.
 """
 
 import pytest

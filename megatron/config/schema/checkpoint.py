@@ -1,0 +1,90 @@
+"""Keys of checkpoints: where and when to save, and what to load."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from megatron.config.schema.base import Group, Int, PathText, Steps, key
+from megatron.utils.errors import UserError
+
+_MIN_FACTOR = 1.01
+
+
+class CheckpointConfig(Group):
+    """Checkpoint"""
+
+    save: PathText | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
+    load: PathText | None = key(
+        None,
+        """Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch. If
+        save contains checkpoints of this run, it resumes from them.""",
+        placeholders=True,
+    )
+    save_interval: float | None = key(
+        None,
+        """Optimizer steps between checkpoints; the last step is always saved. With checkpoint_scale log, the factor
+        between the steps of consecutive checkpoints.""",
+        aliases=("checkpoint_factor",),
+        ge=1,
+    )
+    checkpoint_scale: Literal["linear", "log"] = key(
+        "linear",
+        "linear: checkpoints at multiples of save_interval; log: at its powers (1, ...), rounded down.",
+    )
+    extra_save_iters: Steps = key((), "Additional steps at which to save a checkpoint. 0: before the first step.")
+    keep_last_n_checkpoints: Int | None = key(
+        None,
+        """Delete all but this many of the run, and those that extra_save_iters and checkpoint_scale log ask for.
+        Default: keep all.""",
+        ge=1,
+    )
+    finetune: bool = key(
+        False,
+        """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist. If it has
+        another positional method, the parameters of the new one are initialized.""",
+    )
+    no_load_optim: bool = key(False, "Do not load the optimizer state.")
+    no_load_rng: bool = key(False, "Do not load the states of the random number generators.")
+    no_save_optim: bool = key(False, "Do not save the optimizer state; training cannot be resumed exactly.")
+    no_save_rng: bool = key(False, "Do not save the states of the random number generators.")
+    checkpoint_validation_with_forward_pass: bool = key(
+        False, "Save a batch and its logits with the checkpoint, and compare them after loading."
+    )
+    async_save: bool = key(
+        False,
+        """Write checkpoints in the background. Training waits only for the copy to host memory, which needs space
+        for the weights and the optimizer state.""",
+    )
+    fallback: bool = key(
+        False, "If the checkpoint to load is damaged, load the newest intact one before it. Same as --fallback."
+    )
+    iteration: Int | None = key(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
+
+    @model_validator(mode="after")
+    def _check_save_interval(self) -> "CheckpointConfig":
+        factor = self.save_interval
+        if factor is not None and self.checkpoint_scale == "linear" and not factor.is_integer():
+            raise UserError(f"save_interval {factor} must be an integer, unless checkpoint_scale is log")
+        if factor is not None and factor < _MIN_FACTOR and self.checkpoint_scale == "log":
+            raise UserError(
+                f"save_interval {factor} with checkpoint_scale log is the factor between the steps of consecutive "
+                f"checkpoints; it must be at least {_MIN_FACTOR}"
+            )
+        return self
+
+    def keeps(self, iteration: int) -> bool:
+        """Whether keep_last_n_checkpoints never deletes the checkpoint of this iteration."""
+        return iteration in self.extra_save_iters or (self.checkpoint_scale == "log" and self.saves(iteration))
+
+    def saves(self, iteration: int) -> bool:
+        """Whether a checkpoint is due after this number of optimizer steps (besides the one after the last step)."""
+        if iteration in self.extra_save_iters:
+            return True
+        if self.save_interval is None or iteration == 0:
+            return False
+        if self.checkpoint_scale == "linear":
+            return iteration % self.save_interval == 0
+        step = 1.0
+        while int(step) < iteration:
+            step *= self.save_interval
+        return int(step) == iteration

@@ -1,0 +1,74 @@
+"""Keys of the data and the tokenizer."""
+
+import math
+from typing import Literal
+
+from megatron.config.schema.base import Group, Int, Paths, PathText, Weights, key
+from megatron.utils.errors import UserError
+
+_NUM_SPLITS = 3
+
+
+class DataConfig(Group):
+    """Data"""
+
+    data_path: PathText | None = key(None, "Prefix of the dataset (path without .bin and .idx), which `split` divides.")
+    train_data_paths: Paths | None = key(None, "Prefixes of training datasets, instead of data_path.")
+    valid_data_paths: Paths | None = key(None, "Prefixes of validation datasets.")
+    test_data_paths: Paths | None = key(None, "Prefixes of test datasets.")
+    train_data_weights: Weights | None = key(None, "Weights of the training datasets in the blend. Default: equal.")
+    valid_data_weights: Weights | None = key(None, "Weights of the validation datasets. Default: equal.")
+    test_data_weights: Weights | None = key(None, "Weights of the test datasets. Default: equal.")
+    weight_by_num_documents: bool = key(
+        False,
+        """True: weight each dataset of a blend by (number of its documents)^weighted_sampler_alpha, instead of by the
+        given weights. (This is GPT-NeoX's documented rule; its code also multiplies by 1 - weight.)""",
+    )
+    weighted_sampler_alpha: float = key(
+        1.0, "Exponent of weight_by_num_documents: below 1 favors small datasets, 0 weights all equally.", ge=0, le=10
+    )
+    split: str = key("969, 30, 1", "Proportions of training, validation and test documents in data_path.")
+    data_impl: Literal["infer", "mmap"] = key(
+        "infer", "Format of the dataset: mmap (.bin and .idx) is the only one, so infer means the same."
+    )
+    num_workers: Int = key(
+        2, "Processes per rank that prefetch batches. 0: read in the training process.", ge=0, le=256
+    )
+    data_cache_path: PathText | None = key(
+        None, "Folder for the shuffled sample indices. Default: next to the dataset."
+    )
+    eod_mask_loss: bool = key(
+        False,
+        """True: exclude the token after each end-of-document token from the loss, which is the mean over all other
+        tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches' means.)""",
+    )
+
+
+def split_shares(split: str) -> list[float]:
+    """Shares of training, validation and test documents from the key `split`. Not normalized; missing ones are 0.
+
+    Raises UserError unless `split` is one to three non-negative numbers with a positive sum.
+    """
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= _NUM_SPLITS or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+        raise UserError(f"split {split!r} is not of the form TRAIN,VALID,TEST, for example 949,50,1")
+    return shares + [0.0] * (_NUM_SPLITS - len(shares))
+
+
+class TokenizerConfig(Group):
+    """Tokenizer"""
+
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer"
+    ] = key(
+        "GPT2BPETokenizer",
+        """GPT2BPETokenizer: vocab_file (JSON) and merge_file of GPT-2; HFTokenizer: vocab_file is a tokenizer.json of
+        Hugging Face tokenizers; SPMTokenizer: vocab_file is a SentencePiece model; HFGPT2Tokenizer: vocab_file is a
+        folder or a name on the Hugging Face hub, by default gpt2; CharLevelTokenizer: one token per UTF-8 byte, no
+        files.""",
+    )
+    vocab_file: PathText | None = key(None, "Vocabulary file of the tokenizer.")
+    merge_file: PathText | None = key(None, "Merges file of GPT-2's BPE.")

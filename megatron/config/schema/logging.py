@@ -1,0 +1,34 @@
+"""Keys of logs, TensorBoard, Weights & Biases and the profiler."""
+
+from megatron.config.schema.base import Group, Int, PathText, key
+
+
+class LoggingConfig(Group):
+    """Logging"""
+
+    log_dir: PathText | None = key(
+        None, "Folder for a copy of the console output and for metrics.jsonl. Default: none.", placeholders=True
+    )
+    peak_theoretical_tflops: float | None = key(
+        None,
+        "Peak of the device in TFLOP/s, for the MFU in the log. Default: the dense bf16 peak, if the GPU is known.",
+        gt=0,
+    )
+    tensorboard_dir: PathText | None = key(None, "Folder for TensorBoard. Default: none.", placeholders=True)
+    use_wandb: bool | None = key(
+        None, "True: log to Weights & Biases. The API key is read from WANDB_API_KEY, never from a configuration."
+    )
+    wandb_project: str = key("neox", "Weights & Biases: project.")
+    wandb_group: str | None = key(None, "Weights & Biases: group of runs.", placeholders=True)
+    wandb_team: str | None = key(None, "Weights & Biases: team (entity).")
+    wandb_run_name: str | None = key(
+        None, "Weights & Biases: name of the run. Default: chosen by Weights & Biases.", placeholders=True
+    )
+    wandb_host: str = key("https://api.wandb.ai", "Weights & Biases: address of the server.")
+    profile: bool = key(
+        False,
+        """True: profile some steps with torch.profiler. Every rank writes a trace to tensorboard_dir (or log_dir); the
+        log lists the operators that take the longest. On a GPU, also for nsys with --capture-range=cudaProfilerApi.""",
+    )
+    profile_step_start: Int = key(10, "Number of steps before the first profiled one.", ge=0)
+    profile_step_stop: Int = key(12, "Number of steps up to and including the last profiled one.", ge=1)

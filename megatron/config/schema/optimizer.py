@@ -1,0 +1,272 @@
+"""Keys of the optimizer with ZeRO, the learning-rate schedule and the precision."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from megatron.config.schema.base import MAX_INT, Betas, Group, Int, OptimizerTypeText, key
+from megatron.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
+from megatron.utils.errors import UserError, shortened
+
+# DeepSpeed's ZeRO keys, and GPT-NeoX's cpu_offload.
+ZeroKey = Literal[
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "cpu_offload",
+    "elastic_checkpoint",
+    "ignore_unused_parameters",
+    "load_from_fp32_weights",
+    "memory_efficient_linear",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "parameter_alignment",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+]
+# Those whose value is an integer, with the lowest value. The others are true or false, except for offloading.
+_ZERO_SIZES = {
+    "allgather_bucket_size": 1,
+    "reduce_bucket_size": 1,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_model_persistence_threshold": 0,
+    "stage3_module_granularity_threshold": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "sub_group_size": 1,
+    "zero_hpz_partition_size": 1,
+}
+_OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+
+
+class OptimizerConfig(Group):
+    """Optimizer"""
+
+    type: OptimizerTypeText = key(
+        "adam",
+        """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in GPT-NeoX. muon is for the
+        weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters.""",
+        path="optimizer.type",
+    )
+    use_bnb_optimizer: bool = key(
+        False,
+        "With optimizer.type adam: 8-bit Adam of bitsandbytes, which must be installed.",
+    )
+    lr: float = key(
+        OPTIMIZERS["adam"].defaults["lr"],
+        "Peak learning rate, reached after the warmup.",
+        path="optimizer.params.lr",
+        ge=0,
+    )
+    betas: Betas | None = key(
+        None,
+        """Decay rates of the first and second moment of Adam (and of Adam in Muon), default [0.9, 0.999]; of Lion's
+        update and momentum, default [0.9, 0.99].""",
+        path="optimizer.params.betas",
+    )
+    eps: float | None = key(None, "Adam's epsilon (also in Muon). Default: 1e-08.", path="optimizer.params.eps", gt=0)
+    momentum: float | None = key(
+        None, "Momentum of SGD, default 0, and Muon, default 0.95.", path="optimizer.params.momentum", ge=0, lt=1
+    )
+    params: dict[Literal["apex", "adam_w_mode", "nesterov"], bool] = key(
+        {},
+        """apex: true uses NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
+        adam_w_mode: false adds the weight decay to Adam's gradient (L2) instead of decoupling it; nesterov: Nesterov
+        momentum, default false for SGD and true for Muon.""",
+        path="optimizer.params.*",
+    )
+    weight_decay: float = key(
+        0.1,
+        "Weight decay. Norms, biases and positional parameters have none.",
+        aliases=("optimizer.params.weight_decay",),
+        ge=0,
+    )
+    positional_lr_factor: float = key(
+        1.0,
+        "Learning rate of the positional method's parameters, relative to that of the other parameters. 0: frozen.",
+        ge=0,
+    )
+    gradient_clipping: float = key(1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0)
+    zero_stage: Int = key(
+        0,
+        """ZeRO stage. 0: off; 1: shards the optimizer state over the data-parallel ranks; 2: also the gradients; 3:
+        also the parameters. 2 and 3 require pipe_parallel_size 0.""",
+        path="zero_optimization.stage",
+        ge=0,
+        le=3,
+    )
+    zero: dict[ZeroKey, Any] = key(
+        {},
+        """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/). Offloading the
+        optimizer is not supported, so cpu_offload must be false.""",
+        path="zero_optimization.*",
+    )
+
+    @property
+    def all_params(self) -> dict[str, Any]:
+        """The parameters of the optimizer, with defaults for those that are not set."""
+        named = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "momentum": self.momentum}
+        given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+        given.update(self.params.items())
+        return {**self.spec.defaults, **given}
+
+    @property
+    def name(self) -> OptimizerName:
+        """The optimizer's name in the registry."""
+        return "adam8bit" if self.use_bnb_optimizer else self.type
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        return OPTIMIZERS[self.name]
+
+    @model_validator(mode="after")
+    def _check_params(self) -> "OptimizerConfig":
+        if self.use_bnb_optimizer and OPTIMIZERS[self.type] is not OPTIMIZERS["adam"]:
+            raise UserError(
+                f'"use_bnb_optimizer": bitsandbytes is used only for Adam, but optimizer.type is {self.type}; remove '
+                "use_bnb_optimizer, or set optimizer.type to Adam"
+            )
+        known = self.spec.defaults
+        for name in self.all_params:
+            if name not in known:
+                accepted = ", ".join(sorted({*known, "weight_decay"}))
+                raise UserError(
+                    f'"optimizer.params.{name}": {optimizer_setting(self.name)} does not have this parameter; remove '
+                    f"it ({self.name} has {accepted})"
+                )
+        if self.all_params.get("nesterov") and not self.all_params["momentum"]:
+            raise UserError(
+                '"optimizer.params.nesterov": Nesterov momentum needs optimizer.params.momentum above 0; set it'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_zero(self) -> "OptimizerConfig":
+        for name, value in self.zero.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name in ("offload_optimizer", "offload_param"):
+                expected = f"a mapping with the key device, one of {', '.join(_OFFLOAD_DEVICES)}"
+                fits = isinstance(value, dict) and value.get("device") in _OFFLOAD_DEVICES
+            elif name in _ZERO_SIZES:
+                lowest = _ZERO_SIZES[name]
+                expected = f"an integer from {lowest} to {MAX_INT}"
+                fits = is_number and float(value).is_integer() and lowest <= value <= MAX_INT
+            else:
+                expected, fits = "true or false", isinstance(value, bool)
+            if not fits:
+                raise UserError(f'"zero_optimization.{name}": must be {expected}, not {shortened(repr(value))}')
+        return self
+
+
+class ScheduleConfig(Group):
+    """Learning-rate schedule"""
+
+    train_iters: Int | None = key(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
+    lr_decay_iters: Int | None = key(
+        None,
+        """Step at which the decay ends. Default: train_iters. Afterwards, cosine stays at min_lr (in GPT-NeoX, it would
+        rise again).""",
+        ge=1,
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key("linear", "Shape of the decay.")
+    lr_schedule: Literal["neox", "neox-2022"] | None = key(
+        None,
+        """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at lr_decay_iters, and cosine ends
+        at min_lr. neox-2022: those of the KERPLE release; the decay is spread over lr_decay_iters steps after the
+        warmup, so it does not complete, and min_lr is only a lower bound. Default: that of the checkpoint from which
+        the run resumes (neox-2022 for checkpoints of the KERPLE release), otherwise neox.""",
+    )
+    min_lr: float = key(0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0)
+    decay_lr_to: float | None = key(
+        None, "min_lr as a fraction of the learning rate, as in the configurations of Llemma.", ge=0, le=1
+    )
+    warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
+    warmup_iters: Int | None = key(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
+
+    @model_validator(mode="after")
+    def _check_alternatives(self) -> "ScheduleConfig":
+        for key_, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
+            if key_ in self.model_fields_set and getattr(self, alternative) is not None:
+                raise UserError(f'"{key_}" and "{alternative}" are both set; keep one of them')
+        if self.lr_decay_iters is not None and self.warmup_steps(self.lr_decay_iters) >= self.lr_decay_iters:
+            key_ = "warmup" if self.warmup_iters is None else "warmup_iters"
+            raise UserError(
+                f"{key_} {getattr(self, key_):g}: the warmup must end before the decay, at lr_decay_iters "
+                f"{self.lr_decay_iters:,}; lower {key_}, or raise lr_decay_iters"
+            )
+        return self
+
+    def lowest_lr(self, lr: float) -> float:
+        """The learning rate at the end of the cosine decay from `lr`."""
+        return self.min_lr if self.decay_lr_to is None else self.decay_lr_to * lr
+
+    def warmup_steps(self, decay_iters: int) -> float:
+        """Steps of the linear warmup, for a decay that ends at step `decay_iters`."""
+        return self.warmup * decay_iters if self.warmup_iters is None else self.warmup_iters
+
+
+class PrecisionConfig(Group):
+    """Precision"""
+
+    precision: Literal["fp32", "fp16", "bfloat16"] | None = key(
+        None, "Data type of weights and activations. Default: set by fp16 and bf16, else fp32."
+    )
+    fp16_enabled: bool = key(False, "Mixed precision in the data type fp16.type.", path="fp16.enabled")
+    fp16_type: Literal["fp16", "float16", "bf16", "bfloat16"] = key(
+        "fp16", "Data type that fp16.enabled selects; bfloat16 is equivalent to bf16.enabled.", path="fp16.type"
+    )
+    bf16_enabled: bool = key(False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled")
+    loss_scale: float = key(
+        0.0, "fp16: constant loss scale. 0: dynamic loss scaling.", path="fp16.loss_scale", ge=0, le=1e19
+    )
+    loss_scale_window: Int = key(
+        1000, "fp16: steps without overflow before the loss scale is doubled.", path="fp16.loss_scale_window", ge=1
+    )
+    initial_scale_power: Int = key(
+        16, "fp16: the dynamic loss scale starts at 2 to this power.", path="fp16.initial_scale_power", ge=0, le=64
+    )
+    hysteresis: Int = key(2, "fp16: overflows before the loss scale is halved.", path="fp16.hysteresis", ge=1)
+    min_loss_scale: float = key(
+        1.0, "fp16: minimum of the dynamic loss scale.", path="fp16.min_loss_scale", gt=0, le=1e19
+    )
+
+    @model_validator(mode="after")
+    def _check_consistent(self) -> "PrecisionConfig":
+        dtypes = self._requested_dtypes()
+        if len(set(dtypes.values())) > 1:
+            requests = " but ".join(f"{key} requests {dtype}" for key, dtype in dtypes.items())
+            raise UserError(f"contradictory precision: {requests}; keep one of them")
+        return self
+
+    def _requested_dtypes(self) -> dict[str, Literal["fp32", "bf16", "fp16"]]:
+        dtypes: dict[str, Literal["fp32", "bf16", "fp16"]] = {}
+        if self.precision is not None:
+            dtypes["precision"] = "bf16" if self.precision == "bfloat16" else self.precision
+        if self.fp16_enabled:
+            dtypes["fp16"] = "bf16" if self.fp16_type in ("bf16", "bfloat16") else "fp16"
+        if self.bf16_enabled:
+            dtypes["bf16"] = "bf16"
+        return dtypes
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """Data type of weights and activations."""
+        return next(iter(self._requested_dtypes().values()), "fp32")

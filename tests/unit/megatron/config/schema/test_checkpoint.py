@@ -1,0 +1,32 @@
+import pytest
+
+from megatron.config import Config, UserError
+
+
+def test_steps_of_checkpoints(flat):
+    def steps(**keys) -> list[int]:
+        checkpoint = Config.from_flat({**flat, **keys}).checkpoint
+        return [step for step in range(101) if checkpoint.saves(step)]
+
+    assert steps() == []
+    assert steps(**{"checkpoint-factor": 20}) == [20, 40, 60, 80, 100]
+    assert steps(save_interval=50.0, extra_save_iters=[0, 1, 7, 50]) == [0, 1, 7, 50, 100]
+    assert steps(**{"checkpoint-scale": "log", "checkpoint-factor": 2}) == [1, 2, 4, 8, 16, 32, 64]
+    # 1, 1.5, 2.25, 3.375, 5.0625 ...
+    assert steps(checkpoint_scale="log", checkpoint_factor=1.5) == [1, 2, 3, 5, 7, 11, 17, 25, 38, 57, 86]
+    assert steps(checkpoint_scale="log", extra_save_iters=[3]) == [3]
+    with pytest.raises(UserError, match=r"save_interval 2\.5 must be an integer, unless checkpoint_scale is log"):
+        steps(save_interval=2.5)
+    with pytest.raises(UserError, match=r"save_interval 1\.0 with checkpoint_scale log .* at least 1\.01"):
+        steps(save_interval=1, checkpoint_scale="log")
+
+
+def test_paths_that_no_file_can_have(flat):
+    for path in ("x" * 300, "a/" * 3000, "", " "):
+        with pytest.raises(
+            UserError, match=r'"save": (must be the name of a file|must be a path of at most 4000 bytes)'
+        ):
+            Config.from_flat({**flat, "save": path})
+    Config.from_flat({**flat, "save": "é" * 100, "train_data_paths": ["a" * 200]})
+    with pytest.raises(UserError, match=r'"train_data_paths.1": .*names of at most 200'):
+        Config.from_flat({**flat, "train_data_paths": ["a", "é" * 101]})
