@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.data.datasets import Samples
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.processes import exit_with_parent
 
 _USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
@@ -97,10 +97,12 @@ class Loader:
         except UserError as error:
             # A DataLoader puts the whole traceback of a worker process into the message.
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_USER_ERROR_PREFIX)) from error
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
+        except (RuntimeError, OSError, EOFError) as error:
+            # A killed worker also breaks the connection through which it passes tensors. If the data are the cause, the
+            # loader below raises the error again.
+            if self._num_workers == 0:
                 raise
-            self.failure = str(error)
+            self.failure = f"a data worker was killed ({first_line(error)})"
         yield from self._loader(count, 0)
 
 

@@ -79,12 +79,12 @@ def sum_head_gradients(table: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
-    """`[..., v / tp.size] -> [..., v]`."""
+    """`[..., v / tp.size] -> [..., v]`, without gradients. (megatron-core's function allocates GPU memory.)"""
     if tp.size == 1:
         return logits
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    return gather_from_tensor_model_parallel_region(logits)
+    slices = [torch.empty_like(logits) for _ in range(tp.size)]
+    dist.all_gather(slices, logits.detach().contiguous(), group=tensor_parallel_group(tp))
+    return torch.cat(slices, dim=-1)
 
 
 def tensor_parallel_group(tp: TensorParallel) -> dist.ProcessGroup | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.config import Config
+from megatron.training.loop import train
 from tests.support.checkpoints import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +48,12 @@ def training_settings(folder: Path, data_path: str, **keys: object) -> dict[str,
     }
     merged = {**settings_of("kerple_log", data_path), **defaults, **keys}
     return {key: value for key, value in merged.items() if value is not None}
+
+
+def trained(folder: Path, data_path: str, **keys: object) -> Path:
+    """Train in this process with `training_settings`; returns the folder."""
+    train(Config.from_flat(training_settings(folder, data_path, **keys)))
+    return folder
 
 
 def start(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py") -> subprocess.Popen:

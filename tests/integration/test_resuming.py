@@ -1,0 +1,293 @@
+"""Resuming, finetuning, and the checkpoints of a run, in this process."""
+
+import json
+
+import pytest
+import torch
+
+from megatron.checkpoint.directory import saved_iterations
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config import UserError
+from megatron.data.datasets import CorpusPart
+from tests.support.runs import copy_checkpoint, metrics, trained, weights
+
+
+def assert_same_end(resumed, uninterrupted):
+    """Losses and weights after iteration 3 are equal bit for bit."""
+    expected = {step: loss for step, loss in metrics(uninterrupted).items() if step > 3}
+    assert metrics(resumed) == expected
+    assert metrics(resumed, "validation/loss")[6] == metrics(uninterrupted, "validation/loss")[6]
+    tensors, expected_tensors = weights(resumed, 6), weights(uninterrupted, 6)
+    assert tensors.keys() == expected_tensors.keys()
+    for name, tensor in expected_tensors.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"precision": "fp32", "hidden_dropout": 0.1},
+        {"precision": "bfloat16", "hidden_dropout": 0.1},
+        {"precision": "fp16"},
+        {
+            "pos_emb": "dape_kerple",
+            "precision": "bfloat16",
+            "attention_dropout": 0.1,
+            "checkpoint_activations": True,
+            "checkpoint_num_layers": 1,
+        },
+    ],
+    ids=["fp32", "bfloat16", "fp16", "dape_kerple"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(keys, tmp_path, data_path):
+    keys = {"gradient_accumulation_steps": 2, **keys}
+    uninterrupted = trained(tmp_path / "uninterrupted", data_path, **keys)
+    copy_checkpoint(uninterrupted, tmp_path / "resumed", 3)
+    assert_same_end(trained(tmp_path / "resumed", data_path, **keys), uninterrupted)
+
+
+def test_resuming_with_another_accumulation(tmp_path, data_path):
+    """After 3 iterations of one micro-batch, every iteration has two."""
+    uninterrupted = trained(tmp_path / "uninterrupted", data_path)
+    copy_checkpoint(uninterrupted, tmp_path / "resumed", 3)
+    trained(tmp_path / "resumed", data_path, gradient_accumulation_steps=2)
+    for name in ("train/loss", "train/grad_norm"):
+        expected = {step: value for step, value in metrics(uninterrupted, name).items() if step > 3}
+        assert metrics(tmp_path / "resumed", name) == pytest.approx(expected, rel=1e-4)
+
+
+def test_resuming_with_smaller_batches_reads_the_next_samples(tmp_path, data_path, monkeypatch):
+    """Although it has read more samples than a run with these batches needs in total."""
+    read, sample = [], CorpusPart.sample
+
+    def recorded(dataset, index):
+        if "(train)" in dataset.name:
+            read.append(index)
+        return sample(dataset, index)
+
+    monkeypatch.setattr(CorpusPart, "sample", recorded)
+    keys = {"eval_iters": 0, "save_interval": 4}
+    trained(tmp_path, data_path, train_iters=4, train_batch_size=16, **keys)
+    trained(tmp_path, data_path, train_iters=8, train_batch_size=8, **keys)
+    assert read == list(range(4 * 16 + 4 * 8))
+
+
+@pytest.mark.parametrize(
+    ("fp16", "scale"),
+    [({"loss_scale": 128}, 128), ({"initial_scale_power": 4}, 16), ({}, 2**11)],
+)
+def test_the_loss_scale_of_the_configuration_is_used_if_it_has_changed(fp16, scale, tmp_path, data_path, capsys):
+    """The dynamic scale of the first run, 2^8 at first, doubles every other iteration."""
+    first = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}, "eval_iters": 0}
+    trained(tmp_path, data_path, **first)
+    changed = {**first["fp16"], **fp16}
+    trained(tmp_path, data_path, **{**first, "fp16": changed}, train_iters=7)
+    assert metrics(tmp_path, "train/loss_scale")[7] == scale
+    printed = "not as in the checkpoint, so the loss scale starts as configured" in capsys.readouterr().out
+    assert printed == (changed != first["fp16"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+def test_extra_checkpoints(precision, tmp_path, data_path):
+    keys = {
+        "precision": precision,
+        "save_interval": None,
+        "extra_save_iters": [0, 1],
+        "train_iters": 3,
+        "eval_iters": 0,
+    }
+    trained(tmp_path, data_path, **keys)
+    assert saved_iterations(tmp_path / "checkpoints") == [0, 1, 3]
+    copy_checkpoint(tmp_path, tmp_path / "resumed", 0)
+    trained(tmp_path / "resumed", data_path, **keys)
+    assert all(
+        torch.equal(tensor, weights(tmp_path, 3)[name]) for name, tensor in weights(tmp_path / "resumed", 3).items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"), [({"extra_save_iters": [0, 1]}, [0, 1, 6]), ({"checkpoint_scale": "log"}, [1, 2, 4, 6])]
+)
+def test_requested_checkpoints_are_not_deleted(keys, kept, tmp_path, data_path, capsys):
+    trained(tmp_path, data_path, **keys, save_interval=2, keep_last_n_checkpoints=1, eval_iters=0)
+    assert saved_iterations(tmp_path / "checkpoints") == kept
+    assert f"keep_last_n_checkpoints: the checkpoints that {next(iter(keys))}" in capsys.readouterr().out
+
+
+def test_a_branch_of_a_run_replaces_its_later_checkpoints(tmp_path, data_path):
+    trained(tmp_path, data_path, eval_iters=0)
+    trained(tmp_path, data_path, eval_iters=0, iteration=3, optimizer={"type": "Adam", "params": {"lr": 0.001}})
+    assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
+    assert metrics(tmp_path, "train/learning_rate")[6] < 0.001
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path)
+    before = weights(tmp_path, 6)
+    trained(tmp_path, data_path)
+    output = capsys.readouterr().out
+    assert "iteration 6" in output
+    assert output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
+    assert output.count("nothing to train") == 1
+    lines = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+    for name in ("validation/loss", "test/loss"):
+        losses = [line[name] for line in lines if name in line and line["iteration"] == 6]
+        assert losses[0] == losses[1]
+
+
+def test_fewer_iterations_than_the_checkpoint_has_are_an_error(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    with pytest.raises(UserError, match=r"train-iters: 4 .* 6 iterations .*global_step6"):
+        trained(tmp_path, data_path, train_iters=4)
+
+
+def test_a_finished_run_can_be_extended(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    trained(tmp_path, data_path, train_iters=8)
+    assert list(metrics(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert saved_iterations(tmp_path / "checkpoints") == [3, 6, 8]
+
+
+def test_finetuning_loads_only_the_weights(tmp_path, data_path, capsys):
+    trained(tmp_path / "first", data_path)
+    keys = {"load": str(tmp_path / "first" / "checkpoints"), "finetune": True}
+    trained(tmp_path / "finetuned", data_path, **keys)
+    first, finetuned = metrics(tmp_path / "first"), metrics(tmp_path / "finetuned")
+    assert list(finetuned) == [1, 2, 3, 4, 5, 6]
+    assert finetuned[1] < first[1] - 0.5
+    with pytest.raises(UserError, match="finetune"):
+        trained(tmp_path / "none", data_path, load=str(tmp_path / "nothing"), finetune=True)
+
+
+@pytest.mark.parametrize("folder", ["first", "finetuned"])
+def test_the_same_command_resumes_finetuning(folder, tmp_path, data_path, capsys):
+    """Also if it saves to the folder of the checkpoint that it starts from."""
+    trained(tmp_path / "first", data_path, eval_iters=0, save_interval=6)
+    keys = {"load": str(tmp_path / "first/checkpoints"), "finetune": True, "iteration": 6, "eval_iters": 0}
+    trained(tmp_path / folder, data_path, **keys, train_iters=2)
+    assert "finetune: weights from" in capsys.readouterr().out
+    trained(tmp_path / folder, data_path, **keys, train_iters=4)
+    output = capsys.readouterr().out
+    assert output.count("already contains checkpoints of this run, which resumes from them") == 1
+    assert "global_step2: iteration 2, 16 samples read" in output
+    assert "finetune: weights from" not in output
+
+
+def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch, capsys):
+    keys = {"eval_iters": 0, "train_iters": 1}
+    for name in ("first", "other"):
+        trained(tmp_path / name, data_path, **keys)
+    load, save = (str(tmp_path / name / "checkpoints") for name in ("first", "other"))
+    with pytest.raises(
+        CheckpointError, match=r"save: .*other.* of another run, which was not started from load: .*fir"
+    ):
+        trained(tmp_path / "other", data_path, **keys, load=load, save=save, finetune=True)
+    # `save` is `load`, spelled differently, and contains the run to start from.
+    monkeypatch.chdir(tmp_path)
+    keys |= {"load": "first/checkpoints", "finetune": True, "save_interval": 2}
+    before = weights(tmp_path / "first", 1)
+    with pytest.raises(CheckpointError, match=r"save: .*first.*global_step1"):
+        trained(tmp_path / "first", data_path, **keys)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "first", 1).items())
+    (tmp_path / "first/checkpoints/global_step1").rename(tmp_path / "first/checkpoints/global_step5")
+    (tmp_path / "first/checkpoints/latest").write_text("global_step5")
+    trained(tmp_path / "first", data_path, **keys)
+    assert "finetune: weights from" in capsys.readouterr().out
+    assert saved_iterations(tmp_path / "first/checkpoints") == [1, 5]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"load": "first", "iteration": 3, "no_load_optim": True}, {"load": None}], ids=["another folder", "none"]
+)
+def test_the_same_command_resumes_from_save(keys, tmp_path, data_path, capsys):
+    """Also if `load` names another folder, or none. A run that started in another way is an error."""
+    trained(tmp_path / "first", data_path, eval_iters=0, save_interval=3)
+    keys = {**keys, "load": keys["load"] and str(tmp_path / "first/checkpoints"), "eval_iters": 0, "save_interval": 1}
+    trained(tmp_path / "whole", data_path, **keys)
+    trained(tmp_path / "resumed", data_path, **keys, exit_interval=5)
+    capsys.readouterr()
+    trained(tmp_path / "resumed", data_path, **keys)
+    output = capsys.readouterr().out
+    assert output.count("already contains checkpoints of this run, which resumes from them") == 1
+    assert "global_step5: iteration 5, 40 samples read" in output
+    assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
+    before = weights(tmp_path / "resumed", 6)
+    other = {**keys, "load": str(tmp_path / "whole/checkpoints"), "iteration": 5, "no_load_optim": False}
+    for changed in (other, {**other, "load": str(tmp_path / "first/checkpoints"), "iteration": None}):
+        with pytest.raises(CheckpointError, match=r"save: .* of another run, which was not started from load: .*"):
+            trained(tmp_path / "resumed", data_path, **changed)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "resumed", 6).items())
+
+
+@pytest.mark.parametrize("keys", [{"load": None}, {"finetune": True}])
+def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
+    trained(tmp_path / "first", data_path, train_iters=1, eval_iters=0)
+    trained(tmp_path / "second", data_path, train_iters=1, eval_iters=0, pos_emb="none")
+    load, save = (str(tmp_path / name / "checkpoints") for name in ("first", "second"))
+    message = r"save: .*second.*of another model: pos_emb none in the checkpoint, kerple_log here. Choose another"
+    with pytest.raises(CheckpointError, match=message):
+        trained(tmp_path / "second", data_path, **{"load": load, "save": save, **keys})
+    with pytest.raises(CheckpointError, match=r"of another model: .*layer_00.* Choose another folder"):
+        trained(tmp_path / "second", data_path, hidden_size=64, pos_emb="none", load=None)
+
+
+def test_iteration_selects_the_checkpoint(tmp_path, data_path):
+    trained(tmp_path, data_path)
+    expected = metrics(tmp_path)
+    trained(tmp_path, data_path, iteration=3, save=None, log_dir=str(tmp_path / "again" / "logs"))
+    assert metrics(tmp_path / "again") == {step: expected[step] for step in (4, 5, 6)}
+    with pytest.raises(UserError, match=r"iteration 4.*3, 6"):
+        trained(tmp_path, data_path, iteration=4)
+
+
+def test_a_changed_data_order_is_reported(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path)
+    trained(tmp_path, data_path, train_iters=8)
+    assert "order of the training samples" not in capsys.readouterr().out
+    trained(tmp_path, data_path, train_iters=9, split="7,2,1")
+    assert "order of the training samples differs from the checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"pos_emb": "learned"}, {"pos_emb": "kerple_log", "precision": "bfloat16"}),
+        ({"pos_emb": "kerple_log"}, {"pos_emb": "rotary"}),
+        ({"pos_emb": "kerple", "pos_emb_options": {"bias": "log"}}, {"pos_emb_options": {"bias": "log + power"}}),
+    ],
+)
+def test_finetuning_with_another_positional_method(before, after, tmp_path, data_path, capsys):
+    """At a learning rate of 0: the method's parameters are those of a new model, all other weights are unchanged."""
+    trained(tmp_path / "before", data_path, **before, eval_iters=0)
+    frozen = {"optimizer": {"type": "Adam", "params": {"lr": 0.0}}, "train_iters": 1, "eval_iters": 0}
+    new = {**before, **after, **frozen, "seed": 3}
+    trained(tmp_path / "new", data_path, **new)
+    capsys.readouterr()
+    load = str(tmp_path / "before/checkpoints")
+    trained(
+        tmp_path / "after", data_path, **new, load=load, finetune=True, checkpoint_validation_with_forward_pass=True
+    )
+    log = capsys.readouterr().out
+    name = new["pos_emb"]
+    assert log.count(f"the checkpoint's positional parameters are not used; those of {name} are new") == 1
+    assert log.count("the new model differs from the one it starts from: ") == 1
+    old, started, expected = (
+        weights(tmp_path / "before", 6),
+        weights(tmp_path / "after", 1),
+        weights(tmp_path / "new", 1),
+    )
+    assert started.keys() == expected.keys()
+    for key, tensor in started.items():
+        source = expected if "/attention.rpe." in key or "/position_embeddings." in key else old
+        assert torch.equal(tensor, source[key].to(tensor.dtype)), key
+    # Resuming the new run is not finetuning: its own method is loaded.
+    resumed = {**new, "train_iters": 2, "load": str(tmp_path / "after/checkpoints")}
+    trained(tmp_path / "after", data_path, **resumed)
+    assert "the checkpoint's positional" not in capsys.readouterr().out
+
+
+def test_finetuning_another_model_is_reported(tmp_path, data_path, capsys):
+    trained(tmp_path, data_path, pos_emb="none", eval_iters=0)
+    trained(tmp_path, data_path, pos_emb="alibi", finetune=True, save=None, eval_iters=0)
+    assert "differs from the one it starts from: pos_emb none in the checkpoint, alibi here" in capsys.readouterr().out
