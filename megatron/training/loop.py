@@ -31,7 +31,7 @@ from megatron.training.logging import Logger, StepLog, non_finite_loss
 from megatron.training.machine import check_machine, check_number_of_samples
 from megatron.training.optimizer import Schedule
 from megatron.training.profiler import profiled_steps
-from megatron.training.startup import check_log_folders, check_space, lock_save_folder
+from megatron.training.startup import check_log_folders, check_space, lock_log_folders, lock_save_folder
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_rank_0
@@ -46,6 +46,7 @@ def train(config: Config) -> TrainingState:
     try:
         check_log_folders(config)
         with contextlib.ExitStack() as resources:
+            lock_log_folders(config, resources)
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
             trainer = Trainer(config, layout, logger, resources)
             iteration = trainer.state.iteration

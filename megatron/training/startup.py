@@ -46,6 +46,21 @@ def check_log_folders(config: Config) -> None:
     run_on_rank_0(check)
 
 
+def lock_log_folders(config: Config, resources: contextlib.ExitStack) -> None:
+    """Lock `log-dir` and `tensorboard-dir` until `resources` are released. Every rank must call this.
+
+    Raises UserError, on all ranks, if another run logs to one of them: their metrics would be mixed.
+    """
+    logging = config.logging
+    folders = {logging.tensorboard_dir: "tensorboard-dir", logging.log_dir: "log-dir"}
+    for folder, key in folders.items():
+        if folder:
+            message = f"{key}: another run logs to {folder}; wait until it ends, or choose another folder"
+            lock = Lock(Path(folder) / "log.lock", message)
+            resources.callback(lock.release)
+            run_on_rank_0(lock.acquire)
+
+
 def lock_save_folder(save: str, resources: contextlib.ExitStack) -> Lock:
     """Check that all ranks can write to the folder, and lock it until `resources` are released. Every rank must call
     this.

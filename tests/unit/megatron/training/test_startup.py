@@ -1,6 +1,7 @@
 """Checks before anything is built: folders, the lock, and space for checkpoints."""
 
 import contextlib
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -92,6 +93,15 @@ def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is
         # A run that only evaluates needs no lock.
         with pytest.raises(UserError, match="contains no checkpoint"):
             train(Config.from_flat({**settings, "train_iters": 0}))
+
+
+@pytest.mark.parametrize("key", ["log_dir", "tensorboard_dir"])
+def test_two_runs_cannot_log_to_the_same_folder(key, tmp_path, data_path, nothing_is_built):
+    config = Config.from_flat(training_settings(tmp_path, data_path, **{key: str(tmp_path / "shared")}))
+    message = rf"{key.replace('_', '-')}: .*shared.*process {os.getpid()}"
+    with Lock(tmp_path / "shared" / "log.lock", "held"), pytest.raises(UserError, match=message):
+        train(config)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_finished_run_removes_what_a_killed_one_left(tmp_path, data_path):
