@@ -29,26 +29,23 @@ MIN_VOCAB_SIZE = 257
 
 
 class _LibraryTokenizer(Tokenizer):
-    """Encodes and decodes with a `tokenizers.Tokenizer`.
+    """Encodes and decodes with a `tokenizers.Tokenizer`, whose post-processor is replaced by `bos`."""
 
-    Args:
-        splittable: whether splitting a text before a space or newline never changes its ids.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, splittable: bool):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, bos: int | None = None):
+        tokenizer.post_processor = None
         self._tokenizer = tokenizer
-        self._splittable = splittable
         self.eod = eod
         self.fingerprint = fingerprint
-        with _library_errors("the tokenizer cannot encode an empty text"):
-            added = tokenizer.encode("").ids
-        self.bos = added[0] if len(added) == 1 else None
+        self.bos = bos
+        self._start = [] if bos is None else [bos]
+        self._splittable = bos is None and _is_splittable(tokenizer)
         # Ids need not be contiguous. The embedding table must cover the largest one.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
         with _library_errors("the tokenizer cannot encode the text"):
-            return [token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids]
+            ids = [token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids]
+        return self._start + ids
 
     def pieces(self, text: str) -> Iterator[str]:
         return split_text(text, _MAX_CHARACTERS) if self._splittable else iter([text])
@@ -57,7 +54,7 @@ class _LibraryTokenizer(Tokenizer):
         if any(len(text) > _MAX_CHARACTERS for text in texts):
             return [self.tokenize(text) for text in texts]
         with _library_errors("the tokenizer cannot encode the texts"):
-            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+            return [self._start + encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         with _library_errors("the tokenizer cannot decode the ids"):
@@ -80,12 +77,14 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     """A tokenizer.json file.
 
     Documents end with `<|endoftext|>`, or else with the `eos_token` of the tokenizer_config.json in the same folder.
-    Texts start with the tokens that the file's post-processor puts there, as in transformers.
+    Texts start with the token that the file's post-processor puts there, as in transformers. Tokens that it appends are
+    left out, because a prompt, a context and a part of a document do not end a text.
 
     Truncation and padding settings in the file are ignored, because training data must be neither cut nor padded.
 
     Raises:
-        UserError: the file is not a tokenizer.json or has no end-of-document token.
+        UserError: the file is not a tokenizer.json, has no end-of-document token, or its post-processor does more than
+            adding a token at the start and tokens at the end.
     """
 
     name = "HFTokenizer"
@@ -108,7 +107,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 "(eos_token); add it with add_special_tokens of the tokenizers library, or train a tokenizer with "
                 "tools/datasets/train_tokenizer.py"
             )
-        super().__init__(tokenizer, eod, fingerprint, _is_splittable(tokenizer))
+        super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
@@ -137,7 +136,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
                 f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte symbols are missing"
             )
         fingerprint = hashlib.sha256(vocab_content + b"\0" + merges_content).hexdigest()
-        super().__init__(_byte_level_tokenizer(model), vocab[END_OF_DOCUMENT], fingerprint, splittable=True)
+        super().__init__(_byte_level_tokenizer(model), vocab[END_OF_DOCUMENT], fingerprint)
 
 
 class HFGPT2Tokenizer(_LibraryTokenizer):
@@ -159,7 +158,7 @@ class HFGPT2Tokenizer(_LibraryTokenizer):
         tokenizer = read_gpt2_tokenizer(source)
         fingerprint = hashlib.sha256(tokenizer.to_str().encode("utf-8")).hexdigest()
         eod: int = tokenizer.get_vocab()[END_OF_DOCUMENT]
-        super().__init__(tokenizer, eod, fingerprint, _is_splittable(tokenizer))
+        super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, source))
 
 
 def read_gpt2_tokenizer(source: str | Path) -> tokenizers.Tokenizer:
@@ -198,6 +197,39 @@ def _check(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
             raise UserError(f"{path}: the token {token[:40]!r} has id {token_id}; ids must be below {MAX_VOCAB_SIZE:,}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
+
+
+def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> int | None:
+    """The id of the token that the post-processor puts before every text; None if it puts none there.
+
+    Raises UserError if it puts several tokens there, a token without an embedding, or does not keep the text once.
+    """
+    if tokenizer.post_processor is None:
+        return None
+    settings = json.loads(tokenizer.post_processor.__getstate__())
+    prefix: list[int] = []
+    for processor in settings["processors"] if settings["type"] == "Sequence" else [settings]:
+        if processor["type"] in ("BertProcessing", "RobertaProcessing"):
+            prefix.insert(0, processor["cls"][1])
+        elif processor["type"] == "TemplateProcessing":
+            template = processor["single"]
+            texts = [index for index, part in enumerate(template) if "Sequence" in part]
+            if len(texts) != 1:
+                raise UserError(
+                    f"{source}: its post_processor repeats or removes the text ({len(texts)} times $A in `single`); "
+                    "it must contain $A once"
+                )
+            names = [part["SpecialToken"]["id"] for part in template[: texts[0]]]
+            prefix = [token for name in names for token in processor["special_tokens"][name]["ids"]] + prefix
+        elif processor["type"] != "ByteLevel":  # which only changes offsets
+            raise UserError(f"{source}: a post_processor of type {processor['type']} is not supported; remove it")
+        if len(prefix) > 1:
+            raise UserError(
+                f"{source}: its post_processor puts {len(prefix)} tokens before every text; remove all but one from it"
+            )
+    if prefix and tokenizer.id_to_token(prefix[0]) is None:
+        raise UserError(f"{source}: its post_processor adds the id {prefix[0]}, which is not in the vocabulary")
+    return prefix[0] if prefix else None
 
 
 @contextlib.contextmanager
@@ -290,12 +322,11 @@ def _parse_merges(content: bytes, path: Path) -> list[tuple[str, str]]:
 def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
     """Whether splitting any text between a non-space character and a space or newline leaves its ids unchanged.
 
-    GPT-2's pre-tokenization pattern always starts a new piece there. A normalizer, a post-processor that adds tokens,
-    or added tokens that contain or absorb white space break this property.
+    GPT-2's pre-tokenization pattern always starts a new piece there. A normalizer, or added tokens that contain or
+    absorb white space, break this property.
     """
     settings = json.loads(tokenizer.to_str())
     pre_tokenizer = settings.get("pre_tokenizer") or {}
-    post_processor = settings.get("post_processor") or {"type": "ByteLevel"}
     gpt2_pattern = (
         pre_tokenizer.get("type") == "ByteLevel"
         and pre_tokenizer.get("use_regex", True)
@@ -305,12 +336,7 @@ def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
         not re.search(r"\s", token["content"]) and not (token["lstrip"] or token["rstrip"] or token["single_word"])
         for token in settings["added_tokens"]
     )
-    return bool(
-        gpt2_pattern
-        and plain_added_tokens
-        and settings.get("normalizer") is None
-        and post_processor["type"] == "ByteLevel"
-    )
+    return bool(gpt2_pattern and plain_added_tokens and settings.get("normalizer") is None)
 
 
 def split_text(text: str, length: int) -> Iterator[str]:

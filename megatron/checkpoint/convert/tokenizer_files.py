@@ -30,9 +30,9 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
     special tokens for config.json.
 
     If the vocabulary file has a tokenizer_config.json in its folder, that is used. Otherwise the end-of-document token
-    is also the padding token, and padding is on the left, as generation requires. `vocabulary` is the number of rows of
-    the model's embedding. Raises UserError if the tokenizer is missing or has more tokens, or if transformers cannot
-    represent it.
+    is also the padding token, and padding is on the left, as generation requires. Tokens that the original puts after
+    every text are left out, as in training. `vocabulary` is the number of rows of the model's embedding. Raises
+    UserError if the tokenizer is missing or has more tokens, or if transformers cannot represent it.
     """
     try:
         tokenizer = files.build()
@@ -53,6 +53,13 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
         converted = read_gpt2_tokenizer(files.vocab_file or "gpt2")
     else:
         converted = _character_level()
+    if converted.num_special_tokens_to_add(is_pair=False) > (tokenizer.bos is not None):
+        start = [] if tokenizer.bos is None else [str(converted.id_to_token(tokenizer.bos))]
+        converted.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[*start, "$A"],
+            pair=[*start, "$A", "$B:1"],
+            special_tokens=[(token, tokenizer.bos) for token in start],
+        )
     converted.save(str(folder / "tokenizer.json"))
     _write_config(files, folder, "PreTrainedTokenizerFast", converted.id_to_token(tokenizer.eod) or END_OF_DOCUMENT)
     return _with_own_tokens(files, tokenizer, converted.token_to_id)
@@ -82,6 +89,7 @@ def _write_config(files: TokenizerFiles, folder: Path, tokenizer_class: str, eos
                 (folder / name).write_bytes(read_file(original.parent / name, MAX_BYTES))
         values = read_json(original)
         values.pop("auto_map", None)  # names code, which is not copied
+        values.pop("add_eos_token", None)
         write_json(folder / TOKENIZER_CONFIG, values)
         return
     values = {"tokenizer_class": tokenizer_class, **dict.fromkeys(("bos_token", "eos_token", "pad_token"), eos)}

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron.cli.prepare_data import main, parse_arguments
 from megatron.config.command_line import run_main
+from megatron.data.indexed_dataset import open_indexed_files
 from megatron.data.prepare import PrepareOptions
+from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.corpora import dataset_text, json_lines
 
 
@@ -32,6 +35,21 @@ def test_dataset_from_a_file(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines("one", "two"))
     main(["-d", str(tmp_path), "-t", "CharLevelTokenizer", "--from", str(tmp_path / "a.jsonl"), "pile"])
     assert dataset_text(tmp_path / "pile" / "pile_text_document") == "one\0two\0"
+
+
+def test_one_end_of_document_with_a_tokenizer_that_appends_one(tmp_path):
+    """T5's and Llama's tokenizers put </s> after every text."""
+    trained = train_bpe(["one two"], 300)
+    trained.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <|endoftext|>", pair="$A $B", special_tokens=[("<|endoftext|>", 0)]
+    )
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_bytes(json_lines("one", "two"))
+    words = ["-t", "HFTokenizer", "--vocab", str(tmp_path / "tokenizer.json"), "--from", str(tmp_path / "a.jsonl")]
+    main(["-d", str(tmp_path), *words, "pile"])
+    tokens = open_indexed_files(tmp_path / "pile" / "pile_text_document").open_tokens()[:]
+    assert tokens.tolist() == [*trained.encode("one").ids, *trained.encode("two").ids]
+    assert (tokens == 0).sum() == 2
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,82 @@ def test_fingerprints_identify_tokenizers(tokenizer_file, tmp_path):
     assert len({first.fingerprint, gpt2.fingerprint, characters.fingerprint}) == 3
 
 
+def _with_post_processor(tokenizer_file, folder, post_processor):
+    """A tokenizer.json with the special tokens <s> and </s>, and this post-processor."""
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    library.add_special_tokens(["<s>", "</s>"])
+    content = json.loads(library.to_str())
+    content["post_processor"] = post_processor
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder / "tokenizer.json", library
+
+
+def _template(single, tokens=(("<s>", 600), ("</s>", 601))):
+    return json.loads(
+        tokenizers.processors.TemplateProcessing(
+            single=single, pair="$A $B", special_tokens=list(tokens)
+        ).__getstate__()
+    )
+
+
+# The ids of <s> and </s> are 600 and 601. With each post-processor, the token that texts start with.
+POST_PROCESSORS = {
+    "llama": (_template("<s> $A"), 600),
+    "t5": (_template("$A </s>"), None),
+    "llama with add_eos_token": (_template("<s> $A </s>"), 600),
+    "roberta": (json.loads(tokenizers.processors.RobertaProcessing(("</s>", 601), ("<s>", 600)).__getstate__()), 600),
+    "bert": (json.loads(tokenizers.processors.BertProcessing(("</s>", 601), ("<s>", 600)).__getstate__()), 600),
+    "llama 3": (
+        {
+            "type": "Sequence",
+            "processors": [
+                {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
+                _template("<s> $A"),
+            ],
+        },
+        600,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+def test_only_a_token_at_the_start_is_added(tokenizer_file, tmp_path, kind):
+    post_processor, bos = POST_PROCESSORS[kind]
+    path, library = _with_post_processor(tokenizer_file, tmp_path, post_processor)
+    tokenizer = build_tokenizer("HFTokenizer", path)
+    start = [] if bos is None else [bos]
+    assert (tokenizer.bos, tokenizer.first) == (bos, 0 if bos is None else bos)
+    for text in ("", *KINDS.values()):
+        expected = start + library.encode(text).ids
+        assert tokenizer.tokenize(text) == expected
+        assert tokenizer.tokenize_batch([text]) == [expected]
+    assert tokenizer.tokenize_continuation(" world") == library.encode(" world").ids
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "message"),
+    [
+        (_template("$A" + " $A" * 4999), "post_processor .*5000 times"),
+        ({"type": "Sequence", "processors": [_template("$A $A")] * 30}, "post_processor .*2 times"),
+        (_template("<s> " * 5000 + "$A"), "post_processor .*5000 tokens"),
+        (_template("<s> $A", [("<s>", 70_000)]), "post_processor .*70000"),
+    ],
+)
+def test_a_post_processor_that_multiplies_the_text(tokenizer_file, tmp_path, post_processor, message):
+    path, _ = _with_post_processor(tokenizer_file, tmp_path, post_processor)
+    with pytest.raises(UserError, match=f"tokenizer.json.*{message}"):
+        build_tokenizer("HFTokenizer", path)
+
+
+def test_a_long_text_of_a_tokenizer_that_appends(tokenizer_file, tmp_path, monkeypatch):
+    """It is split, because only a token at the start prevents that."""
+    path, library = _with_post_processor(tokenizer_file, tmp_path, _template("$A </s>"))
+    monkeypatch.setattr(hugging_face, "_MAX_CHARACTERS", 50)
+    tokenizer = build_tokenizer("HFTokenizer", path)
+    assert len(list(tokenizer.pieces(KINDS["c"]))) > 1
+    assert tokenizer.tokenize(KINDS["c"]) == library.encode(KINDS["c"]).ids
+
+
 def test_not_a_tokenizer_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match=r"cannot read .* as a tokenizer.json"):

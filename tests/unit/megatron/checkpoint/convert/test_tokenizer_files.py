@@ -116,6 +116,25 @@ def test_special_tokens_of_a_chat_model(tmp_path):
     assert (loaded.eos_token_id, loaded.pad_token_id) == (2, 3)
 
 
+@pytest.mark.parametrize("single", ["$A </s>", "<s> $A </s>"])
+def test_tokens_after_a_text_are_not_exported(tmp_path, single):
+    """A prompt that ends with </s> is over before the model continues it."""
+    write_llama_json(tmp_path)
+    original = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokens = [(token, original.token_to_id(token)) for token in ("<s>", "</s>")]
+    original.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, pair="$A $B", special_tokens=tokens
+    )
+    original.save(str(tmp_path / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "add_eos_token": True, **LLAMA_TOKENS}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    (tmp_path / "hf").mkdir()
+    files = TokenizerFiles("HFTokenizer", tmp_path / "tokenizer.json")
+    write_tokenizer(files, tmp_path / "hf", 1024)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert loaded("a b")["input_ids"] == files.build().tokenize("a b") == original.encode("a b").ids[:-1]
+
+
 def test_a_sentencepiece_model_without_configuration(tmp_path):
     """As GPT-NeoX uses it: texts have no token before them."""
     model = train_sentencepiece(tmp_path / "llama.model", **LLAMA)
