@@ -1,6 +1,7 @@
 """generate.py: text from a checkpoint, as in GPT-NeoX: unconditional, from a file of prompts, or interactive."""
 
 import argparse
+import codecs
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -145,7 +146,7 @@ def readable(records: Sequence[dict[str, Any]]) -> str:
 def read_prompts(path: str | Path, prompt_end: str) -> list[str]:
     """The prompts in a UTF-8 file, see `split_prompts`. Raises UserError if it cannot be read or has no prompt."""
     try:
-        text = read_file(path, MAX_PROMPT_BYTES).decode("utf-8")
+        text = read_file(path, MAX_PROMPT_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}); save it as UTF-8"
@@ -285,12 +286,12 @@ def interact(generator: TextGenerator, prompt_end: str, source: IO[bytes] | None
 
 def _typed_prompts(source: IO[bytes], prompt_end: str, marker: str) -> Iterator[str]:
     """Yield each prompt as soon as it is complete. The end of the input ends the last one."""
-    buffer = ""
+    buffer, decoder = "", codecs.getincrementaldecoder("utf-8-sig")()
     while True:
         print("" if buffer else marker, end="", flush=True)
         line = source.readline(MAX_PROMPT_BYTES)
         try:
-            buffer += line.decode("utf-8").replace("\r\n", "\n")
+            buffer += decoder.decode(line, final=not line).replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(f"the prompt is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from error
         if len(buffer) >= MAX_PROMPT_BYTES:

@@ -169,7 +169,8 @@ def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
 
 
 def test_interactive_reads_prompts_until_the_input_ends(configuration, trained, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f\n\nab")))
+    # Windows PowerShell starts a pipe with a byte order mark.
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfdef f\n\nab")))
     main([configuration(text_gen_type="interactive")])
     first = expected(trained[1], ["def f"], seed=77)[0]
     second = expected(trained[1], ["ab"], seed=78)[0]
@@ -213,7 +214,7 @@ def test_splitting_prompts(text, prompt_end, prompts):
 
 
 def test_prompt_files_of_other_systems(tmp_path):
-    (tmp_path / "p").write_bytes("é\r\nb\r\n".encode())
+    (tmp_path / "p").write_bytes("\ufeffé\r\nb\r\n".encode())
     assert read_prompts(tmp_path / "p", "\n") == ["é", "b"]
 
 
@@ -221,6 +222,7 @@ def test_prompt_files_of_other_systems(tmp_path):
     ("content", "message"),
     [
         (b"good\nb\xe9d\n", r"p\.txt is not UTF-8 text \(byte 0xe9 at 6\)"),
+        (b"\xef\xbb\xbf\n", r"p\.txt has no prompt"),
         (b"", r"p\.txt has no prompt"),
         (b" \n\n", r"p\.txt has no prompt"),
         (None, r"cannot read .*p\.txt: No such file"),
