@@ -1,9 +1,9 @@
 """Reading YAML configuration files, with the line of every top-level key.
 
 The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike PyYAML's SafeLoader,
-`1e-4` is a float (YAML 1.1 reads it as a string and requires 1.0e-4), a date is a string, and a key that appears twice
-in one mapping is an error. So are tags other than those of plain values, and files that exceed the limits below, which
-no real configuration reaches.
+`1e-4` is a float (YAML 1.1 reads it as a string and requires 1.0e-4), 0123 is decimal (octal in YAML 1.1), a date is a
+string, and a key that appears twice in one mapping is an error. So are numbers in base 60 (1:30), tags other than those
+of plain values, and files that exceed the limits below, which no real configuration reaches.
 """
 
 import difflib
@@ -107,10 +107,18 @@ class _Loader(yaml.SafeLoader):
             return
         if name != "str" and len(node.value) > _MAX_NUMBER:
             raise _YamlProblem(line, f"a number of {len(node.value):,} characters: {shortened(node.value)}")
+        if name in ("int", "float") and ":" in node.value:
+            problem = f"YAML 1.1 reads {shortened(node.value)} as a number in base 60"
+            raise _YamlProblem(line, f"{problem}; write it in decimal, or put quotes around it if it is text")
         try:
             self.construct_object(node)
         except (ValueError, LookupError, OverflowError) as error:  # an explicit tag, such as !!int abc
             raise _YamlProblem(line, f"{shortened(node.value)} is not a value of type !!{name}") from error
+
+    def _construct_int(self, node: yaml.ScalarNode) -> int:
+        """Decimal, with leading zeros too, unless it starts with 0x or 0b."""
+        text = str(self.construct_scalar(node)).replace("_", "").lower()
+        return int(text, 0 if text.lstrip("+-").startswith(("0x", "0b")) else 10)
 
     def _resolve_keys(self, node: yaml.MappingNode) -> None:
         """Check the keys of a mapping, and replace a merge key by the pairs that it adds: the mapping's own keys win,
@@ -144,6 +152,8 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
+_Loader.add_implicit_resolver(f"{_STANDARD_TAG}int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789"))
+_Loader.add_constructor(f"{_STANDARD_TAG}int", _Loader._construct_int)
 # Dates remain strings: no key has a date as its value, and JSON has no dates.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_STANDARD_TAG}timestamp"]

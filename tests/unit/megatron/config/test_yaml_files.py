@@ -41,6 +41,13 @@ def test_flow_mapping_with_comments_and_trailing_commas(write):
         (".5e1", 5.0),
         ("1_000e3", 1e6),
         ("3", 3),
+        ("0123", 123),
+        ("-0100", -100),
+        ("089", 89),
+        ("0_12", 12),
+        ("!!int 010", 10),
+        ("0x1F", 31),
+        ("-0b101", -5),
         ("0.1", 0.1),
         ("true", True),
         ("null", None),
@@ -57,6 +64,12 @@ def test_values(text, value):
     key, parsed = parse_override(f"a={text}")
     assert (key, parsed) == ("a", value)
     assert type(parsed) is type(value)
+
+
+def test_numbers_with_leading_zeros_are_decimal(write):
+    path = write("a.yml", "{" + MODEL + ', "seed": 0123, "train-iters": 0100}')
+    config = load_config([path], overrides=["warmup=01"])
+    assert (config.training.seed, config.schedule.train_iters, config.schedule.warmup) == (123, 100, 1.0)
 
 
 def test_block_style_and_byte_order_mark(write):
@@ -85,6 +98,9 @@ def test_block_style_and_byte_order_mark(write):
         ("{a: !!timestamp 2026-01-02}", ":1: the tag !!timestamp is not supported"),
         ("{a: !own 1}", ":1: the tag !own is not supported"),
         ("{a: =}", ":1: the tag !!value is not supported; .*quotes"),
+        ("a: 1\nb: 1:30", r":2: YAML 1\.1 reads 1:30 as a number in base 60; .*quotes"),
+        ("a: [2,\n 1:30.5]", r":2: YAML 1\.1 reads 1:30\.5 as"),
+        ("{a: !!int 1:30}", r":1: YAML 1\.1 reads 1:30 as"),
         ("{a: !!int abc}", ":1: abc is not a value of type !!int"),
         ("{a: !!bool maybe}", ":1: maybe is not a value of type !!bool"),
         ("{a: !!float ''}", ":1:  is not a value of type !!float"),
