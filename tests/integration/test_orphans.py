@@ -32,6 +32,8 @@ def save(*_):
 signal.signal(signal.SIGTERM, {{handler}})
 subprocess.Popen(["sleep", "60"]) if {{handler}} != save else None
 open("ready" + os.environ["RANK"], "w").close()
+if os.environ["RANK"] in {{suspended}}:
+    os.kill(os.getpid(), signal.SIGSTOP)
 while True:
     time.sleep(0.1)
 """
@@ -57,16 +59,17 @@ def kill_and_wait(process: subprocess.Popen, seconds: float = 20) -> None:
 
 
 @pytest.mark.parametrize(
-    ("delay", "handler", "wait_for", "saved"),
+    ("delay", "handler", "suspended", "wait_for", "saved"),
     [
-        (0, "save", "ready", True),
-        (0, "signal.SIG_IGN", "ready", False),  # as in a collective that never returns
-        (4, "save", "started", False),  # while the ranks import modules
+        (0, "save", "", "ready", True),
+        (0, "signal.SIG_IGN", "", "ready", False),  # as in a collective that never returns
+        (0, "signal.SIG_IGN", "1", "ready", False),  # rank 0 waits for rank 1 in a collective
+        (4, "save", "", "started", False),  # while the ranks import modules
     ],
-    ids=["saves", "hangs", "starts"],
+    ids=["saves", "hangs", "suspended", "starts"],
 )
-def test_deepy(delay, handler, wait_for, saved, tmp_path, forked_scripts):
-    (tmp_path / "script.py").write_text(SCRIPT.format(delay=delay, handler=handler))
+def test_deepy(delay, handler, suspended, wait_for, saved, tmp_path, forked_scripts):
+    (tmp_path / "script.py").write_text(SCRIPT.format(delay=delay, handler=handler, suspended=list(suspended)))
     (tmp_path / "model.yml").write_text(
         '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
     )
