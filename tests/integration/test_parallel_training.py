@@ -94,13 +94,20 @@ def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
         assert_same_weights(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", pytest.param("dape_kerple", marks=pytest.mark.slow)])
-def test_zero_3_evaluates_before_its_first_step(pos_emb, trained, tmp_path):
+@pytest.mark.parametrize(
+    ("pos_emb", "layout"),
+    [
+        ("kerple_log", "zero-3"),
+        pytest.param("dape_kerple", "zero-3", marks=pytest.mark.slow),
+        ("kerple_log", "tensor"),
+    ],
+)
+def test_evaluation_and_verified_logits_before_the_first_step(pos_emb, layout, trained, tmp_path):
     """A run that stopped at a multiple of eval-interval resumes with the validation that it skipped."""
     keys = {"pos_emb": pos_emb, "checkpoint_validation_with_forward_pass": True}
     trained(tmp_path / "one", "one", **keys)
-    trained(tmp_path / "two", "zero-3", **keys, exit_interval=3)
-    trained(tmp_path / "two", "zero-3", **keys)
+    trained(tmp_path / "two", layout, **keys, exit_interval=3)
+    trained(tmp_path / "two", layout, **keys)
     assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss", "validation/loss")
 
 
