@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -256,6 +257,10 @@ def _print_plan(
         seconds = total_tokens / rate / parallel_runs
         estimate = f"about {readable_time(seconds)} of training at {rate:,.0f} tokens/s each"
     else:
-        estimate = "training time unknown until a run has logged its speed (or set --rate)"
+        files, overrides = sweep.arguments(next(sweep.combinations()))
+        folder = [] if sweep.config_dir is None else ["-d", str(sweep.config_dir)]
+        keys = (*overrides, "train-iters=3", "log-interval=1", "eval-iters=0", "save=null", "load=null")
+        command = shlex.join(["kerple", "train", *folder, *files, "--set", *keys])
+        estimate = f"no run has logged its speed yet; measure it with three steps, and pass it as --rate: {command}"
     where = f"{len(devices)} GPU(s)" if on_gpu else "CPU"
-    console.print(f"{where}, {parallel_runs} run(s) in parallel: {estimate}", highlight=False)
+    console.print(f"{where}, {parallel_runs} run(s) in parallel: {estimate}", highlight=False, markup=False)

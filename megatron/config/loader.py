@@ -210,6 +210,7 @@ class _Messages:
 def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, messages: _Messages) -> MergedKeys:
     """One entry per key. A key that appears twice in one file is a problem; in two files, only if `strict`."""
     keys: MergedKeys = {}
+    overridden: dict[tuple[str, str], list[tuple[Entry, Entry]]] = {}  # by pair of files
 
     def reject_duplicate(entry: Entry, first: Entry) -> None:
         messages.problems.append(
@@ -225,8 +226,15 @@ def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, mes
             if strict or entry.source == first.source:
                 reject_duplicate(entry, first)
             else:
-                messages.notices.append(f'{entry.place}: "{entry.key}" overrides "{first.key}" at {first.place}')
+                overridden.setdefault((entry.source, first.source), []).append((entry, first))
         keys[name] = dataclasses.replace(entry, value=copy.deepcopy(entry.value))
+    for (source, first_source), pairs in overridden.items():
+        entry, first = pairs[0]
+        notice = f'{entry.place}: "{entry.key}" overrides "{first.key}" at {first.place}'
+        if len(pairs) > 1:
+            names = ", ".join(f'"{entry.key}" ({entry.line})' for entry, _ in pairs)
+            notice = f"{source} overrides keys of {first_source} (at lines): {names}"
+        messages.notices.append(notice)
     for name, entry in list(_pop_nested_aliases(keys)):
         if name in keys:
             reject_duplicate(entry, keys[name])

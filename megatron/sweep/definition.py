@@ -64,15 +64,19 @@ class Sweep:
         """The choices of every run, one choice per axis."""
         return itertools.product(*self.axes.values())
 
-    def configuration(self, choices: tuple[Choice, ...]) -> Config:
-        """The merged configuration of a run, without its folders. Raises UserError that names the run."""
-        self._check_axes(choices)
+    def arguments(self, choices: tuple[Choice, ...]) -> tuple[list[str], list[str]]:
+        """The configuration files of a run, and the keys that override them, as `key=value`."""
         files = [*self.base, *(file for choice in choices for file in choice.files)]
         keys = dict(self.overrides)
         for choice in choices:
             keys |= choice.keys
         # JSON is valid YAML, except for surrogate pairs in escapes.
-        overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+        return files, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+
+    def configuration(self, choices: tuple[Choice, ...]) -> Config:
+        """The merged configuration of a run, without its folders. Raises UserError that names the run."""
+        self._check_axes(choices)
+        files, overrides = self.arguments(choices)
         try:
             return load_config(files, self.config_dir, overrides, strict=True)
         except UserError as error:

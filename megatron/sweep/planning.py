@@ -31,6 +31,7 @@ from megatron.checkpoint.directory import (
     weights_fingerprint,
 )
 from megatron.config import Config, UserError
+from megatron.config.schema.logging import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
 from megatron.data.indexed_dataset import idx_path, is_remote, read_manifest
 from megatron.data.streams import evaluation_corpora
@@ -48,8 +49,14 @@ FAILED = "failed.json"
 # What identifies the datasets that the training started with, by prefix. Runs of earlier versions do not have it.
 DATA = "data.json"
 MAX_JOURNAL_BYTES = 1 << 20
-# Keys for output folders. They may differ between two configurations of the same run.
+# Keys for output folders, which the sweep sets.
 FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefix")
+# Keys that do not change what a run computes. They may differ between two configurations of the same run.
+REPORTING_KEYS = {
+    *FOLDER_KEYS,
+    *LoggingConfig.model_fields,
+    *("log_interval", "steps_per_print", "wall_clock_breakdown", "dump_state", "keep_last_n_checkpoints"),
+}
 
 
 class Evaluated(TypedDict):
@@ -240,7 +247,7 @@ class SweepRun:
         differences = [
             f"{key}: {stored.get(key, 'not set')} in the folder, {current.get(key, 'not set')} in the sweep"
             for key in dict.fromkeys([*stored, *current])
-            if key not in FOLDER_KEYS and stored.get(key) != current.get(key)
+            if key not in REPORTING_KEYS and stored.get(key) != current.get(key)
         ]
         if differences:
             raise UserError(

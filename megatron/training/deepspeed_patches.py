@@ -22,6 +22,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.timer import STEP_GLOBAL_TIMER
 
 from megatron.utils.versions import check_parameters, check_version
 
@@ -79,6 +80,8 @@ class PatchedEngine(DeepSpeedEngine):
         """
         with patch.object(bf16_optimizer, "see_memory_usage"):
             super().__init__(*args, **keywords)
+        self._timed_steps = 0
+        self._log_timers, self.timers.log = self.timers.log, self._log_times
         optimizer = self.optimizer
         if type(optimizer) is BF16_Optimizer:
             on_device = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
@@ -99,6 +102,23 @@ class PatchedEngine(DeepSpeedEngine):
             return
         with patch.object(accelerator, "is_fp16_supported", lambda: True):
             super()._do_sanity_check()
+
+    def _take_model_step(self, *args: Any, **keywords: Any) -> None:
+        super()._take_model_step(*args, **keywords)
+        self._timed_steps += 1
+
+    def _log_times(self, names: list[str], **options: Any) -> None:
+        """For `wall_clock_breakdown`: print mean times per step, once in `steps_per_print` steps.
+
+        Upstream: without a pipeline, prints two lines per micro-batch and another one per step; with one, three lines
+        with sums over the steps.
+        """
+        if STEP_GLOBAL_TIMER not in names:
+            for name in names:
+                self.timers(name).reset()
+        elif self.global_steps % self.steps_per_print() == 0:
+            self._log_timers(names, normalizer=self._timed_steps)
+            self._timed_steps = 0
 
     def allreduce_and_copy(
         self, small_bucket: list[torch.Tensor], dp_group: dist.ProcessGroup, dp_world_size: float | None = None

@@ -34,6 +34,18 @@ if TYPE_CHECKING:
 # consecutive skipped steps than this, without a change of the loss scale, are an error.
 MAX_CONSECUTIVE_SKIPS = 32
 
+# Metrics that TensorBoard and Weights & Biases also get under GPT-NeoX's name.
+NEOX_NAMES = {
+    "train/loss": "train/lm_loss",
+    "validation/loss": "validation/lm_loss",
+    "validation/perplexity": "validation/lm_loss_ppl",
+    "test/loss": "test/lm_loss",
+    "test/perplexity": "test/lm_loss_ppl",
+    "train/samples_per_second": "runtime/samples_per_sec",
+    "train/seconds_per_step": "runtime/iteration_time",
+    "train/flops_per_second": "runtime/flops_per_sec_per_gpu",
+}
+
 
 class Logger:
     """Writes text and metrics of a run, on rank 0 only.
@@ -130,6 +142,7 @@ class Logger:
         if self._metrics is not None:
             keys = {"iteration": iteration, "last_iteration": self._config.schedule.train_iters}
             self._write(self._metrics, json.dumps({**keys, **values}) + "\n")
+        values = values | {neox: values[name] for name, neox in NEOX_NAMES.items() if name in values}
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, iteration)
@@ -270,6 +283,9 @@ class StepLog:
                 "train/learning_rate": learning_rate,
                 "train/skipped_steps": float(self.skipped_steps),
                 "train/tokens_per_second": tokens_per_second,
+                "train/samples_per_second": samples_per_second,
+                "train/seconds_per_step": self.seconds / max(steps, 1),
+                "train/flops_per_second": tokens_per_second * self._flops_per_token(round(length)) / layout.world_size,
                 "train/tokens": float(state.tokens),
                 "train/memory_bytes": float(memory),
             }
@@ -291,8 +307,7 @@ class StepLog:
                 texts.append(f"skipped steps {self.skipped_steps:,}")
             texts += [f"{samples_per_second:,.1f} samples/s", f"{tokens_per_second:,.0f} tokens/s"]
             if device_peak is not None:
-                flops_per_second = tokens_per_second * self._flops_per_token(round(length))
-                values["train/mfu"] = flops_per_second / (device_peak * layout.world_size)
+                values["train/mfu"] = values["train/flops_per_second"] / device_peak
                 texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
             seconds_left = (last_iteration - state.iteration) * self.seconds / max(steps, 1)
             texts += [f"{memory / 2**30:.2f} GiB", f"{readable_time(seconds_left)} left"]

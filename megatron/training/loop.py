@@ -217,7 +217,7 @@ class Trainer:
         Returns False if a signal or `exit-interval` ended the run before it.
         """
         training, saves = self.config.training, self.config.checkpoint.saves
-        state, length = self.state, 0
+        state, length, has_trained = self.state, 0, False
         flops = partial(flops_per_token, self.outside_embedding, self.engine.settings)
         log = StepLog(self.config, self.engine, self.logger, flops, state)
         if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
@@ -250,6 +250,9 @@ class Trainer:
                     exit_reason = f"exit-interval {training.exit_interval}"
             if _is_due(state.iteration, training.log_interval) or is_last:
                 log.write(state, learning_rate)
+            elif not has_trained:  # the next line may be hours away
+                self.logger.info(f"iteration {state.iteration:,}/{self.last_iteration:,} | lm loss {float(loss):.4f}")
+            has_trained = True
             if _is_due(state.iteration, training.eval_interval) and not exit_reason:
                 with log.paused():
                     self._evaluate()

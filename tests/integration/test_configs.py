@@ -137,13 +137,19 @@ def test_evaluation_as_in_the_release():
     assert (config.schedule.train_iters, config.training.seq_length_val, config.training.eval_iters) == (0, 2048, 320)
 
 
-def test_the_later_of_two_methods_is_used():
+def test_the_later_of_two_methods_is_used(tmp_path):
     files = ["small_bf16", "pos_emb/alibi", "pos_emb/rotary"]
     config = load_config(files, CONFIGS)
     assert config.model.pos_emb == "rotary"
     assert [re.sub(r"\S*/", "", notice) for notice in config.notices] == [
         'rotary.yml:5: "pos-emb" overrides "pos-emb" at alibi.yml:2'
     ]
+    more = tmp_path / "more.yml"
+    more.write_text('{"pos-emb": "alibi",\n "hidden-dropout": 0.1,\n "seq-length": 128, "seed": 1}')
+    notices = [notice for notice in load_config([*files, more], CONFIGS).notices if "overrides" in notice]
+    places = [notice.split(" overrides ")[0].rsplit("/")[-1] for notice in notices]
+    assert places == ['rotary.yml:5: "pos-emb"', 'more.yml:1: "pos-emb"', "more.yml"]
+    assert all(text in notices[2] for text in ("small_bf16.yml", '"hidden-dropout" (2)', '"seq-length" (3)'))
     with pytest.raises(UserError, match=r'rotary\.yml:5: "pos-emb" is already set, as "pos-emb" at .*alibi\.yml:2'):
         load_config(files, CONFIGS, strict=True)
 

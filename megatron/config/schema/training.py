@@ -46,7 +46,9 @@ class TrainingConfig(Group):
     )
     exit_interval: Int | None = key(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
     steps_per_print: Int = key(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
-    wall_clock_breakdown: bool = key(False, "True: log the time of forward, backward and optimizer.")
+    wall_clock_breakdown: bool = key(
+        False, "True: print the mean times of forward, backward and optimizer once in steps_per_print steps."
+    )
     dump_state: bool = key(False, "True: print DeepSpeed's messages at startup, with its configuration and state.")
     deepspeed_extra_args: Annotated[dict[str, Any], NullIsEmpty] = key(
         {},

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import time
 
@@ -9,6 +10,7 @@ import pytest
 
 from megatron.config import UserError, load_config
 from megatron.data.indexed_dataset import Manifest, write_manifest
+from megatron.launcher.main import parse_command_line
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import State, plan
 from tests.support.checkpoints import write_corpus
@@ -107,9 +109,26 @@ def test_the_stored_configuration_has_characters_beyond_16_bits(tmp_path):
     run.check_folder()
 
 
+def test_keys_that_do_not_change_the_training_do_not_make_another_run(tmp_path):
+    axes = {"pos_emb": ["alibi.yml"]}
+    (run,) = plan(read_sweep(write_sweep(tmp_path, axes=axes)))
+    run.write_config()
+    keys = {"log-interval": 7, "steps_per_print": 3, "wandb_group": "sweep", "keep-last-n-checkpoints": 2}
+    plan(read_sweep(write_sweep(tmp_path, axes=axes, set=keys)))
+    with pytest.raises(UserError, match=r"another configuration .*eval_interval"):
+        plan(read_sweep(write_sweep(tmp_path, axes=axes, set={**keys, "eval-interval": 7})))
+
+
 def test_the_plan_shows_the_state_of_every_run(sweep):
     axes = {"seed": [{"seed": 17, "pos-emb": "alibi", "name": "17"}]}
-    assert "to train" in sweep("--dry-run", axes=axes)
+    output = sweep("--dry-run", axes=axes)
+    assert "to train" in output
+    # The command that measures the speed trains the first run for three steps, without a checkpoint.
+    words = shlex.split(output[output.index("kerple train") :])
+    arguments = parse_command_line(["train.py", *words[2:]])
+    config = load_config(arguments.files, arguments.config_dir, arguments.overrides, strict=True)
+    assert (config.schedule.train_iters, config.training.seed, config.model.pos_emb) == (3, 17, "alibi")
+    assert config.checkpoint.save is config.checkpoint.load is None
     sweep(axes=axes, status=1)
     output = sweep("--dry-run", axes=axes)
     assert "to resume from 3" in output

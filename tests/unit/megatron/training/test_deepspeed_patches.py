@@ -1,7 +1,10 @@
 """The patches of DeepSpeed."""
 
+import itertools
 import math
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +28,22 @@ def test_the_bf16_optimizer_needs_found_inf(tmp_path, data_path, monkeypatch):
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", lambda params, grads, found_inf=None: None)
     with pytest.raises(UserError, match=r"torch .*torch\.optim\.adam\.adam .*grad_scale"):
         train(Config.from_flat(training_settings(tmp_path, data_path, precision="bfloat16", save=None, load=None)))
+
+
+@pytest.mark.parametrize("keys", [{}, {"train_micro_batch_size_per_gpu": 4, "precision": "bfloat16"}])
+def test_the_wall_clock_breakdown_is_one_line_per_steps_per_print(keys, tmp_path, data_path, monkeypatch, capsys):
+    """With a clock that advances by 1 s at each reading, a micro-batch's timer around another one takes 2 s."""
+    seconds = itertools.count()
+    monkeypatch.setattr("deepspeed.utils.timer.time", SimpleNamespace(time=lambda: float(next(seconds))))
+    keys = {**keys, "wall_clock_breakdown": True, "steps_per_print": 3, "save": None, "load": None, "eval_iters": 0}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "time (ms)" in line]
+    assert len(lines) == 2
+    micro_batches = 2 if "precision" in keys else 1
+    for line in lines:
+        times = dict(re.findall(r"(\w+): ([\d.]+)", line))
+        assert list(times) == ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
+        assert float(times["bwd_inner"]) == 2000 * micro_batches
 
 
 def test_startup_messages_are_hidden_unless_dump_state_is_set(tmp_path, data_path, capsys, caplog):

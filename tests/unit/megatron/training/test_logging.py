@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -18,7 +19,7 @@ from megatron.reporting import kernel_plots
 from megatron.training.engine import Engine
 from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog
 from megatron.training.loop import train
-from tests.support.runs import metrics, training_settings
+from tests.support.runs import ROOT, metrics, training_settings
 
 
 def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypatch, wandb_offline, capsys):
@@ -38,6 +39,17 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
     assert {"train/learning_rate", "train/grad_norm", "train/tokens_per_second", "train/memory_bytes"} <= tags
     assert {"validation/loss", "validation/perplexity", "kernel/bias_p/mean", "kernel/bias_a/max"} <= tags
 
+    neox = [
+        name for name, _ in re.findall(r"^\| `(\S+)` \| `(\S+)` \|$", (ROOT / "docs/monitoring.md").read_text(), re.M)
+    ]
+    assert len(neox) == 8
+    assert set(neox) <= tags
+    for name, ours in (("train/lm_loss", "train/loss"), ("validation/lm_loss", "validation/loss")):
+        assert [event.value for event in events.Scalars(name)] == [event.value for event in events.Scalars(ours)]
+    for speed, seconds in zip(*map(events.Scalars, ("runtime/samples_per_sec", "runtime/iteration_time")), strict=True):
+        assert speed.value * seconds.value == pytest.approx(8)  # samples per step
+    assert "train/lm_loss" not in (tmp_path / "logs" / "metrics.jsonl").read_text()
+
     (configuration,) = events.Tensors("configuration/text_summary")
     assert '"pos_emb": "kerple_log"' in configuration.tensor_proto.string_val[0].decode()
     pictures = events.Images("kernel/by_distance")
@@ -54,6 +66,13 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
         for name in files:
             with open(os.path.join(folder, name), "rb") as handle:
                 assert secret.encode() not in handle.read(), name
+
+
+def test_the_first_step_is_logged_at_once(tmp_path, data_path, capsys):
+    keys = {"log_interval": 3, "eval_iters": 0, "save": None, "load": None}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert re.findall(r"^iteration (\d)/6 \| lm loss \d", capsys.readouterr().out, re.M) == ["1", "3", "6"]
+    assert list(metrics(tmp_path)) == [3, 6]
 
 
 @pytest.mark.parametrize(("key", "package"), [("tensorboard_dir", "matplotlib"), ("use_wandb", "wandb")])
