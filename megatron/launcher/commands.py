@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.launcher import node
 from megatron.launcher.node import Node
-from megatron.launcher.resources import HYDRA_LAUNCHERS, Resources
+from megatron.launcher.resources import Resources
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, encode_config
 from megatron.utils.errors import UserError
 from megatron.utils.secrets import contains_secret, is_secret_name
@@ -22,7 +22,7 @@ from megatron.utils.secrets import contains_secret, is_secret_name
 # Variables that have the same meaning on every host. srun passes all variables.
 FORWARDED_PREFIXES = (
     "CUDA_", "CUBLAS_", "CUDNN_", "DS_", "FI_", "GLOO_", "HF_", "HUGGINGFACE_", "KERPLE_", "KMP_", "LD_LIBRARY_PATH",
-    "MKL_", "MLFLOW_", "MV2_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TP_",
+    "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TP_",
     "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
 )  # fmt: skip
 NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "OMP_DISPLAY_ENV")
@@ -129,9 +129,6 @@ def job_command(config: Config, resources: Resources, variables: Sequence[str], 
             words.append(f"--gpus-per-node={launcher.num_gpus}")
         options = {"--comment": launcher.comment, "--account": launcher.account}
         words += [f"{option}={value}" for option, value in options.items() if value is not None]
-    elif launcher.launcher in HYDRA_LAUNCHERS:
-        words = ["mpiexec.hydra", "-n", str(ranks), "-ppn", str(per_host), "-hosts", ",".join(hosts)]
-        words += ["-genvlist", ",".join(variables)] if variables else []
     else:
         slots = ",".join(f"{host}:{len(indices)}" for host, indices in resources.slots.items())
         # mpirun binds each process to one core by default, together with its threads and data workers.

@@ -20,13 +20,9 @@ DEFAULT_PORT = 29500
 LAUNCHER_DIED = signal.SIGUSR2
 _SECONDS_TO_SAVE = 300
 
-# Rank, rank on this node and number of processes, as srun and the MPI launchers pass them.
-_SLURM_VARIABLES = (("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),)
-_MPI_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
-)
+# Rank, rank on this node and number of processes, as srun and Open MPI pass them.
+_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
 
 
 def set_rank_variables(config: Config, environment: MutableMapping[str, str]) -> None:
@@ -39,11 +35,11 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
     launcher = config.launcher
     if "RANK" in environment:
         return
-    families: tuple[tuple[str, str, str], ...] = ()
+    families = []
     if launcher.deepspeed_slurm or launcher.launcher == "slurm":
-        families += _SLURM_VARIABLES
-    if launcher.deepspeed_mpi or launcher.launcher in ("openmpi", "mvapich", "mpich", "impi"):
-        families += _MPI_VARIABLES
+        families.append(_SLURM_VARIABLES)
+    if launcher.deepspeed_mpi or launcher.launcher == "openmpi":
+        families.append(_MPI_VARIABLES)
     for names in families:
         if not all(name in environment for name in names):
             continue
@@ -51,12 +47,12 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
         if int(world_size) == 1:
             return
         address = launcher.master_addr or environment.get("MASTER_ADDR")
-        if address is None and names in _SLURM_VARIABLES and "SLURM_STEP_NODELIST" in environment:
+        if address is None and names is _SLURM_VARIABLES and "SLURM_STEP_NODELIST" in environment:
             address = first_host(environment["SLURM_STEP_NODELIST"])
         if address is None:
             raise UserError(f"{world_size} processes, but the address of rank 0 is unknown; set master_addr")
         environment.update(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address)
-        port = slurm_port(environment) if names in _SLURM_VARIABLES else DEFAULT_PORT
+        port = slurm_port(environment) if names is _SLURM_VARIABLES else DEFAULT_PORT
         environment["MASTER_PORT"] = str(launcher.master_port or environment.get("MASTER_PORT", port))
         return
 

@@ -14,10 +14,8 @@ from megatron.utils.errors import UserError, shortened
 DEFAULT_HOSTFILE = "/job/hostfile"
 MOCK_HOSTFILE = "/mock_path"  # in GPT-NeoX's configs; it does not exist
 
-# MPICH and the MPI libraries derived from it.
-HYDRA_LAUNCHERS = ("mvapich", "mpich", "impi")
 MAX_SLOTS = 1024  # per host, as for num_gpus
-PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "ompi_info", **dict.fromkeys(HYDRA_LAUNCHERS, "mpiexec.hydra")}
+PROGRAMS = {"pdsh": "pdsh", "slurm": "srun", "openmpi": "ompi_info"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,14 +142,14 @@ class LauncherConfig(Group):
         ge=1,
         le=65535,
     )
-    launcher: Annotated[Literal["pdsh", "openmpi", "mvapich", "mpich", "impi", "slurm"], CaseInsensitive] = key(
+    launcher: Annotated[Literal["pdsh", "openmpi", "slurm"], CaseInsensitive] = key(
         "pdsh", "Program that starts the ranks on several hosts: pdsh over ssh, mpirun, or srun (docs/clusters.md)."
     )
     deepspeed_slurm: bool = key(
         False, "True: srun has started the ranks, without deepy.py. Implied by `launcher: slurm`."
     )
     deepspeed_mpi: bool = key(
-        False, "True: mpirun has started the ranks, without deepy.py. Implied by the MPI launchers."
+        False, "True: mpirun has started the ranks, without deepy.py. Implied by `launcher: openmpi`."
     )
     force_multi: bool = key(False, "True: use the multi-node launcher even for one node.")
     no_ssh_check: bool = key(False, "True: do not check that all hosts can be reached by ssh and have the same paths.")

@@ -47,7 +47,6 @@ def test_rank_command():
             "--gpus-per-node=2 '--comment=a run' --account=lab",
         ),
         ({"launcher": "openmpi"}, "mpirun -n 4 -host n1:2,n2:2 --bind-to none -x A -x B"),
-        ({"launcher": "mpich"}, "mpiexec.hydra -n 4 -ppn 2 -hosts n1,n2 -genvlist A,B"),
     ],
 )
 def test_job_command(keys, expected, monkeypatch):
