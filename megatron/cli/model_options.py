@@ -17,7 +17,7 @@ import torch
 
 from kerple.positional import RANDOM_OPTIONS, method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
-from megatron.checkpoint.convert.hub import is_hub_name, local_checkpoint
+from megatron.checkpoint.convert.hub import local_checkpoint
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
@@ -86,13 +86,13 @@ def parse_with_checkpoint(
 
 
 def _find_on_hub(options: argparse.Namespace) -> None:
-    """Replace the models on the Hugging Face hub in --checkpoint by folders; `options.hub_names` maps these to the
-    names.
+    """Replace the Hugging Face models in --checkpoint (names on the hub, and folders) by folders of checkpoints;
+    `options.hub_names` maps these to the names.
     """
     report = partial(print, file=sys.stderr, flush=True)
     folders = [str(local_checkpoint(name, report)) for name in options.checkpoint]
     options.hub_names = {
-        folder: name for folder, name in zip(folders, options.checkpoint, strict=True) if is_hub_name(name)
+        folder: name for folder, name in zip(folders, options.checkpoint, strict=True) if folder != str(Path(name))
     }
     options.checkpoint = folders
 
@@ -104,7 +104,8 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
         nargs="+" if several else 1,
         default=[],
         metavar="DIR",
-        help="folder with `latest`, or hf:ORG/NAME[@REVISION]; default: `load` in the configuration, or else `save`",
+        help="folder with `latest`, Hugging Face folder, or hf:ORG/NAME[@REVISION]; default: `load` in the "
+        "configuration, or else `save`",
     )
     parser.add_argument("--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (one process only) ...; default: a GPU if available")

@@ -1,10 +1,13 @@
-"""Models of the Hugging Face hub: `hf:ORG/NAME` or `hf:ORG/NAME@REVISION` in place of a checkpoint folder; uploading.
+"""Models of the Hugging Face hub, `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, and Hugging Face folders in place of a
+checkpoint folder; uploading.
 
 huggingface_hub finds and downloads the files, so its cache (HF_HOME), offline mode (HF_HUB_OFFLINE) and login apply.
-The model is converted once per commit, into HF_HOME/kerple. Only safetensors, JSON and tokenizer files are downloaded;
+A model is converted once per commit, into HF_HOME/kerple. Only safetensors, JSON and tokenizer files are downloaded;
 code and pickled files are not.
 """
 
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from filelock import FileLock
 
 from megatron.checkpoint.convert.hugging_face import from_hugging_face
 from megatron.checkpoint.convert.output import Report
-from megatron.checkpoint.directory import has_checkpoint
+from megatron.checkpoint.directory import has_checkpoint, has_files_of_checkpoints
 from megatron.checkpoint.storage import CheckpointError
 from megatron.utils.errors import UserError, first_line, install_command
 
@@ -34,19 +37,24 @@ def is_hub_name(checkpoint: str | Path) -> bool:
 
 
 def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
-    """The folder of a checkpoint. A model on the hub is downloaded and converted unless an earlier call has done so.
+    """The folder of a checkpoint. A model on the hub is downloaded and converted unless an earlier call has done so. A
+    Hugging Face folder is converted, too, and again after one of its files has changed.
 
     Raises:
         UserError: the model does not exist, needs a login, or cannot be downloaded.
         CheckpointError: it cannot be converted (see `from_hugging_face`).
     """
-    if not is_hub_name(checkpoint):
+    if is_hub_name(checkpoint):
+        snapshot = download(str(checkpoint))
+        repository, version = snapshot.parent.parent.name, snapshot.name  # models--ORG--NAME/snapshots/COMMIT
+    elif os.path.isfile(Path(checkpoint) / "config.json") and not has_files_of_checkpoints(checkpoint):
+        snapshot = Path(checkpoint).resolve()
+        repository, version = f"folder--{snapshot.name}", _version(snapshot)
+    else:
         return Path(checkpoint)
-    snapshot = download(str(checkpoint))
     from huggingface_hub import constants
 
-    repository = snapshot.parent.parent.name  # models--ORG--NAME/snapshots/COMMIT
-    output = Path(constants.HF_HOME) / "kerple" / repository / snapshot.name
+    output = Path(constants.HF_HOME) / "kerple" / repository / version
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,9 +65,16 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
         if not has_checkpoint(output):
             has_tokenizer = any((snapshot / name).exists() for name in TOKENIZERS)
             without = "" if has_tokenizer else ", without a tokenizer because there is none"
-            report(f"converting {checkpoint} ({snapshot.name[:8]}) to {output}{without}")
+            report(f"converting {checkpoint} ({version[:8]}) to {output}{without}")
             from_hugging_face(snapshot, output, with_tokenizer=has_tokenizer, report=report)
     return output
+
+
+def _version(folder: Path) -> str:
+    """40 hexadecimal digits that change with the path of the folder and the sizes and times of its files."""
+    files = sorted((path.name, path.stat()) for path in folder.iterdir() if path.is_file())
+    content = [str(folder), *((name, status.st_size, status.st_mtime_ns) for name, status in files)]
+    return hashlib.sha256(repr(content).encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
 
 def download(checkpoint: str) -> Path:

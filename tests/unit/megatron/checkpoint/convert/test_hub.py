@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub, in a cache as huggingface_hub writes it, and uploads to a fake hub."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -58,6 +59,30 @@ def test_a_model_is_converted_once_per_commit(hub, tmp_path):
     assert local_checkpoint("hf:org/tiny", lines.append) == converted / COMMIT
     assert lines == []
     assert local_checkpoint("runs/hf", lines.append) == Path("runs/hf")
+
+
+@torch.no_grad()
+def test_a_folder_is_evaluated_directly(hub, tmp_path, capsys):
+    """It is converted once, and again after it has changed."""
+    folder = tmp_path / "home" / "hub" / "models--org--tiny" / "blobs" / "main"
+    words = ["--checkpoint", str(folder), "--lengths", "32", "--tokens", "64"]
+    data = write_corpus(tmp_path)
+    words += ["--output", str(tmp_path / "report"), "--set", f"data-path={data}", "split=2,1,0"]
+    evaluate(words)
+    assert f"converting {folder} " in capsys.readouterr().err
+    (record,) = map(json.loads, (tmp_path / "report" / "results.jsonl").read_text().splitlines())
+    assert record["checkpoint"]["path"] == str(folder)
+    text = torch.from_numpy(validation_stream(data, "2,1,0"))
+    segments = torch.stack([text[start : start + 33] for start in (0, (len(text) - 1) // 2)])
+    expected = direct_losses(hub["main"](segments[:, :-1]).logits, segments[:, 1:]).mean()
+    assert record["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    lines = []
+    converted = local_checkpoint(folder, lines.append)
+    assert lines == []
+    assert local_checkpoint(converted) == converted
+    os.utime(folder / "model.safetensors", (0, 0))
+    assert local_checkpoint(folder, lines.append) != converted
+    assert len(lines) > 0
 
 
 def test_models_that_cannot_be_found(hub, tmp_path):
