@@ -46,7 +46,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     run_eval_tasks,
 )
-from megatron.evaluation.text import Text, check_ids, evaluation_text, text_by_document
+from megatron.evaluation.text import Text, check_ids, evaluation_text, text_by_document, text_of_file
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.utils.environment import commit, machine, versions
@@ -254,7 +254,13 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
         # A single checkpoint must match the configuration. For several, it only defines the text and the lengths.
         saved = saved_config(step, config, options, check=len(folders) == 1)
         first = models[0].saved if models else saved
-        if options.own:
+        if options.text is not None and models:
+            fingerprints = [tokenizer_of(each).fingerprint for each in (first, saved)]
+            if fingerprints[0] != fingerprints[1]:
+                raise UserError(
+                    f"--text: {folder} has another tokenizer than {folders[0]}; evaluate them in separate runs"
+                )
+        elif options.own:
             # `config` is that of the first checkpoint with --set applied.
             for key in ("data_path", "split", "valid_data_paths"):
                 first_value, value = getattr(first.data, key), getattr(saved.data, key)
@@ -284,7 +290,9 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 
 
 def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
-    """The text of the split; for --document-aware, as many rows of it as the budget needs."""
+    """The text of --text, or of the split; for --document-aware, as many rows of it as the budget needs."""
+    if options.text is not None:
+        return text_of_file(options.text, tokenizer_of(config))
     tokenizer = None
     try:
         tokenizer = tokenizer_of(config)

@@ -26,7 +26,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     unique_lengths,
 )
-from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus
+from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
 from megatron.reporting.formatting import TITLE
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.errors import shortened
@@ -41,6 +41,8 @@ EXTRAPOLATION_OPTIONS = (
     "--lengths",
     "--protocol",
     "--tokens",
+    "--text",
+    "--split",
     "--document-aware",
     "--by-position",
     "--resolution",
@@ -64,6 +66,7 @@ NOT_IN_SWEEPS = {
     "--eval-results-prefix": _SET_BY_SWEEP,
     "--replace": _SET_BY_SWEEP,
     "--skip-unsupported": "it is always set",
+    "--text": "a sweep measures on the dataset of its runs; evaluate its checkpoints with evaluate.py --text",
     "--compare-with": "each run is evaluated on its own; compare methods with tools/report.py --reference",
     "--eval-tasks": "a sweep measures extrapolation; run tasks on its checkpoints with evaluate.py",
     "--list-modes": "run evaluate.py --list-modes",
@@ -111,6 +114,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to score, evenly spaced in the split and the same at every length (default: eval_tokens, or the "
         "whole split)",
+    )
+    measurement.add_argument(
+        "--text",
+        metavar="FILE",
+        help="evaluate this text in place of the dataset, with the model's tokenizer: UTF-8, or any input of "
+        "prepare_data.py, such as JSON lines",
     )
     measurement.add_argument(
         "--split", choices=("valid", "test"), default="valid", help="split of the dataset (default: %(default)s)"
@@ -254,13 +263,18 @@ def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool
     """
     longest = max(lengths_of(config, options))
     available = int(evaluation_lengths(config, options.split).sum()) if has_data else longest << 32
+    source = text_source(config, options.split)
     if not options.document_aware:
-        return PlannedText(_tokens(available))
+        return PlannedText(_tokens(available), source=source)
     single_corpus(config, options.split)
     rows = (available - 1) // longest if has_data else options.resolution or 1
     if rows < 1:
-        raise UserError(f"--document-aware: the text has only {available:,} tokens; choose --lengths below that")
-    return PlannedText(_tokens(min(rows, rows_of_budget(config, options) or rows) * (longest + 1)), row=longest + 1)
+        raise UserError(
+            f"--document-aware: the text has only {available:,} tokens ({source}); choose --lengths below that"
+        )
+    return PlannedText(
+        _tokens(min(rows, rows_of_budget(config, options) or rows) * (longest + 1)), row=longest + 1, source=source
+    )
 
 
 def _tokens(count: int) -> Tensor:
@@ -330,6 +344,10 @@ def check_options(options: argparse.Namespace, train_length: int | None, *, task
     for name in ("passkey_depths", "passkey_trials"):
         if getattr(options, name) is not None and not options.passkey:
             raise UserError(f"{option_name(name)} requires --passkey; add it")
+    if options.text is not None:
+        for name in ("split", "document_aware"):
+            if getattr(options, name) not in ("valid", False):
+                raise UserError(f"--text {options.text}: cannot be combined with {option_name(name)}; remove one")
     for name in options.modes:
         parse_mode(name, train_length)
     for protocol in map(parse_protocol, options.protocol):

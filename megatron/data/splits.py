@@ -100,5 +100,7 @@ def part_span(split: str | None, part: str, sequences: int, prefix: str) -> tupl
         return 0, sequences
     span = split_spans(split, sequences)[PARTS.index(part)]
     if span is None or span[0] == span[1]:
-        raise UserError(f"split {split!r} of {prefix} ({sequences:,} documents) leaves no documents for {part}")
+        raise UserError(
+            f"split {split!r} of {prefix} ({sequences:,} documents) leaves no documents for {part}; increase its share"
+        )
     return span

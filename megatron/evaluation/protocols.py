@@ -243,5 +243,5 @@ def _shifted(starts: Sequence[int], offset: int) -> Sequence[int]:
 def _stream_too_short(available: int, length: int) -> UserError:
     return UserError(
         f"a text of {available:,} tokens is too short for a segment of {length:,} (which needs {length + 1:,}): "
-        "use more text or a shorter length"
+        f"choose lengths of at most {available - 1:,}, or more text (a larger share of the split, or another corpus)"
     )

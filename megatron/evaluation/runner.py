@@ -148,12 +148,8 @@ def plan_extrapolation(
     parsed_modes = parse_modes(modes, provenance.train_length)
     tasks = []
     for protocol in dict.fromkeys(parse_protocol(name) if isinstance(name, str) else name for name in protocols):
-        if text.row is None:
-            segments_by_length = protocol.plan(len(text.tokens), lengths, token_budget)
-            name = protocol.name
-        else:
-            segments_by_length = protocol.plan_rows(len(text.tokens) // text.row, text.row, lengths, token_budget)
-            name = f"{protocol.name} by document"
+        segments_by_length = text.plan(protocol, lengths, token_budget)
+        name = protocol.name if text.row is None else f"{protocol.name} by document"
         digests = [text.digest(segments) for segments in segments_by_length]
         for mode in parsed_modes:
             for segments, digest in zip(segments_by_length, digests, strict=True):

@@ -1,6 +1,7 @@
 """The text that models are evaluated on: a token stream, its document boundaries and its size in bytes."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.data.documents import DocumentOptions
+from megatron.data.encoding import encode_chunks
 from megatron.data.indexed_dataset import check_tokenizer
+from megatron.data.input_files import file_format, find_files
+from megatron.data.readers import FileCorpus, TextChunk
 from megatron.data.streams import (
     TokenStream,
     document_lengths,
@@ -19,12 +24,14 @@ from megatron.data.streams import (
     evaluation_corpora,
     evaluation_stream,
 )
-from megatron.evaluation.protocols import Segments
+from megatron.evaluation.protocols import Protocol, Segments
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
+from megatron.utils.files import read_file
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
+MAX_TEXT_BYTES = 1 << 30
 READ_TOKENS = 1 << 22  # tokens read at once to compute a digest
 MAX_DOCUMENT_SHARE = 0.1  # of the scored tokens, above which a warning is printed
 
@@ -40,6 +47,7 @@ class Text:
         token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not known.
         corpus: its name.
         tokenizer_is_known: whether the data name their tokenizer, so that the tokens determine `token_bytes`.
+        source: where it is from, for error messages; None if not known.
     """
 
     tokens: Tensor | TokenStream
@@ -48,7 +56,23 @@ class Text:
     token_bytes: IntArray | None = None
     corpus: str | None = None
     tokenizer_is_known: bool = False
+    source: str | None = None
     _read: dict[bytes, "_Read"] = field(default_factory=dict, repr=False, compare=False)
+
+    def plan(self, protocol: Protocol, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
+        """The segments that the protocol scores at each length. Raises UserError, which names the source and its size,
+        if there are none.
+        """
+        try:
+            if self.row is None:
+                return protocol.plan(len(self.tokens), lengths, token_budget)
+            return protocol.plan_rows(len(self.tokens) // self.row, self.row, lengths, token_budget)
+        except UserError as error:
+            raise self.error(str(error)) from error
+
+    def error(self, problem: str) -> UserError:
+        """An error that names the source of this text and its size."""
+        return UserError(problem if self.source is None else f"{self.source} ({len(self.tokens):,} tokens): {problem}")
 
     def digest(self, segments: Segments) -> str:
         """16 hexadecimal digits that identify what is scored: the tokens that are read, the segments, and the number of
@@ -183,7 +207,31 @@ def evaluation_text(config: Config, tokenizer: Tokenizer | None = None, part: st
     is_known = _check_tokenizer(prefixes, tokenizer)
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
     offsets = np.concatenate(([0], np.cumsum(evaluation_lengths(config, part))))
-    return Text(evaluation_stream(config, part), offsets, None, token_bytes, corpus_name(prefixes, part), is_known)
+    name, source = corpus_name(prefixes, part), text_source(config, part)
+    return Text(evaluation_stream(config, part), offsets, None, token_bytes, name, is_known, source)
+
+
+def text_source(config: Config, part: str = "valid") -> str:
+    """The files of a part, and the split that selects it from them."""
+    prefixes, split = evaluation_corpora(config, part)
+    return visible(", ".join(prefixes)) + ("" if split is None else f", {part} part of split {split}")
+
+
+def text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
+    """The documents of a file that prepare_data.py can read, or else its content as one document, as a dataset would
+    contain them: each with its end-of-document token. Raises UserError if it cannot be read, or has no text.
+    """
+    path = Path(path)
+    if os.path.isdir(path) or file_format(path.name):
+        chunks = list(FileCorpus(find_files([path])).chunks())
+    else:
+        chunks = [TextChunk(str(path), "text", 1, read_file(path, MAX_TEXT_BYTES))]
+    encoded = encode_chunks(chunks, tokenizer, DocumentOptions(append_eod=True))
+    tokens = torch.from_numpy(encoded.tokens[0].astype(np.int64))
+    if not len(tokens):
+        raise UserError(f"--text {path}: has no text")
+    offsets = np.concatenate(([0], np.cumsum(encoded.lengths[0], dtype=np.int64)))
+    return Text(tokens, offsets, None, tokenizer.byte_lengths(), corpus_name([str(path)]), source=visible(str(path)))
 
 
 def _check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> bool:
@@ -238,7 +286,8 @@ def text_by_document(
     starts_document[1:] = (rows.documents[1:] != rows.documents[:-1]) | (rows.documents[1:] < 0)
     offsets = np.concatenate((np.flatnonzero(starts_document), [len(starts_document)])) * (longest + 1)
     tokens = torch.from_numpy(rows.tokens).flatten()
-    return Text(tokens, offsets, longest + 1, token_bytes, corpus_name([prefix], part), is_known)
+    name, source = corpus_name([prefix], part), text_source(config, part)
+    return Text(tokens, offsets, longest + 1, token_bytes, name, is_known, source)
 
 
 def corpus_name(prefixes: Sequence[str], part: str = "valid") -> str:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from megatron.checkpoint.state_dict import TrainingState
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.data.datasets import Samples
 from megatron.evaluation import evaluate_extrapolation
 from megatron.evaluation.protocols import NonOverlapping
@@ -110,10 +110,9 @@ class ExtrapolationCurves:
         common = math.lcm(*self.lengths)
         text = evaluation_text(config)
         if len(text.tokens) < common + 1:
-            raise UserError(
-                f"extrapolation-lengths {', '.join(map(str, self.lengths))}: the validation text has "
-                f"{len(text.tokens):,} tokens, but these lengths need {common + 1:,}; use shorter lengths, or enlarge "
-                "the validation part of split"
+            raise text.error(
+                f"extrapolation-lengths {', '.join(map(str, self.lengths))} need {common + 1:,} tokens; use shorter "
+                "lengths, or enlarge the validation part of split"
             )
         # Pieces that every length divides.
         (pieces,) = NonOverlapping().plan(len(text.tokens), [common], training.extrapolation_budget)

@@ -100,10 +100,7 @@ def plan_context(
                     f"context; choose --lengths of at least {SHORTEST + TARGETS}"
                 )
             sizes, budget = [*(size + TARGETS - 1 for size in contexts), length], texts * TARGETS
-            if text.row is None:
-                plans = protocol.plan(len(text.tokens), sizes, budget)
-            else:
-                plans = protocol.plan_rows(len(text.tokens) // text.row, text.row, sizes, budget)
+            plans = text.plan(protocol, sizes, budget)
             full = plans[-1]
             planned = provenance.record(
                 "context",

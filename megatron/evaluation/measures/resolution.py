@@ -99,7 +99,7 @@ def plan_resolution(
             if available < texts:
                 advice = "shorter lengths" if text.row is None else "shorter lengths, or more --tokens"
                 advice = f"--resolution {available}, {advice}" if available else advice
-                raise UserError(
+                raise text.error(
                     f"--resolution {texts}: the text has only {available:,} segments of {length:,} tokens; choose "
                     f"{advice}"
                 )

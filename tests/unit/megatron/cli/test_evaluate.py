@@ -16,8 +16,9 @@ from megatron.evaluation.records import read_results
 from megatron.evaluation.results_file import ResultsFile
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
-from tests.support.corpora import manifest_of
+from tests.support.corpora import json_lines, manifest_of
 from tests.support.language_models import direct_losses
+from tests.support.texts import KINDS
 
 LENGTHS = ["--lengths", "32", "64", "256"]
 METHODS = ("kerple_log", "alibi", "learned")
@@ -158,7 +159,15 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration, preci
         ({"load": "empty", "save": "empty"}, [], "no checkpoint in empty [(]"),
         ({}, ["--checkpoint", "nowhere"], "nowhere: no such folder"),
         ({}, ["--iteration", "5"], "no checkpoint of iteration 5; available: 4"),
-        ({}, ["--lengths", "100000"], "is too short for a segment of 100,000"),
+        (
+            {},
+            ["--lengths", "100000"],
+            r"text_document, valid part of split 2,1,0 \(([\d,]+) tokens\): .*\1 .* too short for a segment of 100,000",
+        ),
+        ({}, ["--text", "a.txt", "--split", "test"], "--text a.txt: cannot be combined with --split"),
+        ({}, ["--text", "a.txt", "--document-aware"], "--text a.txt: cannot be combined with --document-aware"),
+        ({"tokenizer_type": "CharLevelTokenizer"}, ["--text", "a.txt"], "a.txt"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, ["--text", "a.txt"], "needs vocab-file"),
         ({}, ["--lengths", "64", "--tokens", "63"], "a budget of 63 tokens is shorter than a segment of 64"),
         ({}, ["--modes", "full", "sliding"], "'sliding' is unknown"),
         ({}, ["--modes", "blockwise@33"], "33 is odd"),
@@ -195,6 +204,26 @@ def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, me
     with pytest.raises(UserError, match=message):
         main([configuration(**keys), *words, "--output", "report"])
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "notes.log", "notes"])
+def test_a_text_without_a_dataset(tmp_path, configuration, checkpoints, name):
+    """Its documents are tokenized as in a dataset, with an end-of-document token."""
+    text = KINDS["python"][:2000]
+    content = json_lines(text[:900], text[900:]) if name == "a.jsonl" else b"\xef\xbb\xbf" + text.encode()
+    (tmp_path / name).write_bytes(content)
+    keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
+    words = ["--text", str(tmp_path / name), "--lengths", "64", "--tokens", "1280"]
+    main([keys, *words, "--output", str(tmp_path / "report")])
+    documents = [text[:900], text[900:]] if name == "a.jsonl" else [text]
+    ids = [token for document in documents for token in (*document.encode(), 0)]
+    starts = [index * (len(ids) - 1) // 20 for index in range(20)]
+    segments = torch.tensor([ids[start : start + 65] for start in starts])
+    with torch.no_grad():
+        losses = direct_losses(checkpoints["kerple_log"][1](segments[:, :-1]), segments[:, 1:])
+    (row,) = rows_in(tmp_path / "report")
+    assert row["loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
+    assert row["bits_per_byte"] is not None
 
 
 def test_several_checkpoints_require_an_output_folder_and_the_same_data(tmp_path, checkpoints, data):
