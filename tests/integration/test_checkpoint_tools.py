@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kerple.attention import AttentionMode, Span
@@ -22,6 +23,7 @@ from megatron.cli import convert, import_release, inspect
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError, load_config
+from megatron.evaluation.records import read_results
 from megatron.inference import load_model
 from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
@@ -34,6 +36,18 @@ from tests.support.texts import KINDS, PYTHON
 from tools.datasets import preprocess_data
 
 TOOLS = ROOT / "tools" / "ckpts"
+
+CARD_OPTIONS = [
+    "--license",
+    "apache-2.0",
+    "--language",
+    "en",
+    "de",
+    "--datasets",
+    "org/web",
+    "--base-model",
+    "org/base",
+]
 
 ALONE = """
 import sys
@@ -361,3 +375,31 @@ def test_inspect_does_not_hide_the_standard_library(ours):
     for part in ("manifest        whole", "1 tensor parallel", "bias_p", "effective_length", "samples read    48"):
         assert part in result.stdout
     assert f"imported {standard_inspect.__file__}" in result.stdout
+
+
+def test_the_model_card_is_complete(tmp_path, capsys):
+    """The metadata are valid for the hub, and the numbers are those of the training and of its evaluation."""
+    data = write_corpus(tmp_path, documents=80)
+    train(Config.from_flat(training_settings(tmp_path, data)))
+    folder, results = str(tmp_path / "checkpoints"), str(tmp_path / "results")
+    evaluate_main(["--checkpoint", folder, "--lengths", "32", "64", "--tokens", "256", "--output", results])
+    words = ["to-hf", folder, str(tmp_path / "hf"), "--no-tokenizer", *CARD_OPTIONS, "--results", results]
+    convert.main(words)
+    assert "license" not in capsys.readouterr().out
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en", "de"], ["org/web"])
+    assert (card.data.base_model, card.data.library_name) == ("org/base", "transformers")
+    assert {"length-extrapolation", "kerple_log"} <= set(card.data.tags)
+    assert "trained on `text` for 1,536 tokens. It started from `org/base`." in card.text  # 6 steps of 8 x 32
+    values = [f"{record['perplexity']:,.2f}" for record in read_results(results)]
+    assert "| text | protocol | mode | 32 | 64 |" in card.text
+    assert len(values) == 2
+    assert f"| full | {' | '.join(values)} |" in card.text
+
+    with pytest.raises(UserError, match=r"--results .*: has no perplexities of the weights in .*global_step3"):
+        convert.main([*words[:2], str(tmp_path / "other"), *words[3:], "--iteration", "3"])
+    convert.main(["to-hf", folder, str(tmp_path / "plain"), "--no-tokenizer"])
+    assert "--license" in capsys.readouterr().out
+    card = ModelCard.load(tmp_path / "plain" / "README.md")
+    assert card.data.license is card.data.datasets is card.data.base_model is None
+    assert "Perplexity" not in card.text

@@ -19,6 +19,7 @@ from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional import method_class
 from kerple.positional.randomized import Randomized
 from megatron.checkpoint.convert import llama
+from megatron.checkpoint.convert.card import CardDetails, model_card
 from megatron.checkpoint.convert.hugging_face_config import (
     KNOWN_KEYS,
     config_from,
@@ -66,6 +67,7 @@ def to_hugging_face(
     dtype: torch.dtype = torch.float32,
     repository: str | None = None,
     inference_mode: str | None = None,
+    details: CardDetails | None = None,
     report: Report = print,
 ) -> None:
     """Write `model` to the new folder `output`, for `AutoModelForCausalLM.from_pretrained`.
@@ -77,6 +79,7 @@ def to_hugging_face(
         repository: name on the Hugging Face hub that the model card tells to load.
         inference_mode: how the model attends, such as `sinks@4+508` (`kerple/attention/mode_names.py`). Models of
             transformers have none but `full`, so the model is then self-contained.
+        details: what the model card says about training and evaluation.
 
     Raises:
         CheckpointError: if the written model does not give the same logits, to 1e-4 in float32. Nothing is written.
@@ -128,9 +131,14 @@ def to_hugging_face(
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
         architecture = values["architectures"][0] if stock else None
-        has_tokenizer = tokenizer is not None
         card = model_card(
-            model, config, architecture=architecture, has_tokenizer=has_tokenizer, name=repository, mode=mode.name
+            model,
+            config,
+            details or CardDetails(),
+            architecture=architecture,
+            has_tokenizer=tokenizer is not None,
+            name=repository,
+            mode=mode.name,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -311,93 +319,3 @@ def import_transformers() -> Any:
             f"{install_command('eval')}"
         ) from error
     return transformers
-
-
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
----
-
-A decoder-only language model: {layers} layers, hidden size {hidden}, {heads} heads, trained on sequences of {length}
-tokens with the positional method `{method}`. Converted from a KERPLE-NeoX checkpoint.
-
-```python
-from transformers import AutoModelForCausalLM{tokenizer_class}
-
-model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_code}
-```
-{note}"""
-
-TOKENIZER_CODE = """
-tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
-prompt = tokenizer(["def main("], return_tensors="pt")
-print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
-
-TESTED = "4.57 to 5.24"  # of transformers; see docs/versions.md
-SELF_CONTAINED_NOTE = """
-This folder contains the model's code (`modeling_kerple.py`, `attention_*.py`, and the positional method in
-`positional_*.py`). It needs only torch and transformers, and was tested with versions {tested}. What works:
-
-- `generate`, also beyond {length} tokens{limit}, with all its strategies, dynamic and static caches, and batches. Pad
-  prompts on the left.
-- Training: `labels`, gradient checkpointing, Trainer, and LoRA with peft (`target_modules=["query_key_value"]`).
-- `AutoModel` and `AutoModelForSequenceClassification`, `device_map`, `torch.compile`{compiled}, `position_ids` (also of
-  packed sequences), `output_attentions`, `output_hidden_states`.
-- `attn_implementation`: {implementations}; others are rejected.
-- Inference modes for longer texts, such as `inference_mode="window@{window}"` in `from_pretrained`, with a cache of
-  constant size in `generate`. `attention_mode_names.py` lists them. The default is `{mode}` (`config.json`).
-
-vLLM and TGI have not been tested. According to its documentation, vLLM's Transformers backend supports full and sliding
-window attention, but not positional methods within attention such as this one. According to its documentation, TGI runs
-models it does not know with transformers if `--trust-remote-code` is given, without its own attention kernels.
-"""
-
-
-STOCK_NOTE = """
-This is a {architecture} of transformers, without own code. vLLM and TGI have not been tested; see their lists of
-supported models.
-"""
-
-
-def model_card(
-    model: GPT,
-    config: Config,
-    *,
-    architecture: str | None,
-    has_tokenizer: bool,
-    name: str | None = None,
-    mode: str = FULL_MODE.name,
-) -> str:
-    """README.md: what the model is, how to load it, and what works.
-
-    architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub. mode: of
-    inference.
-    """
-    trust = "" if architecture else ", trust_remote_code=True"
-    tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
-    comment = "" if architecture else "  # AutoTokenizer reads config.json, and would ask to run this folder's code"
-    methods = model.positional_methods().values()
-    only_eager = any(method.modifies_scores or method.scales_qk for method in methods)
-    compiles = not (only_eager or any(method.embeds or method.rotates for method in methods))
-    implementations = "" if any(method.has_weight for method in methods) else "sdpa, "
-    note = SELF_CONTAINED_NOTE.format(
-        length=config.model.seq_length,
-        window=min(config.model.seq_length, model.settings.windows[0] or config.model.seq_length),
-        mode=mode,
-        tested=TESTED,
-        limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",
-        compiled="" if compiles else " (with graph breaks)",
-        implementations="eager" if only_eager else f"eager, {implementations}flex_attention",
-    )
-    card = CARD.format(
-        layers=config.model.num_layers,
-        hidden=config.model.hidden_size,
-        heads=config.model.num_attention_heads,
-        length=config.model.seq_length,
-        method=config.model.pos_emb,
-        tokenizer_class=f", {tokenizer_class}" if has_tokenizer else "",
-        trust=trust,
-        tokenizer_code=TOKENIZER_CODE.format(tokenizer_class=tokenizer_class, comment=comment) if has_tokenizer else "",
-        note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
-    )
-    return card.replace("THIS_FOLDER", name or "THIS_FOLDER")

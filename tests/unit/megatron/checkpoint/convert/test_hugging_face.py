@@ -20,6 +20,7 @@ from transformers import (
 from kerple.attention import AttentionMode, LogLength
 from kerple.positional.distance_maps import Clip
 from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
+from megatron.checkpoint.convert.card import CardDetails
 from megatron.checkpoint.convert.output import with_float32_angles
 from megatron.checkpoint.convert.weights import saved_dtype
 from megatron.checkpoint.layers import open_layers
@@ -266,12 +267,14 @@ def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ask)
     model, config = make_model("alibi")
-    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
+    details = CardDetails(prompt='say "{hi}"\n')
+    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, details=details, report=quiet)
     card = (tmp_path / "hf" / "README.md").read_text()
     line = next(line for line in card.splitlines() if line.startswith("tokenizer = "))
     code, _, comment = line.partition("  # ")
     assert code == 'tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")'
     assert comment.startswith("AutoTokenizer reads config.json")
+    assert r'prompt = tokenizer(["say \"{hi}\"\n"], return_tensors="pt")' in card
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     assert tokenizer("abc").input_ids == [97, 98, 99]
     assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")

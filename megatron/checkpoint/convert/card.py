@@ -1,0 +1,169 @@
+"""The model card of an exported model: README.md with the metadata that the Hugging Face hub reads."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import yaml
+
+from kerple.attention import FULL_MODE
+from megatron.config import Config
+from megatron.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class CardDetails:
+    """What only the user, the checkpoint and the results of evaluations know about a model.
+
+    Attributes:
+        license, languages, datasets, base_model: as the hub names them.
+        prompt: of the example.
+        corpus: name of the training text.
+        tokens: that the model was trained on.
+        perplexities: ((text, protocol, mode), length) -> perplexity.
+    """
+
+    license: str | None = None
+    languages: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    base_model: str | None = None
+    prompt: str = "Once upon a time"
+    corpus: str | None = None
+    tokens: int | None = None
+    perplexities: Mapping[tuple[tuple[str, str, str], int], float] = field(default_factory=dict)
+
+
+CARD = """---
+{metadata}---
+
+# {title}
+
+A decoder-only language model: {layers} layers, hidden size {hidden}, {heads} heads, trained on sequences of {length}
+tokens with the positional method `{method}`. Converted from a KERPLE-NeoX checkpoint.
+{training}
+```python
+from transformers import AutoModelForCausalLM{tokenizer_class}
+
+model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_code}
+```
+{perplexities}{note}"""
+
+TOKENIZER_CODE = """
+tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
+prompt = tokenizer([{prompt}], return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
+
+TESTED = "4.57 to 5.24"  # of transformers; see docs/versions.md
+SELF_CONTAINED_NOTE = """
+This folder contains the model's code (`modeling_kerple.py`, `attention_*.py`, and the positional method in
+`positional_*.py`). It needs only torch and transformers, and was tested with versions {tested}. What works:
+
+- `generate`, also beyond {length} tokens{limit}, with all its strategies, dynamic and static caches, and batches. Pad
+  prompts on the left.
+- Training: `labels`, gradient checkpointing, Trainer, and LoRA with peft (`target_modules=["query_key_value"]`).
+- `AutoModel` and `AutoModelForSequenceClassification`, `device_map`, `torch.compile`{compiled}, `position_ids` (also of
+  packed sequences), `output_attentions`, `output_hidden_states`.
+- `attn_implementation`: {implementations}; others are rejected.
+- Inference modes for longer texts, such as `inference_mode="window@{window}"` in `from_pretrained`, with a cache of
+  constant size in `generate`. `attention_mode_names.py` lists them. The default is `{mode}` (`config.json`).
+
+vLLM and TGI have not been tested. According to its documentation, vLLM's Transformers backend supports full and sliding
+window attention, but not positional methods within attention such as this one. According to its documentation, TGI runs
+models it does not know with transformers if `--trust-remote-code` is given, without its own attention kernels.
+"""
+
+
+STOCK_NOTE = """
+This is a {architecture} of transformers, without own code. vLLM and TGI have not been tested; see their lists of
+supported models.
+"""
+
+
+def model_card(
+    model: GPT,
+    config: Config,
+    details: CardDetails,
+    *,
+    architecture: str | None,
+    has_tokenizer: bool,
+    name: str | None = None,
+    mode: str = FULL_MODE.name,
+) -> str:
+    """README.md: what the model is, how to load it, and what works.
+
+    architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub. mode: of
+    inference.
+    """
+    metadata = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["kerple-neox", "length-extrapolation", config.model.pos_emb],
+        "license": details.license,
+        "language": list(details.languages),
+        "datasets": list(details.datasets),
+        "base_model": details.base_model,
+    }
+    trust = "" if architecture else ", trust_remote_code=True"
+    tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
+    comment = "" if architecture else "  # AutoTokenizer reads config.json, and would ask to run this folder's code"
+    methods = model.positional_methods().values()
+    only_eager = any(method.modifies_scores or method.scales_qk for method in methods)
+    compiles = not (only_eager or any(method.embeds or method.rotates for method in methods))
+    implementations = "" if any(method.has_weight for method in methods) else "sdpa, "
+    note = SELF_CONTAINED_NOTE.format(
+        length=config.model.seq_length,
+        window=min(config.model.seq_length, model.settings.windows[0] or config.model.seq_length),
+        mode=mode,
+        tested=TESTED,
+        limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",
+        compiled="" if compiles else " (with graph breaks)",
+        implementations="eager" if only_eager else f"eager, {implementations}flex_attention",
+    )
+    tokenizer_code = ""
+    if has_tokenizer:
+        prompt = json.dumps(details.prompt, ensure_ascii=False)
+        tokenizer_code = TOKENIZER_CODE.format(tokenizer_class=tokenizer_class, prompt=prompt, comment=comment)
+    card = CARD.format(
+        metadata=yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False),
+        title=name.split("/")[-1] if name else f"{config.model.pos_emb} language model",
+        training=_training(details),
+        perplexities=_perplexities(details, config.model.seq_length),
+        layers=config.model.num_layers,
+        hidden=config.model.hidden_size,
+        heads=config.model.num_attention_heads,
+        length=config.model.seq_length,
+        method=config.model.pos_emb,
+        tokenizer_class=f", {tokenizer_class}" if has_tokenizer else "",
+        trust=trust,
+        tokenizer_code=tokenizer_code,
+        note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
+    )
+    return card.replace("THIS_FOLDER", name or "THIS_FOLDER")
+
+
+def _training(details: CardDetails) -> str:
+    """What the model was trained on."""
+    text = ""
+    if details.corpus:
+        text += f" on `{details.corpus}`"
+    if details.tokens:
+        text += f" for {details.tokens:,} tokens"
+    start = f" It started from `{details.base_model}`." if details.base_model else ""
+    return f"\nIt was trained{text}.{start}\n" if text or start else ""
+
+
+def _perplexities(details: CardDetails, train_length: int) -> str:
+    """A table of perplexities: a row per text, protocol and mode, and a column per length."""
+    if not details.perplexities:
+        return ""
+    lengths = sorted({length for _, length in details.perplexities})
+    lines = [
+        f"| text | protocol | mode | {' | '.join(f'{length:,}' for length in lengths)} |",
+        "|---|---|---|" + "--:|" * len(lengths),
+    ]
+    for row in dict.fromkeys(row for row, _ in details.perplexities):
+        values = [details.perplexities.get((row, length)) for length in lengths]
+        cells = [*(name.replace("|", "\\|") for name in row), *("n/a" if x is None else f"{x:,.2f}" for x in values)]
+        lines.append(f"| {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    return f"\n## Perplexity by length\n\nThe model was trained at length {train_length:,}.\n\n{table}\n"
