@@ -15,7 +15,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 import tempfile
 
 import pytest
@@ -29,16 +28,6 @@ atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=Tru
 os.register_at_fork(after_in_child=gc.freeze)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True)
-def torch_operators():
-    yield
-    half_precision = sys.modules.get("megatron.model.half_precision")
-    if half_precision is not None and half_precision._library is not None:
-        half_precision._library._destroy()
-        half_precision._library = None
-        half_precision._reported.clear()
 
 
 @pytest.fixture(scope="module")

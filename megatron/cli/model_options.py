@@ -27,9 +27,9 @@ from megatron.config.yaml_files import parse_override
 from megatron.inference.loading import load_model
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, parse_arguments
 from megatron.model.gpt import GPT
-from megatron.model.half_precision import multiply_in_float32
 from megatron.model.kernel_check import check_kernels
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.environment import slow_dtype_notice
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.gpus import use_gpus
 
@@ -172,7 +172,8 @@ def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool
     _checked_config(step, saved, config, check)
     is_first = os.environ.get("RANK", "0") == "0"
     report = partial(print, file=sys.stderr, flush=True) if is_first else lambda line: None
-    multiply_in_float32(device, dtype, report)
+    if notice := slow_dtype_notice(device, dtype):
+        report(notice)
     check_kernels(model, device, dtype, training=False, report=report)
     if is_first:
         layers: list[Any] = [block.attention for block in model.blocks]

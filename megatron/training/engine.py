@@ -27,7 +27,6 @@ from megatron.data import build_loader
 from megatron.data.datasets import Samples
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT, positional_methods
-from megatron.model.half_precision import multiply_in_float32
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary
@@ -39,6 +38,7 @@ from megatron.training.deepspeed_config import deepspeed_curriculum, deepspeed_d
 from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine, startup_messages
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import attach, configure_optimizer, project_masters
+from megatron.utils.environment import slow_dtype_notice
 from megatron.utils.errors import shortened
 
 Batch = dict[str, Tensor]  # tokens and labels int64 [b, s], and optionally loss_mask float32 [b, s]
@@ -100,7 +100,8 @@ class Engine:
         if isinstance(self.model, GPTPipeline):
             self.model.synchronize_shared()
         dtype = DTYPES[config.precision.dtype]
-        multiply_in_float32(layout.device, dtype, report)
+        if notice := slow_dtype_notice(layout.device, dtype):
+            report(notice)
         check_kernels(self.model, layout.device, dtype, training=True, report=report)
         if training.torch_compile:
             from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow

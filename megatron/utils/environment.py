@@ -67,6 +67,17 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def slow_dtype_notice(device: torch.device, dtype: torch.dtype) -> str | None:
+    """A line for the log if torch has no fast matrix products of this dtype on this CPU; otherwise None."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if device.type != "cpu" or dtype not in names:
+        return None
+    name = names[dtype]
+    if torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")():
+        return None
+    return f"notice: torch has no fast matrix products in {name} on this processor; precision fp32 is faster"
+
+
 def has_bf16_instructions() -> bool:
     """Whether the processor multiplies matrices in bfloat16 (AVX512-BF16, AMX or Arm's BF16). False outside Linux."""
     try:

@@ -6,7 +6,6 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config, UserError
-from megatron.model import half_precision
 from megatron.training.engine import Engine
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings
@@ -65,18 +64,6 @@ def test_reads_are_detected(read):
     with HostReads() as watch:
         read(torch.ones(()))
     assert watch.operators
-
-
-def test_products_in_bf16_on_a_slow_processor(tmp_path, data_path, monkeypatch, capsys):
-    monkeypatch.setattr(half_precision, "has_fast_products", lambda dtype: False)
-    keys = {"precision": "bfloat16", "train_iters": 1, "eval_iters": 0, "save": None, "load": None}
-    with torch.autograd.profiler.profile() as profile:
-        train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
-    assert "matrix products: computed in fp32 and rounded to bf16" in "".join(capsys.readouterr())
-    products = [event for event in profile.function_events if event.name in ("aten::mm", "aten::addmm")]
-    assert products
-    outer = [event for event in products if event.cpu_parent is None or event.cpu_parent not in products]
-    assert len(products) == 2 * len(outer)  # each of them again in float32
 
 
 def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):

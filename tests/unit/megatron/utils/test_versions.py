@@ -16,7 +16,6 @@ from kerple.positional.functional import may_cache
 from megatron.config import UserError
 from megatron.config.yaml_files import parse_override
 from megatron.inference.decoder import as_decoder
-from megatron.model import half_precision
 from megatron.model.parallel import column_linear
 from megatron.model.settings import TensorParallel
 from megatron.optimizers import build_optimizer
@@ -84,12 +83,6 @@ def test_archives_need_the_overridden_functions_of_tarfile(name, monkeypatch, tm
     monkeypatch.setattr(tarfile.TarInfo, name, lambda self, archive: self)
     with pytest.raises(UserError, match=rf"Python 3\.\d+.*tarfile\.TarInfo\.{name} "):
         read_inputs(path)
-
-
-def test_slow_processors_need_the_replaced_operators_of_torch(monkeypatch):
-    assert half_precision._attention(half_precision.ATTENTION[0], set())
-    with pytest.raises(RuntimeError, match="_scaled_dot_product_renamed"):
-        half_precision._attention("_scaled_dot_product_renamed", set())
 
 
 def test_caches_need_the_test_for_tensors_of_torch_func(monkeypatch):
