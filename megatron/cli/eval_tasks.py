@@ -20,7 +20,7 @@ from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.cli.model_options import check_vocabulary, chosen_step, load, saved_config, tokenizer_keys
 from megatron.config import Config, UserError
-from megatron.config.command_line import integer, number, option_name
+from megatron.config.command_line import integer, number, option_name, path_option
 from megatron.config.schema.base import MAX_INT
 from megatron.evaluation.modes import supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
@@ -96,7 +96,9 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of documents per task, or a fraction of them if below 1",
     )
-    group.add_argument("--include-path", nargs="+", metavar="DIR", help="folders with your own task files")
+    group.add_argument(
+        "--include-path", nargs="+", type=path_option, metavar="DIR", help="folders with your own task files"
+    )
     group.add_argument(
         "--max-length",
         type=integer(1),

@@ -11,7 +11,7 @@ from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
-from megatron.config.command_line import OptionParser, integer, number, option_name
+from megatron.config.command_line import OptionParser, integer, number, option_name, path_option
 from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
@@ -181,6 +181,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--output",
         "--eval-results-prefix",
+        type=path_option,
         metavar="DIR",
         help="folder for the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); "
         "results "

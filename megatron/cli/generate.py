@@ -20,7 +20,7 @@ from megatron.cli.model_options import (
     load_tokenizer,
     parse_with_checkpoint,
 )
-from megatron.config.command_line import integer
+from megatron.config.command_line import integer, path_option
 from megatron.config.schema import GenerationConfig
 from megatron.evaluation.modes import parse_mode
 from megatron.inference.decoder import as_decoder
@@ -91,12 +91,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-i", "--input", "--sample-input-file", metavar="FILE", help="file of prompts; default: sample_input_file"
+        "-i",
+        "--input",
+        "--sample-input-file",
+        type=path_option,
+        metavar="FILE",
+        help="file of prompts; default: sample_input_file",
     )
     parser.add_argument(
         "-o",
         "--output",
         "--sample-output-file",
+        type=path_option,
         metavar="FILE",
         help="JSON lines file, or - for JSON lines on stdout; default: sample_output_file, or readable text on stdout",
     )

@@ -21,7 +21,7 @@ from megatron.checkpoint.convert.hub import local_checkpoint
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, extract_overrides, integer
+from megatron.config.command_line import OptionParser, extract_overrides, integer, path_option
 from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.inference.loading import load_model
@@ -102,6 +102,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
     parser.add_argument(
         "--checkpoint",
         nargs="+" if several else 1,
+        type=path_option,
         default=[],
         metavar="DIR",
         help="folder with `latest`, Hugging Face folder, or hf:ORG/NAME[@REVISION]; default: `load` in the "

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from megatron.config.schema.base import MAX_INT
 from megatron.utils.errors import UserError, first_line, shortened, visible
+from megatron.utils.files import expanded_path
 from megatron.utils.secrets import redact
 
 SET_OPTION = "--set"
@@ -121,6 +122,14 @@ def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> 
         return value
 
     return parse
+
+
+def path_option(text: str) -> str:
+    """The `type` of an option whose value is a path: `~` and `$NAME` are expanded, as in the keys."""
+    try:
+        return expanded_path(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def option_name(attribute: str) -> str:

@@ -4,6 +4,7 @@
 
     merge      one value per key; `-` and `_` are the same, aliases are resolved, a later file overrides an earlier one,
                --set overrides files
+    expand     `~` and `$NAME` in paths
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
     assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
     validate   the types in each group (pydantic), then combinations of keys (checks.py)
@@ -27,9 +28,19 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron.config import neox_compat, schema
 from megatron.config.checks import find_contradictions, find_notices
-from megatron.config.schema.base import MAX_INT, REST, Group, KeyPath, field_aliases, field_path, has_placeholders
+from megatron.config.schema.base import (
+    MAX_INT,
+    REST,
+    Group,
+    KeyPath,
+    field_aliases,
+    field_path,
+    has_placeholders,
+    is_path,
+)
 from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, Entry, find_file, parse_override, read_file
 from megatron.utils.errors import UserError, shortened
+from megatron.utils.files import expanded_path
 from megatron.utils.secrets import contains_secret, is_secret_name
 
 _SET = "--set"
@@ -170,6 +181,7 @@ def canonical_path(key: str) -> KeyPath:
 def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool = False) -> Config:
     messages = _Messages()
     keys = _merge(entries, overrides, strict, messages)
+    _expand_paths(keys, messages)
     _fill_placeholders(keys, messages)
     values = _assign(keys, messages)
     groups: dict[str, Any] = {}
@@ -324,7 +336,24 @@ def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, Entry]]:
             yield path[0], dataclasses.replace(entry, key=".".join(alias), value=parent.pop(alias[-1]))
 
 
-# -- placeholders -----------------------------------------------------------------------------------------------------
+# -- paths and placeholders -------------------------------------------------------------------------------------------
+
+
+def _expand_paths(keys: MergedKeys, messages: _Messages) -> None:
+    """Expand every path, here and not where it is used: other hosts and later runs may have another environment."""
+
+    def expand(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [expand(item) for item in value]
+        return expanded_path(value) if isinstance(value, str) else value
+
+    for path, (group, name) in FIELDS.items():
+        entry = keys.get(path[0])
+        if entry is not None and is_path(GROUPS[group].model_fields[name]):
+            try:
+                keys[path[0]] = dataclasses.replace(entry, value=expand(entry.value))
+            except UserError as error:
+                messages.problems.append(f"{_where(path, keys)}: {error}")
 
 
 def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:

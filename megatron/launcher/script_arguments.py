@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from megatron.config import Config, load_config
-from megatron.config.command_line import OptionParser, add_key_options, extract_overrides
+from megatron.config.command_line import OptionParser, add_key_options, extract_overrides, path_option
 from megatron.launcher.rank import follow_launcher, set_rank_variables
 from megatron.utils.errors import UserError
 
@@ -74,7 +74,7 @@ def make_parser(
     """The parser of a script's command line without the words that `extract_overrides` removes."""
     parser = OptionParser(prog=prog, description=description)
     parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
-    parser.add_argument("-d", "--conf-dir", metavar="DIR", help="folder of the configuration files")
+    parser.add_argument("-d", "--conf-dir", type=path_option, metavar="DIR", help="folder of the configuration files")
     add_key_options(parser)
     parser.add_argument(STRICT_OPTION, action="store_true", help="reject keys that appear in two configuration files")
     parser.add_argument(MERGED_CONFIG_OPTION, help=argparse.SUPPRESS)

@@ -24,6 +24,7 @@ from typing import Any
 from megatron.config import Config, UserError, load_config
 from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import find_file, read_file
+from megatron.utils.files import expanded_path
 
 # Key -> type of its value; None: checked when it is used.
 KEYS: dict[str, type | None] = {
@@ -141,7 +142,7 @@ def read_sweep(path: str | Path) -> Sweep:
     return Sweep(
         path=path,
         title=title,
-        output=Path(values["output"]),
+        output=Path(expanded_path(values["output"])),
         config_dir=config_dir,
         base=_file_list(values["base"], f"{entries['base'].place}: base"),
         axes=axes,

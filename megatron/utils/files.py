@@ -1,9 +1,10 @@
-"""Reading files of limited size, writing files atomically (a file has either its old or its complete new content, even
-after a crash), and checking in advance that a folder is writable.
+"""Expanding paths, reading files of limited size, writing files atomically (a file has either its old or its complete
+new content, even after a crash), and checking in advance that a folder is writable.
 """
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,24 @@ from io import BufferedReader
 from pathlib import Path
 
 from megatron.utils.errors import UserError
+from megatron.utils.secrets import is_secret_name
+
+
+def expanded_path(text: str) -> str:
+    """`text` with the values of `~`, `~USER`, `$NAME` and `${NAME}`, as in a shell.
+
+    Raises UserError if there is no such user or variable, or if the variable contains a secret.
+    """
+    for match in re.finditer(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", text):
+        name = match[1] or match[2]
+        if is_secret_name(name):
+            raise UserError(f"{text}: {name} contains a secret, which cannot be part of a path; remove it")
+        if name not in os.environ:
+            raise UserError(f"{text}: the environment variable {name} is not set; set it, or write the path in full")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise UserError(f"{text}: there is no such user; for a file of this name, write ./{text}")
+    return os.path.expandvars(path)
 
 
 def open_file(path: str | Path) -> BufferedReader:

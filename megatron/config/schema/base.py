@@ -58,6 +58,11 @@ def has_placeholders(field: FieldInfo) -> bool:
     return bool(_extra(field)["placeholders"])
 
 
+def is_path(field: FieldInfo) -> bool:
+    """True if the value of the field is a path or a list of paths."""
+    return field.annotation in (PathText | None, Paths | None)
+
+
 def _extra(field: FieldInfo) -> dict[str, Any]:
     return cast(dict[str, Any], field.json_schema_extra)
 

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, model_validator
 
 from kerple.positional.base import ModelShape
 from kerple.positional.registry import canonical_name
-from megatron.config.schema.base import CaseInsensitive, Group, Int, Widths, key
+from megatron.config.schema.base import CaseInsensitive, Group, Int, PathText, Widths, key
 from megatron.utils.errors import UserError
 
 _SiluIsSwish = BeforeValidator(lambda x: "silu" if x == "swish" else x)
@@ -98,7 +98,7 @@ class ModelConfig(Group):
     )
     pos_emb: str = key("learned", "Positional method, built in or registered by pos_emb_module.")
     pos_emb_options: dict[str, Any] = key({}, "Options of the positional method, by name.")
-    pos_emb_module: str | None = key(
+    pos_emb_module: PathText | None = key(
         None, "Python file (path/to/file.py) or module that registers further positional methods when imported."
     )
     release_bf16_distances: bool = key(

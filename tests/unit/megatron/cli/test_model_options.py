@@ -38,6 +38,12 @@ def configured(**keys):
     return Config.from_flat(settings_of("rotary", "nowhere", **keys))
 
 
+def test_a_checkpoint_in_the_home_folder(run, monkeypatch):
+    monkeypatch.setenv("HOME", str(run.parent))
+    _, options = parse(f"--checkpoint=~/{run.name}")
+    assert options.checkpoint == [str(run)]
+
+
 def test_a_checkpoint_without_configuration_files(run):
     config, options = parse("--checkpoint", run, "--set", "seed=3", "pos-emb-options={scaling: linear, factor: 4}")
     assert options.own

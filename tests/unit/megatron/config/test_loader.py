@@ -1,6 +1,7 @@
 """Configurations from mappings and files: merging, overrides, aliases, placeholders, unknown keys, and back."""
 
 import json
+import re
 
 import pytest
 from pydantic import ValidationError
@@ -233,6 +234,34 @@ def test_placeholders(flat):
     assert config.checkpoint.save == "runs/kerple_log/1234"
     assert config.checkpoint.load == "runs/kerple_log/16"
     assert config.to_flat()["save"] == "runs/kerple_log/1234"
+
+
+def test_paths_are_expanded(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    keys = '{"save": "~/{seed}/a", "log-dir": "{save}/logs", "train_data_paths": ["~/a", "/b"], "load": "~"}'
+    overrides = ["data_cache_path=$SCRATCH/${SCRATCH}x", "pos_emb_module=json", "vocab_file=a$b~"]
+    monkeypatch.setenv("b", "c")
+    config = load(write, MODEL, keys, overrides=overrides)
+    assert config.checkpoint.save == "/home/me/1234/a"
+    assert config.logging.log_dir == "/home/me/1234/a/logs"
+    assert config.data.train_data_paths == ("/home/me/a", "/b")
+    assert config.checkpoint.load == "/home/me"
+    assert config.data.data_cache_path == "/scratch//scratchx"
+    assert config.tokenizer.vocab_file == "ac~"
+    monkeypatch.setenv("HOME", "/home/other")  # that of another host
+    assert Config.from_flat(config.to_flat()).checkpoint.save == "/home/me/1234/a"
+
+
+def test_paths_that_cannot_be_expanded(write, monkeypatch):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    cases = {"$NOWHERE/a": "NOWHERE", "~nobody-here/a": "user", "${WANDB_API_KEY}": "WANDB_API_KEY"}
+    for path, name in cases.items():
+        with pytest.raises(UserError, match=rf'"load".*{name}') as caught:
+            load(write, MODEL, f'{{"save": "a",\n "load": "{path}"}}')
+        assert re.search(r"\.yml:2: ", str(caught.value))
+        assert "0123456789" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

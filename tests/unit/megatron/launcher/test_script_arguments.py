@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli import evaluate, generate
 from megatron.config import Config, UserError
 from megatron.launcher.script_arguments import decode_config, encode_config, parse_arguments
 
@@ -32,6 +33,20 @@ def test_files_overrides_and_own_options(folder, capsys):
     assert (config.checkpoint.save, config.checkpoint.load) == ("x", "y")
     assert (options.lengths, options.input) == ([8, 16], "p.txt")
     assert capsys.readouterr().out.count('"rope-fusion" is ignored') == 1
+
+
+def test_paths_on_the_command_line_are_expanded(folder, monkeypatch):
+    """The shell does not expand ~ after an equals sign."""
+    monkeypatch.setenv("HOME", str(folder))
+    words = ["--conf-dir=~", "model", "--hostfile=~/hosts", "--input=~/p", "--output=$HOME/t", "--set", "save=~/run"]
+    config, options = parse_arguments("a test", words, generate._add_options)
+    assert (config.launcher.hostfile, config.checkpoint.save) == (f"{folder}/hosts", f"{folder}/run")
+    assert (options.input, options.output) == (f"{folder}/p", f"{folder}/t")
+    words = ["--conf-dir=~", "model", "--output=~/r", "--include-path=~/tasks"]
+    _, options = parse_arguments("a test", words, evaluate.add_options)
+    assert (options.output, options.include_path) == (f"{folder}/r", [f"{folder}/tasks"])
+    with pytest.raises(SystemExit):
+        parse_arguments("a test", ["--conf-dir=$NOWHERE_AT_ALL", "model"])
 
 
 def test_files_may_follow_overrides_and_options(folder):

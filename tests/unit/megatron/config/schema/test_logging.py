@@ -2,5 +2,5 @@ from megatron.config import Config
 
 
 def test_folders_may_contain_placeholders(flat):
-    logging = Config.from_flat({**flat, "pos_emb": "alibi", "seed": 7, "log_dir": "logs/{pos_emb}-{seed}"}).logging
-    assert logging.log_dir == "logs/alibi-7"
+    logging = Config.from_flat({**flat, "seed": 7, "log_dir": "logs/{pos_emb}-{seed}"}).logging
+    assert logging.log_dir == "logs/kerple_log-7"
