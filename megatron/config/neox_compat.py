@@ -1,14 +1,12 @@
-"""Keys of GPT-NeoX that have no effect in this project: unsupported or ignored, each with the reason.
-
-An unsupported key would change the result, so it is an error unless its value means "off". An ignored key tunes
-something that works differently here, or belongs to an unsupported feature; it is accepted with a notice. Nested keys
-are written with dots. Source: GPT-NeoX's configs/neox_arguments.md, of 2022 and of its public HEAD.
-"""
+"""Keys of GPT-NeoX that have no effect in this project: unsupported or ignored. neox_compat.yml lists them."""
 
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 @dataclass(frozen=True)
@@ -25,291 +23,19 @@ class Unsupported:
         return any(type(value) is type(off) and value == off for off in (None, *self.off))
 
 
-def _unsupported(reason: str, *keys: str, off: tuple[Any, ...] = ()) -> dict[str, Unsupported]:
-    return dict.fromkeys(keys, Unsupported(reason, off))
+def _read_keys() -> tuple[dict[str, Unsupported], dict[str, str]]:
+    """The unsupported and the ignored keys of neox_compat.yml."""
+    data = yaml.safe_load((Path(__file__).with_suffix(".yml")).read_text(encoding="utf-8"))
+    unsupported: dict[str, Unsupported] = {}
+    for entry in data["unsupported"]:
+        unsupported |= dict.fromkeys(entry["keys"], Unsupported(entry["reason"], tuple(entry.get("neutral", ()))))
+    ignored: dict[str, str] = {}
+    for entry in data["ignored"]:
+        ignored |= dict.fromkeys(entry["keys"], entry["reason"])
+    return unsupported, ignored
 
 
-def _ignored(reason: str, *keys: str) -> dict[str, str]:
-    return dict.fromkeys(keys, reason)
-
-
-UNSUPPORTED: dict[str, Unsupported] = {
-    # Sizes and structure of the model.
-    **_unsupported(
-        "learned positions always start at 0 (the offset is for OPT's weights)", "opt_pos_emb_offset", off=(0,)
-    ),
-    **_unsupported("only dense attention is supported", "sparsity_config", "sparse_attention"),
-    **_unsupported("blocks do not share weights, except positional parameters", "num_unique_layers"),
-    **_unsupported("the parallel residual always has two separate norms", "gpt_j_tied", off=(False,)),
-    **_unsupported("remove the key; activation: swiglu or geglu selects a gated MLP", "mlp_type", off=("regular",)),
-    **_unsupported("set intermediate_size", "expansion_factor", off=(4, 4.0)),
-    **_unsupported("soft prompts are not supported", "soft_prompt_tuning"),
-    **_unsupported("RWKV and Mamba are not supported", "dim_att", "ffn_dim"),
-    **_unsupported("mixture of experts is not supported", "moe_num_experts", off=(1,)),
-    **_unsupported(
-        "NVIDIA Transformer Engine is not supported",
-        "te_columnparallel",
-        "te_rowparallel",
-        "te_layernorm_mlp",
-        "te_mha",
-        off=(False,),
-    ),
-    **_unsupported("muP is not supported", "use_mup", "coord_check", "save_base_shapes", off=(False,)),
-    # Optimizer, schedule, precision.
-    **_unsupported("derived by GPT-NeoX; set optimizer: {type: ...}", "optimizer_type"),
-    **_unsupported("derived by GPT-NeoX; set optimizer: {params: {lr: ...}}", "lr"),
-    **_unsupported("derived by GPT-NeoX; set zero_optimization: {stage: ...}", "zero_stage"),
-    **_unsupported(
-        "derived by GPT-NeoX; set inside zero_optimization",
-        "zero_reduce_scatter",
-        "zero_contiguous_gradients",
-        "zero_reduce_bucket_size",
-        "zero_allgather_bucket_size",
-    ),
-    **_unsupported("derived by GPT-NeoX; set gradient_clipping", "clip_grad"),
-    **_unsupported(
-        "derived by GPT-NeoX; set inside fp16",
-        "loss_scale",
-        "loss_scale_window",
-        "hysteresis",
-        "dynamic_loss_scale",
-    ),
-    **_unsupported("derived by GPT-NeoX; set fp16: {min_loss_scale: ...}", "min_scale"),
-    **_unsupported(
-        "for 1-bit Adam, which is not supported",
-        "optimizer.params.freeze_step",
-        "optimizer.params.cuda_aware",
-        "optimizer.params.comm_backend_name",
-    ),
-    **_unsupported("set lr_decay_iters", "lr_decay_fraction"),
-    **_unsupported(
-        "the learning-rate schedule is never loaded from a checkpoint",
-        "use_checkpoint_lr_scheduler",
-        off=(False,),
-    ),
-    **_unsupported("set lr_decay_style, lr_decay_iters, warmup and min_lr", "scheduler"),
-    **_unsupported("apex amp is not supported; use fp16 or bf16", "amp"),
-    **_unsupported("set fp32_allreduce", "communication_data_type"),
-    **_unsupported("gradients are accumulated in float32 only with bfloat16 and ZeRO 0 or 1", "data_types"),
-    **_unsupported(
-        "gradients are averaged without an extra factor", "prescale_gradients", "sparse_gradients", off=(False,)
-    ),
-    **_unsupported("gradients are averaged without an extra factor", "gradient_predivide_factor", off=(1, 1.0)),
-    **_unsupported(
-        "master weights are always float32",
-        "fp16.fp16_master_weights_and_grads",
-        "bf16.bf16_master_weights_and_grads",
-        off=(False,),
-    ),
-    **_unsupported("the loss is plain cross entropy", "z_loss", off=(0, 0.0)),
-    # Batches and training time.
-    **_unsupported("derived by GPT-NeoX; set train_micro_batch_size_per_gpu", "batch_size"),
-    **_unsupported("derived by GPT-NeoX; set gradient_accumulation_steps", "gas"),
-    **_unsupported("set train_iters", "train_epochs"),
-    **_unsupported("set curriculum_learning for a schedule of the sequence length", "data_efficiency"),
-    **_unsupported("sequence parallelism is not supported", "sequence_parallel", off=(False,)),
-    **_unsupported("checkpointed activations are not moved to the CPU", "checkpoint_in_cpu", off=(False,)),
-    **_unsupported("set checkpoint_activations and checkpoint_num_layers", "activation_checkpointing"),
-    # Data.
-    **_unsupported("the data cache must be on a file system shared by all nodes", "use_shared_fs", off=(True,)),
-    **_unsupported(
-        "the labels are the next tokens; separate data for labels, rewards or preferences is not supported",
-        "label_data_paths",
-        *(f"{split}_{kind}_data_paths" for split in ("train", "valid", "test") for kind in ("label", "reward")),
-        *(f"{sign}_{split}_data_paths" for sign in ("pos", "neg") for split in ("train", "valid", "test")),
-        *(f"{sign}_{split}_label_data_paths" for sign in ("pos", "neg") for split in ("train", "valid", "test")),
-    ),
-    **_unsupported(
-        "documents are always packed: concatenated and cut into sequences of equal length", "pack_impl", off=("packed",)
-    ),
-    **_unsupported("only language modeling is supported", "dataset_impl", off=("gpt2",)),
-    **_unsupported("only language modeling is supported", "train_impl", off=("normal",)),
-    # Checkpoints.
-    **_unsupported("checkpoints are saved only to folders", "s3_path"),
-    **_unsupported("universal checkpoints are not supported", "load_universal", off=(False,)),
-    # Logging and profiling.
-    **_unsupported("set tensorboard_dir", "tensorboard"),
-    **_unsupported("set use_wandb and the wandb_ keys", "wandb"),
-    **_unsupported("set log_dir; tools/watch.py writes the metrics in it as CSV", "csv_monitor"),
-    **_unsupported("perplexity is always per token", "char_level_ppl", off=(False,)),
-    **_unsupported("logits are not written to files; use megatron.inference", "return_logits", off=(False,)),
-    **_unsupported("precomputed log-probabilities are not supported", "precompute_model_name"),
-    **_unsupported("weights are not served to other processes", "serve_model_weights", off=(False,)),
-    # DeepSpeed and the launcher.
-    **_unsupported(
-        "set inside deepspeed_extra_args",
-        "flops_profiler",
-        "elasticity",
-        "comms_logger",
-        "compression_training",
-        "checkpoint",
-    ),
-    **_unsupported("autotuning is not supported", "autotuning", "autotuning_run"),
-    **_unsupported("external process groups are not supported", "lazy_mpu_init", "adlr_autoresume", off=(False,)),
-    **_unsupported(
-        "set by GPT-NeoX at run time; remove the key",
-        "local_rank",
-        "rank",
-        "world_size",
-        "is_pipe_parallel",
-        "user_script",
-        "do_train",
-        "do_valid",
-        "do_test",
-        "save_iters",
-        "config_files",
-    ),
-}
-
-IGNORED: dict[str, str] = {
-    **_ignored(
-        "there are no such fused kernels; attention_backend selects how attention is computed",
-        "scaled_upper_triang_masked_softmax_fusion",
-        "scaled_masked_softmax_fusion",
-        "bias_dropout_fusion",
-        "rope_fusion",
-        "layernorm_fusion",
-        "rmsnorm_fusion",
-        "use_flashattn_swiglu",
-        "fused_kernels_build_path",
-    ),
-    **_ignored("the loss is always computed in float32", "fp16_lm_cross_entropy"),
-    **_ignored(
-        "the softmax is always computed in float32", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"
-    ),
-    **_ignored("the model casts explicitly", "fp16.auto_cast"),
-    **_ignored("set bf16.enabled instead", "bf16.bf16"),
-    **_ignored(
-        "bfloat16 needs no loss scale",
-        "bf16.loss_scale",
-        "bf16.loss_scale_window",
-        "bf16.initial_scale_power",
-        "bf16.hysteresis",
-        "bf16.min_loss_scale",
-    ),
-    **_ignored("initial weights do not depend on the device", "use_cpu_initialization"),
-    **_ignored("buffers are computed and not saved", "rotary_save_freqs_buffer"),
-    **_ignored("the learning-rate schedule always follows the configuration", "override_lr_scheduler"),
-    **_ignored("set gradient_clipping instead", "optimizer.params.max_grad_norm"),
-    **_ignored("set fp16.enabled instead", "fp16.fp16"),
-    **_ignored("always enabled", "zero_allow_untested_optimizer"),
-    **_ignored("the gradient norm is always logged", "log_grad_norm"),
-    **_ignored(
-        "not logged",
-        "log_grad_pct_zeros",
-        "log_param_norm",
-        "log_optimizer_states",
-        "log_gradient_noise_scale",
-        "gradient_noise_scale_n_batches",
-        "gradient_noise_scale_cpu_offload",
-    ),
-    **_ignored("profile always includes the backward pass", "profile_backward"),
-    **_ignored(
-        "snapshots of the GPU's memory are not written; profile records the memory of each operator",
-        "memory_profiling",
-        "memory_profiling_path",
-    ),
-    **_ignored(
-        "Comet is not supported; use TensorBoard or Weights & Biases",
-        "use_comet",
-        "comet_workspace",
-        "comet_project",
-        "comet_experiment_name",
-        "comet_tags",
-        "comet_others",
-        "comet_experiment",
-    ),
-    **_ignored("only one rank logs", "wandb_init_all_ranks"),
-    **_ignored("logs do not contain it", "git_hash"),
-    **_ignored("files are memory-mapped and read on demand", "mmap_warmup"),
-    **_ignored(
-        "there is only one implementation of activation checkpointing",
-        "deepspeed_activation_checkpointing",
-        "contiguous_checkpointing",
-    ),
-    **_ignored("checkpointed activations are not partitioned", "partition_activations"),
-    **_ignored("PyTorch's activation checkpointing needs no synchronization", "synchronize_each_layer"),
-    **_ignored("DeepSpeed is always used", "deepspeed", "deepscale", "deepscale_config"),
-    **_ignored("num_gpus and the hostfile determine the number of processes", "global_num_gpus"),
-    **_ignored("NCCL detects NVLink", "detect_nvlink_pairs"),
-    **_ignored(
-        "used only by model types that are not supported",
-        "gmlp_attn_dim",
-        "short_seq_prob",
-        "onnx_safe",
-        "scalenorm_epsilon",
-    ),
-    **_ignored("part of num_unique_layers, which is not supported", "param_sharing_style"),
-    **_ignored("part of pack_impl, which is not supported", "allow_chopped"),
-    **_ignored("part of s3_path, which is not supported", "s3_chunk_size"),
-    **_ignored("computed from curriculum_learning", "curriculum_seqlen"),
-    **_ignored("part of adlr_autoresume, which is not supported", "adlr_autoresume_interval"),
-    **_ignored("part of serve_model_weights, which is not supported", "weight_server_port"),
-    **_ignored("part of dataset_impl, which is not supported", "online_dataserver_ips", "online_dataserver_ports"),
-    **_ignored(
-        "part of train_impl, which is not supported",
-        "dpo_fp32",
-        "dpo_reference_free",
-        "dpo_beta",
-        "kto_fp32",
-        "kto_desirable_weight",
-        "kto_undesirable_weight",
-        "kto_beta",
-        "kl_impl",
-        "kl_div_beta",
-        "fp32_reinforce",
-        "reinforce_leave_one_out",
-    ),
-    **_ignored(
-        "part of use_mup, which is not supported",
-        "base_shapes_file",
-        "mup_init_scale",
-        "mup_attn_temp",
-        "mup_output_temp",
-        "mup_embedding_mult",
-        "mup_rp_embedding_mult",
-        "mup_width_scale",
-    ),
-    **_ignored(
-        "part of Transformer Engine, which is not supported",
-        "te_fp8_format",
-        "te_fp8_wgrad",
-        "te_fp8_amax_history_len",
-        "te_fp8_amax_compute_algo",
-        "te_fp8_margin",
-        "te_fp8_mha",
-    ),
-    **_ignored(
-        "part of Mamba, which is not supported",
-        "mamba_selective_scan_fusion",
-        "mamba_causal_conv_fusion",
-        "mamba_inner_func_fusion",
-        "mamba_selective_fp32_params",
-        "mamba_use_bias_in_conv",
-        "mamba_use_bias_in_linears",
-    ),
-    **_ignored(
-        "part of moe_num_experts, which is not supported",
-        "expert_interval",
-        "moe_expert_interval",
-        "moe_router_type",
-        "moe_top_k",
-        "use_tutel",
-        "moe_loss_coeff",
-        "moe_train_capacity_factor",
-        "moe_eval_capacity_factor",
-        "moe_min_capacity",
-        "moe_token_dropping",
-        "create_moe_param_group",
-        "moe_use_residual",
-        "moe_expert_parallel_size",
-        "moe_type",
-        "moe_glu",
-        "moe_lbl_in_fp32",
-        "moe_jitter_eps",
-        "enable_expert_tensor_parallelism",
-    ),
-}
+UNSUPPORTED, IGNORED = _read_keys()
 
 ATTENTION_CONFIG = "attention_config"
 _DENSE_ATTENTION = ("global", "flash")
