@@ -5,6 +5,7 @@ the names of variables only, and pdsh, which has no other way to pass variables,
 """
 
 import os
+import re
 import shlex
 import socket
 import sys
@@ -74,8 +75,10 @@ def local_environment(resources: Resources, environment: Mapping[str, str]) -> t
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that the ranks on other hosts receive: those with one of the prefixes above, and those of the file
     `.deepspeed_env` (lines NAME=VALUE) in the home or working directory, or of the file that DS_ENV_FILE names.
+    As in a shell, $NAME and ${NAME} in a value are replaced, except within single quotes.
 
-    Raises UserError if a line of the file is not NAME=VALUE, or if the file that DS_ENV_FILE names cannot be read.
+    Raises UserError if a line of the file is not NAME=VALUE or names a variable that is not set, or if the file that
+    DS_ENV_FILE names cannot be read.
     """
     variables = {
         name: value
@@ -98,13 +101,25 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
                 continue
             if not equals or not name.strip().isidentifier():
                 raise UserError(f"{path}: {line!r} is not NAME=VALUE")
-            variables[name.strip()] = _unquoted(value.strip())
+            try:
+                variables[name.strip()] = _shell_value(value.strip(), {**environment, **variables})
+            except KeyError as error:  # a part of a secret, perhaps
+                raise UserError(
+                    f"{path}: the value of {name.strip()} has a $ before the name of a variable that is not set; set "
+                    "it, or put the value in single quotes"
+                ) from error
     return variables
 
 
-def _unquoted(text: str) -> str:
-    """`text` without a pair of quotes around it."""
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+def _shell_value(text: str, variables: Mapping[str, str]) -> str:
+    """`text` without a pair of quotes around it, and, unless these are single quotes, with the values of $NAME and
+    ${NAME}. Raises KeyError if there is no such variable.
+    """
+    quote = text[0] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else ""
+    text = text.removeprefix(quote).removesuffix(quote)
+    if quote == "'":
+        return text
+    return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: variables[match[1] or match[2]], text)
 
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -87,6 +87,13 @@ def test_forwarded_variables(tmp_path, monkeypatch):
     (tmp_path / ".deepspeed_env").write_text('# a comment\nMINE = x=y\nexport PYTHONPATH=\'/q\'\nA="b c"\nB="\n\n')
     expected |= {"MINE": "x=y", "PYTHONPATH": "/q", "A": "b c", "B": '"'}
     assert forwarded_variables(environment) == expected
+    (tmp_path / ".deepspeed_env").write_text("A=/q:$PYTHONPATH\nB=\"${A}/b $ 1\"\nC='$PATH'\nD=$UNSET1\n")
+    with pytest.raises(UserError, match=r"deepspeed_env: the value of D (?!.*UNSET1)"):
+        forwarded_variables(environment)
+    (tmp_path / ".deepspeed_env").write_text("A=/q:$PYTHONPATH\nB=\"${A}/b $ 1\"\nC='$PATH'\n")
+    values = forwarded_variables(environment)
+    assert (values["A"], values["B"], values["C"]) == ("/q:/p", "/q:/p/b $ 1", "$PATH")
+    (tmp_path / ".deepspeed_env").unlink()
     (tmp_path / "other").write_text("MINE\n")
     with pytest.raises(UserError, match="other: 'MINE' is not NAME=VALUE"):
         forwarded_variables({"DS_ENV_FILE": str(tmp_path / "other")})
