@@ -47,6 +47,9 @@ SEEKABLE_FORMATS = ("zip", "deb", "parquet")  # reading these needs a seekable f
 # The login in a URL such as ftp://user:password@host. In github://organization:repository@branch it is none.
 _LOGIN = re.compile(r"(?<!github)://[^/:@]*:[^/]*@")
 
+# lm-dataformat writes its current archive under a name that starts with this.
+_UNFINISHED = "current_chunk"
+
 READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .dat, .tar (each also .gz, .zst, .xz), .parquet, .zip and .deb"
 
 
@@ -68,8 +71,7 @@ def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
 
 def is_hidden(name: str) -> bool:
     """Whether a file is skipped because of its name, whatever its type."""
-    # lm-dataformat writes its current archive under a name that starts with "current_chunk".
-    return name.startswith((".", "current_chunk"))
+    return name.startswith((".", _UNFINISHED))
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,11 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
         ]
         selected.sort(key=lambda name: PurePosixPath(name).parts)
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"
+    if not selected and any(PurePosixPath(name).name.startswith(_UNFINISHED) for name in names):
+        raise UserError(
+            f"{folder} is an unfinished lm-dataformat archive: its only text is in {_UNFINISHED}_incomplete; complete "
+            "it with Archive.commit()"
+        )
     if not selected:
         raise UserError(f"{folder} contains no file {expected}")
     skipped = Counter(PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected))

@@ -4,6 +4,7 @@ import os
 import sys
 
 import fsspec
+import lm_dataformat
 import pytest
 
 from megatron.data import input_files
@@ -32,6 +33,12 @@ from tests.support.corpora import json_lines, read_inputs
 )
 def test_file_format(name, suffixes, expected):
     assert file_format(name, suffixes) == expected
+
+
+def test_an_unfinished_lm_dataformat_archive(tmp_path):
+    lm_dataformat.Archive(str(tmp_path / "lmd")).add_data("text")
+    with pytest.raises(UserError, match=r"lmd is an unfinished .*current_chunk_incomplete"):
+        find_files([tmp_path / "lmd"])
 
 
 def test_folders_are_sorted_by_path(tmp_path):
