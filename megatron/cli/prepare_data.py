@@ -6,7 +6,12 @@ The result is DIR/DATASET/DATASET_text_document.bin and .idx, which `data-path` 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.dataset_options import add_bad_documents_argument, add_limit_argument, split_words
+from megatron.cli.dataset_options import (
+    add_bad_documents_argument,
+    add_limit_argument,
+    add_special_tokens_argument,
+    split_words,
+)
 from megatron.config.command_line import OptionParser, integer
 from megatron.data.prepare import (
     DATASETS,
@@ -98,6 +103,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     )
     parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     add_bad_documents_argument(parser)
+    add_special_tokens_argument(parser)
     parser.add_argument("-f", "--force", action="store_true", help="rebuild the dataset even if it is up to date")
     arguments = parser.parse_args(argv)
     return PrepareOptions(
@@ -118,6 +124,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         workers=arguments.workers,
         ftfy=arguments.ftfy,
         skip_bad=arguments.bad_documents == "skip",
+        special_as_text=arguments.special_tokens == "text",
         rebuild=arguments.force,
     )
 

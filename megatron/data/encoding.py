@@ -42,6 +42,7 @@ class EncodedDocuments:
         lengths: int32, tokens in each document.
         text_bytes: UTF-8 bytes of the tokenized texts.
         empty: number of documents skipped because they have no text.
+        special: number of special tokens in the texts.
         skipped: the other skipped documents.
     """
 
@@ -49,6 +50,7 @@ class EncodedDocuments:
     lengths: list[np.ndarray] = field(default_factory=list)
     text_bytes: list[int] = field(default_factory=list)
     empty: list[int] = field(default_factory=list)
+    special: list[int] = field(default_factory=list)
     skipped: SkippedDocuments = field(default_factory=SkippedDocuments)
 
 
@@ -56,8 +58,11 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
     """Parse and tokenize chunks. Memory for a long text is bounded by that of the text and of its ids.
 
     Raises:
-        UserError: a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens.
+        UserError: a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens, or the
+            tokenizer cannot encode special tokens as text.
     """
+    if options.special_as_text:
+        tokenizer.ignore_special_tokens()
     encoded = EncodedDocuments()
     documents = [document for chunk in chunks for document in parse_documents(chunk, options, encoded.skipped)]
     dtype = id_type_for(tokenizer.vocab_size)
@@ -80,7 +85,17 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
                 lengths.append((len(tokens) - start) // dtype.itemsize)
         if lengths and max(lengths) > _MAX_LENGTH:
             raise UserError(f"a document has {max(lengths):,} tokens, but an .idx stores at most {_MAX_LENGTH:,}")
-        encoded.tokens.append(np.frombuffer(tokens, dtype=dtype))
+        array = np.frombuffer(tokens, dtype=dtype)
+        # Of the special tokens, a document has one at its end, and perhaps one at its start.
+        added = len(lengths) * ((len(eod) > 0) + (tokenizer.bos in tokenizer.special_ids))
+        special = int(np.isin(array, tokenizer.special_ids).sum()) - added
+        if special and options.special_as_text:
+            raise UserError(
+                f"{tokenizer.name} cannot encode special tokens as text, because its model has them in its own "
+                "vocabulary; remove them from the documents, or keep them (--special-tokens recognize)"
+            )
+        encoded.tokens.append(array)
+        encoded.special.append(special)
         encoded.lengths.append(np.array(lengths, dtype=np.int32))
         encoded.empty.append(len(documents) - len(lengths))
     return encoded

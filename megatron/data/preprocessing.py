@@ -83,6 +83,7 @@ def preprocess(
         "keys": list(options.keys),
         "subset": options.subset,
         "append_eod": options.append_eod,
+        "special_as_text": options.special_as_text,
         "ftfy": options.ftfy,
         "limit_mb": limit_mb,
         "reading": [1, BLOCK],
@@ -95,6 +96,13 @@ def preprocess(
         manifests = job.publish()
     for line in job.state.rejected.lines():
         print(line)
+    special = sum(output.special for output in job.state.outputs)
+    if special:
+        example = tokenizer.detokenize([tokenizer.eod])
+        print(
+            f"{special:,} special tokens in documents were recognized, such as {example!r}, which ends a document; "
+            "with --special-tokens text they are ordinary text"
+        )
     return manifests
 
 
@@ -122,6 +130,7 @@ class OutputState:
     writer: WriterState = field(default_factory=WriterState)
     text_bytes: int = 0
     empty: int = 0
+    special: int = 0
 
 
 @dataclass
@@ -324,6 +333,7 @@ class _Job:
                 writer.add(encoded.tokens[column], encoded.lengths[column])
                 output.text_bytes += encoded.text_bytes[column]
                 output.empty += encoded.empty[column]
+                output.special += encoded.special[column]
             current.rejected.add(encoded.skipped)
             current.position, current.bytes_read = item.position, item.bytes_read
             documents = writers[0].documents

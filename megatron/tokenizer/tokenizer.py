@@ -61,6 +61,14 @@ class Tokenizer(ABC):
         """Return the token ids that `text`, which starts with white space, adds to the end of another text."""
         return self.tokenize("." + text)[len(self.tokenize(".")) :]
 
+    @property
+    def special_ids(self) -> list[int]:
+        """The ids that `tokenize` gives for special tokens, such as `eod`, if a text contains them."""
+        return [self.eod]
+
+    def ignore_special_tokens(self) -> None:  # noqa: B027 (nothing to do for those that recognize none)
+        """From now on, special tokens in a text are ordinary text."""
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Byte-level tokenizers restore the input of `tokenize` exactly.
