@@ -115,20 +115,22 @@ def check_upload(repository: str, *, private: bool = False) -> None:
         _check_private(api, repository, advice)
 
 
-def upload(folder: str | Path, repository: str, *, private: bool = False) -> str:
-    """Upload an exported folder as one commit to a repository, which is created if needed; return its address.
+def upload(folder: str | Path, repository: str, *, private: bool = False, branch: str | None = None) -> str:
+    """Upload an exported folder as one commit to a repository and a branch of it (default: the main one), which are
+    created if needed; return the address of the repository.
 
     The login is huggingface_hub's own (HF_TOKEN or `hf auth login`). Raises UserError if the upload fails, or if the
     repository exists and is public although `private`.
     """
     api = import_hub().HfApi()
-    problem, advice = f"--push-to-hub {repository}", f"{folder} is complete: upload it with `hf upload`"
+    problem, advice = f"upload to {repository}", f"{folder} is complete: upload it with `hf upload`"
     address = _call(problem, advice, api.create_repo, repository, private=private, exist_ok=True)
     if private:  # the hub ignores it for a repository that exists
         _check_private(api, repository, advice)
-    _call(
-        problem, advice, api.upload_folder, repo_id=repository, folder_path=str(folder), commit_message="Upload model"
-    )
+    if branch is not None and branch != "main":
+        _call(problem, advice, api.create_branch, repository, branch=branch, exist_ok=True)
+    options = {"folder_path": str(folder), "commit_message": "Upload model", "revision": branch}
+    _call(problem, advice, api.upload_folder, repo_id=repository, **options)
     return str(address)
 
 

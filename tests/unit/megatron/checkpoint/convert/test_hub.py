@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -13,6 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from kerple.attention import FULL, AttentionMode, Span
 from megatron.checkpoint.convert.hub import PATTERNS, download, local_checkpoint, upload
+from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.generate import main as generate
@@ -23,6 +26,7 @@ from tests.support.checkpoints import TRAIN_LENGTH, write_checkpoint, write_corp
 from tests.support.conversion import LONG, random_tokens
 from tests.support.families import family_model
 from tests.support.language_models import direct_losses
+from tests.support.runs import ROOT
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 
@@ -170,8 +174,11 @@ class FakeApi:
         self.repositories.setdefault(repo_id, private)
         return f"https://hub/{repo_id}"
 
-    def upload_folder(self, repo_id, folder_path, commit_message):
-        self.calls.append(("upload", repo_id))
+    def create_branch(self, repo_id, branch, exist_ok):
+        self.calls.append(("branch", (repo_id, branch, exist_ok)))
+
+    def upload_folder(self, repo_id, folder_path, commit_message, revision):
+        self.calls.append(("upload", repo_id if revision is None else (repo_id, revision)))
         self.files.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
 
 
@@ -191,6 +198,38 @@ def test_uploads(hub, tmp_path, monkeypatch, capsys):
     assert output.out.splitlines()[-2] == "uploaded to https://hub/me/tiny"
     assert "hf_secret" not in output.out + output.err
     assert not any(b"hf_secret" in content for content in FakeApi.files.values())
+
+
+def run_tool(monkeypatch, *words):
+    """Run a script in tools/ckpts in this process; returns its exit status."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", list(words))
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / "tools" / "ckpts" / words[0]), run_name="__main__")
+    return exit_.value.code
+
+
+def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
+    """Import a model with GPT-NeoX's command line, inspect the checkpoint, and upload its export to a branch."""
+    for name in ("calls", "files", "repositories"):
+        monkeypatch.setattr(FakeApi, name, type(getattr(FakeApi, name))())
+    ours, out = str(tmp_path / "ours"), str(tmp_path / "out")
+    convert(["from-hf", "hf:org/tiny", str(tmp_path / "expected"), "--no-tokenizer"])
+    words = ["--tp", "4", "--model", "org/tiny", "--model_path", ours, "--no-tokenizer"]
+    assert not run_tool(monkeypatch, "convert_hf_llama_to_neox.py", *words)
+    assert weights_fingerprint(find_step(ours)) == weights_fingerprint(find_step(tmp_path / "expected"))
+    capsys.readouterr()
+    assert run_tool(monkeypatch, "inspect_checkpoints.py", ours, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["iteration"] == 0
+    convert(["to-hf", ours, out, "--no-tokenizer"])
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    assert not run_tool(monkeypatch, "upload.py", out, "me/tiny", "step1000")
+    assert FakeApi.calls[-2:] == [("branch", ("me/tiny", "step1000", True)), ("upload", ("me/tiny", "step1000"))]
+    assert "model.safetensors" in FakeApi.files
+    assert not run_tool(monkeypatch, "upload.py", out, "me/tiny", "main")
+    assert FakeApi.calls[-2][0] == "create"
+    assert run_tool(monkeypatch, "upload.py", str(tmp_path / "absent"), "me/tiny", "main") == 2
+    assert "absent: has no config.json" in capsys.readouterr().err
 
 
 def test_uploads_that_cannot_succeed_fail_early(tmp_path, monkeypatch):

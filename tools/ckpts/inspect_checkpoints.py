@@ -1,0 +1,15 @@
+"""GPT-NeoX's name for `inspect.py`: python tools/ckpts/inspect_checkpoints.py DIR [OTHER]"""
+
+import sys
+from pathlib import Path
+
+# Replaces this script's folder, where inspect.py would shadow the standard library's module.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import check_megatron  # noqa: F401
+from megatron.cli.inspect import main
+from megatron.config.command_line import run_main
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
