@@ -117,6 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     measurement.add_argument(
         "--text",
+        type=path_option,
         metavar="FILE",
         help="evaluate this text in place of the dataset, with the model's tokenizer: UTF-8, or any input of "
         "prepare_data.py, such as JSON lines",

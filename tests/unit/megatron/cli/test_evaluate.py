@@ -207,13 +207,14 @@ def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, me
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "notes.log", "notes"])
-def test_a_text_without_a_dataset(tmp_path, configuration, checkpoints, name):
+def test_a_text_without_a_dataset(tmp_path, monkeypatch, configuration, checkpoints, name):
     """Its documents are tokenized as in a dataset, with an end-of-document token."""
     text = KINDS["python"][:2000]
     content = json_lines(text[:900], text[900:]) if name == "a.jsonl" else b"\xef\xbb\xbf" + text.encode()
     (tmp_path / name).write_bytes(content)
     keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
-    words = ["--text", str(tmp_path / name), "--lengths", "64", "--tokens", "1280"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["--text", f"~/{name}", "--lengths", "64", "--tokens", "1280"]
     main([keys, *words, "--output", str(tmp_path / "report")])
     documents = [text[:900], text[900:]] if name == "a.jsonl" else [text]
     ids = [token for document in documents for token in (*document.encode(), 0)]
