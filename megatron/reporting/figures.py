@@ -169,21 +169,22 @@ def _mode_panels(
     style: Style, ranges: Mapping[str, Sequence[tuple[float, float]]]
 ) -> tuple[Figure, list[tuple[Axes, str]], int]:
     """A figure with a panel per mode. If the lines are far apart, the perplexity axis is logarithmic and a second panel
-    shows the lowest lines on a linear axis.
+    shows the lowest lines on a linear axis. The other panels share their perplexity axis.
 
     Args:
         ranges: mode -> (smallest, largest perplexity) of each line.
 
     Returns the figure, the panels with their modes, and the number of columns.
     """
+    every = [bound for lines in ranges.values() for line in lines for bound in line] or [1.0]
+    logarithmic = max(every) > LOG_AXIS_RATIO * min(every)
     panels: list[tuple[str, float, float, bool]] = []  # mode, smallest and largest perplexity, logarithmic
     zoomed: list[tuple[str, float, float, bool]] = []
     for mode, lines in ranges.items():
         low, high = min((low for low, _ in lines), default=1.0), max((high for _, high in lines), default=1.0)
-        logarithmic = high > LOG_AXIS_RATIO * low
-        panels.append((mode, low, high, logarithmic))
+        panels.append((mode, min(every), max(every), logarithmic))
         lowest = [high for _, high in lines if high <= ZOOM_RATIO * low]
-        if logarithmic and len(lowest) > 1:
+        if high > LOG_AXIS_RATIO * low and len(lowest) > 1:
             margin = 0.12 * (max(lowest) - low) or 0.05 * low
             panels.append((mode, low - margin, max(lowest) + 2 * margin, False))
             zoomed.append(panels[-1])
@@ -191,6 +192,8 @@ def _mode_panels(
     figure, all_axes = new_figure(style, len(panels), columns, sharex=True)
     for axes, panel in zip(all_axes, panels, strict=True):
         mode, low, high, logarithmic = panel
+        if panel not in zoomed and axes is not all_axes[0]:
+            axes.sharey(all_axes[0])
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         thousands(axes, "y")
         axes.set_ylabel("perplexity")

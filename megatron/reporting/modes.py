@@ -7,6 +7,8 @@ from functools import partial
 from itertools import product
 
 import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -168,7 +170,7 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
 
 
 def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> Figure:
-    """A panel per length: methods by modes, colored by the loss."""
+    """A panel per length: methods by modes, colored by how far the loss is above the lowest one of the length."""
     methods = list(dict.fromkeys(method.pos_emb for method in losses.methods))
     modes = list(dict.fromkeys(method.mode for method in losses.methods))
     names = [display_name(Method(pos_emb)) for pos_emb in methods]
@@ -206,6 +208,17 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
             if value == lowest:
                 box = (column - 0.5, row - 0.5), 1, 1
                 axes.add_patch(Rectangle(*box, fill=False, edgecolor=COLORS[1], linewidth=0.2 * style.size))
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(0, COLOR_RANGE), "viridis_r"),
+        ax=panels,
+        label="loss above the lowest (nats per token)",
+        extend="max",
+        fraction=0.04,
+        aspect=25,
+        pad=0.01,
+    )
+    bar.outline.set_visible(False)
+    figure.suptitle(f"Loss (nats per token), {setting_title(setting)}", size=style.size)
     return figure
 
 

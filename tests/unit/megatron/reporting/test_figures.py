@@ -112,7 +112,8 @@ def test_modes_are_panels_in_which_methods_look_the_same():
     records.append(record("rotary", 128, 900.0))
     figure = plot(records)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["full", "full, zoom", "window@64", ""]
-    assert [axes.get_yscale() for axes in figure.axes if axes.get_visible()] == ["log", "linear", "linear"]
+    assert [axes.get_yscale() for axes in figure.axes if axes.get_visible()] == ["log", "linear", "log"]
+    assert figure.axes[0].get_ylim() == figure.axes[2].get_ylim() != figure.axes[1].get_ylim()
     looks = [
         (line.get_color(), line.get_marker(), line.get_linestyle())
         for axes in figure.axes

@@ -133,7 +133,10 @@ def test_heat_map():
     rows = [*records(512), *records(2048)]
     losses = measurements(rows, "extrapolation", "loss")
     figure = heat_map(losses, losses.settings[0])
-    panels = [axes for axes in figure.axes if axes.get_visible()]
+    *panels, bar = [axes for axes in figure.axes if axes.get_visible()]
+    assert "nats per token" in bar.get_ylabel()
+    assert bar.get_ylim() == (0, 1)
+    assert "GitHub" in figure.get_suptitle()
     assert [axes.get_title(loc="left") for axes in panels] == ["length 512", "length 2,048"]
     for axes in panels:
         values = axes.images[0].get_array()
