@@ -53,7 +53,7 @@ tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
 prompt = tokenizer([{prompt}], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
-TESTED = "4.57 to 5.24"  # of transformers; see docs/versions.md
+TESTED = "4.57.6, 5.0.0, 5.10.4 and 5.24.0"  # of transformers; see docs/huggingface.md
 SELF_CONTAINED_NOTE = """
 This folder contains the model's code (`modeling_kerple.py`, `attention_*.py`, and the positional method in
 `positional_*.py`). It needs only torch and transformers, and was tested with versions {tested}. What works:

@@ -236,7 +236,10 @@ class KerplePreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, PositionalMethod):
+        # transformers 5.0 and 5.10, among others, also call this for loaded modules, whose tensors have a mark.
+        if isinstance(module, PositionalMethod) and not all(
+            getattr(tensor, "_is_hf_initialized", False) for tensor in (*module.parameters(), *module.buffers())
+        ):
             module.reset_parameters()
 
 
@@ -384,11 +387,11 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     @staticmethod
     def create_masks_for_generate(attention_mask, cache=None, past_key_values=None, **kwargs):
         """For a static cache: the mask `[b, t]` with t as constant as the cache. The other arguments are those of other
-        models' masks.
+        models' masks. A cache under another name is left to `forward`, which rejects it.
         """
-        if attention_mask is None:
-            return None
         cache = one_cache(cache, past_key_values)
+        if attention_mask is None or cache is None:
+            return attention_mask
         return F.pad(attention_mask, (0, cache.layers[0].max_cache_len - attention_mask.shape[1]))
 
     @can_return_tuple

@@ -123,6 +123,12 @@ def test_unknown_arguments_are_rejected_by_name(auto):
     model(tokens, token_type_ids=torch.zeros_like(tokens))  # from tokenizers; has no meaning here
 
 
+def test_a_static_cache_under_an_unknown_name_is_left_to_forward():
+    _, path = export("kerple_log")
+    mask = torch.ones(1, 8, dtype=torch.int64)
+    assert load(path).create_masks_for_generate(attention_mask=mask, new_name_of_cache=object()) is mask
+
+
 @torch.no_grad()
 def test_both_names_of_the_cache():
     _, path = export("kerple_log")
@@ -134,6 +140,21 @@ def test_both_names_of_the_cache():
         assert (model(tokens[:, 8:], **{name: cache}).logits - expected).abs().max() < 1e-4
     with pytest.raises(ValueError, match="cache or past_key_values"):
         model(tokens, cache=cache, past_key_values=cache)
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_kerple"])
+def test_loaded_parameters_are_not_initialized_again(pos_emb):
+    """transformers 5.0 and 5.10 call `_init_weights` for all modules of a class that does not come from AutoModel."""
+    _, path = export(pos_emb)
+    model = load(path)
+    method = next(module for name, module in model.named_modules() if name.endswith("positional") and module)
+    loaded = {name: value.clone() for name, value in method.state_dict().items()}
+    for is_loaded in (True, False):
+        for tensor in (*method.parameters(), *method.buffers()):
+            tensor._is_hf_initialized = is_loaded
+        model._init_weights(method)
+        same = [torch.equal(value, loaded[name]) for name, value in method.state_dict().items()]
+        assert all(same) == is_loaded
 
 
 @torch.no_grad()
