@@ -1,6 +1,7 @@
 """The configuration: YAML files and overrides, merged into one validated `Config` with typed groups."""
 
-from megatron.config.loader import Config, check_vocabulary, load_config
+from megatron.config.checks import check_vocabulary
+from megatron.config.loader import Config, load_config
 from megatron.utils.errors import UserError
 
 __all__ = ["Config", "UserError", "check_vocabulary", "load_config"]

@@ -25,6 +25,16 @@ _ZERO_3_KEYS = (
 )
 
 
+def check_vocabulary(config: "Config", tokenizer_vocab_size: int) -> None:
+    """Raises UserError if the tokenizer has more tokens than the embedding has rows."""
+    padded = config.model.padded_vocab_size
+    if padded is not None and padded < tokenizer_vocab_size:
+        raise UserError(
+            f"padded_vocab_size is {padded}, but the tokenizer has {tokenizer_vocab_size} tokens; "
+            "remove the key (it is computed) or use the tokenizer the model was trained with"
+        )
+
+
 def find_contradictions(config: "Config") -> Iterator[str]:
     """One message for each contradiction between keys."""
     model, parallel = config.model, config.parallel

@@ -161,16 +161,6 @@ def load_config(
     return config
 
 
-def check_vocabulary(config: Config, tokenizer_vocab_size: int) -> None:
-    """Raises UserError if the tokenizer has more tokens than the embedding has rows."""
-    padded = config.model.padded_vocab_size
-    if padded is not None and padded < tokenizer_vocab_size:
-        raise UserError(
-            f"padded_vocab_size is {padded}, but the tokenizer has {tokenizer_vocab_size} tokens; "
-            "remove the key (it is computed) or use the tokenizer the model was trained with"
-        )
-
-
 def canonical_path(key: str) -> KeyPath:
     """The path of a dotted key: `-` and `_` are the same in its first part, and an alias is resolved."""
     first, *rest = key.split(".")
