@@ -227,16 +227,13 @@ def lineage_of(step: Path) -> list[int] | None:
     return lineage
 
 
-def check_not_replaced(directory: Path, start: int, last: int, lineage: Collection[int] | None) -> None:
-    """Raises CheckpointError if the steps from `start` to `last` may replace a checkpoint of another run.
+def check_not_replaced(directory: Path, saves: Callable[[int], bool], lineage: Collection[int] | None) -> None:
+    """Raises CheckpointError if a run would replace a checkpoint of another run.
 
-    lineage: `TrainingState.lineage` at `start`; None for a run that starts from weights only. A checkpoint that
-    descends from the same ones is an abandoned branch of this run.
+    saves: whether the run saves at an iteration. lineage: `TrainingState.lineage` at its start; None for a run that
+    starts from weights only. A checkpoint that descends from the same ones is an abandoned branch of this run.
     """
-    for iteration in saved_iterations(directory):
-        first = start if lineage is None else start + 1
-        if not first <= iteration <= last:
-            continue
+    for iteration in filter(saves, saved_iterations(directory)):
         other = lineage_of(step_folder(directory, tag_for(iteration)))
         if lineage is None or (other is not None and not set(lineage) <= set(other)):
             raise CheckpointError(

@@ -140,7 +140,12 @@ class Trainer:
         self.engine.project()
         if self.lock is not None:
             lineage = None if source.checkpoint.finetune else self.state.lineage
-            run_on_rank_0(lambda: check_not_replaced(Path(save or ""), start, self.last_iteration, lineage))
+
+            def saves(iteration: int) -> bool:
+                is_ahead = start < iteration <= self.last_iteration or iteration == start == 0
+                return is_ahead and (config.checkpoint.saves(iteration) or iteration == self.last_iteration)
+
+            run_on_rank_0(lambda: check_not_replaced(Path(save or ""), saves, lineage))
         needed = self._num_samples(self.state)
         if any(map(operator.gt, needed, planned)):  # the checkpoint was saved with larger batches
             datasets = self._build_datasets(tokenizer, needed)
