@@ -35,12 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config.command_line import run_main  # noqa: E402
-from megatron.data.corpora import StdlibCorpus  # noqa: E402
-from megatron.data.documents import DocumentOptions  # noqa: E402
-from megatron.data.encoding import ITEMS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
-from megatron.data.input_files import find_files  # noqa: E402
-from megatron.data.preprocessing import preprocess  # noqa: E402
-from megatron.data.readers import START, ChunkSource, FileCorpus  # noqa: E402
+from megatron.preparation.corpora import StdlibCorpus  # noqa: E402
+from megatron.preparation.documents import DocumentOptions  # noqa: E402
+from megatron.preparation.encoding import ITEMS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
+from megatron.preparation.input_files import find_files  # noqa: E402
+from megatron.preparation.preprocessing import preprocess  # noqa: E402
+from megatron.preparation.readers import START, ChunkSource, FileCorpus  # noqa: E402
 
 BATCH_CHARACTERS = 1 << 20  # of text per call of the library
 

@@ -17,8 +17,8 @@ from megatron.config import load_config
 from megatron.config.command_line import OptionParser, integer
 from megatron.config.yaml_files import PACKAGED
 from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files
-from megatron.data.own_text import SPLIT
 from megatron.data.splits import split_spans
+from megatron.preparation.own_text import SPLIT
 from megatron.sweep.definition import read_sweep
 from megatron.utils.environment import has_bf16_instructions, machine
 from megatron.utils.errors import UserError

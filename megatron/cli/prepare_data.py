@@ -13,7 +13,7 @@ from megatron.cli.dataset_options import (
     split_words,
 )
 from megatron.config.command_line import OptionParser, integer
-from megatron.data.prepare import (
+from megatron.preparation.prepare import (
     DATASETS,
     EMBEDDED,
     KNOWN_DATASETS,

@@ -1,7 +1,7 @@
-"""Preprocessing of corpora into `.bin/.idx`, and loading of `.bin/.idx` for training and evaluation.
+"""Token files (`.bin/.idx`) as training samples and evaluation text.
 
-Loading needs torch and megatron-core. The worker processes of preprocessing must not import them, so the names below
-are imported lazily.
+Datasets and loaders need torch and megatron-core, but the worker processes of preprocessing, which read token files,
+must not import them. So the names below are imported lazily.
 """
 
 import importlib

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.documents import DocumentOptions
-from megatron.data.encoding import encode_chunks
 from megatron.data.indexed_dataset import check_tokenizer
-from megatron.data.input_files import file_format, find_files
-from megatron.data.readers import FileCorpus, TextChunk
 from megatron.data.streams import (
     TokenStream,
     document_lengths,
@@ -25,6 +21,10 @@ from megatron.data.streams import (
     evaluation_stream,
 )
 from megatron.evaluation.protocols import Protocol, Segments
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.encoding import encode_chunks
+from megatron.preparation.input_files import file_format, find_files
+from megatron.preparation.readers import FileCorpus, TextChunk
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import read_file

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import load_config
-from megatron.data.prepare import PrepareOptions, prepare
 from megatron.launcher.main import parse_command_line
+from megatron.preparation.prepare import PrepareOptions, prepare
 from tests.support.commands import commands_of, make_checkout, run_here, run_there
 from tests.support.corpora import json_lines
 from tests.support.texts import PYTHON

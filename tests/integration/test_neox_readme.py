@@ -14,7 +14,7 @@ import zstandard
 from transformers import AutoTokenizer, GPTNeoXForCausalLM
 
 from megatron.config.yaml_files import read_file
-from megatron.data import prepare
+from megatron.preparation import prepare
 from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.commands import make_checkout, run_here, run_there
 from tests.support.corpora import json_lines

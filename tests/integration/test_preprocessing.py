@@ -21,8 +21,8 @@ SCRIPT = "tools/datasets/preprocess_data.py"
 KILL_REPEATEDLY = """
 import os, pathlib, random, runpy, signal, sys, time
 sys.path.insert(0, ".")
-from megatron.data import encoding, preprocessing, readers
-from megatron.data.indexed_writer import IndexedWriter
+from megatron.preparation import encoding, preprocessing, readers
+from megatron.preparation.indexed_writer import IndexedWriter
 preprocessing.COMMIT_INTERVAL_SECONDS = 0.0
 readers.BLOCK, encoding.WORK_ITEM_BYTES = 2000, 4000
 add = IndexedWriter.add

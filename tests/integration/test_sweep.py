@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from megatron.checkpoint.directory import find_damage, find_step
-from megatron.data.prepare import PrepareOptions, prepare
 from megatron.evaluation.records import read_results
+from megatron.preparation.prepare import PrepareOptions, prepare
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.runner import CLAIM, RUN_VARIABLE, find_processes, last_lines, start_process
 from megatron.sweep.slurm import array_script

@@ -8,8 +8,8 @@ import torch
 
 from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.layers import layer_state
-from megatron.data.indexed_writer import IndexedWriter
 from megatron.model.gpt import GPT
+from megatron.preparation.indexed_writer import IndexedWriter
 from tests.support.language_models import small_gpt
 from tests.support.texts import PYTHON
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.documents import DocumentOptions, read_texts
 from megatron.data.indexed_dataset import IndexedFiles, Manifest, open_indexed_files
-from megatron.data.input_files import find_files
-from megatron.data.readers import FileCorpus
+from megatron.preparation.documents import DocumentOptions, read_texts
+from megatron.preparation.input_files import find_files
+from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer import TokenizerFiles
 from tests.support.texts import KINDS
 

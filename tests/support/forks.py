@@ -40,7 +40,7 @@ MODULES = (
     "megatron.cli.prepare_data",
     "megatron.cli.report",
     "megatron.cli.sweep",
-    "megatron.data.preprocessing",
+    "megatron.preparation.preprocessing",
     "megatron.launcher.main",
     "megatron.training.loop",
     "pandas",

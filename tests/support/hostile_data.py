@@ -23,12 +23,12 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
-from megatron.data.documents import DocumentOptions
 from megatron.data.indexed_dataset import HEADER
-from megatron.data.indexed_writer import IndexedWriter
-from megatron.data.input_files import find_files
-from megatron.data.preprocessing import preprocess
-from megatron.data.readers import FileCorpus
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.indexed_writer import IndexedWriter
+from megatron.preparation.input_files import find_files
+from megatron.preparation.preprocessing import preprocess
+from megatron.preparation.readers import FileCorpus
 from tests.support.checkpoints import settings_of
 from tests.support.corpora import BYTE_TOKENIZER, json_lines
 from tests.support.forks import start_run
@@ -338,9 +338,9 @@ def hostile_journal(generator: random.Random, folder: Path, resources: contextli
 
 
 _SMALL_WORK_ITEMS = {
-    "megatron.data.preprocessing:COMMIT_INTERVAL_SECONDS": 0.0,
-    "megatron.data.readers:BLOCK": 600,
-    "megatron.data.encoding:WORK_ITEM_BYTES": 1200,
+    "megatron.preparation.preprocessing:COMMIT_INTERVAL_SECONDS": 0.0,
+    "megatron.preparation.readers:BLOCK": 600,
+    "megatron.preparation.encoding:WORK_ITEM_BYTES": 1200,
 }
 
 
@@ -431,6 +431,6 @@ def hostile_download(generator: random.Random, folder: Path, resources: contextl
             damage(generator, content) if generator.random() < 0.3 else content
         )
     command = ["prepare_data.py", "enwik8", "-d", str(folder / "data"), "-t", "CharLevelTokenizer", "--workers", "1"]
-    constants = {"megatron.data.download:RETRY_SECONDS": 0.0, "megatron.data.download:STALL_SECONDS": 2.0}
+    constants = {"megatron.preparation.download:RETRY_SECONDS": 0.0, "megatron.preparation.download:STALL_SECONDS": 2.0}
     shown = [response[:60] if isinstance(response, bytes) else response[0][:60] for response in responses]
     return Case(f"{name}: {shown}", [*command, "--url", f"{address}/{name}"], constants=constants)

@@ -111,9 +111,9 @@ class Preprocessing(Command):
     workers: int = 1
     constants: dict[str, object] = field(
         default_factory=lambda: {
-            "megatron.data.preprocessing:COMMIT_INTERVAL_SECONDS": 0.0,
-            "megatron.data.readers:BLOCK": 4000,
-            "megatron.data.encoding:WORK_ITEM_BYTES": 8000,
+            "megatron.preparation.preprocessing:COMMIT_INTERVAL_SECONDS": 0.0,
+            "megatron.preparation.readers:BLOCK": 4000,
+            "megatron.preparation.encoding:WORK_ITEM_BYTES": 8000,
         }
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from megatron.data.indexed_writer import IndexedWriter
+from megatron.preparation.indexed_writer import IndexedWriter
 from tests.support.release import checkpoints, reference
 from tests.support.runs import training_settings
 

@@ -23,10 +23,10 @@ from megatron.cli.dataset_options import (
     split_words,
 )
 from megatron.config.command_line import integer, run_main
-from megatron.data.documents import DocumentOptions, RejectedDocuments, SkippedDocuments
-from megatron.data.encoding import SubsetCount, count_subsets, process_in_order, work_items
-from megatron.data.input_files import find_files
-from megatron.data.readers import START, FileCorpus
+from megatron.preparation.documents import DocumentOptions, RejectedDocuments, SkippedDocuments
+from megatron.preparation.encoding import SubsetCount, count_subsets, process_in_order, work_items
+from megatron.preparation.input_files import find_files
+from megatron.preparation.readers import START, FileCorpus
 from megatron.tokenizer import TokenizerFiles
 from megatron.utils.errors import visible
 from megatron.utils.progress import Progress

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import new_parser
 from megatron.config.command_line import run_main
-from megatron.data.dataset_tools import merge
+from megatron.preparation.dataset_tools import merge
 
 
 def main(argv: Sequence[str] | None = None) -> None:

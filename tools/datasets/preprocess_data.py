@@ -25,10 +25,10 @@ from megatron.cli.dataset_options import (
     split_words,
 )
 from megatron.config.command_line import integer, run_main
-from megatron.data.documents import DocumentOptions
-from megatron.data.input_files import find_files
-from megatron.data.preprocessing import preprocess, summary
-from megatron.data.readers import FileCorpus
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.input_files import find_files
+from megatron.preparation.preprocessing import preprocess, summary
+from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer import TokenizerFiles
 
 

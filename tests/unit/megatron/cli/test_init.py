@@ -7,7 +7,7 @@ import torch
 
 from megatron.cli import init
 from megatron.config import load_config
-from megatron.data.prepare import PrepareOptions, prepare
+from megatron.preparation.prepare import PrepareOptions, prepare
 from megatron.sweep.definition import read_sweep
 from megatron.utils.errors import UserError
 

@@ -76,7 +76,7 @@ def test_batches_match_rank_samples(shared_train, micro, ranks, consumed):
 
 @pytest.fixture(scope="module")
 def shared_train(tmp_path_factory):
-    from megatron.data.indexed_writer import IndexedWriter
+    from megatron.preparation.indexed_writer import IndexedWriter
 
     prefix = str(tmp_path_factory.mktemp("loader") / "corpus")
     with IndexedWriter(prefix, 1000) as writer:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.data import document_lengths, document_segments, evaluation_stream, validation_stream
 from megatron.data.datasets import SampleSettings, datasets_from_split
-from megatron.data.indexed_writer import IndexedWriter
+from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.utils.errors import UserError
 
 

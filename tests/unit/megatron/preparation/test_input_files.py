@@ -7,8 +7,8 @@ import fsspec
 import lm_dataformat
 import pytest
 
-from megatron.data import input_files
-from megatron.data.input_files import file_format, find_files
+from megatron.preparation import input_files
+from megatron.preparation.input_files import file_format, find_files
 from megatron.utils.errors import UserError
 from tests.support.corpora import json_lines, read_inputs
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from megatron.data.corpora import DocumentCorpus, documents_checksum, first_training_texts
-from megatron.data.deduplication import Deduplicator
-from megatron.data.download import download
-from megatron.data.input_files import find_files
-from megatron.data.readers import FileCorpus
+from megatron.preparation.corpora import DocumentCorpus, documents_checksum, first_training_texts
+from megatron.preparation.deduplication import Deduplicator
+from megatron.preparation.download import download
+from megatron.preparation.input_files import find_files
+from megatron.preparation.readers import FileCorpus
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 

@@ -5,9 +5,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from megatron.data.corpora import DocumentCorpus, first_training_texts, source_pieces
-from megatron.data.documents import DocumentOptions, RejectedDocuments, read_texts
-from megatron.data.readers import FileCorpus
+from megatron.preparation.corpora import DocumentCorpus, first_training_texts, source_pieces
+from megatron.preparation.documents import DocumentOptions, RejectedDocuments, read_texts
+from megatron.preparation.readers import FileCorpus
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress, readable_size
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron.data.documents import DocumentOptions, SkippedDocuments, parse_documents
-from megatron.data.readers import TextChunk
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments, parse_documents
+from megatron.preparation.readers import TextChunk
 from megatron.utils.errors import UserError
 
 

@@ -10,13 +10,13 @@ import pytest
 import zstandard
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.data import encoding, preprocessing, readers
-from megatron.data.documents import DocumentOptions
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
-from megatron.data.indexed_writer import IndexedWriter
-from megatron.data.input_files import find_files
-from megatron.data.preprocessing import Journal, preprocess, summary
-from megatron.data.readers import START, FileCorpus
+from megatron.preparation import encoding, preprocessing, readers
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.indexed_writer import IndexedWriter
+from megatron.preparation.input_files import find_files
+from megatron.preparation.preprocessing import Journal, preprocess, summary
+from megatron.preparation.readers import START, FileCorpus
 from megatron.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from tests.support.corpora import BYTE_TOKENIZER, dataset_text, json_lines

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron.data.deduplication import Deduplicator, shingle_hashes
+from megatron.preparation.deduplication import Deduplicator, shingle_hashes
 from megatron.utils.errors import UserError
 
 
@@ -82,7 +82,7 @@ def test_pairs_are_found_by_similarity():
 
 
 def test_results_are_the_same_everywhere():
-    """Pinned, because the corpora of megatron.data.debian depend on these values."""
+    """Pinned, because the corpora of megatron.preparation.debian depend on these values."""
     assert shingle_hashes(b"int main(void)").tolist() == [842215148]
     deduplicator = Deduplicator()
     deduplicator.is_new(b"int main(void) { return 0; }")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron.data.readers import TextChunk
+from megatron.preparation.readers import TextChunk
 from megatron.utils.errors import UserError, visible
 
 _LONG_LINE = 1 << 20

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.data.indexed_dataset import open_indexed_files
-from megatron.data.indexed_writer import IndexedWriter, is_resumable, publish
+from megatron.preparation.indexed_writer import IndexedWriter, is_resumable, publish
 from megatron.utils.errors import UserError
 
 

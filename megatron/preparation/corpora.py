@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from megatron.data.readers import START, ReadPosition, TextChunk
 from megatron.data.splits import split_spans
+from megatron.preparation.readers import START, ReadPosition, TextChunk
 from megatron.utils.errors import UserError, first_line, install_command
 
 # Tests are as large as everything else together and some interpreters come without them. Installed packages are not

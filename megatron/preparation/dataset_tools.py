@@ -18,8 +18,8 @@ from megatron.data.indexed_dataset import (
     read_manifest,
     write_manifest,
 )
-from megatron.data.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.data.splits import PARTS, split_spans
+from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
 from megatron.utils.progress import Progress

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.data import download as module
-from megatron.data.download import download, redact_url
-from megatron.data.prepare import PrepareOptions, prepare
+from megatron.preparation import download as module
+from megatron.preparation.download import download, redact_url
+from megatron.preparation.prepare import PrepareOptions, prepare
 from megatron.utils.errors import UserError
 from megatron.utils.locks import Lock
 from tests.support.corpora import dataset_text

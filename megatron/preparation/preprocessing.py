@@ -21,12 +21,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron.data.decompression import BLOCK
-from megatron.data.documents import DocumentOptions, RejectedDocuments
-from megatron.data.encoding import check_workers, encode_chunks, process_in_order, work_items
 from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
-from megatron.data.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
-from megatron.data.readers import START, ChunkSource, ReadPosition
+from megatron.preparation.decompression import BLOCK
+from megatron.preparation.documents import DocumentOptions, RejectedDocuments
+from megatron.preparation.encoding import check_workers, encode_chunks, process_in_order, work_items
+from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
+from megatron.preparation.readers import START, ChunkSource, ReadPosition
 from megatron.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import check_writable, read_file, write_atomically

@@ -1,0 +1,1 @@
+"""Preparation of training data: corpora, downloads, readers of documents, and preprocessing to `.bin/.idx`."""
