@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.convert import from_hugging_face, to_hugging_face, to_release
-from megatron.checkpoint.convert.card import CardDetails
-from megatron.checkpoint.convert.hub import check_upload, download, is_hub_name, local_checkpoint, upload
-from megatron.checkpoint.convert.output import check_new_folder
-from megatron.checkpoint.convert.weights import saved_dtype
 from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of, read_state_file, weights_fingerprint
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
 from megatron.config.command_line import OptionParser, integer
+from megatron.convert import from_hugging_face, to_hugging_face, to_release
+from megatron.convert.card import CardDetails
+from megatron.convert.hub import check_upload, download, is_hub_name, local_checkpoint, upload
+from megatron.convert.output import check_new_folder
+from megatron.convert.weights import saved_dtype
 from megatron.evaluation.records import extrapolation_records, fingerprint_of, read_results
 from megatron.evaluation.text import corpus_name
 from megatron.inference import load_model

@@ -20,9 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.convert.archive import unpack
-from megatron.checkpoint.convert.output import new_folder
-from megatron.checkpoint.convert.tokenizer_files import check_rows
 from megatron.checkpoint.directory import (
     find_damage,
     find_step,
@@ -37,6 +34,9 @@ from megatron.checkpoint.inspection import check_finite, describe, head_values
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.config.command_line import OptionParser, number
+from megatron.convert.archive import unpack
+from megatron.convert.output import new_folder
+from megatron.convert.tokenizer_files import check_rows
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles

@@ -17,13 +17,13 @@ import torch
 
 from kerple.positional import RANDOM_OPTIONS, method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
-from megatron.checkpoint.convert.hub import local_checkpoint
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
 from megatron.config.command_line import OptionParser, extract_overrides, integer, path_option
 from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import parse_override
+from megatron.convert.hub import local_checkpoint
 from megatron.inference.loading import load_model
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, parse_arguments
 from megatron.model.gpt import GPT

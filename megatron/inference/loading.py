@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.convert.hub import local_checkpoint
 from megatron.checkpoint.directory import find_valid_step
 from megatron.checkpoint.layers import check_sizes, embedding_rows, load_layers, open_layers, weight_layers
 from megatron.config import Config
+from megatron.convert.hub import local_checkpoint
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 

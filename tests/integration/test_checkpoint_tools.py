@@ -16,13 +16,13 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from kerple.attention import AttentionMode, Span
 from kerple.positional.distance_maps import Clip
-from megatron.checkpoint.convert import to_hugging_face
 from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli import convert, import_release, inspect
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError, load_config
+from megatron.convert import to_hugging_face
 from megatron.evaluation.records import read_results
 from megatron.inference import load_model
 from megatron.tokenizer import TokenizerFiles

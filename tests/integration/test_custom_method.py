@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kerple.positional import registry
-from megatron.checkpoint.convert import to_hugging_face
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.inspect import main as inspect
 from megatron.config import Config
+from megatron.convert import to_hugging_face
 from megatron.inference import load_model
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings, weights

@@ -2,9 +2,9 @@
 
 import shutil
 
-from megatron.checkpoint.convert.output import new_folder
 from megatron.cli import convert, import_release, inspect
 from megatron.config.command_line import run_main
+from megatron.convert.output import new_folder
 from tests.support.hostile_checkpoints import CONVERT, IMPORT, INSPECT, cases, problems
 
 MAINS = {INSPECT: inspect.main, CONVERT: convert.main, IMPORT: import_release.main}

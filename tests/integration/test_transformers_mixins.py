@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kerple.positional import method_class
-from megatron.checkpoint.convert.sources import self_contained_files
+from megatron.convert.sources import self_contained_files
 
 CHECKOUT = os.environ.get("TRANSFORMERS_CHECKOUT")
 TESTS = Path(__file__).parents[1] / "support/mixins_of_transformers.py"

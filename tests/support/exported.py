@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron.checkpoint.convert import to_hugging_face
+from megatron.convert import to_hugging_face
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles
 from tests.support.conversion import make_model, quiet

@@ -19,15 +19,15 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.checkpoint.configuration import model_differences
-from megatron.checkpoint.convert import to_hugging_face
-from megatron.checkpoint.convert.hugging_face_config import stock_type
-from megatron.checkpoint.convert.output import check_new_folder
-from megatron.checkpoint.convert.weights import saved_dtype
 from megatron.checkpoint.directory import STEP, find_damage
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.config.command_line import OptionParser, run_main
 from megatron.config.yaml_files import read_file
+from megatron.convert import to_hugging_face
+from megatron.convert.hugging_face_config import stock_type
+from megatron.convert.output import check_new_folder
+from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
 from megatron.tokenizer import TokenizerFiles
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.convert import to_release
 from megatron.checkpoint.inspection import check_finite, describe, differences, head_values, positional_methods
 from megatron.checkpoint.storage import CheckpointError
+from megatron.convert import to_release
 from megatron.inference import load_model
 from megatron.model.settings import ModelSettings
 from tests.support.release import METHODS, checkpoints

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.release import PARTITION_DIM
 from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.layers import check_sizes, layer_state, load_layers, weight_layers
 from megatron.checkpoint.storage import CheckpointError
+from megatron.convert.release import PARTITION_DIM
 from megatron.model.gpt import GPT
 from tests.support.language_models import small_gpt
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from megatron.checkpoint.convert import to_hugging_face
+from megatron.convert import to_hugging_face
 from megatron.evaluation.harness import HarnessModel, evaluate_tasks
 from megatron.evaluation.modes import parse_mode
 from megatron.inference import load_model

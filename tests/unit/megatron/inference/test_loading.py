@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kerple.positional import PositionalMethod
-from megatron.checkpoint.convert import to_release
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
+from megatron.convert import to_release
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from tests.support.checkpoints import Exploit

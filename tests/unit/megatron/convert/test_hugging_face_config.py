@@ -2,13 +2,13 @@
 
 import pytest
 
-from megatron.checkpoint.convert.hugging_face_config import (
+from megatron.checkpoint.storage import CheckpointError
+from megatron.convert.hugging_face_config import (
     config_from,
     self_contained_config,
     stock_config,
     stock_type,
 )
-from megatron.checkpoint.storage import CheckpointError
 from tests.support.conversion import make_model
 
 NEOX = {

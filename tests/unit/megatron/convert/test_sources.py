@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kerple.positional import PositionalMethod, method_class, primary_names, registry
-from megatron.checkpoint.convert import to_hugging_face
-from megatron.checkpoint.convert.sources import self_contained_files
 from megatron.checkpoint.storage import CheckpointError
+from megatron.convert import to_hugging_face
+from megatron.convert.sources import self_contained_files
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
 
 

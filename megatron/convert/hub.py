@@ -14,10 +14,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from megatron.checkpoint.convert.hugging_face import from_hugging_face
-from megatron.checkpoint.convert.output import Report
 from megatron.checkpoint.directory import has_checkpoint, has_files_of_checkpoints
 from megatron.checkpoint.storage import CheckpointError
+from megatron.convert.hugging_face import from_hugging_face
+from megatron.convert.output import Report
 from megatron.utils.errors import UserError, first_line, install_command
 
 PREFIX = "hf:"

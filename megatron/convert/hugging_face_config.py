@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-from megatron.checkpoint.convert import llama
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
+from megatron.convert import llama
 from megatron.model.settings import ModelSettings
 from megatron.utils.errors import first_problem
 

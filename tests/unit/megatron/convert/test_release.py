@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron.checkpoint.convert import to_release
 from megatron.checkpoint.directory import read_manifest
 from megatron.checkpoint.storage import CheckpointError, load_file, read_json
+from megatron.convert import to_release
 from megatron.inference import load_model
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
 from tests.support.release import METHODS, checkpoints
@@ -82,7 +82,7 @@ def test_unsupported_models(tmp_path, monkeypatch):
     model, config = make_model("alibi")
     with pytest.raises(CheckpointError, match="size 3 does not divide the 4 heads"):
         to_release(model, config, tmp_path / "out", tensor_parallel=3, report=quiet)
-    from megatron.checkpoint.convert import release
+    from megatron.convert import release
 
     monkeypatch.setattr(release, "METHODS", ("none", "rotary"))
     with pytest.raises(CheckpointError, match="pos_emb alibi: not supported by the release"):
@@ -130,7 +130,7 @@ def test_settings_of_blocks_are_in_the_configuration(keys, tmp_path):
 
 
 def test_settings_that_were_not_written_are_noticed(tmp_path, monkeypatch):
-    from megatron.checkpoint.convert import release
+    from megatron.convert import release
 
     monkeypatch.setitem(release.ACTIVATIONS, "relu", "gelu")
     model, config = make_model("none", activation="relu")

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from kerple.positional import method_class
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.convert.hugging_face_config import options_beyond_2022
-from megatron.checkpoint.convert.output import (
+from megatron.checkpoint.layers import check_sizes, layer_state, load_layers
+from megatron.checkpoint.neox_layout import ROW_PARALLEL_BIASES, SCALE_NAMES
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config import Config
+from megatron.convert.hugging_face_config import options_beyond_2022
+from megatron.convert.output import (
     Report,
     check_same_logits,
     new_folder,
@@ -24,11 +28,7 @@ from megatron.checkpoint.convert.output import (
     rounded,
     write_checkpoint,
 )
-from megatron.checkpoint.convert.weights import cast, layers_with_weights
-from megatron.checkpoint.layers import check_sizes, layer_state, load_layers
-from megatron.checkpoint.neox_layout import ROW_PARALLEL_BIASES, SCALE_NAMES
-from megatron.checkpoint.storage import CheckpointError
-from megatron.config import Config
+from megatron.convert.weights import cast, layers_with_weights
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 

@@ -10,9 +10,9 @@ import zipfile
 
 import pytest
 
-from megatron.checkpoint.convert import archive as archive_module
-from megatron.checkpoint.convert.archive import unpack
-from megatron.checkpoint.convert.output import new_folder
+from megatron.convert import archive as archive_module
+from megatron.convert.archive import unpack
+from megatron.convert.output import new_folder
 from megatron.utils.errors import UserError
 from tests.support.hostile_files import write_long_header
 

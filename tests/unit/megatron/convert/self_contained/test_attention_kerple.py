@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import StaticCache
 
 from kerple.attention import parse_mode
-from megatron.checkpoint.convert import from_hugging_face
+from megatron.convert import from_hugging_face
 from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, quiet, random_tokens

@@ -2,7 +2,7 @@
 
 from huggingface_hub import ModelCard
 
-from megatron.checkpoint.convert.card import CardDetails, model_card
+from megatron.convert.card import CardDetails, model_card
 from tests.support.conversion import make_model
 
 

@@ -14,11 +14,11 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from kerple.attention import FULL, AttentionMode, Span
-from megatron.checkpoint.convert.hub import PATTERNS, download, local_checkpoint, upload
 from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.generate import main as generate
+from megatron.convert.hub import PATTERNS, download, local_checkpoint, upload
 from megatron.data.streams import validation_stream
 from megatron.inference import load_model
 from megatron.utils.errors import UserError

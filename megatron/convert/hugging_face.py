@@ -18,16 +18,19 @@ from torch import Tensor
 from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional import method_class
 from kerple.positional.randomized import Randomized
-from megatron.checkpoint.convert import llama
-from megatron.checkpoint.convert.card import CardDetails, model_card
-from megatron.checkpoint.convert.hugging_face_config import (
+from megatron.checkpoint.layers import layer_state, load_layers
+from megatron.checkpoint.storage import CheckpointError, read_json, write_json
+from megatron.config import Config
+from megatron.convert import llama
+from megatron.convert.card import CardDetails, model_card
+from megatron.convert.hugging_face_config import (
     KNOWN_KEYS,
     config_from,
     self_contained_config,
     stock_config,
     stock_type,
 )
-from megatron.checkpoint.convert.output import (
+from megatron.convert.output import (
     Report,
     check_same_logits,
     check_same_rotary_logits,
@@ -36,9 +39,9 @@ from megatron.checkpoint.convert.output import (
     rounded,
     write_checkpoint,
 )
-from megatron.checkpoint.convert.sources import load_modeling_file, self_contained_files, unload_package
-from megatron.checkpoint.convert.tokenizer_files import copy_tokenizer, special_ids, write_tokenizer
-from megatron.checkpoint.convert.weights import (
+from megatron.convert.sources import load_modeling_file, self_contained_files, unload_package
+from megatron.convert.tokenizer_files import copy_tokenizer, special_ids, write_tokenizer
+from megatron.convert.weights import (
     SAFETENSORS,
     cast,
     check_tensors,
@@ -49,9 +52,6 @@ from megatron.checkpoint.convert.weights import (
     positional_prefixes,
     read_hugging_face,
 )
-from megatron.checkpoint.layers import layer_state, load_layers
-from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.tokenizer import TokenizerFiles

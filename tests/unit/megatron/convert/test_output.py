@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megatron.checkpoint.convert.output import (
+from megatron.checkpoint.directory import find_damage, find_valid_step
+from megatron.checkpoint.storage import CheckpointError
+from megatron.convert.output import (
     check_same_logits,
     compared_lengths,
     largest_difference,
@@ -11,8 +13,6 @@ from megatron.checkpoint.convert.output import (
     with_float32_angles,
     write_checkpoint,
 )
-from megatron.checkpoint.directory import find_damage, find_valid_step
-from megatron.checkpoint.storage import CheckpointError
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import VOCABULARY
 from tests.support.conversion import make_model, random_tokens

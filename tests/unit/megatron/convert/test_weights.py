@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.checkpoint.convert.weights import (
+from megatron.checkpoint.storage import CheckpointError
+from megatron.convert.weights import (
     cast,
     check_tensors,
     fill,
@@ -14,7 +15,6 @@ from megatron.checkpoint.convert.weights import (
     hugging_face_tensors,
     read_hugging_face,
 )
-from megatron.checkpoint.storage import CheckpointError
 from tests.support.conversion import make_model
 
 SOURCE = Path("folder")

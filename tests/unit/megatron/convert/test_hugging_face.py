@@ -19,13 +19,13 @@ from transformers import (
 
 from kerple.attention import AttentionMode, LogLength
 from kerple.positional.distance_maps import Clip
-from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
-from megatron.checkpoint.convert.card import CardDetails
-from megatron.checkpoint.convert.output import with_float32_angles
-from megatron.checkpoint.convert.weights import saved_dtype
 from megatron.checkpoint.layers import open_layers
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
+from megatron.convert import from_hugging_face, to_hugging_face
+from megatron.convert.card import CardDetails
+from megatron.convert.output import with_float32_angles
+from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
 from megatron.inference.decoder import as_decoder
 from megatron.tokenizer import TokenizerFiles
@@ -221,7 +221,7 @@ def test_labels_give_the_shifted_loss_and_gradients(tmp_path):
 
 
 def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
-    from megatron.checkpoint.convert import hugging_face
+    from megatron.convert import hugging_face
 
     def wrong(*arguments):
         model, tensors = arguments[0], right(*arguments)

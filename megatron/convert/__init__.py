@@ -4,7 +4,7 @@ A conversion writes to a temporary folder, reads the result back, compares its l
 folder its final name only if they agree.
 """
 
-from megatron.checkpoint.convert.hugging_face import from_hugging_face, to_hugging_face
-from megatron.checkpoint.convert.release import to_release
+from megatron.convert.hugging_face import from_hugging_face, to_hugging_face
+from megatron.convert.release import to_release
 
 __all__ = ["from_hugging_face", "to_hugging_face", "to_release"]

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron.checkpoint.convert import from_hugging_face, to_hugging_face
-from megatron.checkpoint.convert.hugging_face_config import config_from
-from megatron.checkpoint.convert.llama import KNOWN_KEYS
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
+from megatron.convert import from_hugging_face, to_hugging_face
+from megatron.convert.hugging_face_config import config_from
+from megatron.convert.llama import KNOWN_KEYS
 from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, make_model, quiet, random_tokens

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.convert import llama
 from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, open_layers, tensors_of, weight_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, read_weights
+from megatron.convert import llama
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 

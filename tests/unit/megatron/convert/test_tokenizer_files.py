@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from megatron.checkpoint.convert.tokenizer_files import copy_tokenizer, write_tokenizer
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
+from megatron.convert.tokenizer_files import copy_tokenizer, write_tokenizer
 from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
