@@ -4,9 +4,16 @@ from kerple.attention.backends.flex import score_mod
 from kerple.attention.call import FULL, Requirements, Span
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
 from kerple.attention.gradients import non_finite_gradients
-from kerple.attention.mode import DEFAULT_MODE, AttentionMode, DynamicNtk, LogLength, ScoreScaling, YarnTemperature
-from kerple.attention.mode_attention import attend_in_mode
-from kerple.attention.mode_names import FULL_MODE, SPANS, Mode, grammar, parse_mode
+from kerple.attention.inference.attend import attend_in_mode
+from kerple.attention.inference.grammar import FULL_MODE, SPANS, Mode, grammar, parse_mode
+from kerple.attention.inference.mode import (
+    DEFAULT_MODE,
+    AttentionMode,
+    DynamicNtk,
+    LogLength,
+    ScoreScaling,
+    YarnTemperature,
+)
 from kerple.attention.tables import jacobians, score_table, tables
 
 __all__ = [

@@ -6,7 +6,7 @@
     sdpa              PyTorch's scaled_dot_product_attention, with the bias in its mask
     flex_attention    PyTorch's FlexAttention, with bias and weight in its score_mod
 
-In an inference mode, attention is that of `attention_mode_attention.py`, or PyTorch's where that is possible. Keys are
+In an inference mode, attention is that of `attention_attend.py`, or PyTorch's where that is possible. Keys are
 cached before rotation.
 
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads (there may be fewer of keys and values), d head
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from .attention_attend import Pairs, attend_in_mode, key_ranges, missing_keys, stored
 from .attention_mode import AttentionMode
-from .attention_mode_attention import Pairs, attend_in_mode, key_ranges, missing_keys, stored
 from .attention_tables import tables as tables_of
 from .cache_kerple import BoundedLayer
 from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions

@@ -17,8 +17,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
+from .attention_grammar import FULL_MODE, parse_mode
 from .attention_kerple import IMPLEMENTATIONS, Layout, Tables, attend
-from .attention_mode_names import FULL_MODE, parse_mode
 from .cache_kerple import ModeCache
 from .configuration_kerple import KerpleConfig
 from .positional_base import ModelShape, PositionalMethod

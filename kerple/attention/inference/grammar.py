@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kerple.attention.call import Span
-from kerple.attention.mode import DEFAULT_MODE, AttentionMode, DynamicNtk, LogLength, YarnTemperature
+from kerple.attention.inference.mode import DEFAULT_MODE, AttentionMode, DynamicNtk, LogLength, YarnTemperature
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 
 # Span -> its meaning.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention.call import MODIFY_MIN_ROWS, modify_rows, without_autocast
-from kerple.attention.mode import AttentionMode
+from kerple.attention.inference.mode import AttentionMode
 from kerple.attention.tables import pair_distances, score_table, tables
 from kerple.positional import PositionalMethod
 from kerple.positional.functional import positions_on
