@@ -224,10 +224,10 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
             and PurePosixPath(name).stem != "README"  # describes a dataset
             and not is_hidden(PurePosixPath(name).name)
             and file_format(name) is not None
-            # Manifests, the URLs of downloads, and the state files of unfinished preprocessing and downloads.
+            # Manifests, the URLs of downloads, and the state files of unfinished preprocessing.
             and f"{name.removesuffix('.json')}.idx" not in present
             and not (name.endswith(".source.json") and name.removesuffix(".source.json") in present)
-            and not name.endswith((".progress.json", ".partial.json"))
+            and not name.endswith(".progress.json")
         ]
         selected.sort(key=lambda name: PurePosixPath(name).parts)
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"

