@@ -215,7 +215,7 @@ def run_main(main: Callable[[], int | None]) -> int:
             text = f"error: {text}" if rank == "0" else f"error on rank {rank}: {text}"
         if text:
             with contextlib.suppress(OSError):
-                print(visible(text), file=sys.stderr, flush=True)
+                print(visible(redact(text)), file=sys.stderr, flush=True)
         return status
 
 

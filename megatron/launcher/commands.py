@@ -95,12 +95,12 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise UserError(f"{path}: {reason}; it must be a text file with one NAME=VALUE per line") from error
-        for line in lines:
+        for number, line in enumerate(lines, start=1):
             name, equals, value = line.strip().removeprefix("export ").partition("=")
             if not name or name.startswith("#"):
                 continue
             if not equals or not name.strip().isidentifier():
-                raise UserError(f"{path}: {line!r} is not NAME=VALUE")
+                raise UserError(f"{path}:{number}: not NAME=VALUE; correct or remove the line")  # it may be a secret
             try:
                 variables[name.strip()] = _shell_value(value.strip(), {**environment, **variables})
             except KeyError as error:  # a part of a secret, perhaps

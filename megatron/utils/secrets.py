@@ -6,8 +6,9 @@ from typing import Any
 
 _NAME = re.compile(
     r"(api|access|auth|private|secret)_?(key|token)|password|passwd|credential|(^|_)secrets?($|_)"
-    r"|(^|_)(hf|hub|bearer)_token|^token$|(^|_)sig(nature)?$"
+    r"|(^|_)(hf|hub|bearer)_token|(^|_)token$|(^|_)sig(nature)?$"
 )
+_HARMLESS = re.compile(r"(^|_)(eos|bos|eod|pad|unk|cls|sep|mask|begin|start|end|first|last|next|per|special)_token$")
 # Environment variables: their names are in upper case, and fewer of them are harmless than of keys (eos_token).
 _VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|PWD|PASS|PASSPHRASE|CREDENTIALS|JWT|CONNECTION_STRING)$")
 _HARMLESS_VARIABLES = ("PWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN")
@@ -33,11 +34,16 @@ def is_secret_name(name: str) -> bool:
     """
     if name.isupper() and name not in _HARMLESS_VARIABLES and _VARIABLE.search(name):
         return True
-    return _NAME.search(name.lower().replace("-", "_")) is not None
+    name = name.lower().replace("-", "_")
+    return _NAME.search(name) is not None and _HARMLESS.search(name) is None
 
 
 def contains_secret(text: str) -> bool:
-    """True if the text contains a secret, such as WANDB_API_KEY=... or https://user:password@host."""
+    """True if the text contains a secret, such as WANDB_API_KEY=... or https://user:password@host, or is the value of
+    an environment variable with a secret's name.
+    """
+    if len(text) >= _MIN_SECRET and any(text == value and is_secret_name(name) for name, value in os.environ.items()):
+        return True
     matches = _IN_VALUE.finditer(text)
     return any(match["name"] is None or is_secret_name(match["name"]) for match in matches)
 

@@ -101,6 +101,12 @@ def test_key_options_of_gpt_neox():
     assert [parse_override(text)[1] for text in overrides] == ["5", 1, "-file", "b=c", "hosts", "run 🚀"]
 
 
+def test_user_errors_do_not_show_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    assert run_main(raising(UserError("a.yml: the server says: 0123456789 is unknown, my_token=abc"))) == 2
+    assert capsys.readouterr().err == "error: a.yml: the server says: *** is unknown, my_token=***\n"
+
+
 def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 

@@ -339,6 +339,13 @@ def test_secrets_are_rejected(flat, key):
     assert "0123456789abcdef" not in str(caught.value)
 
 
+def test_the_value_of_a_secret_environment_variable_is_rejected(write, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    with pytest.raises(UserError, match=r'^--set: "wandb_group" looks like a secret') as caught:
+        load(write, MODEL, overrides=["wandb_group='0123456789abcdef'"])
+    assert "0123456789abcdef" not in str(caught.value)
+
+
 def test_secrets_in_values_that_are_passed_on_are_rejected(flat, write):
     extra = {"wandb": {"enabled": True, "api_key": "abcdefg"}}
     for key, value, name in (

@@ -94,9 +94,10 @@ def test_forwarded_variables(tmp_path, monkeypatch):
     values = forwarded_variables(environment)
     assert (values["A"], values["B"], values["C"]) == ("/q:/p", "/q:/p/b $ 1", "$PATH")
     (tmp_path / ".deepspeed_env").unlink()
-    (tmp_path / "other").write_text("MINE\n")
-    with pytest.raises(UserError, match="other: 'MINE' is not NAME=VALUE"):
+    (tmp_path / "other").write_text("A=b\n0123456789abcdef\n")
+    with pytest.raises(UserError, match=r"other:2: not NAME=VALUE") as caught:
         forwarded_variables({"DS_ENV_FILE": str(tmp_path / "other")})
+    assert "0123456789abcdef" not in str(caught.value)
     with pytest.raises(UserError, match="DS_ENV_FILE is nowhere, but there is no such file"):
         forwarded_variables({"DS_ENV_FILE": "nowhere"})
     (tmp_path / "other").write_bytes(b"NCCL_X=\xff")

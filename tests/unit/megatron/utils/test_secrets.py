@@ -8,12 +8,18 @@ def test_keys_and_values_with_secrets_are_removed():
     secrets |= {"hf_token": "x", "launcher_args": "--export WANDB_API_KEY=x", "data_path": "https://me:word@host/data"}
     secrets |= {"train_data_paths": ["a", "https://me:word@host/data"], "repository": "https://token@host/data"}
     secrets |= {"url": "https://host/data?X-Amz-Signature=ab", "header": "Bearer ab", "text": "api_key: ab"}
-    secrets |= {"words": "a hf_" + "a1" * 17}
+    secrets |= {"words": "a hf_" + "a1" * 17, "gitlab_token": "x", "option": "--my_token=abc"}
     harmless = {"tokenizer_type": "x", "eval_tokens": 3, "seed": 1, "key": 2, "nested": [{"maximum_tokens": 1}]}
     harmless |= {"eos_token": "<|endoftext|>", "comment": "a key=1, token", "address": "https://host:8080/data"}
     harmless |= {"file": "git@host:data", "drive": "C:/token", "activation": "sigmoid"}
     assert without_secrets({**secrets, **harmless}) == harmless
     assert without_secrets([secrets, harmless]) == [{}, harmless]
+
+
+def test_values_of_secret_environment_variables_are_removed(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    monkeypatch.setenv("SOME_NAME", "abcdefghij")
+    assert without_secrets({"wandb_group": "0123456789", "comment": "abcdefghij"}) == {"comment": "abcdefghij"}
 
 
 @pytest.mark.parametrize(
