@@ -5,14 +5,15 @@ DeepSpeed has one engine for a plain model (ZeRO stages 0 to 3) and one for a pi
 Legend: b batch, s tokens, v padded vocabulary.
 """
 
+import difflib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
@@ -137,7 +138,7 @@ class Engine:
                 optimizer=optimizer,
                 mpu=grid,
                 config=deepspeed_settings,
-                config_class=_checked_by_deepspeed(deepspeed_settings, grid),
+                config_class=_checked_by_deepspeed(deepspeed_settings, training.deepspeed_extra_args, grid),
                 dist_init_required=False,
             )
         if self.zero_stage == 3:
@@ -349,15 +350,58 @@ class Engine:
         return "; in other layers ".join(dict.fromkeys(choices))
 
 
-def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid | None) -> DeepSpeedConfig:
+class _RecordedKeys(dict[str, Any]):
+    """A mapping, also of mappings, that collects in `read` the keys that the reader of it or of a copy asks for."""
+
+    def __init__(self, values: dict[str, Any]):
+        super().__init__()
+        self.read: set[str] = set()
+        for name, value in values.items():
+            self[name] = _RecordedKeys(value) if isinstance(value, dict) else value
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self  # so that `key in settings.keys()` is recorded, too
+
+    def unread(self, path: str, names: Iterable[str]) -> Iterator[tuple[str, str, set[str]]]:
+        """For each key that was not asked for: its path, its name, and the keys that were."""
+        for name in names:
+            value = dict.__getitem__(self, name)
+            if name not in self.read:
+                yield f"{path}.{name}", name, self.read
+            # Sections of which no key was read are parsed by pydantic, which rejects unknown keys itself.
+            elif isinstance(value, _RecordedKeys) and value.read:
+                yield from value.unread(f"{path}.{name}", list(value))
+
+
+def _checked_by_deepspeed(
+    settings: dict[str, Any], extra: Iterable[str], grid: PipelineParallelGrid | None
+) -> DeepSpeedConfig:
     """DeepSpeed's own configuration. Raises UserError for values of zero_optimization and deepspeed_extra_args that it
-    rejects.
+    rejects, and for names in `extra`, the keys of deepspeed_extra_args, that it does not read.
     """
+    recorded = _RecordedKeys(settings)
     try:
-        return DeepSpeedConfig(settings, grid)
-    except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
+        result = DeepSpeedConfig(recorded, grid)
+    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
         problem = shortened(" ".join(str(error).split()), 500)
         raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
+    for path, name, known in recorded.unread("deepspeed_extra_args", extra):
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "remove it"
+        raise UserError(f'"{path}": DeepSpeed has no such key; {hint}')
+    return result
 
 
 def _register_positional_parameters(model: nn.Module) -> None:

@@ -77,3 +77,30 @@ def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):
     ):
         train(Config.from_flat(training_settings(tmp_path, data_path, torch_compile=True)))
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"flops_profilr": {"enabled": True}}, r"deepspeed_extra_args\.flops_profilr.*flops_profiler"),
+        ({"own": 1}, r"deepspeed_extra_args\.own"),
+        ({"flops_profiler": {"enabeld": True}}, r"deepspeed_extra_args\.flops_profiler\.enabeld.*enabled"),
+        ({"comms_logger": {"enabeld": True}}, "comms_logger.*enabeld|enabeld"),
+        ({"compression_training": {}}, "compression_training"),
+    ],
+)
+def test_unknown_keys_for_deepspeed_are_named(extra, named, tmp_path, data_path):
+    with pytest.raises(UserError, match=named):
+        train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1, deepspeed_extra_args=extra)))
+
+
+def test_keys_that_deepspeed_knows(tmp_path, data_path):
+    extra = {
+        "comms_logger": {"enabled": False},
+        "flops_profiler": {"enabled": False},
+        "tensorboard": {"enabled": False},
+    }
+    extra |= {"aio": {"block_size": 1 << 20}, "timers": {"throughput": {"enabled": False}}, "memory_breakdown": False}
+    extra |= {"activation_checkpointing": {"profile": False}, "data_efficiency": {"enabled": False}}
+    keys = {"train_iters": 1, "eval_iters": 0, "save": None, "load": None}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys, deepspeed_extra_args=extra)))
