@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from megatron.config.command_line import OptionParser, integer, number, option_n
 from megatron.evaluation.records import read_results
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
-from megatron.sweep.runner import Display, Runner
+from megatron.sweep.runner import Display, Runner, measure_speed
 from megatron.sweep.slurm import array_script
 from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.gpus import use_gpus
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rate",
         type=number(0, above=True),
         metavar="TOKENS/S",
-        help="training speed for the time estimate; default: the logged speed",
+        help="training speed for the time estimate; default: the logged speed, or that of three steps",
     )
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument(
@@ -253,14 +252,18 @@ def _print_plan(
     if rate is None:
         rates = [logged for run in runs if (logged := run.logged_tokens_per_second())]
         rate = sum(rates) / len(rates) if rates else None
+    problem = ""
+    untrained = [run for run in runs if run.status().steps_left]
+    if rate is None and untrained and not missing_data(untrained[:1]):
+        console.print(f"timing three steps of {untrained[0].name}", highlight=False, markup=False)
+        try:
+            rate = measure_speed(untrained[0], KERPLE)
+        except UserError as error:
+            problem = f" ({error})"
     if rate:
         seconds = total_tokens / rate / parallel_runs
         estimate = f"about {readable_time(seconds)} of training at {rate:,.0f} tokens/s each"
     else:
-        files, overrides = sweep.arguments(next(sweep.combinations()))
-        folder = [] if sweep.config_dir is None else ["-d", str(sweep.config_dir)]
-        keys = (*overrides, "train-iters=3", "log-interval=1", "eval-iters=0", "save=null", "load=null")
-        command = shlex.join(["kerple", "train", *folder, *files, "--set", *keys])
-        estimate = f"no run has logged its speed yet; measure it with three steps, and pass it as --rate: {command}"
+        estimate = f"no estimate without the speed{problem}; pass --rate TOKENS/S"
     where = f"{len(devices)} GPU(s)" if on_gpu else "CPU"
     console.print(f"{where}, {parallel_runs} run(s) in parallel: {estimate}", highlight=False, markup=False)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -47,6 +48,16 @@ def test_a_small_sweep_from_start_to_end(tmp_path, forked_scripts):
     assert all(1 < float(value) < 1000 for row in rows[1:] for value in row.split(",")[3:])
     assert any(path.name.startswith("kerple-4") for path in tables.iterdir())
     assert (tmp_path / "out" / "report" / "figures" / "kernels-text-2x32-32-kerple_log-bias.png").is_file()
+
+
+def test_dry_run_times_three_steps(tmp_path):
+    keys = {"extrapolation-lengths": [64], "extra-save-iters": [1], "eval-interval": 1}
+    output = run_sweep(write_sweep(tmp_path, set=keys), "--dry-run")
+    rate = float(re.search(r"of training at ([\d,]+) tokens/s each", output)[1].replace(",", ""))
+    assert 10 < rate < 1e6
+    assert not (tmp_path / "out").exists()
+    output = run_sweep(write_sweep(tmp_path, set={"lr-decay-iters": 2, "warmup-iters": 5}), "--dry-run", status=2)
+    assert "warmup" in output
 
 
 def test_processes_of_a_run(tmp_path):

@@ -10,6 +10,7 @@ def test_dry_run_changes_nothing(sweep):
     output = sweep("--dry-run", "--rate", "256")
     assert "2 runs in" in output
     assert "about 12s of training at 256 tokens/s each" in output  # 2 runs of 6 steps of 256 tokens
+    assert "about 24s of training at 128 tokens/s each" in sweep("--dry-run")  # as measured
     assert not (sweep.folder / "out").exists()
     (sweep.folder / "text_document.idx").unlink()
     for option in ("--dry-run", f"--write-slurm={sweep.folder / 'sweep.sh'}"):
