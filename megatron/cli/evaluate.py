@@ -271,6 +271,8 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
                     )
         settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
         fingerprint = weights_fingerprint(step)
+        imported = options.hub_names.get(str(folder))
+        label = labels[len(models)] if labels else imported and Path(imported.removeprefix("hf:")).name
         provenance = Provenance(
             checkpoint=Checkpoint(
                 path=visible(options.hub_names.get(str(folder), str(folder))),
@@ -279,7 +281,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
                 layers=saved.model.num_layers,
                 hidden_size=saved.model.hidden_size,
             ),
-            pos_emb=evaluated_method(saved) + (f" ({labels[len(models)]})" if labels else ""),
+            pos_emb=evaluated_method(saved) + (f" ({label})" if label else ""),
             seed=saved.training.seed,
             train_length=saved.model.seq_length,
             settings=repr(settings),

@@ -12,15 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of
+from megatron.reporting.differences import Difference, PairedLosses
 from megatron.reporting.formatting import slug
-from megatron.reporting.paper_tables import setting_title
+from megatron.reporting.paper_tables import REFERENCE, setting_title
 from megatron.reporting.published import corpus_name, display_name, line_numbers, published
 from megatron.reporting.style import (
     GRAY,
     SCREEN,
     SMALL,
     Style,
-    band,
     legend_above,
     length_ticks,
     line_style,
@@ -76,15 +76,13 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     order = {method: index for index, method in enumerate(published("kerple-3").ordered(map(Method, pos_embs)))}
     records = sorted(records, key=lambda record: order[Method(method_of(record).pos_emb)])
-    perplexities, errors = perplexity_measurements(records)
+    perplexities, paired = measurements(records, "extrapolation", "perplexity"), PairedLosses(records)
     figures = []
     for setting in perplexities.settings:
         group = perplexities.select([setting])
         trained = f", trained at length {setting.train_length:,}" if setting.train_length else ""
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         caption += seeds_caption(group.num_seeds)
-        if group.num_seeds == 1 and errors.select([setting]).frame["value"].notna().any():
-            caption += " Bands: ± one standard error over documents."
         names = ", ".join(map(display_name, group.methods))
         figure = ReportFigure(
             f"extrapolation-{setting.name}",
@@ -92,26 +90,16 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             caption,
             f"Line plot of perplexity by sequence length for {names}.",
             partial(
-                perplexity_plot, group, errors, name=lambda pos_emb: display_name(Method(pos_emb)), pos_embs=pos_embs
+                perplexity_plot, group, paired, name=lambda pos_emb: display_name(Method(pos_emb)), pos_embs=pos_embs
             ),
         )
         figures.append(figure)
     return figures
 
 
-def perplexity_measurements(records: Sequence[AnyRecord]) -> tuple[Measurements, Measurements]:
-    """The perplexities, and their standard errors over documents: that of the loss times the perplexity."""
-
-    def error(record: AnyRecord) -> float | None:
-        perplexity, stderr = record.get("perplexity"), record.get("stderr")
-        return None if perplexity is None or stderr is None else perplexity * stderr
-
-    return measurements(records, "extrapolation", "perplexity"), measurements(records, "extrapolation", error)
-
-
 def perplexity_plot(
     perplexities: Measurements,
-    errors: Measurements,
+    paired: PairedLosses,
     style: Style = SCREEN,
     *,
     name: Callable[[str], str] = str,
@@ -120,9 +108,9 @@ def perplexity_plot(
 ) -> Figure:
     """One line per method and a panel per mode; a single method has one line per mode instead.
 
-    `seeds` draws the spread over the seeds. If all methods have one seed, bands are one standard error over
-    documents. If large values make the axis logarithmic, a second panel shows the lowest lines on a linear axis.
-    The legend has the order of the measurements.
+    `seeds` draws the spread over the seeds. With one seed, the last panel shows the differences of the first panel's
+    lines from a reference, paired by document. If large values make the axis logarithmic, a second panel shows the
+    lowest lines on a linear axis. The legend has the order of the measurements.
 
     Args:
         name: the label of a `pos-emb`.
@@ -137,7 +125,9 @@ def perplexity_plot(
     ranges: dict[str, list[tuple[float, float]]] = {}
     for line, curve in curves.items():
         ranges.setdefault(labels[line][1], []).append((curve["mean"].min(), curve["mean"].max()))
-    figure, panels, columns = _mode_panels(style, ranges or {"": []})
+    first_mode = [line for line in curves if labels[line][1] == next(iter(ranges))]
+    differences = _differences(first_mode, perplexities.lengths, paired) if perplexities.num_seeds < 2 else {}
+    figure, panels, columns = _mode_panels(style, ranges or {"": []}, extra=bool(differences))
 
     train_lengths = {setting.train_length for setting in perplexities.settings}
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
@@ -153,10 +143,22 @@ def perplexity_plot(
             looks, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
             seeds(axes, style, perplexities.by_seed(*line), looks["color"])
-            if perplexities.num_seeds < 2:
-                error = errors.curve(*line)["mean"].reindex(curve.index)
-                if error.any():
-                    band(axes, x, mean, error.fillna(0.0).tolist(), looks["color"])
+    if differences:
+        axes = figure.axes[len(panels)]
+        length_ticks(axes, style, perplexities.lengths, columns)
+        reference = labels[next(line for line in first_mode if line not in differences)][0]
+        axes.set_ylabel("loss difference ± 2 s.e. (nats)")
+        panel_title(axes, style, columns, f"minus {reference}")
+        axes.axhline(0, color=GRAY, linewidth=0.1 * style.size)
+        for line, values in differences.items():
+            looks = line_style(style, numbers[labels[line][0]])
+            axes.errorbar(
+                list(values),
+                [difference.mean for difference in values.values()],
+                [2 * (difference.stderr or 0.0) for difference in values.values()],
+                capsize=0.25 * style.size,
+                **looks,
+            )
     figure.supxlabel("sequence length (tokens)")
     legend_above(figure, style, [handles[label] for label in numbers], title)
     if not curves:
@@ -165,14 +167,33 @@ def perplexity_plot(
     return figure
 
 
+def _differences(
+    lines: Sequence[tuple[Setting, Method]], lengths: Sequence[int], paired: PairedLosses
+) -> dict[tuple[Setting, Method], dict[int, Difference]]:
+    """Line -> length -> the loss of the line minus that of the reference, the first line of KERPLE (log) or else the
+    first line. Lines without any are left out, and so is the reference.
+    """
+    reference = next((line for line in lines if line[1].pos_emb == REFERENCE.pos_emb), lines[0] if lines else None)
+    result: dict[tuple[Setting, Method], dict[int, Difference]] = {}
+    for line in lines:
+        for length in lengths:
+            if reference is None or line == reference:
+                continue
+            difference = paired.difference((*line, length), (*reference, length))
+            if difference is not None:
+                result.setdefault(line, {})[length] = difference
+    return result
+
+
 def _mode_panels(
-    style: Style, ranges: Mapping[str, Sequence[tuple[float, float]]]
+    style: Style, ranges: Mapping[str, Sequence[tuple[float, float]]], extra: bool
 ) -> tuple[Figure, list[tuple[Axes, str]], int]:
     """A figure with a panel per mode. If the lines are far apart, the perplexity axis is logarithmic and a second panel
     shows the lowest lines on a linear axis. The other panels share their perplexity axis.
 
     Args:
         ranges: mode -> (smallest, largest perplexity) of each line.
+        extra: whether the figure has another panel, which is the last one and not among those returned.
 
     Returns the figure, the panels with their modes, and the number of columns.
     """
@@ -188,8 +209,9 @@ def _mode_panels(
             margin = 0.12 * (max(lowest) - low) or 0.05 * low
             panels.append((mode, low - margin, max(lowest) + 2 * margin, False))
             zoomed.append(panels[-1])
-    columns = style.columns(len(panels))
-    figure, all_axes = new_figure(style, len(panels), columns, sharex=True)
+    columns = style.columns(len(panels) + extra)
+    figure, all_axes = new_figure(style, len(panels) + extra, columns, sharex=True)
+    all_axes = all_axes[: len(panels)]
     for axes, panel in zip(all_axes, panels, strict=True):
         mode, low, high, logarithmic = panel
         if panel not in zoomed and axes is not all_axes[0]:
@@ -238,20 +260,26 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
             grid = means.unstack().reindex(index=depths, columns=lengths).to_numpy(dtype=float)
             grids[display_name(method)] = 100 * grid
         averages = [f"{name} {np.nanmean(grid):.0f}%" for name, grid in grids.items() if np.isfinite(grid).any()]
+        trained = f"trained at {setting.train_length:,}" if setting.train_length else ""
+        parts = ["Passkey retrieval", corpus_name(setting.corpus), trained]
         report_figure = ReportFigure(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
             f"Passkey retrieval: {setting_title(setting)}",
             "Percentage of prompts answered with the complete pass key, by prompt length and depth of the pass key. "
             "Crosses: not available.",
             f"Heat maps of the accuracy. Mean over lengths and depths: {', '.join(averages) or 'not available'}.",
-            partial(passkey_plot, grids, depths, lengths),
+            partial(passkey_plot, grids, depths, lengths, ", ".join(filter(None, parts))),
         )
         figures.append(report_figure)
     return figures
 
 
 def passkey_plot(
-    grids: Mapping[str, "np.ndarray[Any, Any]"], depths: Sequence[float], lengths: Sequence[int], style: Style = SCREEN
+    grids: Mapping[str, "np.ndarray[Any, Any]"],
+    depths: Sequence[float],
+    lengths: Sequence[int],
+    title: str,
+    style: Style = SCREEN,
 ) -> Figure:
     """A heat map of percentages `[depth, length]` per method."""
     columns = style.columns(len(grids), max(8.0, 1.4 * len(lengths) + 3))
@@ -264,6 +292,7 @@ def passkey_plot(
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     bar = figure.colorbar(image, ax=panels, label="accuracy (%)", fraction=0.04, aspect=25, pad=0.01)
     bar.outline.set_visible(False)
+    figure.suptitle(title, size=style.size)
     figure.supxlabel("prompt length (tokens)")
     figure.supylabel("depth of the pass key")
     return figure

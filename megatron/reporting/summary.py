@@ -28,7 +28,7 @@ from megatron.reporting.aggregate import (
     significantly_better,
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
-from megatron.reporting.figures import perplexity_measurements, perplexity_plot
+from megatron.reporting.figures import perplexity_plot
 from megatron.reporting.formatting import NOT_AVAILABLE, TITLE, format_mean, format_number, format_percent
 from megatron.reporting.modes import best_combinations, best_notes, mode_figures
 from megatron.reporting.paper_tables import missing_notes
@@ -90,7 +90,8 @@ def write_summary(
     if not rows:
         raise UserError("there are no results to report")
     labeled = _label_checkpoints(records)
-    draw = partial(perplexity_plot, *perplexity_measurements(labeled), title=title)
+    perplexities = measurements(labeled, "extrapolation", "perplexity")
+    draw = partial(perplexity_plot, perplexities, PairedLosses(labeled), title=title)
     values: dict[str, object] = {"rows": rows}
     best = best_combinations(labeled)
     if best:

@@ -1,13 +1,15 @@
 """What is plotted, read back from the axes."""
 
 import io
-import math
 
 import matplotlib.image
 import numpy as np
 import pytest
 
+from megatron.evaluation.scoring import standard_error
 from megatron.reporting import figures
+from megatron.reporting.aggregate import measurements
+from megatron.reporting.differences import PairedLosses
 from megatron.reporting.style import SCREEN
 from tests.support.records import passkey_record, record, seeds
 
@@ -28,7 +30,7 @@ ONE_DIVERGES = records_of({"a": (20, 19, 18), "b": (21, 20, 19), "rotary": (25, 
 
 
 def plot(records):
-    return figures.perplexity_plot(*figures.perplexity_measurements(records))
+    return figures.perplexity_plot(measurements(records, "extrapolation", "perplexity"), PairedLosses(records))
 
 
 def data(axes):
@@ -131,15 +133,22 @@ def test_modes_are_lines_if_there_is_one_method():
     assert {"alibi", "alibi, window@64", "alibi, blockwise"} < data(axes).keys()
 
 
-def test_with_one_seed_the_band_is_the_standard_error():
-    records = [record(name, length, 20.0, stderr=0.05) for name in ("alibi", "rpe") for length in (128, 256)]
-    several = records + [record("rpe", length, 22.0, seed, stderr=0.05) for length in (128, 256) for seed in (2, 3)]
-    deviation, mean = math.sqrt(4 / 3), 64 / 3
-    for drawn, expected in ((records, [(19.0, 21.0)] * 2), (several, [(mean - deviation, mean + deviation)])):
-        bands = [band.get_datalim(band.axes.transData).intervaly for band in plot(drawn).axes[0].collections]
-        np.testing.assert_allclose(bands, expected)
-    assert figures.perplexity_figures(records[:2])[0].caption.endswith("Bands: ± one standard error over documents.")
-    assert "Bands" not in figures.perplexity_figures(TWO_METHODS)[0].caption
+def test_with_one_seed_differences_are_paired_by_document():
+    tokens = [100, 300]
+    records = []
+    for name, losses in {"rotary": [2.5, 3.5], "kerple_log": [2.0, 3.2]}.items():
+        keys = {"loss": float(np.average(losses, weights=tokens)), "groups": {"tokens": tokens, "losses": losses}}
+        records += [record(name, length, 20.0, targets="ab", **keys) for length in (128, 256)]
+    first, second = plot(records).axes
+    assert not first.collections
+    (container,) = second.containers
+    np.testing.assert_allclose(container.lines[0].get_ydata(orig=False), [0.35, 0.35])  # (0.5 * 100 + 0.3 * 300) / 400
+    low, high = container.lines[2][0].get_segments()[0][:, 1]
+    error = standard_error(np.array([0.5, 0.3]) * tokens, np.array(tokens))
+    assert (low, high) == (pytest.approx(0.35 - 2 * error), pytest.approx(0.35 + 2 * error))
+    assert "kerple_log" in second.get_title(loc="left")
+    several = records + [{**each, "seed": 2} for each in records]
+    assert len(plot(several).axes) == 1
 
 
 def test_passkey_heat_maps():
@@ -154,7 +163,10 @@ def test_passkey_heat_maps():
     records += [passkey_record("fire", 1024, 0, None)]
     (figure,) = figures.passkey_figures(records)
     assert figure.name == "passkey-github-12x768-512"
-    panels = {axes.get_title(loc="left"): axes for axes in figure.draw(SCREEN).axes if axes.get_visible()}
+    drawn = figure.draw(SCREEN)
+    assert drawn.get_suptitle() == "Passkey retrieval, GitHub, trained at 512"
+    assert drawn.axes[-1].get_ylabel() == "accuracy (%)", "the color bar"
+    panels = {axes.get_title(loc="left"): axes for axes in drawn.axes if axes.get_visible()}
     assert list(panels)[:4] == ["KERPLE (log)", "ALiBi", "T5", "FIRE"], "in the paper's order"
     np.testing.assert_allclose(panels["ALiBi"].images[0].get_array(), [[20, 20], [70, 70]])
     assert [text.get_text() for text in panels["FIRE"].texts] == ["20", "×", "70", "×"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 import time
 
@@ -10,7 +9,6 @@ import pytest
 
 from megatron.config import UserError, load_config
 from megatron.data.indexed_dataset import Manifest, write_manifest
-from megatron.launcher.main import parse_command_line
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import State, plan
 from tests.support.checkpoints import write_corpus
@@ -123,12 +121,6 @@ def test_the_plan_shows_the_state_of_every_run(sweep):
     axes = {"seed": [{"seed": 17, "pos-emb": "alibi", "name": "17"}]}
     output = sweep("--dry-run", axes=axes)
     assert "to train" in output
-    # The command that measures the speed trains the first run for three steps, without a checkpoint.
-    words = shlex.split(output[output.index("kerple train") :])
-    arguments = parse_command_line(["train.py", *words[2:]])
-    config = load_config(arguments.files, arguments.config_dir, arguments.overrides, strict=True)
-    assert (config.schedule.train_iters, config.training.seed, config.model.pos_emb) == (3, 17, "alibi")
-    assert config.checkpoint.save is config.checkpoint.load is None
     sweep(axes=axes, status=1)
     output = sweep("--dry-run", axes=axes)
     assert "to resume from 3" in output
