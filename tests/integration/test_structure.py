@@ -18,8 +18,7 @@ PROCESS_MODULES = {
     "multiprocessing",
     "tests.support.ranks",
     "tests.support.forks",
-    "tests.support.hostile",
-    "tests.support.kills",
+    "tests.soak",
     "tests.support.processes",
 }
 

@@ -1,4 +1,4 @@
-"""The groups of hostile inputs of `tools/soak.py`: `FILES` and `CONFIGS`."""
+"""The groups of hostile inputs of the soak test: `FILES` and `CONFIGS`."""
 
 import atexit
 import contextlib
@@ -9,9 +9,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tests.soak.cases import Case, MakeCase
 from tests.support import hostile_checkpoints, hostile_configs, hostile_results
 from tests.support.checkpoints import write_checkpoint, write_corpus
-from tests.support.hostile import Case, MakeCase
 from tests.support.hostile_data import hostile_dataset, hostile_download, hostile_input, hostile_journal
 from tests.support.runs import training_settings
 

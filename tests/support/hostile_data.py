@@ -29,10 +29,10 @@ from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess
 from megatron.preparation.readers import FileCorpus
+from tests.soak.cases import SECONDS, Case, replace_constants
 from tests.support.checkpoints import settings_of
 from tests.support.corpora import BYTE_TOKENIZER, json_lines
 from tests.support.forks import start_run
-from tests.support.hostile import SECONDS, Case, replace_constants
 from tests.support.hostile_results import change_value
 from tests.support.runs import environment
 from tests.support.servers import serve_bytes

@@ -1,7 +1,7 @@
 """Commands that are killed and resumed until they finish: `run_chain`.
 
 After every kill, no process of the command may remain, and what it has acknowledged must still be there. At the end,
-its results must equal those of an uninterrupted run, bit for bit. `tools/soak.py kills` runs many chains.
+its results must equal those of an uninterrupted run, bit for bit. `python -m tests.soak kills` runs many chains.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,10 +22,9 @@ import torch
 from megatron.checkpoint.directory import find_damage, find_step, has_checkpoint, iteration_of, read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from megatron.utils.errors import UserError
+from tests.soak.cases import LAST_RESORT, MEMORY_ALLOWANCE, TRACEBACK, Outcome, remove, replace_constants
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.forks import Run, start_run
-from tests.support.hostile import replace_constants
-from tests.support.outcomes import LAST_RESORT, MEMORY_ALLOWANCE, TRACEBACK, Outcome
 from tests.support.runs import environment, training_settings
 from tests.support.sweeps import write_sweep
 
@@ -71,26 +70,21 @@ class Command:
 
 @dataclass
 class Training(Command):
-    """train.py on one rank, or deepy.py with several; it saves at every iteration."""
+    """train.py on one rank, or deepy.py with several; it saves at every iteration.
 
-    async_save: bool = False
+    keys: configuration keys. Without `eval_iters` there is no validation.
+    """
+
     iterations: int = 40
+    keys: dict[str, object] = field(default_factory=dict)
 
     def prepare(self) -> list[str]:
-        settings = training_settings(
-            self.folder,
-            write_corpus(self.folder, documents=80),
-            train_iters=self.iterations,
-            lr_decay_iters=self.iterations,
-            eval_iters=0,
-            hidden_dropout=0.1,
-            save_interval=1,
-            keep_last_n_checkpoints=2,
-            async_save=self.async_save,
-            num_gpus=self.ranks,
-        )
+        lengths = {"train_iters": self.iterations, "lr_decay_iters": self.iterations}
+        saving = {"save_interval": 1, "keep_last_n_checkpoints": 2}
+        keys = {"eval_iters": 0, "hidden_dropout": 0.1, "num_gpus": self.ranks, **lengths, **saving, **self.keys}
         config = self.folder / "config.yml"
-        config.write_text(json.dumps(settings))
+        data = write_corpus(self.folder, documents=80)
+        config.write_text(json.dumps(training_settings(self.folder, data, **keys)))
         return ["train.py", str(config)] if self.ranks == 1 else ["deepy.py", "train.py", str(config)]
 
     def state(self) -> object:
@@ -263,19 +257,21 @@ def checkpoint_losses(directory: Path, acknowledged: int | None = None) -> list[
 
 
 def trained(run: Path, iterations: int) -> object:
-    """The losses of all iterations and the tensors of the last checkpoint of a training run.
+    """The losses of all iterations, for training and validation, and the tensors of the last checkpoint of a run.
 
-    An iteration that was repeated must have the same loss each time.
+    A value that was measured again must be the same each time.
     """
-    losses: dict[int, list[float]] = {}
+    losses: dict[str, list[float]] = {}
     for path in (run / "logs").glob("metrics.jsonl"):
         for values in map(json.loads, path.read_text().splitlines()):
-            if "train/loss" in values and values["train/loss"] not in losses.setdefault(values["iteration"], []):
-                losses[values["iteration"]].append(values["train/loss"])
+            for name in ("train/loss", "validation/loss", "test/loss"):
+                found = losses.setdefault(f"{name} {values['iteration']:06}", []) if name in values else []
+                if name in values and values[name] not in found:
+                    found.append(values[name])
     step = run / "checkpoints" / f"global_step{iterations}"
     tensors = {path.name: tensor_digests(torch.load(path, weights_only=True)) for path in sorted(step.glob("*.pt"))}
     leftover = [name for name in names(step.parent) if name.startswith(".") or name.endswith(".unfinished")]
-    return {str(iteration): losses[iteration] for iteration in sorted(losses)}, tensors, leftover
+    return dict(sorted(losses.items())), tensors, leftover
 
 
 def tensor_digests(value: object) -> object:
@@ -435,3 +431,63 @@ def difference(first: str, second: str) -> str:
     )
     start = max(0, index - 60)
     return f"{first[start : index + 60]!r} instead of {second[start : index + 60]!r}"
+
+
+# -- the part ----------------------------------------------------------------------------------------------------------
+
+KILLS_PER_CHAIN = 12
+VALIDATION = {"eval_interval": 2, "eval_iters": 2, "log_interval": 3}
+
+
+def training(ranks: int = 1, **keys: object) -> Callable[[Path], Command]:
+    return lambda folder: Training(folder, ranks, iterations=40 if ranks == 1 else 20, keys=keys)
+
+
+class Kills:
+    """Trials that kill one command repeatedly. `commands`: name -> (weight, command that writes in a folder)."""
+
+    def __init__(self, folder: Path, only: str):
+        corpus = folder / "corpus"
+        commands: dict[str, tuple[int, Callable[[Path], Command]]] = {
+            "training": (8, training()),
+            "training, async save": (8, training(async_save=True)),
+            "training, workers, validation": (12, training(num_workers=2, **VALIDATION)),
+            "training, 2 ranks, async save": (6, training(2, async_save=True)),
+            "training, 2 ranks, new interpreters": (2, training(2)),
+            **{
+                f"training, 2 ranks, ZeRO {stage}, worker, validation": (
+                    6,
+                    training(2, zero_optimization={"stage": stage}, num_workers=1, **VALIDATION),
+                )
+                for stage in range(4)
+            },
+            "preprocessing": (10, Preprocessing),
+            "preprocessing, 2 workers": (5, lambda path: Preprocessing(path, workers=2)),
+            "evaluation": (10, Evaluation),
+            "evaluation, 2 ranks": (6, lambda path: Evaluation(path, ranks=2)),
+            "sweep": (8, SweepCommand),
+            "demo": (5, Demo),
+            "demo, with its corpus": (5, lambda path: Demo(path, corpus=corpus)),
+        }
+        self.commands = {name: value for name, value in commands.items() if only in name}
+        self._all, self._folder, self._corpus = commands, folder, corpus
+        self._references: dict[str, Reference] = {}
+
+    def trial(self, seed: str, folder: Path, limit: int) -> Outcome:
+        """One trial with at most `limit` kills."""
+        generator = random.Random(seed)
+        name = generator.choices(list(self.commands), [weight for weight, _ in self.commands.values()])[0]
+        if "with its corpus" in name and not self._corpus.exists():
+            self._reference("demo")
+        reference, command = self._reference(name), self._all[name][1](folder)
+        fork = "new interpreters" not in name
+        return run_chain(name, command, reference, generator, min(limit, KILLS_PER_CHAIN), fork)
+
+    def _reference(self, name: str) -> Reference:
+        if name not in self._references:
+            command = self._all[name][1](self._folder / f"reference{len(self._references)}")
+            self._references[name] = run_reference(command, fork="new interpreters" not in name)
+            if name == "demo":
+                (command.folder / "data").rename(self._corpus)
+            remove(command.folder)
+        return self._references[name]

@@ -1,4 +1,4 @@
-"""Runs a command on a hostile input: `run_case`."""
+"""What a trial found (`Outcome`), and trials of a command on a hostile input (`run_case`)."""
 
 import contextlib
 import importlib
@@ -14,15 +14,50 @@ import psutil
 
 from megatron.config.command_line import EXIT_STATUS_OF_USER_ERROR
 from tests.support.forks import start_run
-from tests.support.outcomes import LAST_RESORT, MEGABYTE, MEMORY_ALLOWANCE, TRACEBACK, Outcome
 from tests.support.runs import environment
 
+MEGABYTE = 1 << 20
+# Beyond what the command needs without hostile input, and twice the size of that input.
+MEMORY_ALLOWANCE = 500 * MEGABYTE
+TRACEBACK = "Traceback (most recent call last)"
+# In the line that `run_main` prints for an exception that nothing else has caught.
+LAST_RESORT = "--traceback prints"
 SECONDS = 60.0
 # The command may map this much before an allocation fails, so that a case cannot exhaust the machine's memory.
 ADDRESS_SPACE = 6000 * MEGABYTE
 OUT_OF_MEMORY = "failed: out of memory"  # in the line of the last-resort handler
 # Carriage returns are allowed before the progress bars of libraries.
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?![^\r\n]*%\|)")
+
+
+@dataclass
+class Outcome:
+    """One trial: a command that was killed several times, or one hostile input.
+
+    Attributes:
+        group: kind of trial, a row of the table.
+        count: number of kills or inputs.
+        tracebacks: printed by any process, including errors that only the last-resort handler caught.
+        losses: what was lost or differs from an uninterrupted run.
+        orphans: number of processes that were left.
+        failures: everything else that was wrong.
+        memory_ratio: largest resident memory of a process, relative to its limit.
+        details: how the trial can be repeated.
+    """
+
+    group: str
+    count: int = 0
+    tracebacks: int = 0
+    losses: list[str] = field(default_factory=list)
+    orphans: int = 0
+    failures: list[str] = field(default_factory=list)
+    memory_ratio: float = 0.0
+    seconds: float = 0.0
+    details: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.tracebacks or self.losses or self.orphans or self.failures or self.memory_ratio > 1)
 
 
 @dataclass(frozen=True)
@@ -117,3 +152,16 @@ def remove(folder: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o700)
     shutil.rmtree(folder)
+
+
+class Cases:
+    """Hostile inputs of several groups, in equal shares."""
+
+    def __init__(self, groups: dict[str, MakeCase], only: str):
+        self._groups = {name: make for name, make in groups.items() if only in name}
+
+    def trial(self, seed: str, folder: Path, limit: int) -> Outcome:
+        generator = random.Random(seed)
+        group = generator.choice(list(self._groups))
+        folder.mkdir()
+        return run_case(group, self._groups[group], generator, folder)
