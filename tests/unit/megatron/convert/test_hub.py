@@ -75,7 +75,7 @@ def test_a_folder_is_evaluated_directly(hub, tmp_path, capsys):
     evaluate(words)
     assert f"converting {folder} " in capsys.readouterr().err
     (record,) = map(json.loads, (tmp_path / "report" / "results.jsonl").read_text().splitlines())
-    assert record["checkpoint"]["path"] == str(folder)
+    assert (record["checkpoint"]["path"], record["pos_emb"]) == (str(folder), "rotary (main)")
     text = torch.from_numpy(validation_stream(data, "2,1,0"))
     segments = torch.stack([text[start : start + 33] for start in (0, (len(text) - 1) // 2)])
     expected = direct_losses(hub["main"](segments[:, :-1]).logits, segments[:, 1:]).mean()
