@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.config.command_line import OptionParser
-from megatron.reporting.kernel_plots import write_page
+from megatron.plots.kernels import write_page
 
 DESCRIPTION = (
     "Plot the bias and weight of every positional method by distance, and write the page that shows the plots. Methods "

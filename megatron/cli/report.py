@@ -7,6 +7,7 @@ from kerple.positional.registry import canonical_name
 from megatron.cli.evaluation_options import printable
 from megatron.config.command_line import OptionParser
 from megatron.evaluation.records import RESULTS, read_results
+from megatron.plots.checkpoints import add_weight_figures
 from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     style = SCREEN if options.style is None else parse_style(options.style)
     check_writable(options.output, "--output")
     sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
+    add_weight_figures(sources)
     reference = REFERENCE
     if options.reference is not None:
         reference = Method(canonical_name(options.reference))

@@ -196,6 +196,7 @@ def _status_or_untrained(run: SweepRun) -> Status:
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
     """Write the report of the finished runs. If another sweep process is writing it, wait for that process first."""
+    from megatron.plots.checkpoints import add_weight_figures
     from megatron.reporting.report import Sources, write_report
 
     lock = Lock(sweep.output / "report.lock", f"{sweep.output}: another sweep process is writing the report")
@@ -216,6 +217,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
                 say(f"note: run {run.name} is not in the report: {error}")
         if finished:
             sources = Sources(read_results(run.results for run in finished))
+            add_weight_figures(sources)
             report = write_report(sources, sweep.output / "report", sweep.title)
             for note in sources.notes:
                 say(f"note: {note}")

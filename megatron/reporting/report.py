@@ -7,19 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from kerple.positional.registry import canonical_name
-from megatron.checkpoint.directory import find_step, weights_fingerprint
-from megatron.evaluation.records import fingerprint_of
-from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
-from megatron.reporting.checkpoint_figures import (
-    DistanceTable,
-    checkpoint_adaptive_figure,
-    distance_figures,
-    distance_tables,
-    effective_length_figure,
-)
+from megatron.reporting.aggregate import AnyRecord, Method, method_of
 from megatron.reporting.context import context_figures, context_tables
 from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures
-from megatron.reporting.formatting import TITLE, slug
+from megatron.reporting.formatting import TITLE
 from megatron.reporting.html import Chapter, render_page
 from megatron.reporting.modes import mode_figures, mode_tables
 from megatron.reporting.paper_tables import (
@@ -30,7 +21,7 @@ from megatron.reporting.paper_tables import (
     resolution_tables,
 )
 from megatron.reporting.positions import position_figures
-from megatron.reporting.published import corpus_name, display_name, line_numbers
+from megatron.reporting.published import corpus_name
 from megatron.reporting.references import bibtex
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
@@ -48,6 +39,7 @@ class Sources:
     Attributes:
         records: evaluation records.
         checkpoints: folders of further checkpoints whose biases and weights are plotted.
+        weight_figures, length_figures: see `megatron.plots.checkpoints.add_weight_figures`.
         benchmarks: JSON files of benchmarks/train_step.py.
         notes: filled by the report: what it omits, and why.
     """
@@ -55,6 +47,8 @@ class Sources:
     records: Sequence[AnyRecord]
     checkpoints: Sequence[Path] = ()
     benchmarks: Sequence[Path] = ()
+    weight_figures: list[ReportFigure] = field(default_factory=list)
+    length_figures: list[ReportFigure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -134,7 +128,6 @@ def _with_unique_names(chapters: Iterable[Chapter]) -> list[Chapter]:
 def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:
     """All chapters; those that the sources have no results for are empty. Adds to `sources.notes`."""
     records = sources.records
-    weight_figures, length_figures = _checkpoint_figures(sources)
     time_tables = step_time_tables(step_times(records))
     for path in sources.benchmarks:
         time_tables += benchmark_tables(path)
@@ -175,91 +168,10 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             "kernels",
             "Kernels",
             "The bias that each head adds to the scores, or the weight that it multiplies them by.",
-            figures=weight_figures,
+            figures=sources.weight_figures,
         ),
-        Chapter("effective-lengths", "Effective lengths", figures=length_figures),
+        Chapter("effective-lengths", "Effective lengths", figures=sources.length_figures),
         Chapter("speed", "Training time", tables=time_tables),
-    ]
-
-
-def _checkpoint_figures(sources: Sources) -> tuple[list[ReportFigure], list[ReportFigure]]:
-    """(figures of biases, weights and DAPE's scores; figures of effective lengths).
-
-    They show the checkpoint with the lowest seed for each method and setting in the records, then
-    `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they come from the
-    records if available.
-    """
-    recorded_lengths = {
-        fingerprint_of(record): [length for layer in record["effective_lengths"] for length in layer]
-        for record in sources.records
-        if record["kind"] == "effective_length"
-    }
-    weight_figures: list[ReportFigure] = []
-    lengths: dict[Setting, dict[str, list[int]]] = {}
-    lowest_seeds: dict[tuple[Setting, str], AnyRecord] = {}
-    for record in sources.records:
-        if record["kind"] == "extrapolation":
-            key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
-            if key not in lowest_seeds or (record.get("seed") or 0) < (lowest_seeds[key].get("seed") or 0):
-                lowest_seeds[key] = record
-    for (setting, pos_emb), record in lowest_seeds.items():
-        name = display_name(Method(pos_emb))
-        model = f"{name}, {corpus_name(setting.corpus)}"
-        model += f", seed {record['seed']}" if record.get("seed") is not None else ""
-        tables: list[DistanceTable] = []
-        checkpoint = record.get("checkpoint") or {}
-        path, iteration = checkpoint.get("path"), checkpoint.get("iteration")
-        if path is not None:
-            try:
-                measured = fingerprint_of(record)
-                if measured is not None and weights_fingerprint(find_step(path, iteration)) != measured:
-                    raise UserError(
-                        f"{path}: iteration {iteration} has other weights than those that were evaluated (fingerprint "
-                        f"{measured}); evaluate it again"
-                    )
-                figure_name = f"{setting.name}-{slug(pos_emb).lower()}"
-                adaptive = checkpoint_adaptive_figure(path, iteration, model=model, name=figure_name)
-                tables = distance_tables(path, iteration)
-            except (UserError, OSError) as error:
-                sources.notes.append(f"No kernels are plotted for {model}: {error}.")
-            else:
-                weight_figures += [adaptive] if adaptive else []
-                weight_figures += distance_figures(tables, model=model, name=figure_name)
-        head_lengths = recorded_lengths.get(fingerprint_of(record)) or _effective_lengths(tables)
-        if head_lengths:
-            lengths.setdefault(setting, {})[name] = head_lengths
-    pos_embs = dict.fromkeys(method_of(record).pos_emb for record in sources.records)
-    numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
-    length_figures = [
-        effective_length_figure(by_method, model=corpus_name(setting.corpus), name=setting.name, numbers=numbers)
-        for setting, by_method in lengths.items()
-    ]
-
-    named_lengths: dict[str, list[int]] = {}
-    for folder in sources.checkpoints:
-        label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
-        adaptive = checkpoint_adaptive_figure(folder, model=label, name=label)
-        if adaptive is not None:
-            weight_figures.append(adaptive)
-            continue
-        tables = distance_tables(folder)
-        if not tables:
-            raise UserError(
-                f"{folder}: its positional method is not a function of the distance, so it has no kernel to plot"
-            )
-        model = f"{display_name(Method(tables[0].pos_emb))}, {label}"
-        weight_figures += distance_figures(tables, model=model, name=label)
-        if head_lengths := _effective_lengths(tables):
-            named_lengths[model] = head_lengths
-    if named_lengths:
-        length_figures.append(effective_length_figure(named_lengths, model="given checkpoints", name="named"))
-    return weight_figures, length_figures
-
-
-def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
-    """The effective lengths of all heads, of all layers if the layers differ."""
-    return [
-        length for table in tables if table.effective_lengths is not None for length in table.effective_lengths.tolist()
     ]
 
 

@@ -52,7 +52,7 @@ class Validator:
 
     def _plot_kernels(self, iteration: int) -> None:
         """Log a picture of the bias and weight by distance, if the positional method has parameters. A collective."""
-        from megatron.reporting.kernel_plots import NUM_DISTANCES, MethodOfModel, method_picture  # imports matplotlib
+        from megatron.plots.kernels import NUM_DISTANCES, MethodOfModel, method_picture  # imports matplotlib
 
         engine, method = self._engine, self._engine.trained_method()
         if method is None or not engine.layout.is_main:

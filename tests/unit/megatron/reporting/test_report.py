@@ -4,13 +4,11 @@ import re
 import shutil
 
 import pytest
-import torch
 
-from megatron.checkpoint.directory import weights_fingerprint
-from megatron.reporting.report import Sources, report_chapters, write_report
+from megatron.plots.checkpoints import add_weight_figures
+from megatron.reporting.report import Sources, write_report
 from megatron.reporting.style import SCREEN, parse_style
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import write_checkpoint
 from tests.support.records import record, seeds
 from tests.support.release import RELEASE
 
@@ -27,6 +25,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     checkpoint = shutil.copytree(RELEASE / "kerple_log_checkpoints", folder / 'A "<b>checkpoint')
     sources = Sources(records, [checkpoint])
+    add_weight_figures(sources)
     path = write_report(sources, folder / "out", "A <title> & more")
     return path, sources
 
@@ -87,57 +86,9 @@ def test_aliases_are_the_same_method():
     assert [result["pos_emb"] for result in sources.records] == ["kerple_power_ap_ap", "dape_kerple (variant Concat)"]
 
 
-def written_checkpoint(folder, iteration):
-    """Write a small checkpoint, whose weights depend on the iteration; returns its description in records."""
-    write_checkpoint(folder, "kerple_log", "nowhere", iteration=iteration)
-    fingerprint = weights_fingerprint(folder / f"global_step{iteration}")
-    values = {"path": str(folder), "iteration": iteration, "fingerprint": fingerprint}
-    return {**record("x", 1, 1.0)["checkpoint"], **values}
-
-
-def test_kernels_are_those_of_the_evaluated_weights(tmp_path):
-    checkpoint = written_checkpoint(tmp_path / "run", 3)
-    records = [record("kerple_log", 512, 3.0, checkpoint=checkpoint)]
-
-    def kernels():
-        sources = Sources(records)
-        chapters = {chapter.anchor: chapter for chapter in report_chapters(sources)}
-        return chapters["kernels"].figures + chapters["effective-lengths"].figures, sources.notes
-
-    figures, notes = kernels()
-    assert (len(figures), notes) == (2, [])
-    layer = next((tmp_path / "run" / "global_step3").glob("layer_03*"))  # trained again in the same folder
-    torch.save({name: 2 * value for name, value in torch.load(layer, weights_only=True).items()}, layer)
-    figures, (note,) = kernels()
-    assert figures == []
-    assert note == (
-        f"No kernels are plotted for KERPLE (log), GitHub, seed 1: {tmp_path / 'run'}: iteration 3 has "
-        f"other weights than those that were evaluated (fingerprint {checkpoint['fingerprint']}); evaluate it again."
-    )
-    checkpoint["fingerprint"] = None  # not known
-    assert len(kernels()[0]) == 2
-
-
-def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
-    records = []
-    for seed in (2, 1):
-        checkpoint = written_checkpoint(tmp_path / str(seed), seed)
-        records.append(record("kerple_log", 512, 3.0, seed, checkpoint=checkpoint))
-        heads = {"effective_lengths": [[seed, 7], [8, 9]], "layers": ["layer 0", "layer 1"]}
-        records.append({**records[-1], "kind": "effective_length", **heads})
-    chapters = {chapter.anchor: chapter for chapter in report_chapters(Sources(records))}
-    (figure,) = chapters["kernels"].figures
-    assert figure.name == "kernels-github-12x768-512-kerple_log-bias"
-    assert figure.title == "Bias by distance: KERPLE (log), GitHub, seed 1"
-    (figure,) = chapters["effective-lengths"].figures
-    assert list(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
-
-
 def test_invalid_sources_are_rejected(tmp_path):
     with pytest.raises(UserError, match="there are no results to report"):
         write_report(Sources([]), tmp_path / "out")
-    with pytest.raises(UserError, match="rotary_checkpoints: its positional method is not a function of the distance"):
-        write_report(Sources([], [RELEASE / "rotary_checkpoints"]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the report to .*file"):

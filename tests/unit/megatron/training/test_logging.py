@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
-from megatron.reporting import kernel_plots
+from megatron.plots import kernels as kernel_plots
 from megatron.training.engine import Engine
 from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog
 from megatron.training.loop import train

@@ -4,8 +4,8 @@
 Legend: h heads, n distances or keys.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,15 +22,19 @@ from kerple.positional import method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import find_step
+from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.data.streams import evaluation_stream
 from megatron.evaluation.measures.effective_length import LIMIT
+from megatron.evaluation.records import fingerprint_of
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
+from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import slug
+from megatron.reporting.published import corpus_name, display_name, line_numbers
+from megatron.reporting.report import Sources
 from megatron.reporting.style import (
     COLORS,
     LINE_STYLES,
@@ -363,3 +367,87 @@ def checkpoint_adaptive_figure(
     length = min(MAX_ADAPTIVE_LENGTH, 16 * config.model.seq_length)
     tokens = evaluation_stream(config)[:length]
     return adaptive_figure(query_scores(gpt, tokens), model=model, name=name)
+
+
+# -- all figures of a report -------------------------------------------------------------------------------------------
+
+
+def add_weight_figures(sources: Sources) -> None:
+    """Add the figures of biases, weights and DAPE's scores to `sources.weight_figures`, those of effective lengths to
+    `sources.length_figures`, and what is left out to `sources.notes`. Raises UserError.
+
+    They show the checkpoint with the lowest seed for each method and setting in the records, then
+    `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they come from the
+    records if available.
+    """
+    recorded_lengths = {
+        fingerprint_of(record): [length for layer in record["effective_lengths"] for length in layer]
+        for record in sources.records
+        if record["kind"] == "effective_length"
+    }
+    weight_figures, length_figures = sources.weight_figures, sources.length_figures
+    lengths: dict[Setting, dict[str, list[int]]] = {}
+    lowest_seeds: dict[tuple[Setting, str], AnyRecord] = {}
+    for record in sources.records:
+        if record["kind"] == "extrapolation":
+            key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
+            if key not in lowest_seeds or (record.get("seed") or 0) < (lowest_seeds[key].get("seed") or 0):
+                lowest_seeds[key] = record
+    for (setting, pos_emb), record in lowest_seeds.items():
+        name = display_name(Method(pos_emb))
+        model = f"{name}, {corpus_name(setting.corpus)}"
+        model += f", seed {record['seed']}" if record.get("seed") is not None else ""
+        tables: list[DistanceTable] = []
+        checkpoint = record.get("checkpoint") or {}
+        path, iteration = checkpoint.get("path"), checkpoint.get("iteration")
+        if path is not None:
+            try:
+                measured = fingerprint_of(record)
+                if measured is not None and weights_fingerprint(find_step(path, iteration)) != measured:
+                    raise UserError(
+                        f"{path}: iteration {iteration} has other weights than those that were evaluated (fingerprint "
+                        f"{measured}); evaluate it again"
+                    )
+                figure_name = f"{setting.name}-{slug(pos_emb).lower()}"
+                adaptive = checkpoint_adaptive_figure(path, iteration, model=model, name=figure_name)
+                tables = distance_tables(path, iteration)
+            except (UserError, OSError) as error:
+                sources.notes.append(f"No kernels are plotted for {model}: {error}.")
+            else:
+                weight_figures += [adaptive] if adaptive else []
+                weight_figures += distance_figures(tables, model=model, name=figure_name)
+        head_lengths = recorded_lengths.get(fingerprint_of(record)) or _effective_lengths(tables)
+        if head_lengths:
+            lengths.setdefault(setting, {})[name] = head_lengths
+    pos_embs = dict.fromkeys(method_of(record).pos_emb for record in sources.records)
+    numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
+    length_figures += [
+        effective_length_figure(by_method, model=corpus_name(setting.corpus), name=setting.name, numbers=numbers)
+        for setting, by_method in lengths.items()
+    ]
+
+    named_lengths: dict[str, list[int]] = {}
+    for folder in sources.checkpoints:
+        label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
+        adaptive = checkpoint_adaptive_figure(folder, model=label, name=label)
+        if adaptive is not None:
+            weight_figures.append(adaptive)
+            continue
+        tables = distance_tables(folder)
+        if not tables:
+            raise UserError(
+                f"{folder}: its positional method is not a function of the distance, so it has no kernel to plot"
+            )
+        model = f"{display_name(Method(tables[0].pos_emb))}, {label}"
+        weight_figures += distance_figures(tables, model=model, name=label)
+        if head_lengths := _effective_lengths(tables):
+            named_lengths[model] = head_lengths
+    if named_lengths:
+        length_figures.append(effective_length_figure(named_lengths, model="given checkpoints", name="named"))
+
+
+def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
+    """The effective lengths of all heads, of all layers if the layers differ."""
+    return [
+        length for table in tables if table.effective_lengths is not None for length in table.effective_lengths.tolist()
+    ]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from kerple.positional import primary_names
-from megatron.reporting import kernel_plots
-from megatron.reporting.kernel_plots import (
+from megatron.plots import kernels as kernel_plots
+from megatron.plots.kernels import (
     distance_curves,
     initial_methods,
     method_picture,

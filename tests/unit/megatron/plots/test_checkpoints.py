@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.reporting.checkpoint_figures import (
+from megatron.checkpoint.directory import weights_fingerprint
+from megatron.plots.checkpoints import (
     adaptive_figure,
+    add_weight_figures,
     checkpoint_adaptive_figure,
     distance_figures,
     distance_tables,
     effective_length_figure,
     query_scores,
 )
+from megatron.reporting.report import Sources
 from megatron.reporting.style import SCREEN
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.language_models import VOCABULARY, small_gpt, with_repeated_heads
+from tests.support.records import record
 from tests.support.release import RELEASE
 
 NUM_DISTANCES = 2000
@@ -219,3 +223,55 @@ def test_adaptive_figure_of_a_checkpoint(tmp_path):
     assert len(axes) == 9
     assert len(axes[0].lines[0].get_ydata()) == 16 * 32, "16 times the training length"
     assert checkpoint_adaptive_figure(RELEASE / "alibi_checkpoints", model="x", name="x") is None
+
+
+def written_checkpoint(folder, iteration):
+    """Write a small checkpoint, whose weights depend on the iteration; returns its description in records."""
+    write_checkpoint(folder, "kerple_log", "nowhere", iteration=iteration)
+    fingerprint = weights_fingerprint(folder / f"global_step{iteration}")
+    values = {"path": str(folder), "iteration": iteration, "fingerprint": fingerprint}
+    return {**record("x", 1, 1.0)["checkpoint"], **values}
+
+
+def test_kernels_are_those_of_the_evaluated_weights(tmp_path):
+    checkpoint = written_checkpoint(tmp_path / "run", 3)
+    records = [record("kerple_log", 512, 3.0, checkpoint=checkpoint)]
+
+    def kernels():
+        sources = Sources(records)
+        add_weight_figures(sources)
+        return sources.weight_figures + sources.length_figures, sources.notes
+
+    figures, notes = kernels()
+    assert (len(figures), notes) == (2, [])
+    layer = next((tmp_path / "run" / "global_step3").glob("layer_03*"))  # trained again in the same folder
+    torch.save({name: 2 * value for name, value in torch.load(layer, weights_only=True).items()}, layer)
+    figures, (note,) = kernels()
+    assert figures == []
+    assert note == (
+        f"No kernels are plotted for KERPLE (log), GitHub, seed 1: {tmp_path / 'run'}: iteration 3 has "
+        f"other weights than those that were evaluated (fingerprint {checkpoint['fingerprint']}); evaluate it again."
+    )
+    checkpoint["fingerprint"] = None  # not known
+    assert len(kernels()[0]) == 2
+
+
+def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
+    records = []
+    for seed in (2, 1):
+        checkpoint = written_checkpoint(tmp_path / str(seed), seed)
+        records.append(record("kerple_log", 512, 3.0, seed, checkpoint=checkpoint))
+        heads = {"effective_lengths": [[seed, 7], [8, 9]], "layers": ["layer 0", "layer 1"]}
+        records.append({**records[-1], "kind": "effective_length", **heads})
+    sources = Sources(records)
+    add_weight_figures(sources)
+    (figure,) = sources.weight_figures
+    assert figure.name == "kernels-github-12x768-512-kerple_log-bias"
+    assert figure.title == "Bias by distance: KERPLE (log), GitHub, seed 1"
+    (figure,) = sources.length_figures
+    assert list(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
+
+
+def test_a_named_checkpoint_without_a_kernel_is_rejected():
+    with pytest.raises(UserError, match="rotary_checkpoints"):
+        add_weight_figures(Sources([], [RELEASE / "rotary_checkpoints"]))

@@ -1,0 +1,1 @@
+"""Figures of weights: biases, weights and effective lengths of checkpoints and positional methods."""
