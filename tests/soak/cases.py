@@ -2,15 +2,18 @@
 
 import contextlib
 import importlib
-import random
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import psutil
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from megatron.config.command_line import EXIT_STATUS_OF_USER_ERROR
 from tests.support.forks import start_run
@@ -83,33 +86,69 @@ class Case:
     problem: Callable[[int, str], str | None] = lambda status, output: None
 
 
-# Writes the input of a case to a folder. Servers and the like stay open as long as the ExitStack.
-MakeCase = Callable[[random.Random, Path, contextlib.ExitStack], Case]
+# hypothesis's function that draws a value of a strategy.
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+# Draws the input of a case and writes it to a folder. Servers and the like stay open as long as the ExitStack.
+MakeCase = Callable[[Draw, Path, contextlib.ExitStack], Case]
 
 
-def run_case(group: str, make: MakeCase, generator: random.Random, folder: Path) -> Outcome:
-    """Make a case in `folder`, which is empty, run its command there, and judge how it ends, what it prints, and how
-    much memory it needs. It may write only in `folder`, and may not create the file `executed`.
+class Cases:
+    """Hostile inputs of several groups, in equal shares."""
+
+    def __init__(self, groups: dict[str, MakeCase], only: str):
+        self._groups = {name: make for name, make in groups.items() if only in name}
+
+    def trial(self, seed: str, folder: Path, limit: int) -> Outcome:
+        with contextlib.ExitStack() as resources:
+            group, case = draw_case(self._groups, seed, folder, resources)
+            return run_case(group, case, folder)
+
+
+def draw_case(
+    groups: dict[str, MakeCase], seed: str, folder: Path, resources: contextlib.ExitStack
+) -> tuple[str, Case]:
+    """Choose a group and make one of its cases in a new folder. The command runs later, outside of hypothesis, which
+    changes the recursion limit.
     """
-    with contextlib.ExitStack() as resources:
-        case = make(generator, folder, resources)
-        started_at = time.monotonic()
-        size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-        outside = set(folder.parent.iterdir())
-        normal_peak = psutil.Process().memory_info().rss  # the fork starts with the modules of this process
-        log = folder / "output.log"
-        run = start_run(
-            case.command,
-            log,
-            cwd=folder,
-            environment={**environment(), "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"},
-            prepare=lambda: replace_constants(case.constants),
-            memory=ADDRESS_SPACE,
-        )
-        has_printed = lambda text: text is not None and text in log.read_bytes()  # noqa: E731
-        status = run.wait(SECONDS, lambda: has_printed(case.stop_at))
-        left = [] if status is None else run.wait_for_all(5.0)
-        run.kill_all()
+    drawn = []
+
+    @hypothesis.seed(seed)
+    @settings(max_examples=2, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HealthCheck)
+    @given(st.data())
+    def draw_second(data: Any) -> None:
+        if data.draw(st.integers(0, 2**32)) == 0:  # the first example is always the simplest one
+            return
+        if folder.exists():  # hypothesis has given up an example that was too large
+            remove(folder)
+        folder.mkdir()
+        group = data.draw(st.sampled_from(list(groups)))
+        drawn.append((group, groups[group](data.draw, folder, resources)))
+
+    draw_second()
+    return drawn[-1]
+
+
+def run_case(group: str, case: Case, folder: Path) -> Outcome:
+    """Run the command of a case that was made in `folder`, and judge how it ends, what it prints, and how much memory
+    it needs. It may write only in `folder`, which is also its home, and may not create the file `executed`.
+    """
+    started_at = time.monotonic()
+    size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+    outside = set(folder.parent.iterdir())
+    normal_peak = psutil.Process().memory_info().rss  # the fork starts with the modules of this process
+    log = folder / "output.log"
+    run = start_run(
+        case.command,
+        log,
+        cwd=folder,
+        environment={**environment(), "HOME": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"},
+        prepare=lambda: replace_constants(case.constants),
+        memory=ADDRESS_SPACE,
+    )
+    has_printed = lambda text: text is not None and text in log.read_bytes()  # noqa: E731
+    status = run.wait(SECONDS, lambda: has_printed(case.stop_at))
+    left = [] if status is None else run.wait_for_all(5.0)
+    run.kill_all()
     output = log.read_bytes().decode("utf-8", "surrogateescape")
     outcome = Outcome(group, 1, orphans=len(left), seconds=round(time.monotonic() - started_at, 2))
     accepted = has_printed(case.accepted_at)
@@ -152,16 +191,3 @@ def remove(folder: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o700)
     shutil.rmtree(folder)
-
-
-class Cases:
-    """Hostile inputs of several groups, in equal shares."""
-
-    def __init__(self, groups: dict[str, MakeCase], only: str):
-        self._groups = {name: make for name, make in groups.items() if only in name}
-
-    def trial(self, seed: str, folder: Path, limit: int) -> Outcome:
-        generator = random.Random(seed)
-        group = generator.choice(list(self._groups))
-        folder.mkdir()
-        return run_case(group, self._groups[group], generator, folder)

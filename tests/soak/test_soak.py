@@ -3,13 +3,19 @@
 import json
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
+from megatron.config import Config, UserError, load_config
+from megatron.config.loader import FIELDS
 from tests.soak.cases import Outcome
+from tests.soak.configs import VALUES, Mutation, mutations, with_values
 from tests.soak.kills import Kills
-from tests.support.runs import ROOT
+from tests.support.runs import ROOT, training_settings
 
 
 def soak(output, *words):
@@ -52,3 +58,45 @@ def test_outcomes():
     assert Outcome("group", memory_ratio=1.0).is_good
     for bad in ({"tracebacks": 1}, {"losses": ["a"]}, {"orphans": 1}, {"failures": ["a"]}, {"memory_ratio": 1.1}):
         assert not Outcome("group", **bad).is_good
+
+
+BASE = training_settings(Path("runs"), "data")
+MAX_MESSAGE = 20_000  # characters
+MAX_SECONDS = 2.0  # of processor time
+
+
+def load(mutation: Mutation) -> Config | None:
+    """The configuration; None if it was rejected with an error of limited length."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "hostile.yml")
+        path.write_bytes(mutation.content)
+        start = time.process_time()
+        config, message = None, "loaded"
+        try:
+            config = load_config([path], overrides=mutation.overrides)
+        except UserError as error:
+            message = str(error)
+        assert 0 < len(message) < MAX_MESSAGE
+        assert time.process_time() - start < MAX_SECONDS
+    return config
+
+
+def test_configurations_load_or_are_rejected():
+    loaded = []
+
+    @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck)
+    @given(mutations(BASE))
+    def check(mutation):
+        loaded.append(load(mutation) is not None)
+
+    check()
+    assert 3 < sum(loaded) < 50
+
+
+@pytest.mark.slow
+def test_every_key_with_every_hostile_value():
+    for path in FIELDS:
+        for value in VALUES:
+            config = load(with_values(BASE, {path: value}))
+            if config is not None:
+                assert Config.from_flat(config.to_flat()) == config

@@ -1,22 +1,20 @@
-"""The groups of hostile inputs of the soak test: `FILES` and `CONFIGS`."""
+"""The groups of hostile inputs of the soak test: `FILES`."""
 
 import atexit
 import contextlib
 import functools
 import random
-import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from hypothesis import strategies as st
+
 from tests.soak.cases import Case, MakeCase
-from tests.support import hostile_checkpoints, hostile_configs, hostile_results
+from tests.support import hostile_checkpoints, hostile_results
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.hostile_data import hostile_dataset, hostile_download, hostile_input, hostile_journal
-from tests.support.runs import training_settings
-
-# With these values of `save` and the like, a configuration would be right to write outside the folder of its case.
-_OUTSIDE = re.compile(rb'"(/|\.\./\.\.)"')
 
 
 def hostile_result(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
@@ -27,7 +25,7 @@ def hostile_result(generator: random.Random, folder: Path, resources: contextlib
     return Case(case.description, case.command, statuses=(0, 1, 2), problem=case.problem)
 
 
-def hostile_checkpoint(kind: str) -> MakeCase:
+def hostile_checkpoint(kind: str) -> Callable[..., Case]:
     """Checkpoints, archives of checkpoints, Hugging Face folders and tokenizers, for the tools in tools/ckpts."""
 
     def make(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
@@ -53,27 +51,11 @@ def _valid_checkpoints() -> Path:
     return folder / "base"
 
 
-def hostile_config(generator: random.Random, folder: Path, resources: contextlib.ExitStack) -> Case:
-    """A configuration of a run of two iterations, for train.py."""
-    settings = training_settings(folder, write_corpus(folder, documents=80), train_iters=2, save_interval=1)
-    while True:
-        (mutation,) = hostile_configs.mutations(settings, generator.getrandbits(32), 1)
-        if not _OUTSIDE.search(mutation.content) and not any(
-            word.endswith(("=/", '"/"', '../.."')) for word in mutation.overrides
-        ):
-            break
-    config = folder / "config.yml"
-    config.write_bytes(mutation.content)
-    overrides = ["--set", *mutation.overrides] if mutation.overrides else []
-    return Case(
-        mutation.description,
-        ["train.py", str(config), *overrides],
-        stop_at=b"iteration 1/",
-        accepted_at=b" on cpu: data parallel ",
-    )
+def seeded(make: Callable[..., Case]) -> MakeCase:
+    return lambda draw, folder, resources: make(random.Random(draw(st.integers(0, 2**64))), folder, resources)
 
 
-FILES: dict[str, MakeCase] = {
+_FILES: dict[str, Callable[..., Case]] = {
     "inputs of preprocessing": hostile_input,
     "datasets (.bin, .idx, manifest)": hostile_dataset,
     "journals of preprocessing": hostile_journal,
@@ -87,4 +69,4 @@ FILES: dict[str, MakeCase] = {
     "tokenizers": hostile_checkpoint("tokenizer"),
     "results, metrics, journals, names": hostile_result,
 }
-CONFIGS: dict[str, MakeCase] = {"training": hostile_config}
+FILES = {name: seeded(make) for name, make in _FILES.items()}
