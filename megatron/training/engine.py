@@ -356,6 +356,7 @@ class _RecordedKeys(dict[str, Any]):
     def __init__(self, values: dict[str, Any]):
         super().__init__()
         self.read: set[str] = set()
+        self.is_copied = False
         for name, value in values.items():
             self[name] = _RecordedKeys(value) if isinstance(value, dict) else value
 
@@ -371,6 +372,13 @@ class _RecordedKeys(dict[str, Any]):
         self.read.add(key)
         return super().get(key, default)
 
+    def __copy__(self) -> "_RecordedKeys":
+        self.is_copied = True
+        copied = _RecordedKeys({})
+        copied.update(self)
+        copied.read = self.read
+        return copied
+
     def keys(self) -> Any:
         return self  # so that `key in settings.keys()` is recorded, too
 
@@ -380,8 +388,9 @@ class _RecordedKeys(dict[str, Any]):
             value = dict.__getitem__(self, name)
             if name not in self.read:
                 yield f"{path}.{name}", name, self.read
-            # Sections of which no key was read are parsed by pydantic, which rejects unknown keys itself.
-            elif isinstance(value, _RecordedKeys) and value.read:
+            # Sections of which no key was read are parsed by pydantic, which rejects unknown keys itself. Inside
+            # data_efficiency, disabled sections are not read further, and copied ones are read after the start.
+            elif isinstance(value, _RecordedKeys) and not value.is_copied and value.read not in (set(), {"enabled"}):
                 yield from value.unread(f"{path}.{name}", list(value))
 
 

@@ -94,13 +94,20 @@ def test_unknown_keys_for_deepspeed_are_named(extra, named, tmp_path, data_path)
         train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1, deepspeed_extra_args=extra)))
 
 
+_DATA_EFFICIENCY = {
+    "enabled": False,
+    "data_sampling": {"enabled": False, "curriculum_learning": {"enabled": False, "curriculum_metrics": {}}},
+    "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 4}},
+}
+
+
 def test_keys_that_deepspeed_knows(tmp_path, data_path):
     extra = {
-        "comms_logger": {"enabled": False},
+        "comms_logger": {"enabled": True, "debug": False},  # as in GPT-NeoX's 19M.yml
         "flops_profiler": {"enabled": False},
         "tensorboard": {"enabled": False},
     }
     extra |= {"aio": {"block_size": 1 << 20}, "timers": {"throughput": {"enabled": False}}, "memory_breakdown": False}
-    extra |= {"activation_checkpointing": {"profile": False}, "data_efficiency": {"enabled": False}}
+    extra |= {"activation_checkpointing": {"profile": False}, "data_efficiency": _DATA_EFFICIENCY}
     keys = {"train_iters": 1, "eval_iters": 0, "save": None, "load": None}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys, deepspeed_extra_args=extra)))
