@@ -17,6 +17,7 @@ from megatron.reporting.formatting import slug
 from megatron.reporting.paper_tables import REFERENCE, setting_title
 from megatron.reporting.published import corpus_name, display_name, line_numbers, published
 from megatron.reporting.style import (
+    CHARACTER,
     GRAY,
     SCREEN,
     SMALL,
@@ -35,6 +36,8 @@ from megatron.reporting.style import (
 )
 
 LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
+MAX_LINEAR_DIFFERENCE = 1.0  # loss difference (nats) above which the axis is logarithmic, except near 0:
+SMALL_DIFFERENCE = 0.1
 ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel
 PAGE_ZOOM = 1.2  # size of a figure in a wide browser window, relative to `SCREEN`
 
@@ -69,7 +72,7 @@ class ReportFigure:
 # -- perplexity by length ---------------------------------------------------------------------------------------------
 
 
-def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
+def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFERENCE) -> list[ReportFigure]:
     """Perplexity by length: a figure per corpus, model size, training length and protocol. The methods are in the order
     of the tables.
     """
@@ -90,7 +93,12 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             caption,
             f"Line plot of perplexity by sequence length for {names}.",
             partial(
-                perplexity_plot, group, paired, name=lambda pos_emb: display_name(Method(pos_emb)), pos_embs=pos_embs
+                perplexity_plot,
+                group,
+                paired,
+                name=lambda pos_emb: display_name(Method(pos_emb)),
+                pos_embs=pos_embs,
+                reference=reference.pos_emb,
             ),
         )
         figures.append(figure)
@@ -105,6 +113,7 @@ def perplexity_plot(
     name: Callable[[str], str] = str,
     title: str = "",
     pos_embs: Iterable[str] = (),
+    reference: str = REFERENCE.pos_emb,
 ) -> Figure:
     """One line per method and a panel per mode; a single method has one line per mode instead.
 
@@ -115,6 +124,7 @@ def perplexity_plot(
     Args:
         name: the label of a `pos-emb`.
         pos_embs: see `line_numbers`.
+        reference: the `pos-emb` to compare with; the first line if none has it.
     """
     curves = {line: perplexities.curve(*line) for line in perplexities.lines}
     curves = {line: curve for line, curve in curves.items() if len(curve)}
@@ -126,14 +136,17 @@ def perplexity_plot(
     for line, curve in curves.items():
         ranges.setdefault(labels[line][1], []).append((curve["mean"].min(), curve["mean"].max()))
     first_mode = [line for line in curves if labels[line][1] == next(iter(ranges))]
-    differences = _differences(first_mode, perplexities.lengths, paired) if perplexities.num_seeds < 2 else {}
+    compared, differences = _differences(first_mode, perplexities.lengths, paired, reference)
+    if perplexities.num_seeds > 1:
+        differences = {}
     figure, panels, columns = _mode_panels(style, ranges or {"": []}, extra=bool(differences))
 
     train_lengths = {setting.train_length for setting in perplexities.settings}
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
     handles: dict[str, Any] = {}
-    for index, (axes, mode) in enumerate(panels):
+    for axes in figure.axes:
         length_ticks(axes, style, perplexities.lengths, columns)
+    for index, (axes, mode) in enumerate(panels):
         if train_length is not None:
             mark_train_length(axes, style, train_length, label=index == 0)
         for line, curve in curves.items():
@@ -143,12 +156,14 @@ def perplexity_plot(
             looks, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
             seeds(axes, style, perplexities.by_seed(*line), looks["color"])
-    if differences:
+    if compared and differences:
         axes = figure.axes[len(panels)]
-        length_ticks(axes, style, perplexities.lengths, columns)
-        reference = labels[next(line for line in first_mode if line not in differences)][0]
-        axes.set_ylabel("loss difference ± 2 s.e. (nats)")
-        panel_title(axes, style, columns, f"minus {reference}")
+        axes.set_ylabel("loss difference (nats)\n± 2 standard errors")
+        means = [difference.mean for values in differences.values() for difference in values.values()]
+        if max(map(abs, means)) > MAX_LINEAR_DIFFERENCE:
+            axes.set_yscale("symlog", linthresh=SMALL_DIFFERENCE, linscale=0.5)
+            thousands(axes, "y")
+        panel_title(axes, style, columns, f"minus {labels[compared][0]}")
         axes.axhline(0, color=GRAY, linewidth=0.1 * style.size)
         for line, values in differences.items():
             looks = line_style(style, numbers[labels[line][0]])
@@ -168,21 +183,23 @@ def perplexity_plot(
 
 
 def _differences(
-    lines: Sequence[tuple[Setting, Method]], lengths: Sequence[int], paired: PairedLosses
-) -> dict[tuple[Setting, Method], dict[int, Difference]]:
-    """Line -> length -> the loss of the line minus that of the reference, the first line of KERPLE (log) or else the
-    first line. Lines without any are left out, and so is the reference.
+    lines: Sequence[tuple[Setting, Method]], lengths: Sequence[int], paired: PairedLosses, pos_emb: str
+) -> tuple[tuple[Setting, Method] | None, dict[tuple[Setting, Method], dict[int, Difference]]]:
+    """The line of the reference `pos_emb` (with or without a label), or else the first line; and line -> length -> the
+    loss of the line minus that of the reference, without lines that have none.
     """
-    reference = next((line for line in lines if line[1].pos_emb == REFERENCE.pos_emb), lines[0] if lines else None)
+    names = [line[1].pos_emb for line in lines]
+    matching = [name for name in names if name == pos_emb] or [name for name in names if name.split(" (")[0] == pos_emb]
+    if not lines:
+        return None, {}
+    reference = lines[names.index(matching[0]) if matching else 0]
     result: dict[tuple[Setting, Method], dict[int, Difference]] = {}
     for line in lines:
         for length in lengths:
-            if reference is None or line == reference:
-                continue
-            difference = paired.difference((*line, length), (*reference, length))
+            difference = None if line == reference else paired.difference((*line, length), (*reference, length))
             if difference is not None:
                 result.setdefault(line, {})[length] = difference
-    return result
+    return reference, result
 
 
 def _mode_panels(
@@ -282,7 +299,8 @@ def passkey_plot(
     style: Style = SCREEN,
 ) -> Figure:
     """A heat map of percentages `[depth, length]` per method."""
-    columns = style.columns(len(grids), max(8.0, 1.4 * len(lengths) + 3))
+    title_width = SMALL * CHARACTER * (max(map(len, grids)) + 1) + 1
+    columns = style.columns(len(grids), max(8.0, 1.4 * len(lengths) + 3, title_width))
     aspect = (1.4 * len(depths) + 3) * style.em * columns / style.width
     figure, panels = new_figure(style, len(grids), columns, aspect, sharex=True, sharey=True)
     for axes, (name, grid) in zip(panels, grids.items(), strict=True):

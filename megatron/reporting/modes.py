@@ -1,6 +1,7 @@
 """Methods in inference modes: heat maps of the loss, and the best combination of both at each length."""
 
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -201,7 +202,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
                 text,
                 ha="center",
                 va="center",
-                size=SMALL * style.size,
+                size=0.75 * SMALL * style.size,
                 weight="bold" if value == lowest else "normal",
                 color="white" if dark else "black",
             )
@@ -213,12 +214,14 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         ax=panels,
         label="loss above the lowest (nats per token)",
         extend="max",
+        location="bottom",
         fraction=0.04,
-        aspect=25,
+        aspect=40,
         pad=0.01,
     )
     bar.outline.set_visible(False)
-    figure.suptitle(f"Loss (nats per token), {setting_title(setting)}", size=style.size)
+    title = textwrap.fill(f"Loss (nats per token), {setting_title(setting)}", int(style.width / style.em / CHARACTER))
+    figure.suptitle(title, size=style.size)
     return figure
 
 

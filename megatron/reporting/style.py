@@ -123,8 +123,8 @@ def render(draw: Callable[[Style], Figure], style: Style = SCREEN, format: Liter
         longest = int(style.width / style.em / CHARACTER)
         for text in figure.findobj(Text):
             text.set_parse_math(False)
-            if len(text.get_text()) > longest:
-                text.set_text(f"{text.get_text()[: longest - 1]}…")
+            lines = text.get_text().split("\n")
+            text.set_text("\n".join(line if len(line) <= longest else f"{line[: longest - 1]}…" for line in lines))
         figure.savefig(stream, format=format, metadata={"Software" if format == "png" else "CreationDate": None})
     return stream.getvalue()
 

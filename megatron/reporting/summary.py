@@ -31,7 +31,7 @@ from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_plot
 from megatron.reporting.formatting import NOT_AVAILABLE, TITLE, format_mean, format_number, format_percent
 from megatron.reporting.modes import best_combinations, best_notes, mode_figures
-from megatron.reporting.paper_tables import missing_notes
+from megatron.reporting.paper_tables import REFERENCE, missing_notes
 from megatron.reporting.style import render
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table, markdown
 from megatron.reporting.terminal import print_table, standard_output
@@ -91,7 +91,9 @@ def write_summary(
         raise UserError("there are no results to report")
     labeled = _label_checkpoints(records)
     perplexities = measurements(labeled, "extrapolation", "perplexity")
-    draw = partial(perplexity_plot, perplexities, PairedLosses(labeled), title=title)
+    draw = partial(
+        perplexity_plot, perplexities, PairedLosses(labeled), title=title, reference=compare_with or REFERENCE.pos_emb
+    )
     values: dict[str, object] = {"rows": rows}
     best = best_combinations(labeled)
     if best:

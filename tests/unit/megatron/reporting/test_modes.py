@@ -134,8 +134,8 @@ def test_heat_map():
     losses = measurements(rows, "extrapolation", "loss")
     figure = heat_map(losses, losses.settings[0])
     *panels, bar = [axes for axes in figure.axes if axes.get_visible()]
-    assert "nats per token" in bar.get_ylabel()
-    assert bar.get_ylim() == (0, 1)
+    assert "nats per token" in bar.get_xlabel()
+    assert bar.get_xlim() == (0, 1)
     assert "GitHub" in figure.get_suptitle()
     assert [axes.get_title(loc="left") for axes in panels] == ["length 512", "length 2,048"]
     for axes in panels:
