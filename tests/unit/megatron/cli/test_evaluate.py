@@ -227,6 +227,15 @@ def test_a_text_without_a_dataset(tmp_path, monkeypatch, configuration, checkpoi
     assert row["bits_per_byte"] is not None
 
 
+def test_a_text_that_is_not_utf_8(tmp_path, monkeypatch, configuration):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_bytes(b"good\nb\xe9d\n")
+    keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
+    with pytest.raises(UserError, match=r"--text a\.txt, line 2: not UTF-8") as caught:
+        main([keys, "--text", "a.txt", "--lengths", "64", "--output", "report"])
+    assert "--bad-documents" not in str(caught.value)  # not an option of evaluate.py
+
+
 def test_several_checkpoints_require_an_output_folder_and_the_same_data(tmp_path, checkpoints, data):
     folders = [str(checkpoints["kerple_log"][0]), str(tmp_path / "other")]
     with pytest.raises(UserError, match="choose its folder with --output"):
