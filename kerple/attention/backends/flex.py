@@ -43,7 +43,8 @@ def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: i
             free places behind the last position, the number of positions before the queries.
 
     Attention is causal without a `block_mask`, too; a causal `block_mask` saves the time for masked keys. Positions
-    beyond the t keys give NaN: the score_mod was created for shorter tensors.
+    beyond the t keys give NaN: the score_mod was created for shorter tensors. Fewer queries than s are the first of
+    them, because FlexAttention tells a score_mod the index of a query, but not the number of queries.
 
     Raises ValueError for a method that has neither bias nor weight, and for queries beyond the keys.
     """

@@ -148,6 +148,14 @@ def test_score_mods_for_other_lengths_are_rejected_or_give_nan():
         assert flex_attention(used, longer, longer, score_mod=modify).isnan().all(dim=-1).any()
 
 
+@torch.no_grad()
+def test_fewer_queries_than_a_score_mod_was_created_for_are_the_first():
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 8, 8)
+    modify = score_mod(METHODS["kerple_log"], query, key)
+    expected = flex_attention(query, key, key, score_mod=modify)[:, :, :2]
+    torch.testing.assert_close(flex_attention(query[:, :, :2], key, key, score_mod=modify), expected)
+
+
 def test_methods_without_tables_have_no_score_mod():
     with pytest.raises(ValueError, match=r"Rotary has no bias or weight .*; apply its rotate"):
         score_mod(Rotary(8), *STATES)
