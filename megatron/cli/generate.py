@@ -8,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-import torch
-
 from kerple.attention import FULL_MODE, Mode
 from megatron.cli.model_options import (
     checkpoint_folders,
@@ -29,6 +26,7 @@ from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, write_atomically
+from megatron.utils.memory import free_memory
 from megatron.utils.progress import Progress
 
 DESCRIPTION = "Generate text from a checkpoint."
@@ -246,11 +244,7 @@ class TextGenerator:
         limit = self._settings.maximum_tokens
         device = next(self._model.parameters()).device
         needed = cache_bytes(self._model, self._mode, rows, longest, limit)
-        if device.type == "cuda":
-            available = torch.cuda.mem_get_info(device)[0]
-        else:
-            available = psutil.virtual_memory().available
-        if needed > available:
+        if needed > (available := free_memory(device)):
             raise UserError(
                 f"maximum_tokens {limit:,}: the KV cache of {rows} texts needs {needed / 1e9:,.1f} GB, but only "
                 f"{available / 1e9:,.1f} GB of memory are available; reduce maximum_tokens or --batch-size"

@@ -37,8 +37,10 @@ from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 
-def train(config: Config) -> TrainingState:
+def train(config: Config, *, force: bool = False) -> TrainingState:
     """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of the run.
+
+    force: train even if more memory is needed than is free.
 
     Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
     """
@@ -48,7 +50,7 @@ def train(config: Config) -> TrainingState:
         with contextlib.ExitStack() as resources:
             lock_log_folders(config, resources)
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
-            trainer = Trainer(config, layout, logger, resources)
+            trainer = Trainer(config, layout, logger, resources, force=force)
             iteration = trainer.state.iteration
             with (
                 distributed.DistributedSignalHandler() as signals,
@@ -71,9 +73,17 @@ def train(config: Config) -> TrainingState:
 class Trainer:
     """A training run on this rank: data, engine, state, checkpoints and log."""
 
-    def __init__(self, config: Config, layout: distributed.Layout, logger: Logger, resources: contextlib.ExitStack):
+    def __init__(
+        self,
+        config: Config,
+        layout: distributed.Layout,
+        logger: Logger,
+        resources: contextlib.ExitStack,
+        *,
+        force: bool = False,
+    ):
         """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
-        `save`.
+        `save`. `force`: see `train`.
 
         Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked,
         not writable or too small; if possible before the model is built.
@@ -93,7 +103,7 @@ class Trainer:
             tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
         )
         logger.info(str(config.batch.resolve(layout.data_size)))
-        check_machine(config, layout, vocab_size)
+        check_machine(config, layout, vocab_size, logger.info, force=force)
         load, save = config.checkpoint.load, config.checkpoint.save
         self.lock: Lock | None = None
         resumed: Config | None = None
