@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hostile_results import NAMES, page_problem, valid_records
+from tests.support.hostile import NAMES, page_problem, valid_records
 from tests.support.release import RELEASE
 from tests.support.runs import ROOT, environment
 

@@ -23,14 +23,14 @@ os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "o
 import check_megatron  # noqa: F401
 from megatron.config.command_line import OptionParser, integer, number, run_main
 from megatron.utils.progress import Progress, readable_time
-from tests.soak import cases, configs, kills
+from tests.soak import cases, configs, files, kills
 from tests.soak.cases import Outcome
-from tests.support import forks, hostile_cases
+from tests.support import forks
 
 # Part -> its trials, and the number of inputs (for kills: of kills) of a full run.
 PARTS = {
     "configs": (lambda folder, only: cases.Cases({"training": configs.hostile_config}, only), 2000),
-    "files": (lambda folder, only: cases.Cases(hostile_cases.FILES, only), 1000),
+    "files": (lambda folder, only: cases.Cases(files.GROUPS, only), 1000),
     "kills": (kills.Kills, 500),
 }
 

@@ -1,5 +1,6 @@
 """Short runs of the soak test. docs/reliability.md has the counts of a long one."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 
 from megatron.config import Config, UserError, load_config
 from megatron.config.loader import FIELDS
-from tests.soak.cases import Outcome
+from tests.soak.cases import Outcome, draw_case, remove
 from tests.soak.configs import VALUES, Mutation, mutations, with_values
+from tests.soak.files import GROUPS
 from tests.soak.kills import Kills
 from tests.support.runs import ROOT, training_settings
 
@@ -52,6 +54,21 @@ def test_kills_cover_workers_validation_and_every_zero_stage(tmp_path):
     chosen = [keys for keys in settings.values() if keys["num_workers"] and keys["eval_iters"]]
     assert all(keys["log_interval"] > 1 and keys["save_interval"] <= keys["eval_interval"] for keys in chosen)
     assert {keys.get("zero_optimization", {}).get("stage") for keys in chosen} == {None, 0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group.startswith("checkpoint")])
+def test_a_seed_gives_the_same_input(group, tmp_path):
+    def content(seed):
+        with contextlib.ExitStack() as resources:
+            case = draw_case({group: GROUPS[group]}, seed, tmp_path / "case", resources)[1]
+        files = [path for path in sorted((tmp_path / "case").rglob("*")) if path.is_file() and not path.is_symlink()]
+        found = case.command, [path.read_bytes() for path in files]
+        remove(tmp_path / "case")
+        return found
+
+    first = content("1")
+    assert content("1")[0] == first[0]
+    assert any(content(seed) != first for seed in "234")
 
 
 def test_outcomes():

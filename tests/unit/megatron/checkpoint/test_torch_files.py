@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.storage import CheckpointError, load_file, load_tensors, read_weights
 from megatron.checkpoint.torch_files import check_tensors, check_zip_directory
-from tests.support.hostile_files import hostile_tensors
+from tests.support.hostile import hostile_tensors
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 

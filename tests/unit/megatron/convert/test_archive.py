@@ -14,7 +14,7 @@ from megatron.convert import archive as archive_module
 from megatron.convert.archive import unpack
 from megatron.convert.output import new_folder
 from megatron.utils.errors import UserError
-from tests.support.hostile_files import write_long_header
+from tests.support.hostile import write_long_header
 
 FILES = {"run/latest": b"global_step5", "run/global_step5/a.pt": bytes(range(256)) * 50}
 

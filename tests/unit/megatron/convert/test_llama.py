@@ -16,7 +16,7 @@ from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
 from tests.support.families import FAMILIES, family_model
-from tests.support.hostile_files import WRONG_VALUES
+from tests.support.hostile import WRONG_VALUES
 
 
 @pytest.mark.parametrize("name", FAMILIES)

