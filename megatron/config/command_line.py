@@ -62,7 +62,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, "epilog": epilog, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        super().error(visible(message))
+        super().error(visible(redact(message)))
 
     # The base class declares overloads by the type of `namespace`, hence the ignored errors.
     def parse_known_args(  # type: ignore[override]

@@ -107,6 +107,13 @@ def test_user_errors_do_not_show_secrets(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: a.yml: the server says: *** is unknown, my_token=***\n"
 
 
+def test_errors_of_options_do_not_show_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    with pytest.raises(SystemExit):
+        OptionParser(prog="a").parse_args(["0123456789"])
+    assert capsys.readouterr().err.endswith("a: error: unrecognized arguments: ***\n")
+
+
 def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
