@@ -47,6 +47,7 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     if config.parallel.pipe_parallel_size > 1:
         settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "curriculum_learning"}
+    reserved.add("pipeline")  # without pipeline parallelism, DeepSpeed takes any key in it and uses none
     for key, value in config.training.deepspeed_extra_args.items():
         if key in reserved:
             raise UserError(f'"deepspeed_extra_args.{key}": remove it; DeepSpeed\'s {key} is set from other keys')

@@ -78,7 +78,7 @@ def test_batch_sizes_must_fit():
     ("name", "keys"),
     [
         ("data_types", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
-        ("pipeline", {"pipe_parallel_size": 2}),
+        ("pipeline", {}),
     ],
 )
 def test_settings_from_other_keys_cannot_be_given_twice(name, keys):
