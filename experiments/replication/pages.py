@@ -41,7 +41,6 @@ from megatron.utils.files import write_atomically
 RECORDS = Path(__file__).with_name("records")
 SWEEPS, PILOT, MODES = ("c", "c-factor1", "prose", "latex"), "pilot", "modes"
 TRAIN_LENGTH, LONGEST = 128, 8192
-HEADLINE = ("alibi", "kerple_log", "rpe", "rotary")
 NO_LOSS = "sinusoidal"  # its losses beyond the training length are meaningless
 USED = 0.02  # nats: smaller gains from far text do not count
 BLOCK = re.compile(r"(<!-- block (\S+): \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -121,7 +120,6 @@ def blocks() -> dict[str, str]:
     full = [record for record in records if record["mode"] == "full"]
     found = costs(records)
     return {
-        "headline": _markdown(headline_table(found)),
         "answer": answer(records),
         "comparisons": _markdown(comparison_table(records)),
         "costs": _markdown(cost_table(found)),
@@ -133,20 +131,6 @@ def blocks() -> dict[str, str]:
         "pilot": _markdown(pilot_table(_read(PILOT))),
         "modes": _markdown(mode_tables(_read(MODES))[0]),
     }
-
-
-def headline_table(found: DataFrame) -> Table:
-    """The mean cost of extrapolation at the longest length."""
-    means = found[found["length"] == LONGEST].groupby(["pos_emb", "corpus"])["cost"].mean()
-    corpora = sorted(found["corpus"].unique(), key=corpus_rank)
-    lines = []
-    for pos_emb in HEADLINE:
-        texts = [f"{means[pos_emb, corpus]:+.2f}" for corpus in corpora]
-        cells = (Cell(text if float(text) else "0.00") for text in texts)
-        lines.append(Row((display_name(Method(pos_emb)),), tuple(cells)))
-    label = f"loss at {LONGEST:,} tokens with all keys, minus that with a window of {TRAIN_LENGTH}"
-    columns = tuple(map(corpus_name, corpora))
-    return Table("headline", "Cost", (f"{label} (nats; lower is better)",), columns, tuple(lines))
 
 
 def cost_table(found: DataFrame) -> Table:
