@@ -50,7 +50,7 @@ def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
         "save": str(tmp_path / "checkpoints"),
         "load": str(tmp_path / "checkpoints"),
     }
-    first = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, save_interval=100, **keys))
+    first = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, save_interval=None, **keys))
     for line in first.stdout:
         if "iteration 1/" in line:
             break
