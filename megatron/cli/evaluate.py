@@ -275,7 +275,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
         label = labels[len(models)] if labels else imported and Path(imported.removeprefix("hf:")).name
         provenance = Provenance(
             checkpoint=Checkpoint(
-                path=visible(options.hub_names.get(str(folder), str(folder))),
+                path=visible(imported or str(folder)),
                 iteration=iteration_of(step),
                 fingerprint=fingerprint,
                 layers=saved.model.num_layers,

@@ -235,8 +235,11 @@ def _print_plan(
     table.add_column("steps left", justify="right")
     table.add_column("tokens left", justify="right")
     total_steps = total_tokens = 0
+    untrained = []
     for run in runs:
         status = run.status()
+        if status.steps_left:
+            untrained.append(run)
         state = status.state.value
         if status.state is State.RESUME:
             state += f" from {status.saved_iteration:,}"
@@ -255,11 +258,10 @@ def _print_plan(
         rates = [logged for run in runs if (logged := run.logged_tokens_per_second())]
         rate = sum(rates) / len(rates) if rates else None
     problem = ""
-    untrained = [run for run in runs if run.status().steps_left]
     if rate is None and untrained and not missing_data(untrained[:1]):
         console.print(f"timing three steps of {untrained[0].name}", highlight=False, markup=False)
         try:
-            rate = measure_speed(untrained[0], KERPLE)
+            rate = measure_speed(untrained[0], KERPLE, devices)
         except UserError as error:
             problem = f" ({error})"
     if rate:

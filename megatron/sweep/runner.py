@@ -338,8 +338,9 @@ def start_process(
         )
 
 
-def measure_speed(run: SweepRun, kerple: Sequence[str]) -> float:
-    """Tokens per second of a run, from three training steps. Writes nothing to the run's folder.
+def measure_speed(run: SweepRun, kerple: Sequence[str], devices: Sequence[str]) -> float:
+    """Tokens per second of a run on the first of the devices, from three training steps. Writes nothing to the run's
+    folder.
 
     Raises UserError with the last lines of the training's output if it fails.
     """
@@ -358,8 +359,10 @@ def measure_speed(run: SweepRun, kerple: Sequence[str]) -> float:
         }
         config, log = Path(folder) / "config.yml", Path(folder) / OUTPUT
         config.write_text(json.dumps(settings))
-        with open(log, "wb") as stream:
-            status = subprocess.run([*kerple, "train", str(config)], stdout=stream, stderr=subprocess.STDOUT).returncode
+        environment = dict(os.environ)
+        if devices[0]:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[: run.num_gpus])
+        status = start_process([*kerple, "train", str(config)], Path(folder), environment, log).wait()
         speed = read_log(Path(folder) / METRICS) if status == 0 else None
         if speed is None:
             raise UserError(f"run {run.name}: {' '.join(last_lines(log, 3))}")
