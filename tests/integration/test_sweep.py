@@ -162,10 +162,12 @@ def test_a_killed_sweep_resumes(tmp_path):
     assert iterations[-1] == steps
     assert iterations.count(save_interval) == 1, "the third run started again from the beginning"
 
-    table = (tmp_path / "out" / "report" / "tables" / "kerple-3-4x128-128-non-overlapping.md").read_text()
-    rows = [line for line in table.splitlines() if line.startswith(("| 128 ", "| 256 ", "| 512 ", "| 1024 "))]
+    tables = tmp_path / "out" / "report" / "tables"
+    table = (tables / "kerple-3-4x128-128-non-overlapping.md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith(("| 128 ", "| 256 ", "| 512 ", "| 1,024 "))]
     assert len(rows) == 4
-    assert all(row.count("±") == 6 for row in rows)  # 3 methods in 2 modes, over 2 seeds
+    assert all(row.count("±") == 3 for row in rows)  # 3 methods, over 2 seeds
+    assert "window@128" in (tables / "modes-python_stdlib-4x128-128-non-overlapping.md").read_text()
     assert "6 of them already finished" in run_sweep(path)
 
 
