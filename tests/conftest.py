@@ -43,6 +43,16 @@ def empty_inductor_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """Runs scripts as forks of a process that has imported their modules."""
+    from tests.support.fork_server import ForkServer
+
+    server = ForkServer()
+    yield server
+    server.close()
+
+
 LONG = ("integration/", "unit/megatron/training/", "unit/megatron/checkpoint/", "unit/kerple/", "unit/megatron/model/")
 
 

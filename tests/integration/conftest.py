@@ -6,7 +6,6 @@ import pytest
 
 from megatron.config import Config
 from tests.support.checkpoints import write_corpus
-from tests.support.fork_server import ForkServer
 from tests.support.layouts import LAYOUTS, VOCABULARY, Trained
 from tests.support.ranks import Ranks
 from tests.support.runs import training_settings
@@ -36,13 +35,6 @@ def trained(ranks, data_path) -> Trained:
         return ""
 
     return train_in
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "o
 
 import check_megatron  # noqa: F401
 from megatron.config.command_line import OptionParser, integer, number, run_main
-from megatron.utils.progress import Progress, readable_time
+from megatron.utils.progress import readable_time
 from tests.soak import cases, configs, files, kills
 from tests.soak.cases import Outcome
 from tests.support import forks
@@ -38,52 +36,31 @@ PARTS = {
 def run_part(name: str, options: argparse.Namespace, deadline: float) -> list[Outcome]:
     """Run trials until their inputs or kills are `options.count`, or until the deadline."""
     make, total = PARTS[name]
-    total = options.count or total
-    work = options.output / "work" / name
-    if work.exists():
-        cases.remove(work)
+    left = options.count or total
+    work, failed = options.output / "work" / name, options.output / "failed"
+    for folder in (work, *failed.glob(f"{name}-*")):
+        if folder.exists():
+            cases.remove(folder)
     work.mkdir(parents=True)
+    failed.mkdir(exist_ok=True)
     part = make(work, options.only)
     outcomes: list[Outcome] = []
-    done = index = 0
-    with Progress(name, total, unit=name) as display, open(options.output / "trials.jsonl", "a") as stream:
-        while done < total and time.monotonic() < deadline:
+    with open(options.output / "trials.jsonl", "a") as stream:
+        while left > 0 and time.monotonic() < deadline:
+            index = len(outcomes)
             folder = work / str(index)
-            outcome = part.trial(f"{options.seed} {name} {index}", folder, total - done)
-            if outcome.is_good:
-                cases.remove(folder)
-            else:
-                display.print(f"{name} {index}, {outcome.group}: {problems(outcome)}")
-                kept = options.output / "failed" / f"{name}-{options.seed}-{index}"
-                kept.parent.mkdir(exist_ok=True)
-                if kept.exists():
-                    cases.remove(kept)
-                folder.rename(kept)
+            outcome = part.trial(f"{options.seed} {name} {index}", folder, left)
             record = {"part": name, "seed": options.seed, "index": index, **dataclasses.asdict(outcome)}
             print(json.dumps(record), file=stream, flush=True)
             outcomes.append(outcome)
-            done, index = done + outcome.count, index + 1
-            display.update(done, f"{done:,} of {total:,}")
+            left -= outcome.count
+            if outcome.is_good:
+                cases.remove(folder)
+            else:
+                print(f"{name} {index}: {outcome}", flush=True)
+                folder.rename(failed / f"{name}-{index}")
     cases.remove(work)
     return outcomes
-
-
-def problems(outcome: Outcome) -> str:
-    found = [f"{outcome.tracebacks} tracebacks"] if outcome.tracebacks else []
-    found += [f"memory {outcome.memory_ratio:.2f} of the limit"] if outcome.memory_ratio > 1 else []
-    return "; ".join([*found, *outcome.losses, *outcome.failures, str(outcome.details.get("output", ""))[-500:]])
-
-
-def describe_run(seed: int) -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=forks.ROOT, capture_output=True, text=True).stdout.strip()
-
-    commit = git("rev-parse", "--short", "HEAD") or "unknown"
-    commit += ", modified" if git("status", "--porcelain", "--untracked-files=no") else ""
-    cpu = [line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    machine = f"{cpu[0] if cpu else platform.processor()}, {os.cpu_count()} cores, {memory:.0f} GB"
-    return f"{time.strftime('%Y-%m-%d')}, commit {commit}, seed {seed}, {machine}"
 
 
 COLUMNS = ("trials", "kills or inputs", "tracebacks", "losses", "orphans", "other failures", "memory", "time")
@@ -116,35 +93,27 @@ def table(results: dict[str, list[Outcome]]) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen parts. Returns 0 if no trial has failed, otherwise 1."""
-    options = parse_options(argv)
-    options.output.mkdir(parents=True, exist_ok=True)
-    forks.import_modules()
-    forks.adopt_orphans()
-    end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    results = {}
-    for index, name in enumerate(options.parts):
-        # Parts share the time that is left equally.
-        now = time.monotonic()
-        results[name] = run_part(name, options, now + (end - now) / (len(options.parts) - index))
-    print(f"{describe_run(options.seed)}\n\n{chr(10).join(table(results))}")
-    return int(any(not outcome.is_good for outcomes in results.values() for outcome in outcomes))
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--seed", type=integer(0), default=1)
-    counts = ", ".join(f"{name} {count:,}" for name, (_, count) in PARTS.items())
-    parser.add_argument("--count", type=integer(1), help=f"kills or inputs of each part (default: {counts})")
+    parser.add_argument("--count", type=integer(1), help="inputs, or kills, of each part (default: 2000, 1000, 500)")
     parser.add_argument("--minutes", type=number(0), help="stop after this time, shared equally by the parts")
     parser.add_argument("--only", default="", metavar="TEXT", help="only kinds of trials whose name contains TEXT")
     parser.add_argument("--output", type=Path, default=forks.ROOT / "runs" / "soak", help="default: runs/soak")
     options = parser.parse_args(argv)
-    options.output = options.output.absolute()
-    options.parts = options.parts or list(PARTS)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown part {unknown.pop()!r}; choose from {', '.join(PARTS)}")
-    return options
+    options.output = options.output.absolute()
+    options.output.mkdir(parents=True, exist_ok=True)
+    forks.import_modules()
+    forks.adopt_orphans()
+    end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    results, parts = {}, options.parts or list(PARTS)
+    for index, name in enumerate(parts):
+        now = time.monotonic()
+        results[name] = run_part(name, options, now + (end - now) / (len(parts) - index))
+    print("\n".join(table(results)))
+    return int(any(not outcome.is_good for outcomes in results.values() for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What a trial found (`Outcome`), and trials of a command on a hostile input (`run_case`)."""
 
 import contextlib
-import importlib
+import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from megatron.config.command_line import EXIT_STATUS_OF_USER_ERROR
 from tests.support.forks import start_run
-from tests.support.runs import environment
 
 MEGABYTE = 1 << 20
 # Beyond what the command needs without hostile input, and twice the size of that input.
@@ -77,7 +76,6 @@ class Case:
         problem: returns what is wrong with the exit status and the output, or None.
     """
 
-    description: str
     command: list[str]
     statuses: tuple[int, ...] = (0, 2)
     constants: Mapping[str, object] = field(default_factory=dict)
@@ -92,40 +90,47 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 MakeCase = Callable[[Draw, Path, contextlib.ExitStack], Case]
 
 
-class Cases:
-    """Hostile inputs of several groups, in equal shares."""
-
-    def __init__(self, groups: dict[str, MakeCase], only: str):
-        self._groups = {name: make for name, make in groups.items() if only in name}
-
-    def trial(self, seed: str, folder: Path, limit: int) -> Outcome:
-        with contextlib.ExitStack() as resources:
-            group, case = draw_case(self._groups, seed, folder, resources)
-            return run_case(group, case, folder)
-
-
-def draw_case(
-    groups: dict[str, MakeCase], seed: str, folder: Path, resources: contextlib.ExitStack
-) -> tuple[str, Case]:
-    """Choose a group and make one of its cases in a new folder. The command runs later, outside of hypothesis, which
-    changes the recursion limit.
-    """
+def draw_seeded(make: Callable[[Draw], Any], seed: str) -> Any:
+    """What `make` returns with a function that draws values of strategies, the same for the same seed."""
     drawn = []
 
     @hypothesis.seed(seed)
     @settings(max_examples=2, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HealthCheck)
     @given(st.data())
     def draw_second(data: Any) -> None:
-        if data.draw(st.integers(0, 2**32)) == 0:  # the first example is always the simplest one
-            return
-        if folder.exists():  # hypothesis has given up an example that was too large
-            remove(folder)
-        folder.mkdir()
-        group = data.draw(st.sampled_from(list(groups)))
-        drawn.append((group, groups[group](data.draw, folder, resources)))
+        if data.draw(st.integers(0, 2**32)):  # the first example is always the simplest one
+            drawn.append(make(data.draw))
 
     draw_second()
     return drawn[-1]
+
+
+def pick(draw: Draw, values: Iterable[Any]) -> Any:
+    return draw(st.sampled_from(list(values)))
+
+
+class Cases:
+    """Trials of hostile inputs of several groups, in equal shares."""
+
+    def __init__(self, groups: dict[str, MakeCase], only: str):
+        self._groups = {name: make for name, make in groups.items() if only in name}
+
+    def trial(self, seed: str, folder: Path, limit: int) -> Outcome:
+        with contextlib.ExitStack() as resources:
+            group, case = self.draw(seed, folder, resources)
+            return run_case(group, case, folder)
+
+    def draw(self, seed: str, folder: Path, resources: contextlib.ExitStack) -> tuple[str, Case]:
+        """A case in a new folder. Its command runs later: hypothesis changes the recursion limit."""
+
+        def make(draw: Draw) -> tuple[str, Case]:
+            if folder.exists():  # hypothesis has given up an example that was too large
+                remove(folder)
+            folder.mkdir()
+            group = pick(draw, self._groups)
+            return group, self._groups[group](draw, folder, resources)
+
+        return draw_seeded(make, seed)
 
 
 def run_case(group: str, case: Case, folder: Path) -> Outcome:
@@ -140,9 +145,8 @@ def run_case(group: str, case: Case, folder: Path) -> Outcome:
     run = start_run(
         case.command,
         log,
-        cwd=folder,
-        environment={**environment(), "HOME": str(folder), "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"},
-        prepare=lambda: replace_constants(case.constants),
+        constants=case.constants,
+        environment={**os.environ, "HOME": str(folder)},
         memory=ADDRESS_SPACE,
     )
     has_printed = lambda text: text is not None and text in log.read_bytes()  # noqa: E731
@@ -172,17 +176,9 @@ def run_case(group: str, case: Case, folder: Path) -> Outcome:
         outcome.failures.append("code in the input was executed")
     if outside != set(folder.parent.iterdir()):
         outcome.failures.append(f"files outside: {[path.name for path in outside ^ set(folder.parent.iterdir())]}")
-    outcome.details = {"case": case.description[:300], "command": " ".join(case.command)[:1000], "status": status}
-    if not outcome.is_good:
-        outcome.details["output"] = output[-2000:]
+    end = output[-300:] if outcome.is_good else output[-2000:]
+    outcome.details = {"command": " ".join(case.command)[:1000], "status": status, "output": end}
     return outcome
-
-
-def replace_constants(constants: Mapping[str, object]) -> None:
-    """Set the constants "module:NAME" of this process, which is a fork."""
-    for path, value in constants.items():
-        module, _, name = path.partition(":")
-        setattr(importlib.import_module(module), name, value)
 
 
 def remove(folder: Path) -> None:

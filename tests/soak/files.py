@@ -33,16 +33,17 @@ from megatron.preparation.readers import FileCorpus
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import plan
 from tests.soak import checkpoints
-from tests.soak.cases import SECONDS, Case, Draw, MakeCase, replace_constants
-from tests.soak.changes import damage, flip, pick, spoil, value_in
+from tests.soak.cases import SECONDS, Case, Draw, MakeCase, pick
+from tests.soak.changes import damage, flip, spoil, value_in
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus
 from tests.support.corpora import BYTE_TOKENIZER, json_lines
 from tests.support.forks import start_run
 from tests.support.hostile import NAMES, page_problem, valid_records, write_long_header
-from tests.support.runs import environment
 from tests.support.servers import serve_bytes
 from tests.support.sweeps import write_sweep
 from tests.support.texts import KINDS, PYTHON
+
+PREPROCESS = ["tools/datasets/preprocess_data.py", "--tokenizer-type", "CharLevelTokenizer", "--append-eod"]
 
 # -- inputs of preprocessing -------------------------------------------------------------------------------------------
 
@@ -151,11 +152,11 @@ def hostile_input(draw: Draw, folder: Path, resources: contextlib.ExitStack) -> 
     name = pick(draw, ("input", "input", "input", "in put\x1b[31m", "é\udcff"))
     path = Path(os.fsdecode(os.fsencode(folder / f"{name}{suffix}{compression}")))
     path.write_bytes(content)
-    detail = spoil(draw, path) if how == "spoiled" else ""
-    command = ["tools/datasets/preprocess_data.py", "--input", pick(draw, (str(path), str(folder)))]
-    command += ["--output-prefix", str(folder / "out"), "--tokenizer-type", "CharLevelTokenizer", "--append-eod"]
-    command += pick(draw, ([], ["--bad-documents", "skip"], ["--pile-subset", "Github"], ["--suffixes", suffix]))
-    return Case(f"{suffix}{compression}, {len(content):,} bytes, {how} {detail}", command)
+    if how == "spoiled":
+        spoil(draw, path)
+    command = [*PREPROCESS, "--input", pick(draw, (str(path), str(folder))), "--output-prefix", "out"]
+    options = ([], ["--bad-documents", "skip"], ["--pile-subset", "Github"], ["--suffixes", suffix])
+    return Case([*command, *pick(draw, options)])
 
 
 # -- datasets and journals ---------------------------------------------------------------------------------------------
@@ -170,25 +171,23 @@ def hostile_dataset(draw: Draw, folder: Path, resources: contextlib.ExitStack) -
     path = Path(prefix + pick(draw, (".idx", ".idx", ".idx", ".bin", ".json")))
     if path.suffix == ".idx" and flip(draw):  # a wrong entry of the header or of one of the three arrays
         content = bytearray(path.read_bytes())
-        code = pick(draw, ("<i", "<q"))
         start = pick(draw, (draw(st.integers(9, HEADER.size)), draw(st.integers(9, len(content) - 8))))
-        value = pick(draw, (-1, 0, 1, 2**31 - 1, -(2**31), *((2**62, -(2**63), 2**63 - 1) if code == "<q" else ())))
-        struct.pack_into(code, content, start, value)
+        code, limit = pick(draw, (("<i", 2**31), ("<q", 2**63)))
+        struct.pack_into(code, content, start, pick(draw, (-1, 0, 1, limit - 1, -limit)))
         path.write_bytes(content)
-        how = f"{value} at {start}"
     else:
-        how = spoil(draw, path)
-    config, output = folder / "config.yml", ["--output-prefix", str(folder / "out")]
-    config.write_text(json.dumps(settings_of("kerple_log", prefix, train_iters=1, eval_iters=0)))
+        spoil(draw, path)
+    settings = settings_of("kerple_log", prefix, train_iters=1, eval_iters=0)
+    (folder / "config.yml").write_text(json.dumps(settings))
     inspect = ["tools/datasets/inspect_dataset.py", prefix]
     commands = (
-        ["train.py", str(config)],
+        ["train.py", "config.yml"],
         inspect,
         [*inspect, "--sample", "0", "3", "--tokenizer-type", "CharLevelTokenizer"],
-        ["tools/datasets/merge_datasets.py", "--input", prefix, prefix, *output],
-        ["tools/datasets/split_dataset.py", "--input", prefix, *output],
+        ["tools/datasets/merge_datasets.py", "--input", prefix, "--output-prefix", "out"],
+        ["tools/datasets/split_dataset.py", "--input", prefix, "--output-prefix", "out", "--split", "8,1,1"],
     )
-    return Case(f"{path.suffix}: {how}", pick(draw, commands))
+    return Case(pick(draw, commands))
 
 
 SMALL_WORK_ITEMS = {
@@ -203,34 +202,30 @@ def hostile_journal(draw: Draw, folder: Path, resources: contextlib.ExitStack) -
 
     If it succeeds, the dataset must be that of an uninterrupted run.
     """
-    source = folder / "source.jsonl"
-    source.write_bytes(json_lines(*(PYTHON[start : start + 300] for start in range(0, 12_000, 300))))
-    words = ["tools/datasets/preprocess_data.py", "--input", str(source), "--append-eod"]
-    words += ["--tokenizer-type", "CharLevelTokenizer", "--output-prefix"]
+    lines = json_lines(*(PYTHON[start : start + 300] for start in range(0, 12_000, 300)))
+    (folder / "source.jsonl").write_bytes(lines)
+    words = [*PREPROCESS, "--input", "source.jsonl", "--output-prefix"]
     expected = _preprocess(words, folder / "expected", 10**9)
     _preprocess(words, folder / "out", draw(st.integers(1, 7)))
-    path = pick(
-        draw, [folder / "out.progress.json"] * 4 + sorted(set(folder.glob("out*partial*")) - set(folder.glob("*.lock")))
-    )
-    checksum, _, text = path.read_bytes().partition(b"\n")
-    if path.suffix == ".json" and flip(draw):
+    journal = folder / "out.progress.json"
+    path = pick(draw, [journal] * 4 + sorted(set(folder.glob("out*partial*")) - set(folder.glob("*.lock"))))
+    if path == journal and flip(draw):
+        checksum, _, text = path.read_bytes().partition(b"\n")
         path.write_bytes(checksum + b"\n" + json.dumps(value_in(draw, json.loads(text))).encode())
-        how = "value"
     else:
-        how = spoil(draw, path)
+        spoil(draw, path)
 
     def problem(status: int, output: str) -> str | None:
         written = _dataset(folder / "out") if status == 0 else expected
         return None if written == expected else "the dataset differs from that of an uninterrupted run"
 
-    return Case(f"{path.name}: {how}", [*words, str(folder / "out")], constants=SMALL_WORK_ITEMS, problem=problem)
+    return Case([*words, "out"], constants=SMALL_WORK_ITEMS, problem=problem)
 
 
 def _preprocess(words: list[str], prefix: Path, items: int) -> list[bytes]:
     """Run preprocess_data.py in a fork, and end it without warning after `items` work items; returns `_dataset`."""
 
     def prepare() -> None:
-        replace_constants(SMALL_WORK_ITEMS)
         add, left = IndexedWriter.add, iter(range(items))
 
         def add_or_die(*arguments: Any) -> None:
@@ -240,8 +235,8 @@ def _preprocess(words: list[str], prefix: Path, items: int) -> list[bytes]:
 
         IndexedWriter.add = add_or_die  # type: ignore[method-assign]
 
-    command, log = [*words, str(prefix)], prefix.with_suffix(".log")
-    start_run(command, log, cwd=prefix.parent, environment=environment(), prepare=prepare).wait(SECONDS)
+    log = prefix.with_suffix(".log")
+    start_run([*words, prefix.name], log, constants=SMALL_WORK_ITEMS, prepare=prepare).wait(SECONDS)
     return _dataset(prefix)
 
 
@@ -274,19 +269,17 @@ ADDRESSES = (
 )  # fmt: skip
 
 
-def _response(draw: Draw) -> bytes | tuple[bytes, bytes, float]:
+def _response(draw: Draw) -> bytes:
     headers, body = draw(st.lists(st.sampled_from(HEADERS), max_size=3, unique=True)), pick(draw, BODIES)
     head = b"\r\n".join([pick(draw, STATUSES), *headers]) + b"\r\n\r\n"
-    return pick(draw, (head + body, head + body, damage(draw, head + body), (head, body[:20], 0.01)))
+    return pick(draw, (head + body, head + body, damage(draw, head + body)))
 
 
 def hostile_download(draw: Draw, folder: Path, resources: contextlib.ExitStack) -> Case:
     """A server for prepare_data.py."""
-    responses = [_response(draw) for _ in range(pick(draw, (1, 2, 5)))]
-    address, _ = resources.enter_context(serve_bytes(responses))
-    name = pick(draw, ADDRESSES)
-    command = ["prepare_data.py", "enwik8", "-d", str(folder / "data"), "-t", "CharLevelTokenizer", "--workers", "1"]
-    return Case(f"{name}: {str(responses)[:200]}", [*command, "--url", f"{address}/{name}"])
+    address = resources.enter_context(serve_bytes([_response(draw) for _ in range(pick(draw, (1, 2, 5)))]))
+    command = ["prepare_data.py", "enwik8", "-d", "data", "-t", "CharLevelTokenizer", "--workers", "1"]
+    return Case([*command, "--url", f"{address}/{pick(draw, ADDRESSES)}"])
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -307,15 +300,17 @@ def hostile_result(draw: Draw, folder: Path, resources: contextlib.ExitStack) ->
     """
     kind = pick(draw, ("results", "results", "names", "benchmark", "chomsky", "metrics", "journal", "evaluation",
                        "prompts", "options"))  # fmt: skip
-    out, how = folder / "out", ""
+    out = folder / "out"
     short = [name for name in NAMES if len(name) < 300]
-    report = ["tools/report.py", "--output", str(out)]
+    report = ["tools/report.py", "--output", "out"]
     if kind in ("evaluation", "prompts", "options"):
         write_checkpoint(folder / "checkpoints", "kerple_log", write_corpus(folder))
-    evaluate = ["evaluate.py", "--checkpoint", str(folder / "checkpoints"), "--lengths", "32", "--tokens", "128"]
+    evaluate = ["evaluate.py", "--checkpoint", "checkpoints", "--lengths", "32", "--tokens", "128"]
+    evaluate += ["--output", "out"]
     if kind == "results":
         path = _write_lines(folder / "in" / "results.jsonl", *valid_records())
-        how, command = spoil(draw, path), [*report, str(path.parent)]
+        spoil(draw, path)
+        command = [*report, str(path.parent)]
     elif kind == "names":
         records = valid_records()
         for entry in records:
@@ -328,15 +323,16 @@ def hostile_result(draw: Draw, folder: Path, resources: contextlib.ExitStack) ->
         rows = [{"name": name, "median": 0.5, "ratio": 1.2} for name in ("alibi", pick(draw, NAMES))]
         content = {"hardware": {"processor": pick(draw, NAMES)}, "tables": {pick(draw, NAMES): rows, "b": []}}
         path = _write_lines(folder / f"{pick(draw, NAMES).replace('/', '_')[:100]}.json", content)
-        how, command = spoil(draw, path), [*report, "--benchmark", str(path)]
+        spoil(draw, path)
+        command = [*report, "--benchmark", str(path)]
     elif kind == "chomsky":
         settings = {name.replace("-", "_"): value for name, value in CHOMSKY.items()}
         settings |= {"learning_rate": 1e-3, "test_every": 1, "architecture": "pre-norm"}
         result = {"task": "even_pairs", "seed": 0, "score": 0.375, "accuracies": {"5": 0.5, "6": 0.25}}
         results = [{**result, "pos_emb": name} for name in ("none", pick(draw, NAMES))]
-        how = spoil(draw, _write_lines(folder / "chomsky.json", {"settings": settings, "results": results}))
+        spoil(draw, _write_lines(folder / "chomsky.json", {"settings": settings, "results": results}))
         words = [word for name, value in CHOMSKY.items() for word in (f"--{name}", str(value))]
-        command = ["tools/chomsky.py", "--tasks", "even_pairs", "--methods", "none", "--output", str(folder), *words]
+        command = ["tools/chomsky.py", "--tasks", "even_pairs", "--methods", "none", "--output", ".", *words]
     elif kind in ("metrics", "journal"):
         sweep = write_sweep(
             folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}]}, evaluation={"lengths": [32]}
@@ -353,15 +349,15 @@ def hostile_result(draw: Draw, folder: Path, resources: contextlib.ExitStack) ->
             _write_lines(run / "evaluation" / "results.jsonl")
             journal = {"fingerprint": weights_fingerprint(step), "options": [["--lengths", "32"]]}
             path = _write_lines(run / "evaluation" / "evaluated.json", journal)
-        how = spoil(draw, path)
+        spoil(draw, path)
     elif kind == "evaluation":
-        how = spoil(draw, _write_lines(out / "results.jsonl", *valid_records()))
-        command = [*evaluate, "--output", str(out), "--replace"]
+        spoil(draw, _write_lines(out / "results.jsonl", *valid_records()))
+        command = [*evaluate, "--replace"]
     elif kind == "prompts":
-        how = spoil(draw, _write_lines(folder / "prompts", *NAMES))
+        spoil(draw, _write_lines(folder / "prompts", *NAMES))
         numbers = st.sampled_from(("0", "-1", "1000000000000", "1e300", ".nan", "4"))
         words = [f"{pick(draw, ('maximum_tokens', 'num_samples', 'top_k', 'temperature', 'top_p'))}={draw(numbers)}"]
-        command = ["generate.py", *evaluate[1:3], "-i", str(folder / "prompts"), "-o", str(folder / "out.jsonl")]
+        command = ["generate.py", *evaluate[1:3], "-i", "prompts", "-o", "out.jsonl"]
         command += ["--set", *words, "maximum_tokens=4"]
     else:
         number = pick(draw, ("0", "-1", "10000000000", "1" + "0" * 5000, "1e3", "nan", "1000000000000", "x", ""))
@@ -369,13 +365,13 @@ def hostile_result(draw: Draw, folder: Path, resources: contextlib.ExitStack) ->
                    "--batch-tokens=", "--passkey-depths=", "--protocol=kerple@", "--protocol=last-k@",
                    "--protocol=sliding@", "--modes=window@", "--modes=blockwise@")  # fmt: skip
         text = f"{pick(draw, ('--label', '--title', '--compare-with'))}={pick(draw, NAMES)}"
-        command = [*evaluate, pick(draw, options) + number, text, "--output", str(out)]
+        command = [*evaluate, pick(draw, options) + number, text]
 
     def problem(status: int, output: str) -> str | None:
         page = out / "report.html"
         return page_problem(page.read_text()) if page.is_file() else None
 
-    return Case(f"{kind}: {how}", command, statuses=(0, 1, 2), problem=problem)
+    return Case(command, statuses=(0, 1, 2), problem=problem)
 
 
 GROUPS: dict[str, MakeCase] = {

@@ -13,45 +13,49 @@ from hypothesis import HealthCheck, given, settings
 
 from megatron.config import Config, UserError, load_config
 from megatron.config.loader import FIELDS
-from tests.soak.cases import Outcome, draw_case, remove
-from tests.soak.configs import VALUES, Mutation, mutations, with_values
+from tests.soak.cases import Cases, Outcome, remove
+from tests.soak.configs import VALUES, configs, with_values
 from tests.soak.files import GROUPS
 from tests.soak.kills import Kills
 from tests.support.runs import ROOT, training_settings
 
 
-def soak(output, *words):
-    command = [sys.executable, "-m", "tests.soak", *words, "--output", str(output)]
-    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+def soak(output, start, *words):
+    """The trials of a call of the soak test, which must not find anything."""
+    command = [sys.executable, str(ROOT / "tests/soak/__main__.py"), *words, "--output", str(output)]
+    process = start(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    text, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, text
     trials = [json.loads(line) for line in (output / "trials.jsonl").read_text().splitlines()]
-    return completed, trials
+    assert f"| **{words[0]}** | **{len(trials)}** |" in text
+    return trials
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", ["configs", "files"])
-def test_no_input_fails(tmp_path, part):
-    completed, trials = soak(tmp_path, part, "--count", "5")
-    assert completed.returncode == 0, completed.stdout
-    assert [trial["index"] for trial in trials] == list(range(5))
-    assert f"| **{part}** | **5** | **5** | **0** | **0** | **0** | **0** |" in completed.stdout
+def test_no_input_fails(tmp_path, fork_server, part):
+    trials = soak(tmp_path, fork_server.Popen, part, "--count", "4")
+    assert [trial["index"] for trial in trials] == list(range(4))
+
+
+def test_no_kill_loses_anything(tmp_path, fork_server):
+    trials = soak(tmp_path, fork_server.Popen, "kills", "--count", "2", "--only", "training, workers, validation")
+    assert sum(trial["count"] for trial in trials) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", ["training, workers, validation", "ZeRO 3", "training, async save"])
-def test_no_kill_loses_anything(tmp_path, only):
-    completed, trials = soak(tmp_path, "kills", "--count", "4", "--only", only)
-    assert completed.returncode == 0, completed.stdout
-    assert sum(trial["count"] for trial in trials) == 4
+@pytest.mark.parametrize("only", ["ZeRO 3", "training, async save", "preprocessing", "evaluation"])
+def test_no_kill_of_other_commands_loses_anything(tmp_path, only):
+    trials = soak(tmp_path, subprocess.Popen, "kills", "--count", "4", "--only", only)
     assert all(only in trial["group"] for trial in trials)
 
 
 def test_kills_cover_workers_validation_and_every_zero_stage(tmp_path):
-    settings = {}
-    for name, (_, make) in Kills(tmp_path, "training, ").commands.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        settings[name] = json.loads(Path(make(folder).prepare()[-1]).read_text())
-    chosen = [keys for keys in settings.values() if keys["num_workers"] and keys["eval_iters"]]
+    settings = []
+    for name, (_, command) in Kills(tmp_path, "training, ").commands.items():
+        (tmp_path / name).mkdir()
+        command.prepare(tmp_path / name)
+        settings.append(json.loads((tmp_path / name / "config.yml").read_text()))
+    chosen = [keys for keys in settings if keys["num_workers"] and keys["eval_iters"]]
     assert all(keys["log_interval"] > 1 and keys["save_interval"] <= keys["eval_interval"] for keys in chosen)
     assert {keys.get("zero_optimization", {}).get("stage") for keys in chosen} == {None, 0, 1, 2, 3}
 
@@ -60,7 +64,7 @@ def test_kills_cover_workers_validation_and_every_zero_stage(tmp_path):
 def test_a_seed_gives_the_same_input(group, tmp_path):
     def content(seed):
         with contextlib.ExitStack() as resources:
-            case = draw_case({group: GROUPS[group]}, seed, tmp_path / "case", resources)[1]
+            case = Cases(GROUPS, group).draw(seed, tmp_path / "case", resources)[1]
         files = [path for path in sorted((tmp_path / "case").rglob("*")) if path.is_file() and not path.is_symlink()]
         found = case.command, [path.read_bytes() for path in files]
         remove(tmp_path / "case")
@@ -82,15 +86,15 @@ MAX_MESSAGE = 20_000  # characters
 MAX_SECONDS = 2.0  # of processor time
 
 
-def load(mutation: Mutation) -> Config | None:
+def load(hostile) -> Config | None:
     """The configuration; None if it was rejected with an error of limited length."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "hostile.yml")
-        path.write_bytes(mutation.content)
+        path.write_bytes(hostile.content)
         start = time.process_time()
         config, message = None, "loaded"
         try:
-            config = load_config([path], overrides=mutation.overrides)
+            config = load_config([path], overrides=hostile.overrides)
         except UserError as error:
             message = str(error)
         assert 0 < len(message) < MAX_MESSAGE
@@ -102,9 +106,9 @@ def test_configurations_load_or_are_rejected():
     loaded = []
 
     @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck)
-    @given(mutations(BASE))
-    def check(mutation):
-        loaded.append(load(mutation) is not None)
+    @given(configs(BASE))
+    def check(hostile):
+        loaded.append(load(hostile) is not None)
 
     check()
     assert 3 < sum(loaded) < 50

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -203,16 +205,14 @@ class Run:
 
     def poll(self) -> int | None:
         """Reap the processes that have ended; returns `status`."""
-        while True:
-            try:
+        with contextlib.suppress(ChildProcessError):
+            while True:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            self.peak = max(self.peak, usage.ru_maxrss * 1024)
-            if pid == self.pid:
-                self.status = os.waitstatus_to_exitcode(status)
+                if pid == 0:
+                    break
+                self.peak = max(self.peak, usage.ru_maxrss * 1024)
+                if pid == self.pid:
+                    self.status = os.waitstatus_to_exitcode(status)
         return self.status
 
     def wait(self, seconds: float, condition: Callable[[], bool] = lambda: False) -> int | None:
@@ -225,7 +225,12 @@ class Run:
     def processes(self) -> list[int]:
         """Ids of the running processes of this run."""
         self.poll()
-        return descendants(os.getpid())
+        running = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    running.append(process.pid)
+        return running
 
     def wait_for_all(self, seconds: float) -> list[int]:
         """Wait until all processes have ended, at most `seconds`; returns those that are still running."""
@@ -242,44 +247,23 @@ class Run:
             time.sleep(0.01)
 
 
-def descendants(pid: int) -> list[int]:
-    """Ids of the running descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[0] not in "ZX":
-                children.setdefault(int(fields[1]), []).append(int(entry))
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        new = children.get(waiting.pop(), [])
-        found += new
-        waiting += new
-    return found
-
-
 def start_run(
     words: Sequence[str],
     log: Path,
     *,
-    cwd: Path,
-    environment: Mapping[str, str],
-    fork: bool = True,
-    prepare: Callable[[], None] | None = None,
+    constants: Mapping[str, object],
+    environment: Mapping[str, str] | None = None,
     memory: int | None = None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Start `python SCRIPT OPTIONS` in a session of its own, with its output appended to `log`.
+    """Start `python SCRIPT OPTIONS` in the folder of `log`, in a session of its own, with its output appended to `log`.
 
     Args:
         words: the path of the script, relative to the root of the project, and its options.
-        fork: False starts a new interpreter, and `prepare` is not supported.
+        constants: "module:NAME" -> value, replaced in the process.
         memory: bytes that the script may allocate on top of what this process has mapped.
+        prepare: called in the fork.
     """
-
     ready, started = os.pipe()
 
     def prepare_fork() -> None:
@@ -288,27 +272,17 @@ def start_run(
         if memory is not None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + memory,) * 2)
-        if prepare is not None:
-            prepare()
+        for path, value in constants.items():
+            module, _, name = path.partition(":")
+            setattr(importlib.import_module(module), name, value)
+        prepare()
         os.close(started)
 
     words = [str(ROOT / words[0]), *words[1:]]
-    null = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        if fork:
-            pid = fork_script(words, cwd, environment, (null, output, output), (started,), prepare_fork)
-            os.close(started)
-            os.read(ready, 1)  # until the signal handlers are those of the script
-            return Run(pid)
-        os.close(started)
-        actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, output, 1), (os.POSIX_SPAWN_DUP2, output, 2)]
-        command = [sys.executable, *words]
-        return Run(
-            os.posix_spawn(
-                sys.executable, command, environment, file_actions=actions, setsid=True, setsigdef=[signal.SIGINT]
-            )
-        )
-    finally:
-        for descriptor in (ready, null, output):
-            os.close(descriptor)
+    with open(os.devnull) as null, open(log, "a") as output:
+        streams = (null.fileno(), output.fileno(), output.fileno())
+        pid = fork_script(words, log.parent, environment, streams, (started,), prepare_fork)
+    os.close(started)
+    os.read(ready, 1)  # until the signal handlers are those of the script
+    os.close(ready)
+    return Run(pid)

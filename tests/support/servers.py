@@ -2,9 +2,8 @@
 
 import contextlib
 import http.server
-import socket
+import socketserver
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,33 +28,20 @@ def serve(folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serve_bytes(responses: Sequence[bytes | tuple[bytes, bytes, float]]) -> Iterator[tuple[str, list[str]]]:
-    """Answer the n-th connection with the n-th response (the last one from then on), and close it.
-
-    A response is sent as it is, including its status line and headers. Of (beginning, rest, interval), the rest is sent
-    byte by byte, one every `interval` seconds. Yields the address, and the list of requests, which grows.
+def serve_bytes(responses: Sequence[bytes]) -> Iterator[str]:
+    """Answer each connection with the next response, the last one repeatedly, as it is, including its status line and
+    headers, and close it. Yields the address.
     """
-    requests: list[str] = []
+    left = list(responses)
 
-    def answer(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            received = b""
-            while b"\r\n\r\n" not in received:
-                received += connection.recv(1 << 16)
-            requests.append(received.decode("latin-1"))
-            response = responses[min(len(requests), len(responses)) - 1]
-            beginning, rest, interval = (response, b"", 0.0) if isinstance(response, bytes) else response
-            connection.sendall(beginning)
-            for byte in rest:
-                time.sleep(interval)
-                connection.sendall(bytes([byte]))
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.recv(1 << 16)
+                self.request.sendall(left.pop(0) if len(left) > 1 else left[0])
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", requests
-        listener.shutdown(socket.SHUT_RDWR)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
