@@ -123,6 +123,7 @@ def evaluation(ranks: int = 1) -> Command:
 
     def prepare(folder: Path) -> list[str]:
         data = write_corpus(folder)
+        torch.manual_seed(0)  # of the weights that write_checkpoint does not seed
         write_checkpoint(folder / "checkpoints", "kerple_log", data, iteration=6)
         (folder / "config.yml").write_text(json.dumps(training_settings(folder, data, num_gpus=ranks)))
         words = ["evaluate.py", "config.yml", "--output", "report", "--tokens", "1024", "--by-position", "4"]
