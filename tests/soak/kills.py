@@ -151,8 +151,9 @@ def demo(corpus: Path | None = None) -> Command:
     def prepare(folder: Path) -> list[str]:
         if corpus is not None:
             shutil.copytree(corpus, folder / "data")
-        words = ["tools/demo.py", "--output", "runs", "--data", "data", "--methods", "kerple_log"]
-        return [*words, "--iterations", "6", "--tokens", "2048"]
+        # The demo takes relative paths from the root of the project.
+        words = ["tools/demo.py", "--output", str(folder / "runs"), "--data", str(folder / "data")]
+        return [*words, "--methods", "kerple_log", "--iterations", "6", "--tokens", "2048"]
 
     saved = ["data/python_stdlib", "runs", "runs/kerple_log/checkpoints"]
     return Command(prepare, saved, saved[2], files="data/python_stdlib/*.bin")
