@@ -225,7 +225,8 @@ class Launcher:
             **self.flags,
             **_tile_options(tile),
         )
-        grad_bias, grad_weight = sums.sum(dim=(1, 3)).T.split(counts, dim=1)
+        # Of strides (1, h), which the operator's fake implementation promises to torch.compile.
+        grad_bias, grad_weight = (grad.T for grad in sums.sum(dim=(1, 3)).split(counts))
         return (
             None if bias_directions is None else grad_bias.to(bias_directions.dtype),
             None if weight_directions is None else (grad_weight * self.scale).to(weight_directions.dtype),

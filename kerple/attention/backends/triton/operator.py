@@ -168,7 +168,7 @@ def _(
     return [
         *_empty_gradients(query, key),
         *(table.new_empty(table.shape) for table, needs_grad in tables if needs_grad and table is not None),
-        *(part.new_empty(part.shape[:2]) for part in (bias_directions, weight_directions) if part is not None),
+        *(part.new_empty(part.shape[1::-1]).T for part in (bias_directions, weight_directions) if part is not None),
         *(() if decay_sums is None else (decay_sums.new_empty(decay_sums.shape),)),
     ]
 

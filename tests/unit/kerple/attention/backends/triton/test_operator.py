@@ -5,32 +5,46 @@ import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import attend
+from kerple.attention import attend, jacobians, tables
 from kerple.attention.backends.triton import operator
+from kerple.positional import KerpleLog
 from tests.support.attention import random_attend_arguments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def operator_arguments(
-    s: int = 20, t: int = 20, window: int | None = None, kv_heads: int = 2, decay: bool = False
+    s: int = 20,
+    t: int = 20,
+    window: int | None = None,
+    kv_heads: int = 2,
+    decay: bool = False,
+    bias_directions: int = 1,
+    weight_directions: int = 0,
 ) -> list[object]:
     arguments = random_attend_arguments(1, 2, s, t, 16, decay=decay, window=window, kv_heads=kv_heads, device=DEVICE)
     states = [arguments[name] for name in ("query", "key", "value", "bias_table", "weight_table")]
-    coefficients = torch.randn(2, 1, device=DEVICE, requires_grad=True)
-    directions = torch.randn(2, 1, t, device=DEVICE)
-    return [*states, coefficients, None, directions, None, arguments.get("decay_sums"), 4, None, 0.3, window]
+    counts = (bias_directions, weight_directions)
+    coefficients = [torch.randn(2, count, device=DEVICE, requires_grad=True) if count else None for count in counts]
+    directions = [torch.randn(2, count, t, device=DEVICE) if count else None for count in counts]
+    dense = [4 if count else None for count in counts]
+    return [*states, *coefficients, *directions, arguments.get("decay_sums"), *dense, 0.3, window]
 
 
 @pytest.mark.parametrize(
-    ("s", "t", "window", "kv_heads", "decay"),
-    [(20, 20, None, 2, False), (9, 20, 5, 2, True), (20, 20, None, 1, False)],
+    ("s", "t", "window", "kv_heads", "decay", "bias_directions", "weight_directions"),
+    [
+        (20, 20, None, 2, False, 1, 0),
+        (9, 20, 5, 2, True, 1, 0),
+        (20, 20, None, 1, False, 2, 0),
+        (20, 20, None, 2, False, 2, 2),
+    ],
 )
-def test_opcheck(s, t, window, kv_heads, decay):
-    """Schema, fake implementation and autograd formula agree with the implementation."""
+def test_opcheck(s, t, window, kv_heads, decay, bias_directions, weight_directions):
+    """Schema, fake implementation and autograd formula agree with the implementation, strides included."""
     torch.library.opcheck(
         operator._attention,
-        tuple(operator_arguments(s, t, window, kv_heads, decay)),
+        tuple(operator_arguments(s, t, window, kv_heads, decay, bias_directions, weight_directions)),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
@@ -61,6 +75,21 @@ def test_attention_is_one_graph():
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(gradients(compiled, inputs), gradients(run, inputs), strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_inductor_compiles_the_backward_pass_of_two_directions():
+    method = KerpleLog(num_heads=2).to(DEVICE)
+
+    def run(query, key, value, *_):
+        bias, _ = tables(method, 20, query.device)
+        bias_jacobian, _ = jacobians(method, 20, query.device)
+        return attend(query, key, value, bias_table=bias, bias_jacobian=bias_jacobian, backend="fused")
+
+    arguments = random_attend_arguments(1, 2, 20, 20, 16, bias=False, weight=False, device=DEVICE)
+    inputs = [*(arguments[name] for name in ("query", "key", "value")), *method.parameters()]
+    compiled = torch.compile(run, fullgraph=True)
+    for actual, expected in zip(gradients(compiled, inputs), gradients(run, inputs), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def gradients(function, inputs):
