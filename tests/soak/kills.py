@@ -47,6 +47,8 @@ class Command:
         checkpoints: folders of checkpoints of training runs.
         files: files that must be those of an uninterrupted run.
         constants: "module:NAME" -> value, replaced in the process and its forks.
+        logged: the losses in the training log that must be those of an uninterrupted run. The demo does not repeat the
+            validation after the last step, because it does not train again.
     """
 
     prepare: Callable[[Path], list[str]]
@@ -54,6 +56,7 @@ class Command:
     checkpoints: str = "nothing"
     files: str = "nothing"
     constants: Mapping[str, object] = field(default_factory=dict)
+    logged: frozenset[str] = frozenset({"train/loss", "validation/loss", "test/loss"})
 
     def state(self, folder: Path) -> object:
         """Changes whenever something is saved."""
@@ -78,7 +81,7 @@ class Command:
 
     def result(self, folder: Path) -> str:
         """The results of the finished command, for a comparison."""
-        runs = [trained(directory) for directory in sorted(folder.glob(self.checkpoints))]
+        runs = [trained(directory, self.logged) for directory in sorted(folder.glob(self.checkpoints))]
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob(self.files))}
         leftover = sorted(path.name for path in folder.iterdir() if {"partial", "progress"} & set(path.name.split(".")))
         return json.dumps([runs, files, leftover, evaluated(record_lines(folder))])
@@ -156,7 +159,7 @@ def demo(corpus: Path | None = None) -> Command:
         return [*words, "--methods", "kerple_log", "--iterations", "6", "--tokens", "2048"]
 
     saved = ["data/python_stdlib", "runs", "runs/kerple_log/checkpoints"]
-    return Command(prepare, saved, saved[2], files="data/python_stdlib/*.bin")
+    return Command(prepare, saved, saved[2], files="data/python_stdlib/*.bin", logged=frozenset({"train/loss"}))
 
 
 # -- what a command has saved ------------------------------------------------------------------------------------------
@@ -176,14 +179,14 @@ def checkpoint_losses(directory: Path, acknowledged: int | None = None) -> list[
     return [damage] if damage else []
 
 
-def trained(directory: Path) -> object:
-    """The training, validation and test losses of a run and the tensors of its last checkpoint, in `directory`.
+def trained(directory: Path, logged: frozenset[str]) -> object:
+    """The losses `logged` of a run and the tensors of its last checkpoint, in `directory`.
 
     A value that was measured again must be the same each time.
     """
     losses: dict[str, list[float]] = {}
     for values in map(json.loads, (directory.parent / "logs" / "metrics.jsonl").read_text().splitlines()):
-        for name in {"train/loss", "validation/loss", "test/loss"} & values.keys():
+        for name in logged & values.keys():
             found = losses.setdefault(f"{name} {values['iteration']:06}", [])
             found += [] if values[name] in found else [values[name]]
     step = find_step(directory)

@@ -223,14 +223,11 @@ class Run:
         return self.status
 
     def processes(self) -> list[int]:
-        """Ids of the running processes of this run."""
+        """Ids of the processes of this run that have not been reaped. A zombie counts: other threads of it may still
+        run, and hold its locks.
+        """
         self.poll()
-        running = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    running.append(process.pid)
-        return running
+        return [process.pid for process in psutil.Process().children(recursive=True)]
 
     def wait_for_all(self, seconds: float) -> list[int]:
         """Wait until all processes have ended, at most `seconds`; returns those that are still running."""
