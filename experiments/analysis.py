@@ -11,7 +11,7 @@ import numpy as np
 from pandas import DataFrame
 from scipy.stats import t as t_distribution
 
-from megatron.evaluation.scoring import standard_error
+from megatron.evaluation.statistics import standard_error
 from megatron.reporting.aggregate import AnyRecord, Method, measurements
 from megatron.reporting.formatting import NOT_MEASURED
 from megatron.reporting.published import corpus_name, corpus_rank, display_name, published

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron.checkpoint.configuration import evaluated_method
@@ -46,15 +47,21 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     run_eval_tasks,
 )
-from megatron.evaluation.text import Text, check_ids, evaluation_text, text_by_document, text_of_file
+from megatron.evaluation.text import Text, check_ids, corpus_name, evaluation_text, text_by_document
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.encoding import encode_chunks
+from megatron.preparation.input_files import file_format, find_files
+from megatron.preparation.readers import FileCorpus, TextChunk
+from megatron.tokenizer import Tokenizer
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
-from megatron.utils.files import check_writable
+from megatron.utils.files import check_writable, read_file
 from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_rank_0
 
+MAX_TEXT_BYTES = 1 << 30
 DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training length and longer."
 
 
@@ -294,7 +301,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
     """The text of --text, or of the split; for --document-aware, as many rows of it as the budget needs."""
     if options.text is not None:
-        return text_of_file(options.text, tokenizer_of(config))
+        return _text_of_file(options.text, tokenizer_of(config))
     tokenizer = None
     try:
         tokenizer = tokenizer_of(config)
@@ -305,3 +312,22 @@ def _read_text(config: Config, options: argparse.Namespace, report: Callable[[st
         max_tokens = None if rows is None else rows * longest
         return text_by_document(config, longest, max_tokens, tokenizer, options.split, quiet=quiet)
     return evaluation_text(config, tokenizer, options.split)
+
+
+def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
+    """The documents of a file that prepare_data.py can read, or else its content as one document, as a dataset would
+    contain them: each with its end-of-document token. Raises UserError if it cannot be read, or has no text.
+    """
+    path = Path(path)
+    if os.path.isdir(path) or file_format(path.name):
+        chunks = list(FileCorpus(find_files([path])).chunks())
+    else:
+        chunks = [TextChunk(str(path), "text", 1, read_file(path, MAX_TEXT_BYTES))]
+    encoded = encode_chunks(chunks, tokenizer, DocumentOptions(append_eod=True, skip_bad=True))
+    if encoded.skipped.bad:
+        raise UserError(f"--text {encoded.skipped.bad[0]}; correct the file, or remove the document")
+    tokens = torch.from_numpy(encoded.tokens[0].astype(np.int64))
+    if not len(tokens):
+        raise UserError(f"--text {path}: has no text")
+    offsets = np.concatenate(([0], np.cumsum(encoded.lengths[0], dtype=np.int64)))
+    return Text(tokens, offsets, None, tokenizer.byte_lengths(), corpus_name([str(path)]), source=visible(str(path)))

@@ -11,7 +11,7 @@ from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
-from megatron.config.command_line import OptionParser, integer, number, option_name, path_option
+from megatron.config.command_line import OptionParser, integer, number, option_name, path_option, printable
 from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
@@ -29,7 +29,6 @@ from megatron.evaluation.runner import (
 from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
 from megatron.reporting.formatting import TITLE
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.utils.errors import shortened
 
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
@@ -387,12 +386,3 @@ def tokenizer_of(config: Config) -> Tokenizer:
     """Raises UserError if its files cannot be read."""
     settings = config.tokenizer
     return build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
-
-
-def printable(text: str) -> str:
-    """A title or label. Raises ArgumentTypeError if it has control characters or more than 300 characters."""
-    if not text.isprintable() or len(text) > 300:
-        raise argparse.ArgumentTypeError(
-            f"must have at most 300 characters and no control characters, unlike {shortened(text)!r}"
-        )
-    return text

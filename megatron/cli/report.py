@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kerple.positional.registry import canonical_name
-from megatron.cli.evaluation_options import printable
-from megatron.config.command_line import OptionParser
+from megatron.config.command_line import OptionParser, printable
 from megatron.evaluation.records import RESULTS, read_results
-from megatron.plots.checkpoints import add_weight_figures
 from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
@@ -71,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     style = SCREEN if options.style is None else parse_style(options.style)
     check_writable(options.output, "--output")
     sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
-    add_weight_figures(sources)
+    if sources.records or sources.checkpoints:
+        from megatron.plots.checkpoints import add_weight_figures  # imports torch and the model
+
+        add_weight_figures(sources)
     reference = REFERENCE
     if options.reference is not None:
         reference = Method(canonical_name(options.reference))

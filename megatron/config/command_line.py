@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.config.schema.base import MAX_INT
 from megatron.utils.errors import UserError, first_line, shortened, visible
 from megatron.utils.files import expanded_path
 from megatron.utils.secrets import redact
+from megatron.utils.typed_json import MAX_INT
 
 SET_OPTION = "--set"
 # GPT-NeoX's options that set a key: option -> key.
@@ -122,6 +122,15 @@ def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> 
         return value
 
     return parse
+
+
+def printable(text: str) -> str:
+    """A title or label. Raises ArgumentTypeError if it has control characters or more than 300 characters."""
+    if not text.isprintable() or len(text) > 300:
+        raise argparse.ArgumentTypeError(
+            f"must have at most 300 characters and no control characters, unlike {shortened(text)!r}"
+        )
+    return text
 
 
 def path_option(text: str) -> str:

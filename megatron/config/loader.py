@@ -29,7 +29,6 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from megatron.config import neox_compat, schema
 from megatron.config.checks import find_contradictions, find_notices
 from megatron.config.schema.base import (
-    MAX_INT,
     REST,
     Group,
     KeyPath,
@@ -42,6 +41,7 @@ from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, Entry, f
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.files import expanded_path
 from megatron.utils.secrets import contains_secret, is_secret_name
+from megatron.utils.typed_json import MAX_INT
 
 _SET = "--set"
 _MAX_SUGGESTIONS = 3

@@ -19,7 +19,8 @@ from kerple.attention import DEFAULT_MODE, AttentionMode
 from megatron.data.streams import TokenStream
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import DocumentGroups
-from megatron.evaluation.text import IntArray, Text
+from megatron.evaluation.statistics import standard_error
+from megatron.evaluation.text import Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
 from megatron.model.settings import ONE_RANK
@@ -203,17 +204,3 @@ class LossAccumulator:
         sums = np.add.reduceat(self.position_losses.numpy(), edges[:-1])
         counts = np.add.reduceat(self.position_counts.numpy(), edges[:-1])
         return edges.tolist(), (sums / counts).tolist(), counts.tolist()
-
-
-def standard_error(sums: np.ndarray[tuple[int], np.dtype[np.float64]], counts: IntArray) -> float | None:
-    """Standard error of the ratio m = sum(sums) / sum(counts), with one entry per document.
-
-    It is that of a ratio estimate: sqrt(D / (D - 1) * sum_d (S_d - m n_d)^2) / N over the D documents with n_d > 0
-    tokens, where S_d is the sum of losses of document d and N is the sum of all n_d. For equal n_d this is the standard
-    error of the mean of the documents' losses. None if D < 2.
-    """
-    sums, counts = sums[counts > 0], counts[counts > 0]
-    if len(sums) < 2:
-        return None
-    residual = sums - sums.sum() / counts.sum() * counts
-    return float(np.sqrt(len(sums) / (len(sums) - 1) * np.sum(residual**2)) / counts.sum())

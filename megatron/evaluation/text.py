@@ -1,7 +1,6 @@
 """The text that models are evaluated on: a token stream, its document boundaries and its size in bytes."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +20,11 @@ from megatron.data.streams import (
     evaluation_stream,
 )
 from megatron.evaluation.protocols import Protocol, Segments
-from megatron.preparation.documents import DocumentOptions
-from megatron.preparation.encoding import encode_chunks
-from megatron.preparation.input_files import file_format, find_files
-from megatron.preparation.readers import FileCorpus, TextChunk
 from megatron.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
-from megatron.utils.files import read_file
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
-MAX_TEXT_BYTES = 1 << 30
 READ_TOKENS = 1 << 22  # tokens read at once to compute a digest
 MAX_DOCUMENT_SHARE = 0.1  # of the scored tokens, above which a warning is printed
 
@@ -215,25 +208,6 @@ def text_source(config: Config, part: str = "valid") -> str:
     """The files of a part, and the split that selects it from them."""
     prefixes, split = evaluation_corpora(config, part)
     return visible(", ".join(prefixes)) + ("" if split is None else f", {part} part of split {split}")
-
-
-def text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
-    """The documents of a file that prepare_data.py can read, or else its content as one document, as a dataset would
-    contain them: each with its end-of-document token. Raises UserError if it cannot be read, or has no text.
-    """
-    path = Path(path)
-    if os.path.isdir(path) or file_format(path.name):
-        chunks = list(FileCorpus(find_files([path])).chunks())
-    else:
-        chunks = [TextChunk(str(path), "text", 1, read_file(path, MAX_TEXT_BYTES))]
-    encoded = encode_chunks(chunks, tokenizer, DocumentOptions(append_eod=True, skip_bad=True))
-    if encoded.skipped.bad:
-        raise UserError(f"--text {encoded.skipped.bad[0]}; correct the file, or remove the document")
-    tokens = torch.from_numpy(encoded.tokens[0].astype(np.int64))
-    if not len(tokens):
-        raise UserError(f"--text {path}: has no text")
-    offsets = np.concatenate(([0], np.cumsum(encoded.lengths[0], dtype=np.int64)))
-    return Text(tokens, offsets, None, tokenizer.byte_lengths(), corpus_name([str(path)]), source=visible(str(path)))
 
 
 def _check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import find_valid_step
+from megatron.checkpoint.directory import find_valid_step, has_files_of_checkpoints
 from megatron.checkpoint.layers import (
     LayerStates,
     check_sizes,
@@ -17,7 +17,6 @@ from megatron.checkpoint.layers import (
     weight_layers,
 )
 from megatron.config import Config, UserError
-from megatron.convert.hub import local_checkpoint
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.utils.memory import free_memory
@@ -49,7 +48,10 @@ def load_model(
         UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in
             its configuration; or if its weights need more memory than is free.
     """
-    directory = local_checkpoint(directory)
+    if not has_files_of_checkpoints(directory):
+        from megatron.convert.hub import local_checkpoint  # imports all converters
+
+        directory = local_checkpoint(directory)
     step = find_valid_step(directory, iteration, fallback=fallback)
     config = checkpoint_config(step, overrides)
     states = open_layers(step)

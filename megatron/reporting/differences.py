@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.evaluation.scoring import standard_error
+from megatron.evaluation.statistics import standard_error
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.formatting import NOT_MEASURED, format_difference
 

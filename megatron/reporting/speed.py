@@ -10,8 +10,6 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
-from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import find_step
 from megatron.reporting.aggregate import AnyRecord, Method
 from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
 from megatron.reporting.metrics import METRICS, read_log
@@ -64,6 +62,9 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
 
     The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the checkpoint folder.
     """
+    from megatron.checkpoint.configuration import checkpoint_config  # imports the model
+    from megatron.checkpoint.directory import find_step
+
     corpora: dict[str, str | None] = {}
     for record in records:
         path = (record.get("checkpoint") or {}).get("path")

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from megatron.optimizers import OTHER_OPTIMIZERS, OptimizerType
+from megatron.utils.typed_json import MAX_INT
 
 KeyPath = tuple[str, ...]
 REST = "*"
@@ -79,10 +80,6 @@ def _check_path(text: str) -> str:
     if len(text.encode()) > _MAX_PATH or max(len(name.encode()) for name in names) > _MAX_NAME:
         raise ValueError(f"must be a path of at most {_MAX_PATH} bytes with names of at most {_MAX_NAME}")
     return text
-
-
-# The largest integer up to which a float represents all integers exactly. The loader rejects larger ones.
-MAX_INT = 2**53
 
 
 def _integral(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from megatron.config.schema.base import MAX_INT, Group, Int, Ints, Paths, PathText, Texts, key
+from megatron.config.schema.base import Group, Int, Ints, Paths, PathText, Texts, key
+from megatron.utils.typed_json import MAX_INT
 
 
 class EvaluationConfig(Group):

@@ -16,7 +16,8 @@ from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import LastK, Segments
 from megatron.evaluation.records import ContextRecord, Provenance, Record
 from megatron.evaluation.runner import LOSS_NOTE, EvalContext, EvalTask
-from megatron.evaluation.scoring import LossAccumulator, standard_error
+from megatron.evaluation.scoring import LossAccumulator
+from megatron.evaluation.statistics import standard_error
 from megatron.evaluation.text import Text
 from megatron.utils.errors import UserError
 

@@ -4,7 +4,6 @@ import copy
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,7 +13,7 @@ from kerple.attention import DEFAULT_MODE, FULL, AttentionMode, Span
 from kerple.positional import primary_names
 from kerple.positional.distance_maps import Clip
 from megatron.evaluation.protocols import Segments
-from megatron.evaluation.scoring import LossAccumulator, LossChunk, SegmentReader, standard_error
+from megatron.evaluation.scoring import LossAccumulator, LossChunk, SegmentReader
 from megatron.evaluation.text import Text
 from megatron.inference.decoder import as_decoder
 from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
@@ -163,13 +162,6 @@ def test_the_cost_of_sinks_does_not_grow_with_the_length():
             list(reader_of(model, query_chunk=100).losses(stream, Segments(length, [0]), mode))
         operations.append(counter.get_total_flops())
     assert operations[1] <= 2.1 * operations[0]
-
-
-def test_equal_documents_have_the_standard_error_of_their_mean():
-    means = np.random.default_rng(3).normal(3, 0.4, 12)
-    expected = scipy.stats.sem(means)
-    assert standard_error(means * 50, np.full(12, 50)) == pytest.approx(expected)
-    assert standard_error(means[:1] * 50, np.full(1, 50)) is None
 
 
 @pytest.mark.parametrize("documents", [5, 256, 1000])

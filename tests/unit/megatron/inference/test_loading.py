@@ -106,7 +106,7 @@ def test_weights_that_do_not_fit_into_memory(monkeypatch):
     directory = checkpoints("kerple_log")
     size = 4 * sum(parameter.numel() for parameter in load_model(directory)[0].parameters())
     monkeypatch.setattr("megatron.inference.loading.free_memory", lambda: 0.99 * size)
-    with pytest.raises(UserError, match="global_step300: .* memory"):
+    with pytest.raises(UserError, match="of memory"):
         load_model(directory)
     monkeypatch.setattr("megatron.inference.loading.free_memory", lambda: 1.01 * size)
     load_model(directory)

@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megatron.evaluation.scoring import standard_error
+from megatron.evaluation.statistics import standard_error
 from megatron.reporting import figures
 from megatron.reporting.aggregate import Method, measurements
 from megatron.reporting.differences import PairedLosses
