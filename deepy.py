@@ -5,7 +5,7 @@ import sys
 
 import check_megatron  # noqa: F401
 from megatron.cli.deepy import main
-from megatron.config.command_line import run_main
+from megatron.utils.command_line import run_main
 
 if __name__ == "__main__":
     sys.exit(run_main(lambda: main(sys.argv[1:])))

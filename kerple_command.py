@@ -68,7 +68,7 @@ def main() -> int:
     import check_megatron  # noqa: F401
 
     try:
-        from megatron.config.command_line import run_main
+        from megatron.utils.command_line import run_main
     except ModuleNotFoundError as error:
         print(f"error: {missing(name, extra, error)}", file=sys.stderr)
         return 2

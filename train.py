@@ -4,7 +4,7 @@ import sys
 
 import check_megatron  # noqa: F401
 from megatron.cli.train import main
-from megatron.config.command_line import run_main
+from megatron.utils.command_line import run_main
 
 if __name__ == "__main__":
     sys.exit(run_main(main))

@@ -24,7 +24,7 @@ from benchmarks.support.attention_inputs import attend_with_method, random_state
 from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import attend, tables
 from kerple.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
-from megatron.config.command_line import run_main
+from megatron.utils.command_line import run_main
 
 HEADS, SIZE = 4, 64
 # DAPE materialized needs tens of GiB from this length on.

@@ -28,7 +28,7 @@ from kerple.attention import attend, dispatch, tables
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile
 from kerple.positional import ModelShape, PositionalMethod, build
-from megatron.config.command_line import run_main
+from megatron.utils.command_line import run_main
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe")
 SDPA_BACKENDS = {

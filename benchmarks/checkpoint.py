@@ -30,9 +30,9 @@ from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, optimi
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
-from megatron.config.command_line import run_main
 from megatron.training import distributed
 from megatron.training.engine import Engine
+from megatron.utils.command_line import run_main
 
 MIN_RELATIVE_RATE = 0.7
 

@@ -34,13 +34,13 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.config.command_line import run_main  # noqa: E402
 from megatron.preparation.corpora import StdlibCorpus  # noqa: E402
 from megatron.preparation.documents import DocumentOptions  # noqa: E402
 from megatron.preparation.encoding import ITEMS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
 from megatron.preparation.input_files import find_files  # noqa: E402
 from megatron.preparation.preprocessing import preprocess  # noqa: E402
 from megatron.preparation.readers import START, ChunkSource, FileCorpus  # noqa: E402
+from megatron.utils.command_line import run_main  # noqa: E402
 
 BATCH_CHARACTERS = 1 << 20  # of text per call of the library
 

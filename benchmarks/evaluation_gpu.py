@@ -20,8 +20,8 @@ from benchmarks.support.materialized import MATERIALIZED
 from benchmarks.support.models import initialized_gpt
 from benchmarks.train_step_gpu import model_settings
 from kerple.attention import dispatch
-from megatron.config.command_line import run_main
 from megatron.model.gpt import GPT
+from megatron.utils.command_line import run_main
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 ROWS = 1024

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.train_step import LAYERS, VOCABULARY, bench_model
 from kerple.attention import FULL
-from megatron.config.command_line import run_main
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import SegmentReader
 from megatron.inference.decoder import as_decoder
+from megatron.utils.command_line import run_main
 
 LIMIT = 2 * 1024**3
 LONG, LAYERS_WHEN_LONG = 65_536, 2

@@ -41,7 +41,7 @@ from triton.compiler import ASTSource
 
 from kerple.attention.backends.triton import kernels, table_kernels
 from kerple.attention.backends.triton.tiles import Gpu, Tile, Tiles, tiles_for
-from megatron.config.command_line import run_main
+from megatron.utils.command_line import run_main
 from megatron.utils.files import write_atomically
 
 # Pointer arguments of the kernels to the dtype of the states and to float32.

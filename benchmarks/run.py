@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.command_line import run_main
+from megatron.utils.command_line import run_main
 
 HERE = Path(__file__).resolve().parent
 OUTPUT = HERE.parent / "runs" / "bench"

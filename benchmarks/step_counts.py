@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.command_line import run_main
 from megatron.model import attention, fused_block, gpt, layers
 from megatron.training.flops import PEAK_FLOPS, count_parameters, flops_per_token
+from megatron.utils.command_line import run_main
 from tests.support.simulated_cuda import SimulatedCuda, environment, is_active
 from tests.support.simulated_cuda.traffic import Cost
 

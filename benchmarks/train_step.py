@@ -27,11 +27,11 @@ from benchmarks.support.materialized import MATERIALIZED, use_materialized_logit
 from benchmarks.support.models import PlainDecoder, initialized_gpt
 from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import dispatch
-from megatron.config.command_line import run_main
 from megatron.model.compiled import compile_blocks
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.training.optimizer import parameter_groups
+from megatron.utils.command_line import run_main
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCABULARY = 4, 256, 4, 512, 4, 8192
 LIMITS = {

@@ -23,10 +23,10 @@ from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from benchmarks.support.models import PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
-from megatron.config.command_line import run_main
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
+from megatron.utils.command_line import run_main
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
 COMPILED = COMPARED = ("kerple_log", "kerple_bias_wht")

@@ -25,10 +25,10 @@ from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
 import check_megatron  # noqa: E402, F401
-from megatron.config.command_line import OptionParser, integer, run_main  # noqa: E402
 from megatron.evaluation.records import ExtrapolationRecord, extrapolation_records, read_results  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
+from megatron.utils.command_line import OptionParser, integer, run_main  # noqa: E402
 from megatron.utils.environment import has_bf16_instructions  # noqa: E402
 from megatron.utils.errors import UserError, shortened  # noqa: E402
 from megatron.utils.files import check_writable, read_file, write_atomically  # noqa: E402

@@ -28,6 +28,7 @@ from megatron.checkpoint.directory import (
     CONFIG_FILE,
     OPTIMIZER_FILES,
     STATE_FILE,
+    check_not_replaced,
     clean_up,
     layer_file,
     publish,
@@ -59,7 +60,11 @@ WriteResult = tuple[dict[str, FileRecord] | None, str | None]
 
 
 class Checkpointer:
-    """Saves to `config.checkpoint.save`. Every rank has one and calls it at the same steps."""
+    """Saves to `config.checkpoint.save`. Every rank has one and calls it at the same steps.
+
+    Attributes:
+        first_lineage: see `check_not_replaced`.
+    """
 
     def __init__(self, engine: TrainingEngine, config: Config, report: Callable[[str], None]):
         """`report` prints a line on rank 0."""
@@ -67,6 +72,7 @@ class Checkpointer:
             raise ValueError("config.checkpoint.save is not set")
         self.engine, self.config, self.report = engine, config, report
         self.directory = Path(config.checkpoint.save)
+        self.first_lineage: list[int] | None = []
         kept = "extra_save_iters" if config.checkpoint.extra_save_iters else ""
         kept = "checkpoint_scale: log" if config.checkpoint.checkpoint_scale == "log" else kept
         if config.checkpoint.keep_last_n_checkpoints is not None and kept:
@@ -84,7 +90,8 @@ class Checkpointer:
         memory, and writes in the background.
 
         If any rank fails to write (disk full), every rank raises CheckpointError, the partial checkpoint is removed,
-        and previous checkpoints are unchanged. A background save raises it at the next `save` or `finish`.
+        and previous checkpoints are unchanged. A background save raises it at the next `save` or `finish`. It is also
+        raised if another run has saved this iteration to the folder; a signal can end a run at any iteration.
         """
         self.finish()
         unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"
@@ -93,12 +100,15 @@ class Checkpointer:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 clean_up(self.directory)
+                check_not_replaced(self.directory, lambda iteration: iteration == state.iteration, self.first_lineage)
                 unfinished.mkdir()
             except OSError as error:
                 raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
 
         run_on_rank_0(prepare, self._group)
         state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
+        if self.first_lineage is None:
+            self.first_lineage = state.lineage
         files = rank_files(self.engine, self.config, state)
         if not self.config.checkpoint.async_save:
             self._write(files, state.iteration, unfinished, state.lineage)

@@ -28,12 +28,12 @@ from megatron.chomsky.experiment import (
 )
 from megatron.chomsky.length_tasks import LENGTH_TASKS
 from megatron.chomsky.tasks import TASKS
-from megatron.config.command_line import OptionParser, integer, number, option_name
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
 from megatron.reporting.length_tests import distance_table, length_figure, length_table
 from megatron.reporting.style import render
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import print_table
+from megatron.utils.command_line import OptionParser, integer, number, option_name
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.gpus import use_gpus

@@ -17,7 +17,6 @@ import torch
 from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of, read_state_file, weights_fingerprint
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, integer
 from megatron.convert import from_hugging_face, to_hugging_face, to_release
 from megatron.convert.card import CardDetails
 from megatron.convert.hub import check_upload, download, is_hub_name, local_checkpoint, upload
@@ -28,6 +27,7 @@ from megatron.evaluation.text import corpus_name
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.errors import UserError
 
 

@@ -4,8 +4,8 @@ import argparse
 import os
 from collections.abc import Iterable
 
-from megatron.config.command_line import OptionParser, number
 from megatron.tokenizer import TOKENIZER_TYPES
+from megatron.utils.command_line import OptionParser, number
 
 
 def split_words(values: Iterable[str]) -> list[str]:

@@ -20,14 +20,14 @@ from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.cli.model_options import check_vocabulary, chosen_step, load, saved_config, tokenizer_keys
 from megatron.config import Config, UserError
-from megatron.config.command_line import integer, number, option_name, path_option
 from megatron.evaluation.modes import supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
 from megatron.tokenizer import build_tokenizer
+from megatron.utils.command_line import MAX_INT, integer, number, option_name, path_option
 from megatron.utils.errors import install_command, visible
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock
-from megatron.utils.typed_json import MAX_INT, Float, Int, check_json, load_json
+from megatron.utils.typed_json import Float, Int, check_json, load_json
 
 TASK_RESULTS = "tasks.json"
 MAX_BYTES = 1 << 26

@@ -11,7 +11,6 @@ from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
-from megatron.config.command_line import OptionParser, integer, number, option_name, path_option, printable
 from megatron.evaluation.measures.context import plan_context
 from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.measures.resolution import plan_resolution
@@ -29,6 +28,7 @@ from megatron.evaluation.runner import (
 from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
 from megatron.reporting.formatting import TITLE
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option, printable
 
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64

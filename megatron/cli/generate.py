@@ -17,13 +17,13 @@ from megatron.cli.model_options import (
     load_tokenizer,
     parse_with_checkpoint,
 )
-from megatron.config.command_line import integer, path_option
 from megatron.config.schema import GenerationConfig
 from megatron.evaluation.modes import parse_mode
 from megatron.inference.decoder import as_decoder
 from megatron.inference.generation import PROMPT_CHUNK, Generation, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer import Tokenizer
+from megatron.utils.command_line import integer, path_option
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.memory import free_memory

@@ -33,13 +33,13 @@ from megatron.checkpoint.directory import (
 from megatron.checkpoint.inspection import check_finite, describe, head_values
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, number
 from megatron.convert.archive import unpack
 from megatron.convert.output import new_folder
 from megatron.convert.tokenizer_files import check_rows
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.command_line import OptionParser, number
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from megatron.config import load_config
-from megatron.config.command_line import OptionParser, integer
 from megatron.config.yaml_files import PACKAGED
 from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files
 from megatron.data.splits import split_spans
 from megatron.preparation.own_text import SPLIT
 from megatron.sweep.definition import read_sweep
+from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.environment import has_bf16_instructions, machine
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically

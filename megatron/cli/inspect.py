@@ -26,8 +26,8 @@ from megatron.checkpoint.directory import (
 from megatron.checkpoint.inspection import describe, differences
 from megatron.checkpoint.layers import embedding_rows, open_layers
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.config.command_line import OptionParser, integer
 from megatron.model.settings import ModelSettings
+from megatron.utils.command_line import OptionParser, integer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

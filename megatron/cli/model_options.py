@@ -20,7 +20,6 @@ from megatron.checkpoint.configuration import checkpoint_config, evaluated_metho
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
-from megatron.config.command_line import OptionParser, extract_overrides, integer, path_option
 from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.convert.hub import local_checkpoint
@@ -29,6 +28,7 @@ from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.utils.command_line import OptionParser, extract_overrides, integer, path_option
 from megatron.utils.environment import slow_dtype_notice
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.gpus import use_gpus

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from megatron.config.command_line import OptionParser
 from megatron.plots.kernels import write_page
+from megatron.utils.command_line import OptionParser
 
 DESCRIPTION = (
     "Plot the bias and weight of every positional method by distance, and write the page that shows the plots. Methods "

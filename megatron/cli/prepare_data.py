@@ -12,7 +12,6 @@ from megatron.cli.dataset_options import (
     add_special_tokens_argument,
     split_words,
 )
-from megatron.config.command_line import OptionParser, integer
 from megatron.preparation.prepare import (
     DATASETS,
     EMBEDDED,
@@ -23,6 +22,7 @@ from megatron.preparation.prepare import (
     prepare,
 )
 from megatron.tokenizer import TOKENIZER_TYPES
+from megatron.utils.command_line import OptionParser, integer
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:

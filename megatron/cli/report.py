@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kerple.positional.registry import canonical_name
-from megatron.config.command_line import OptionParser, printable
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import Sources, write_report
 from megatron.reporting.style import PAPER, SCREEN, parse_style
+from megatron.utils.command_line import OptionParser, printable
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable
 

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from megatron.cli.evaluation_options import check_modes, check_run
 from megatron.config import UserError
-from megatron.config.command_line import OptionParser, integer, number, option_name
 from megatron.evaluation.records import read_results
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner, measure_speed
 from megatron.sweep.slurm import array_script
+from megatron.utils.command_line import OptionParser, integer, number, option_name
 from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.gpus import use_gpus
 from megatron.utils.locks import Lock, LockBusyError

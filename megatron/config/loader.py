@@ -38,10 +38,10 @@ from megatron.config.schema.base import (
     is_path,
 )
 from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, Entry, find_file, parse_override, read_file
+from megatron.utils.command_line import MAX_INT
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.files import expanded_path
 from megatron.utils.secrets import contains_secret, is_secret_name
-from megatron.utils.typed_json import MAX_INT
 
 _SET = "--set"
 _MAX_SUGGESTIONS = 3

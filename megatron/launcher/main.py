@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config, load_config
-from megatron.config.command_line import extract_overrides
 from megatron.data.indexed_dataset import bin_path, find_files, idx_path
 from megatron.launcher.commands import (
     ReservedPort,
@@ -24,6 +23,7 @@ from megatron.launcher.node import Node, run_node
 from megatron.launcher.rank import DEFAULT_PORT
 from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
 from megatron.launcher.script_arguments import STRICT_OPTION, print_notices
+from megatron.utils.command_line import extract_overrides
 from megatron.utils.errors import UserError
 
 USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]

@@ -30,7 +30,7 @@ LAUNCHER_VARIABLE = "LAUNCHER_PID"
 # deepy.py sends it to node.py on the other hosts.
 KILL_SIGNAL = signal.SIGUSR2
 # A rank prints its own message before it exits with one of these: a UserError, the loss of the connection to another
-# rank, or an unexpected error (megatron/config/command_line.py).
+# rank, or an unexpected error (megatron/utils/command_line.py).
 EXPLAINED_STATUSES = (2, 3, 70)
 STATUS_OF_LOST_CONNECTION = 3
 # Usual causes of signals that nobody sent on purpose.

@@ -16,8 +16,8 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from megatron.config import Config, load_config
-from megatron.config.command_line import OptionParser, add_key_options, extract_overrides, path_option
 from megatron.launcher.rank import follow_launcher, set_rank_variables
+from megatron.utils.command_line import OptionParser, add_key_options, extract_overrides, path_option
 from megatron.utils.errors import UserError
 
 MERGED_CONFIG_OPTION = "--neox-config"

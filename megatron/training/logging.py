@@ -121,8 +121,8 @@ class Logger:
             ) from error
 
     def _wandb_run_id(self, iteration: int) -> str | None:
-        """The id of this run, kept in `save`, so that a resumed run continues its curves; None without `save`."""
-        if self._config.checkpoint.save is None:
+        """The id of this run, kept in `save`, so that a resumed run continues its curves; None if it saves nothing."""
+        if self._config.checkpoint.save is None or self._config.schedule.train_iters == 0:
             return None
         path = Path(self._config.checkpoint.save) / "wandb_run_id"
         if iteration == 0 or not path.exists():

@@ -148,12 +148,13 @@ class Trainer:
         )
         self.state = load_checkpoint(self.engine, source, checkpoint, logger.info)
         self.engine.project()
+        lineage = None if source.checkpoint.finetune else self.state.lineage
         if self.lock is not None:
-            lineage = None if source.checkpoint.finetune else self.state.lineage
 
             def saves(iteration: int) -> bool:
                 is_ahead = start < iteration <= self.last_iteration or iteration == start == 0
-                return is_ahead and (config.checkpoint.saves(iteration) or iteration == self.last_iteration)
+                is_planned = config.checkpoint.saves(iteration) or _is_due(iteration, config.training.exit_interval)
+                return is_ahead and (is_planned or iteration == self.last_iteration)
 
             run_on_rank_0(lambda: check_not_replaced(Path(save or ""), saves, lineage))
         needed = self._num_samples(self.state)
@@ -174,6 +175,8 @@ class Trainer:
             self.train_batches = self.engine.batches(datasets.train, self.state.consumed_samples)
         self.validator = Validator(self.engine, logger, datasets.valid, datasets.test)
         self.checkpointer = Checkpointer(self.engine, config, logger.info) if save else None
+        if self.checkpointer is not None:
+            self.checkpointer.first_lineage = lineage
         self.state.lr_schedule = config.schedule.lr_schedule or self.state.lr_schedule
         decay_iters = config.schedule.lr_decay_iters or self.last_iteration
         self.schedule = Schedule(
@@ -221,9 +224,13 @@ class Trainer:
         if num_samples[0] and datasets.train is None:
             raise UserError("there are no training documents: check split, or set train-data-paths")
         if training.eval_iters and datasets.valid is None:
+            place = "valid-data-paths is not set"
+            if config.data.data_path is not None:
+                place = f"split {config.data.split} leaves none of the documents of data-path {config.data.data_path}"
+            without_validation = f"there are no validation documents: {place}"
             if self.last_iteration == 0:
-                raise UserError("train-iters is 0 and there are no validation documents: check data-path and split")
-            self.logger.info("no validation: there are no validation documents (see split and valid-data-paths)")
+                raise UserError(f"train-iters is 0, and {without_validation}")
+            self.logger.info(f"no validation: {without_validation}")
         return datasets
 
     def train(self, signals: distributed.DistributedSignalHandler, profiler_step: Callable[[], None]) -> bool:

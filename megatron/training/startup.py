@@ -52,9 +52,11 @@ def lock_log_folders(config: Config, resources: contextlib.ExitStack) -> None:
     Raises UserError, on all ranks, if another run logs to one of them: their metrics would be mixed.
     """
     logging = config.logging
-    folders = {logging.tensorboard_dir: "tensorboard-dir", logging.log_dir: "log-dir"}
-    for folder, key in folders.items():
-        if folder:
+    folders = {"log-dir": logging.log_dir, "tensorboard-dir": logging.tensorboard_dir}
+    locked = set[Path]()
+    for key, folder in folders.items():
+        if folder and Path(folder).resolve() not in locked:
+            locked.add(Path(folder).resolve())
             message = f"{key}: another run logs to {folder}; wait until it ends, or choose another folder"
             lock = Lock(Path(folder) / "log.lock", message)
             resources.callback(lock.release)

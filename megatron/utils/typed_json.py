@@ -10,9 +10,6 @@ from megatron.utils.errors import UserError, visible
 
 T = TypeVar("T")
 
-# The largest integer up to which a float represents all integers exactly. Configurations reject larger ones.
-MAX_INT = 2**53
-
 # The value types of these files. Infinity and NaN, 1e999, and integers that do not fit into 64 bits are rejected.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]

@@ -12,7 +12,7 @@ import pytest
 
 import check_megatron
 import kerple_command
-from megatron.config.command_line import OptionParser
+from megatron.utils.command_line import OptionParser
 from tests.support.forks import fork_script
 
 ROOT = Path(__file__).parents[2]

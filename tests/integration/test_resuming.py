@@ -9,6 +9,7 @@ from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.data.datasets import CorpusPart
+from megatron.training.distributed import DistributedSignalHandler
 from tests.support.runs import copy_checkpoint, metrics, trained, weights
 
 
@@ -172,6 +173,22 @@ def test_the_same_command_resumes_finetuning(folder, tmp_path, data_path, capsys
     assert output.count("already contains checkpoints of this run, which resumes from them") == 1
     assert "global_step2: iteration 2, 16 samples read" in output
     assert "finetune: weights from" not in output
+
+
+def test_finetuning_never_replaces_its_source(tmp_path, data_path, monkeypatch):
+    """Nor if `exit-interval` or a signal ends it at the iteration of the source."""
+    trained(tmp_path, data_path, eval_iters=0, save_interval=6)
+    source = weights(tmp_path, 6)
+    keys = {"finetune": True, "eval_iters": 0, "train_iters": 20, "save_interval": 4}
+    with pytest.raises(CheckpointError, match=r"global_step6 of another run"):
+        trained(tmp_path, data_path, **keys, exit_interval=6)
+    assert saved_iterations(tmp_path / "checkpoints") == [6]
+    steps = iter(range(1, 20))
+    monkeypatch.setattr(DistributedSignalHandler, "received_by_any_rank", lambda self, stop: next(steps) == 6)
+    with pytest.raises(CheckpointError, match=r"global_step6 of another run"):
+        trained(tmp_path, data_path, **keys)
+    assert saved_iterations(tmp_path / "checkpoints") == [4, 6]
+    assert all(torch.equal(tensor, source[name]) for name, tensor in weights(tmp_path, 6).items())
 
 
 def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline"}
 
 import check_megatron  # noqa: F401
-from megatron.config.command_line import OptionParser, integer, number, run_main
+from megatron.utils.command_line import OptionParser, integer, number, run_main
 from megatron.utils.progress import readable_time
 from tests.soak import cases, configs, files, kills
 from tests.soak.cases import Outcome

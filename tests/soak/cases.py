@@ -15,7 +15,7 @@ import psutil
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.command_line import EXIT_STATUS_OF_USER_ERROR
+from megatron.utils.command_line import EXIT_STATUS_OF_USER_ERROR
 from tests.support.forks import start_run
 
 MEGABYTE = 1 << 20

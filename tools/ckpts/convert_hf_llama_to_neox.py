@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.convert import main
-from megatron.config.command_line import OptionParser, integer, run_main
+from megatron.utils.command_line import OptionParser, integer, run_main
 
 if __name__ == "__main__":
     parser = OptionParser(description=__doc__)

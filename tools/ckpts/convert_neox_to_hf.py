@@ -22,7 +22,6 @@ from megatron.checkpoint.configuration import model_differences
 from megatron.checkpoint.directory import STEP, find_damage
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
-from megatron.config.command_line import OptionParser, run_main
 from megatron.config.yaml_files import read_file
 from megatron.convert import to_hugging_face
 from megatron.convert.hugging_face_config import stock_type
@@ -30,6 +29,7 @@ from megatron.convert.output import check_new_folder
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.command_line import OptionParser, run_main
 
 # --architecture -> model_type of transformers.
 ARCHITECTURES = {"neox": "gpt_neox", "mistral": "mistral", "llama": "llama"}

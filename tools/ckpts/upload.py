@@ -8,8 +8,8 @@ sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.config.command_line import OptionParser, run_main
 from megatron.convert.hub import upload
+from megatron.utils.command_line import OptionParser, run_main
 from megatron.utils.errors import UserError
 
 

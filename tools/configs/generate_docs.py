@@ -6,8 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.config.command_line import OptionParser, run_main
 from megatron.config.generate_docs import generate
+from megatron.utils.command_line import OptionParser, run_main
 from megatron.utils.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,12 +22,12 @@ from megatron.cli.dataset_options import (
     split_inputs,
     split_words,
 )
-from megatron.config.command_line import integer, run_main
 from megatron.preparation.documents import DocumentOptions, RejectedDocuments, SkippedDocuments
 from megatron.preparation.encoding import SubsetCount, count_subsets, process_in_order, work_items
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.command_line import integer, run_main
 from megatron.utils.errors import visible
 from megatron.utils.progress import Progress
 

@@ -20,11 +20,11 @@ import zstandard
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_input_arguments, new_parser, split_inputs, split_words
-from megatron.config.command_line import number, run_main
 from megatron.preparation.deduplication import DEFAULT_THRESHOLD, Deduplicator
 from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
+from megatron.utils.command_line import number, run_main
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 

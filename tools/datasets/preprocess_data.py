@@ -24,12 +24,12 @@ from megatron.cli.dataset_options import (
     split_inputs,
     split_words,
 )
-from megatron.config.command_line import integer, run_main
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer import TokenizerFiles
+from megatron.utils.command_line import integer, run_main
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

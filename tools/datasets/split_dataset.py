@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import new_parser
-from megatron.config.command_line import run_main
 from megatron.preparation.dataset_tools import split
+from megatron.utils.command_line import run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_input_arguments, new_parser, split_inputs, split_words
-from megatron.config.command_line import integer, number, run_main
 from megatron.preparation.documents import DocumentOptions, RejectedDocuments, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.utils.command_line import integer, number, run_main
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.progress import Progress

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from megatron.optimizers import OTHER_OPTIMIZERS, OptimizerType
-from megatron.utils.typed_json import MAX_INT
+from megatron.utils.command_line import MAX_INT
 
 KeyPath = tuple[str, ...]
 REST = "*"

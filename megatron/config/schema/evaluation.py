@@ -3,7 +3,7 @@
 from typing import Literal
 
 from megatron.config.schema.base import Group, Int, Ints, Paths, PathText, Texts, key
-from megatron.utils.typed_json import MAX_INT
+from megatron.utils.command_line import MAX_INT
 
 
 class EvaluationConfig(Group):

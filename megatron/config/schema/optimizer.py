@@ -6,8 +6,8 @@ from pydantic import model_validator
 
 from megatron.config.schema.base import Betas, Group, Int, OptimizerTypeText, key
 from megatron.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
+from megatron.utils.command_line import MAX_INT
 from megatron.utils.errors import UserError, shortened
-from megatron.utils.typed_json import MAX_INT
 
 # DeepSpeed's ZeRO keys, and GPT-NeoX's cpu_offload.
 ZeroKey = Literal[

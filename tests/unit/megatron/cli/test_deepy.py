@@ -8,9 +8,9 @@ import pytest
 
 from megatron.cli.deepy import TRAIN, TRAIN_COMMAND, check_script, main, train
 from megatron.config import Config
-from megatron.config.command_line import run_main
 from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.launcher import main as launcher
+from megatron.utils.command_line import run_main
 from tests.support.runs import ROOT, training_settings
 
 

@@ -6,10 +6,10 @@ import pytest
 import tokenizers
 
 from megatron.cli.prepare_data import main, parse_arguments
-from megatron.config.command_line import run_main
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation.prepare import PrepareOptions
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.utils.command_line import run_main
 from megatron.utils.errors import UserError
 from tests.support.corpora import dataset_text, json_lines
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.cli.train import main
-from megatron.config.command_line import run_main
+from megatron.utils.command_line import run_main
 from tests.support.checkpoints import write_corpus
 from tests.support.runs import training_settings
 

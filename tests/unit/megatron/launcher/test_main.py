@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import UserError
-from megatron.config.command_line import run_main
 from megatron.launcher.main import main, parse_command_line
+from megatron.utils.command_line import run_main
 
 MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
 

@@ -163,6 +163,13 @@ def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offlin
     assert [path.name.split("-")[-1] for path in wandb_offline.glob("offline-run-*")] == [run_id, run_id]
 
 
+def test_an_evaluation_does_not_write_to_save(tmp_path, data_path, wandb_offline):
+    train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1)))
+    keys = {"use_wandb": True, "train_iters": 0, "load": str(tmp_path / "checkpoints")}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys, save=str(tmp_path / "new"))))
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_clock_that_jumps_back(tmp_path, data_path, monkeypatch, wandb_offline):
     """Between all steps, by a day: rates, metrics, and the order of checkpoints do not depend on the clock."""
     now, days = time.time(), iter(range(10_000))

@@ -104,6 +104,14 @@ def test_two_runs_cannot_log_to_the_same_folder(key, tmp_path, data_path, nothin
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("spelling", ["logs/", "./logs", "other/../logs"])
+def test_one_folder_in_two_spellings(spelling, tmp_path, data_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": spelling, "train_iters": 1, "eval_iters": 0}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+
+
 def test_a_finished_run_removes_what_a_killed_one_left(tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, train_iters=1, eval_iters=0)
     train(Config.from_flat(settings))

@@ -25,8 +25,9 @@ from typing import Any, NoReturn
 from megatron.utils.errors import UserError, first_line, shortened, visible
 from megatron.utils.files import expanded_path
 from megatron.utils.secrets import redact
-from megatron.utils.typed_json import MAX_INT
 
+# The largest integer of options and keys: up to it, a float represents all integers exactly.
+MAX_INT = 2**53
 SET_OPTION = "--set"
 # GPT-NeoX's options that set a key: option -> key.
 KEY_OPTIONS = {

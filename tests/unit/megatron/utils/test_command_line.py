@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.command_line import (
+from megatron.config.yaml_files import parse_override
+from megatron.utils.command_line import (
     TRACEBACK_VARIABLE,
     OptionParser,
     extract_overrides,
@@ -14,7 +15,6 @@ from megatron.config.command_line import (
     option_name,
     run_main,
 )
-from megatron.config.yaml_files import parse_override
 from megatron.utils.errors import UserError
 
 
@@ -227,7 +227,7 @@ def test_the_log_is_written_to_the_temporary_folder_if_the_working_folder_is_not
         folders.append(path.parent)
         raise PermissionError
 
-    monkeypatch.setattr("megatron.config.command_line.os.open", refuse)
+    monkeypatch.setattr("megatron.utils.command_line.os.open", refuse)
     assert run_main(raising(KeyError("x"))) == 70
     assert folders == [Path(), Path(tempfile.gettempdir())]
     assert capsys.readouterr().err == "error: train.py failed: KeyError: 'x'; --traceback prints the traceback\n"
