@@ -48,6 +48,9 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_cod
 ```
 {perplexities}{note}"""
 
+# In place of the name of a model that is not on the hub; `hub.upload` replaces it.
+FOLDER = "THIS_FOLDER"
+
 TOKENIZER_CODE = """
 tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
 prompt = tokenizer([{prompt}], return_tensors="pt")
@@ -138,7 +141,7 @@ def model_card(
         tokenizer_code=tokenizer_code,
         note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
     )
-    return card.replace("THIS_FOLDER", name or "THIS_FOLDER")
+    return card.replace(FOLDER, name or FOLDER)
 
 
 def _training(details: CardDetails) -> str:

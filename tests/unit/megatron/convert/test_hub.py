@@ -226,6 +226,7 @@ def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
     assert not run_tool(monkeypatch, "upload.py", out, "me/tiny", "step1000")
     assert FakeApi.calls[-2:] == [("branch", ("me/tiny", "step1000", True)), ("upload", ("me/tiny", "step1000"))]
     assert "model.safetensors" in FakeApi.files
+    assert b'from_pretrained("me/tiny")' in FakeApi.files["README.md"]
     assert not run_tool(monkeypatch, "upload.py", out, "me/tiny", "main")
     assert FakeApi.calls[-2][0] == "create"
     assert run_tool(monkeypatch, "upload.py", str(tmp_path / "absent"), "me/tiny", "main") == 2
