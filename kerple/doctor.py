@@ -10,13 +10,14 @@ The output contains no environment variables, paths or host names.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import itertools
 import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -154,6 +155,21 @@ def _describe_gpus() -> dict[str, str]:
 # -- the checks -------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute convolutions and matrix products of float32 in float32. PyTorch's default for cuDNN is TF32, whose
+    relative error of 1e-3 would hide that of the kernels.
+    """
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, matmul.allow_tf32
+    try:
+        cudnn.allow_tf32 = matmul.allow_tf32 = False
+        yield
+    finally:
+        cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+@without_tf32()
 def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Check:
     """Check the backends that `auto` can choose for a method on a device, with parameters that are always the same."""
     method = build(name, ModelShape(HEADS, head_size, HEADS * head_size, 2, KV_LEN))

@@ -182,6 +182,8 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         check_writable(self._path.parent, "output prefix")
+        if self._path.is_dir():
+            raise UserError(f"{self._path}: is a folder; remove it, or choose another prefix")
         self._lock.acquire()
         return self
 

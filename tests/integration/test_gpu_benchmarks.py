@@ -1,9 +1,12 @@
 """benchmarks/gpu.sh: which commands it runs, with a stub in place of Python."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.support.gpu import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = [f"benchmarks/{name}_gpu.py --check" for name in ("attention", "train_step", "evaluation")]
@@ -42,3 +45,21 @@ def test_the_doctor_comes_first(tmp_path, failing, options, status, benchmarks):
         assert command.endswith("--dry-run") == ("--dry-run" in options)
         assert "--ignore-doctor" not in command
     assert ("--ignore-doctor runs them anyway" in output) == (not benchmarks)
+
+
+@pytest.mark.parametrize("module", ["attention_gpu", "train_step_gpu", "evaluation_gpu"])
+def test_they_need_only_pytorch_and_triton(module):
+    """A GPU machine that is set up for a short time has no other packages."""
+    blocked = ("pydantic", "rich", "psutil", "yaml", "deepspeed", "megatron.core")
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import benchmarks.{module}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_time_limit_begins_after_the_check(tmp_path, monkeypatch):
+    words = ["gpu.py", "--dry-run", "--check", "--seconds", "0", "--json", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    bench = Bench("", "rows.json")
+    assert not bench.expired
+    bench.record_check(True)
+    assert bench.expired

@@ -135,6 +135,20 @@ def test_gpus(monkeypatch):
     assert gpus["cuda:2"] == "NVIDIA H100, sm_90, 132 multiprocessors, 79.0 of 80.0 GiB free"
 
 
+def test_float32_is_checked_without_tf32(monkeypatch):
+    allowed = []
+
+    def record(*_, **__):
+        allowed.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        return {"result": 0.0}
+
+    monkeypatch.setattr(doctor, "relative_errors", record)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    doctor.check_method("dape_v2", torch.device("cpu"), torch.float32, 64)
+    assert set(allowed) == {(False, False)}
+    assert torch.backends.cudnn.allow_tf32
+
+
 def test_parameters_are_always_the_same():
     first, second = (doctor.check_method("dape_v2_kerple", CPU, torch.float32, 16) for _ in range(2))
     assert first.failure is None

@@ -23,6 +23,8 @@ from kerple.attention.backends.triton.launch import (
 from kerple.attention.call import AttentionCall, Backend, without_autocast
 from kerple.positional import TableJacobian
 
+# The last of the 128 rows of the largest tile is 127 strides from the first.
+MAX_ROW_STRIDE = (2**31 - 1) // 127
 # The maximum number of directions, of bias and weight together, for which `query_kernel` sums gradients.
 MAX_DIRECTIONS = 4
 
@@ -213,8 +215,9 @@ def _empty_gradients(query: Tensor, key: Tensor) -> list[Tensor]:
 
 
 def _with_contiguous_rows(states: Tensor) -> Tensor:
-    """The kernels require the elements of a row to be contiguous."""
-    return states if states.stride(-1) == 1 else states.contiguous()
+    """The kernels require the elements of a row to be contiguous, and int32 offsets of the rows of a tile."""
+    is_supported = states.stride(-1) == 1 and states.stride(-2) <= MAX_ROW_STRIDE
+    return states if is_supported else states.contiguous()
 
 
 FUSED = Backend(

@@ -403,6 +403,12 @@ def test_resume_after_a_full_disk(tmp_path, shared_input, expected, small_items,
     assert contents(tmp_path / "out") == expected
 
 
+def test_a_folder_in_place_of_the_journal(tmp_path, shared_input):
+    (tmp_path / "out.progress.json").mkdir()
+    with pytest.raises(UserError, match=r"out\.progress\.json: is a folder"):
+        build(shared_input, tmp_path / "out")
+
+
 def test_a_folder_that_is_not_writable(tmp_path):
     (tmp_path / "file").write_text("")
     with (

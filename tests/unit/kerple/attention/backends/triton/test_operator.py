@@ -59,6 +59,15 @@ def test_gradients_of_equally_many_queries_and_keys_share_their_memory():
     assert {grad.stride() for grad in grads} == {(20 * 2 * 3 * 16, 3 * 16, 2 * 3 * 16, 1)}
 
 
+def test_rows_that_are_far_apart():
+    """Row 33 is 33 * 2^26 elements from the first, beyond int32. Most of the memory is never touched."""
+    storage = torch.empty(33 * 2**26 + 16, dtype=torch.float16, device=DEVICE)
+    states = storage.as_strided((1, 1, 34, 16), (1, 1, 2**26, 1)).copy_(torch.randn(1, 1, 34, 16))
+    arguments = {"backend": "fused", "bias_table": torch.randn(1, 34, device=DEVICE)}
+    expected = attend(states.contiguous(), states.contiguous(), states.contiguous(), **arguments)
+    assert torch.equal(attend(states, states, states, **arguments), expected)
+
+
 def test_no_output_needs_a_gradient():
     """`lse` has no gradient; a backward pass through it alone gives None."""
     arguments = operator_arguments()
