@@ -142,7 +142,8 @@ class SelfAttention(nn.Module):
         query, key, value = self.heads(qkv)
         start = cache.length if cache is not None else 0
         length = start + qkv.shape[1]
-        query = mode.scale_query(query, torch.arange(start, length, device=query.device))
+        if mode.scaling is not None:
+            query = mode.scale_query(query, torch.arange(start, length, device=query.device))
         scale = self.head_size**-0.5
         explicit = mode.is_explicit(getattr(self, "rpe", None))
         if self.rotates and not explicit:

@@ -5,7 +5,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.step_counts import StepCounter, count_step
+from benchmarks.step_counts import StepCounter, count_step, rows
+from tests.support.runs import ROOT
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.training import SimulatedTraining, process_group
 
@@ -95,8 +96,12 @@ def test_fp16():
 
 
 def test_targets_of_the_162M_recipe():
-    """As counted by `benchmarks/step_counts.py`."""
+    """As counted by `benchmarks/step_counts.py`; docs/benchmarks/gpu.md has the numbers."""
     counts = count_step(["small_bf16.yml", "pos_emb/kerple_log.yml"])
+    section = (ROOT / "docs/benchmarks/gpu.md").read_text().partition("## Training step")[2].partition("\n## ")[0]
+    documented = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(documented) == 12
+    assert {name: value for name, value in rows(counts) if name in dict(documented)} == dict(documented)
     assert counts["synchronizations"] == counts["blocking copies"] == []
     assert counts["kernels"]["total"] <= 900
     assert counts["MFU bound"]["H100"][0] >= 0.55
