@@ -204,6 +204,9 @@ class Engine:
                 self._needs_capture = False
             loss = self.deepspeed(*inputs)
             self.deepspeed.backward(loss)
+            if self.config.training.enable_cuda_graph:
+                # The graph overwrites the gradients in the next micro-batch, so the optimizer must have read them.
+                assert all(parameter.grad is None for parameter in self.model.parameters())
             self.deepspeed.step()
             total += loss.detach()
         return self.mean_over_replicas(total / self.accumulation)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.step_counts import StepCounter, count_step, rows
+from megatron.training.deepspeed_patches import PatchedBF16Optimizer
 from tests.support.runs import ROOT
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.training import SimulatedTraining, process_group
@@ -73,6 +74,13 @@ def test_cuda_graphs(method):
     assert device.kernels["graph"] == 2 * 2
     assert device.kernels["mm"] == device.kernels["triton.norm_kernel"] == 0
     assert device.synchronizations == []
+
+
+def test_a_graph_never_adds_to_its_own_gradients(monkeypatch):
+    """An optimizer that leaves the gradients of a micro-batch where the graph overwrites them is an error."""
+    monkeypatch.setattr(PatchedBF16Optimizer, "update_hp_grads", lambda *_, **__: None)
+    with pytest.raises(AssertionError):
+        third_step("small_bf16.yml", "enable-cuda-graph=true")
 
 
 def test_what_a_graph_must_not_contain():
