@@ -184,7 +184,7 @@ def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[P
             path = pictures / f"{name}.png"
             write_atomically(path, picture)
             paths.append(path)
-            entry += f"\n![{name} by distance](pictures/{path.name})\n"
+            entry += f"\n![{name}](pictures/{path.name})\n"
         if name.startswith("kerple"):
             family = "KERPLE"
         elif initial.method.modifies_scores:
@@ -207,40 +207,33 @@ def description(name: str) -> str:
 
 
 FAMILIES = {
-    "KERPLE": "Kernels of the distance between query and key. They are added to the scores as a bias, or multiply them "
-    "as a weight.",
-    "Other biases, and position embeddings": "The baselines of the KERPLE paper and other methods. Methods that add "
-    "position embeddings to the token embeddings have no plot.",
+    "KERPLE": "Kernels of the distance, learned per head, added to the scores (bias) or multiplied with them (weight).",
+    "Other biases, and position embeddings": "Position embeddings have no plot. The plots of `cable` and "
+    "`forgetting` show hidden states of zeros.",
     "Rotary": "Queries and keys are rotated by their positions. The plots show the dot product of a query and a key of "
-    "ones, divided by the head size. It is the same for all heads.",
-    "Methods that modify the scores": "The result depends not only on the distance, but also on the scores of all "
-    "heads, the query, or its position. The plots show the result in the first layer for scores of 0 and a query of "
-    "zeros at position 1,023. For this input, the results of `cope`, `dape` and `dape_rotary` are the same at all "
-    "distances, so they have no plot. At both ends of the plots of `dape_v2`, the convolution covers fewer keys.",
+    "ones, divided by the head size.",
+    "Methods that modify the scores": "The result also depends on the scores of all heads, the query, or its position. "
+    "The plots show the first layer for scores of 0 and a query of zeros at position 1,023. Methods whose "
+    "result is then the same at all distances have no plot.",
 }
 
 PAGE = """# Positional methods in pictures
 
 Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and the weight by distance, one line per
-head, for the model of `configs/demo.yml` (4 heads, trained at sequence length 128). The first column shows the method
-at initialization. The second column shows it after training, if training changes it and a trained model was
-available. If a bias falls below -40, the axis ends at -20, because attention to such keys is practically zero.
+head, for the model of `configs/demo.yml` (4 heads, trained at sequence length 128): at initialization, and after
+training if this changes the method. The axis of a bias below -40 ends at -20.
 
-`make pictures` trains the missing models and writes this page. `python tools/plot_kernels.py --checkpoint DIR ...`
-writes a page for other checkpoints to `runs/plots/`. The descriptions are the comments in `configs/pos_emb/`.
+`make pictures` writes this page, with the comments in `configs/pos_emb/`. `python tools/plot_kernels.py --checkpoint
+DIR ...` writes a page for other checkpoints to `runs/plots/`.
 
 ## Random positions
 
-With {"pos-emb-options": {"random_range": N}}, the tokens of each training step get an increasing sample of N
-positions (arXiv 2305.16843). This works with position embeddings, rotations (also xPos, whose products decay with the
-sampled distances), biases and weights, FIRE, DAPE, DAPE V2 and Transformer-XL. It is an error for methods without
-positions of their own, such as CoPE and stick-breaking attention. Methods with a bias or weight then compute
-it for each pair, in the chunked backend. Evaluation uses one sample of "random_length" positions (by default
-max-position-embeddings), which evaluate.py --set pos-emb-options.random_length=L changes for longer texts. With
-`per_layer`, set these options in its list, and in evaluation the whole list: --set
-'pos-emb-options.methods=[{alibi: {random_range: N, random_length: L}}, none]'. Training is exact after a resume, also
-with a schedule of the sequence length (`curriculum_learning`, see
-[huggingface.md](huggingface.md#continued-pre-training-with-another-positional-method)), which works in training from
-scratch too.
+With {"pos-emb-options": {"random_range": N}}, each training step draws an increasing sample of N positions for its
+tokens (arXiv 2305.16843). Methods without positions of their own, such as CoPE, reject this option. Methods with a bias
+or weight then use the chunked backend.
+
+Evaluation uses one sample of max-position-embeddings positions. For longer texts, run evaluate.py with
+--set pos-emb-options.random_length=L. With `per_layer`, set the whole list:
+--set 'pos-emb-options.methods=[{alibi: {random_range: N, random_length: L}}, none]'.
 
 """
