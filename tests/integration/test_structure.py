@@ -86,7 +86,7 @@ def imports_when_loaded(path: Path) -> set[str]:
 
 # Module -> how many files of this project it may import, itself included. Files that only packages import, in their
 # __init__.py, do not count.
-IMPORT_LIMITS = {"megatron.cli.report": 26, "megatron.inference.loading": 82, "megatron.training.loop": 121}
+IMPORT_LIMITS = {"megatron.cli.report": 26, "megatron.inference.loading": 82, "megatron.training.loop": 122}
 
 
 @pytest.mark.parametrize("module", IMPORT_LIMITS)
