@@ -158,7 +158,7 @@ def _describe_gpus() -> dict[str, str]:
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Compute convolutions and matrix products of float32 in float32. PyTorch's default for cuDNN is TF32, whose
-    relative error of 1e-3 would hide that of the kernels.
+    rounding errors exceed the tolerance.
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32

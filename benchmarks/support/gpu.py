@@ -30,7 +30,7 @@ class Bench:
             "--seconds",
             type=float,
             default=200.0,
-            help="do not start a measurement after this time from the end of the check",
+            help="start no measurement after this time, which begins after --check",
         )
         parser.add_argument("--json", type=Path, default=Path("runs/bench") / output, help="file for the results")
         parser.add_argument("--dry-run", action="store_true", help="toy sizes on a CPU; its times are meaningless")

@@ -25,7 +25,7 @@ from torch import Tensor
 from kerple.positional.alibi import Alibi
 from kerple.positional.base import PositionalMethod
 from kerple.positional.dape import VARIANTS, Adaptive, LeakyFire
-from kerple.positional.functional import positions_on
+from kerple.positional.functional import consecutive, positions_on
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
 from kerple.positional.rotary import Rotary
@@ -44,7 +44,9 @@ class DapeConvolution(Adaptive):
         return F.conv2d(states.masked_fill(mask, 0.0), weight, padding=(0, weight.shape[-1] // 2))
 
     def hidden_mask(self, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        # Only masked keys before the query.
+        # Only masked keys before the query: with consecutive positions, those below a diagonal.
+        if consecutive(query_positions) and consecutive(key_positions):
+            return mask.tril(int(query_positions[0] - key_positions[0]) - 1)
         query, key = (positions_on(positions, mask.device) for positions in (query_positions, key_positions))
         return mask & (key < query[:, None])
 

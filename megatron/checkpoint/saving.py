@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -60,19 +60,21 @@ WriteResult = tuple[dict[str, FileRecord] | None, str | None]
 
 
 class Checkpointer:
-    """Saves to `config.checkpoint.save`. Every rank has one and calls it at the same steps.
+    """Saves to `config.checkpoint.save`. Every rank has one and calls it at the same steps."""
 
-    Attributes:
-        first_lineage: see `check_not_replaced`.
-    """
-
-    def __init__(self, engine: TrainingEngine, config: Config, report: Callable[[str], None]):
-        """`report` prints a line on rank 0."""
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        config: Config,
+        report: Callable[[str], None],
+        first_lineage: Collection[int] | None = (),
+    ):
+        """`report` prints a line on rank 0. first_lineage: `lineage` of `check_not_replaced`."""
         if config.checkpoint.save is None:
             raise ValueError("config.checkpoint.save is not set")
         self.engine, self.config, self.report = engine, config, report
         self.directory = Path(config.checkpoint.save)
-        self.first_lineage: list[int] | None = []
+        self.first_lineage = first_lineage
         kept = "extra_save_iters" if config.checkpoint.extra_save_iters else ""
         kept = "checkpoint_scale: log" if config.checkpoint.checkpoint_scale == "log" else kept
         if config.checkpoint.keep_last_n_checkpoints is not None and kept:
@@ -107,7 +109,7 @@ class Checkpointer:
 
         run_on_rank_0(prepare, self._group)
         state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
-        if self.first_lineage is None:
+        if self.first_lineage is None:  # from now on, the run has checkpoints of its own
             self.first_lineage = state.lineage
         files = rank_files(self.engine, self.config, state)
         if not self.config.checkpoint.async_save:

@@ -49,7 +49,7 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_cod
 {perplexities}{note}"""
 
 # In place of the name of a model that is not on the hub; `hub.upload` replaces it.
-FOLDER = "THIS_FOLDER"
+FOLDER_PLACEHOLDER = "THIS_FOLDER"
 
 TOKENIZER_CODE = """
 tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
@@ -141,7 +141,7 @@ def model_card(
         tokenizer_code=tokenizer_code,
         note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
     )
-    return card.replace(FOLDER, name or FOLDER)
+    return card.replace(FOLDER_PLACEHOLDER, name or FOLDER_PLACEHOLDER)
 
 
 def _training(details: CardDetails) -> str:

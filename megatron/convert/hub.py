@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from megatron.checkpoint.directory import has_checkpoint, has_files_of_checkpoints
 from megatron.checkpoint.storage import CheckpointError
-from megatron.convert.card import FOLDER
+from megatron.convert.card import FOLDER_PLACEHOLDER
 from megatron.convert.hugging_face import from_hugging_face
 from megatron.convert.output import Report
 from megatron.utils.errors import UserError, first_line, install_command
@@ -132,7 +132,7 @@ def upload(folder: str | Path, repository: str, *, private: bool = False, branch
         _call(problem, advice, api.create_branch, repository, branch=branch, exist_ok=True)
     card = Path(folder) / "README.md"
     if card.is_file():
-        card.write_text(card.read_text("utf-8").replace(FOLDER, repository), "utf-8")
+        card.write_text(card.read_text("utf-8").replace(FOLDER_PLACEHOLDER, repository), "utf-8")
     options = {"folder_path": str(folder), "commit_message": "Upload model", "revision": branch}
     _call(problem, advice, api.upload_folder, repo_id=repository, **options)
     return str(address)

@@ -174,9 +174,7 @@ class Trainer:
         if datasets.train is not None and self.state.iteration < self.last_iteration:
             self.train_batches = self.engine.batches(datasets.train, self.state.consumed_samples)
         self.validator = Validator(self.engine, logger, datasets.valid, datasets.test)
-        self.checkpointer = Checkpointer(self.engine, config, logger.info) if save else None
-        if self.checkpointer is not None:
-            self.checkpointer.first_lineage = lineage
+        self.checkpointer = Checkpointer(self.engine, config, logger.info, lineage) if save else None
         self.state.lr_schedule = config.schedule.lr_schedule or self.state.lr_schedule
         decay_iters = config.schedule.lr_decay_iters or self.last_iteration
         self.schedule = Schedule(

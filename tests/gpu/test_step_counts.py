@@ -65,6 +65,8 @@ def test_operators_with_several_kernels():
     with StepCounter() as device:
         F.pad(empty(4, 8), (2, 2))  # fills the result, then copies the input
         assert costs(device)["constant_pad_nd"].launches == 2
+        F.pad(empty(4, 8), (-2, 0))
+        assert costs(device)["constant_pad_nd"].launches == 1
         hidden, weight = empty(4, 8, grad=True), empty(8, grad=True)
         result = F.layer_norm(hidden, (8,), weight)
         device.reset()

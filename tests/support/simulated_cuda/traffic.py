@@ -87,7 +87,9 @@ def operator_launches(func: OpOverload, args: Sequence[Any], result: Any) -> int
     name = func._schema.name.partition("::")[2]
     if name.startswith(("_foreach_", "_fused_adam")):
         return _foreach_launches(name, args, result)
-    return SEVERAL_KERNELS.get(name, 2 if name == "constant_pad_nd" else 1)  # padding fills the result, then copies
+    if name == "constant_pad_nd":  # fills the result, then copies; without padding, only copies
+        return 2 if max(args[1]) > 0 else 1
+    return SEVERAL_KERNELS.get(name, 1)
 
 
 def _operator_traffic(
