@@ -35,7 +35,7 @@ def check_vocabulary(config: "Config", tokenizer_vocab_size: int) -> None:
         )
 
 
-def find_contradictions(config: "Config") -> Iterator[str]:
+def validate(config: "Config") -> Iterator[str]:
     """One message for each contradiction between keys."""
     model, parallel = config.model, config.parallel
     if config.to_flat().get("head_size") is None and model.hidden_size % model.num_attention_heads:
@@ -145,7 +145,7 @@ def find_contradictions(config: "Config") -> Iterator[str]:
             yield f"{name} selects the GPUs; remove num_gpus and num_nodes"
 
 
-def find_notices(config: "Config") -> Iterator[str]:
+def warnings_for(config: "Config") -> Iterator[str]:
     """One message for each key whose meaning in GPT-NeoX is easily mistaken, or differs here."""
     model, keys = config.model, config.to_flat()
     # Gated MLPs of published models have at least 8/3 * hidden_size features.

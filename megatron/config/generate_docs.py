@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from kerple.positional import method_class, primary_names
 from megatron.config import neox_compat
-from megatron.config.loader import GROUPS
+from megatron.config.loader import SECTIONS
 from megatron.config.schema.base import field_aliases, field_path, has_placeholders
 
 _HEADER = """# Configuration keys
@@ -35,7 +35,7 @@ _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (
 def generate() -> str:
     """The complete document, in Markdown."""
     lines = [_HEADER]
-    for model in GROUPS.values():
+    for model in SECTIONS.values():
         lines += [f"## {model.__doc__}", "", "| key | value | default | meaning |", "|---|---|---|---|"]
         lines += [_table_row(name, field) for name, field in model.model_fields.items()]
         lines.append("")

@@ -1,4 +1,4 @@
-"""The configuration: keys from YAML files and the command line, merged, assigned to groups and validated.
+"""The configuration: keys from YAML files and the command line, merged, assigned to sections and validated.
 
 `load_config` reads files, `Config.from_flat` takes a mapping; both end in `_build`:
 
@@ -7,7 +7,7 @@
     expand     `~` and `$NAME` in paths
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
     assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
-    validate   the types in each group (pydantic), then combinations of keys (checks.py)
+    validate   the types in each section (pydantic), then combinations of keys (checks.py)
 
 All problems are collected and reported together.
 """
@@ -27,17 +27,17 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron.config import neox_compat, schema
-from megatron.config.checks import find_contradictions, find_notices
+from megatron.config.checks import validate, warnings_for
 from megatron.config.schema.base import (
-    REST,
-    Group,
+    WILDCARD,
+    ConfigSection,
     KeyPath,
     field_aliases,
     field_path,
     has_placeholders,
     is_path,
 )
-from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, Entry, find_file, parse_override, read_file
+from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, YamlEntry, find_file, parse_override, read_file
 from megatron.utils.command_line import MAX_INT
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.files import expanded_path
@@ -62,7 +62,7 @@ _MESSAGES = {
 }
 
 # Canonical top-level key -> its entry, which has the original spelling and place for messages.
-MergedKeys = dict[str, Entry]
+MergedKeys = dict[str, YamlEntry]
 
 
 class Config(BaseModel):
@@ -95,7 +95,7 @@ class Config(BaseModel):
 
         `source` names the mapping in errors. Raises UserError.
         """
-        return _build(Entry(key, value, source) for key, value in mapping.items())
+        return _build(YamlEntry(key, value, source) for key, value in mapping.items())
 
     def to_flat(self) -> dict[str, Any]:
         """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with underscores.
@@ -117,16 +117,16 @@ class Config(BaseModel):
         return self._notices
 
 
-# Groups by name, and the paths of their fields in the YAML. A path that ends in REST collects all keys of its mapping
-# that no other field claims.
-GROUPS: dict[str, type[Group]] = {
-    name: typing.cast(type[Group], field.annotation) for name, field in Config.model_fields.items()
+# Sections by name, and the paths of their fields in the YAML. A path that ends in WILDCARD collects all keys of its
+# mapping that no other field claims.
+SECTIONS: dict[str, type[ConfigSection]] = {
+    name: typing.cast(type[ConfigSection], field.annotation) for name, field in Config.model_fields.items()
 }
-FIELDS: dict[KeyPath, tuple[str, str]] = {}  # path -> (group, field)
+FIELDS: dict[KeyPath, tuple[str, str]] = {}  # path -> (section, field)
 ALIASES: dict[KeyPath, KeyPath] = {}  # other path with the same meaning -> path
-for _group, _model in GROUPS.items():
+for _section, _model in SECTIONS.items():
     for _name, _field in _model.model_fields.items():
-        FIELDS[field_path(_name, _field)] = (_group, _name)
+        FIELDS[field_path(_name, _field)] = (_section, _name)
         ALIASES.update(dict.fromkeys(field_aliases(_field), field_path(_name, _field)))
 # Keys whose value is a mapping that contains fields, such as `optimizer` and `optimizer.params`.
 MAPPINGS: set[KeyPath] = {path[:depth] for path in FIELDS for depth in range(1, len(path))}
@@ -168,25 +168,25 @@ def canonical_path(key: str) -> KeyPath:
     return ALIASES.get(path, path)
 
 
-def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool = False) -> Config:
+def _build(entries: Iterable[YamlEntry], overrides: Iterable[str] = (), strict: bool = False) -> Config:
     messages = _Messages()
     keys = _merge(entries, overrides, strict, messages)
     _expand_paths(keys, messages)
     _fill_placeholders(keys, messages)
     values = _assign(keys, messages)
-    groups: dict[str, Any] = {}
-    for name, model in GROUPS.items():
+    sections: dict[str, Any] = {}
+    for name, model in SECTIONS.items():
         try:
-            groups[name] = model.model_validate(values[name])
+            sections[name] = model.model_validate(values[name])
         except ValidationError as error:
             messages.problems += _describe(error, name, keys)
         except UserError as error:
             messages.problems.append(str(error))
     config = None
-    if len(groups) == len(GROUPS):
-        config = Config(**groups)
+    if len(sections) == len(SECTIONS):
+        config = Config(**sections)
         config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
-        messages.problems += find_contradictions(config)
+        messages.problems += validate(config)
     if config is None or messages.problems:
         problems = messages.problems[:_MAX_PROBLEMS]
         if len(messages.problems) > _MAX_PROBLEMS:
@@ -194,7 +194,7 @@ def _build(entries: Iterable[Entry], overrides: Iterable[str] = (), strict: bool
         if len(problems) > 1:
             problems = [f"{len(messages.problems)} problems in the configuration:", *problems]
         raise UserError("\n  ".join(problems))
-    config._notices = (*messages.notices, *find_notices(config))
+    config._notices = (*messages.notices, *warnings_for(config))
     return config
 
 
@@ -209,12 +209,12 @@ class _Messages:
 # -- merging ----------------------------------------------------------------------------------------------------------
 
 
-def _merge(entries: Iterable[Entry], overrides: Iterable[str], strict: bool, messages: _Messages) -> MergedKeys:
+def _merge(entries: Iterable[YamlEntry], overrides: Iterable[str], strict: bool, messages: _Messages) -> MergedKeys:
     """One entry per key. A key that appears twice in one file is a problem; in two files, only if `strict`."""
     keys: MergedKeys = {}
-    overridden: dict[tuple[str, str], list[tuple[Entry, Entry]]] = {}  # by pair of files
+    overridden: dict[tuple[str, str], list[tuple[YamlEntry, YamlEntry]]] = {}  # by pair of files
 
-    def reject_duplicate(entry: Entry, first: Entry) -> None:
+    def reject_duplicate(entry: YamlEntry, first: YamlEntry) -> None:
         messages.problems.append(
             f'{entry.place}: "{entry.key}" is already set, as "{first.key}" at {first.place}; remove one of them'
         )
@@ -256,16 +256,16 @@ def _override(keys: MergedKeys, key: str, value: Any) -> None:
     values = {} if name not in keys else {name: keys[name].value}
     _set_nested(values, path, value, key)
     if len(path) == 1:
-        keys[name] = Entry(key, value, _SET)
+        keys[name] = YamlEntry(key, value, _SET)
     else:
-        entry = keys.get(name, Entry(key.split(".")[0], None, _SET))
+        entry = keys.get(name, YamlEntry(key.split(".")[0], None, _SET))
         keys[name] = dataclasses.replace(entry, value=values[name], overridden=(*entry.overridden, path))
     _check_plain(dataclasses.replace(keys[name], source=_SET, line=None))
     for name, entry in list(_pop_nested_aliases(keys)):
         keys[name] = dataclasses.replace(entry, source=_SET, line=None)
 
 
-def _check_plain(entry: Entry) -> None:
+def _check_plain(entry: YamlEntry) -> None:
     """Raises UserError if a value is invalid for any key, looks like a secret, or exceeds the limits of YAML files:
     `from_flat` also receives values from other files, such as JSON.
     """
@@ -313,7 +313,7 @@ def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> 
     values[last] = value
 
 
-def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, Entry]]:
+def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, YamlEntry]]:
     """Remove aliases inside mappings, such as optimizer.params.weight_decay; yields the key they stand for."""
     for alias, path in ALIASES.items():
         if len(alias) == 1 or len(path) > 1 or alias[0] not in keys:
@@ -337,9 +337,9 @@ def _expand_paths(keys: MergedKeys, messages: _Messages) -> None:
             return [expand(item) for item in value]
         return expanded_path(value) if isinstance(value, str) else value
 
-    for path, (group, name) in FIELDS.items():
+    for path, (section, name) in FIELDS.items():
         entry = keys.get(path[0])
-        if entry is not None and is_path(GROUPS[group].model_fields[name]):
+        if entry is not None and is_path(SECTIONS[section].model_fields[name]):
             try:
                 keys[path[0]] = dataclasses.replace(entry, value=expand(entry.value))
             except UserError as error:
@@ -356,10 +356,10 @@ def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
         path = (match[1].replace("-", "_"),)
         if path not in FIELDS:
             raise UserError(f"{where}: {match[0]} is not a key with a single value, such as {{pos-emb}} or {{seed}}")
-        group, name = FIELDS[path]
+        section, name = FIELDS[path]
         value: Any = keys[path[0]].value if path[0] in keys else None
         if value is None:
-            value = GROUPS[group].model_fields[name].default
+            value = SECTIONS[section].model_fields[name].default
         if value is None or value is PydanticUndefined:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
@@ -367,9 +367,11 @@ def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
             raise UserError(f"{where}: {match[0]} is {text}; it must be a number, or a string without braces")
         return str(value)
 
-    for path, (group, name) in FIELDS.items():
+    for path, (section, name) in FIELDS.items():
         entry = keys.get(path[0])
-        if has_placeholders(GROUPS[group].model_fields[name]) and entry is not None and isinstance(entry.value, str):
+        if entry is None or not isinstance(entry.value, str):
+            continue
+        if has_placeholders(SECTIONS[section].model_fields[name]):
             try:
                 text = re.sub(r"\{([^{}]*)\}", partial(lookup, where=_where(path, keys)), entry.value)
                 keys[path[0]] = dataclasses.replace(entry, value=text)
@@ -381,19 +383,19 @@ def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
 
 
 def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
-    """The values by group and field. Adds a notice for each key that is ignored.
+    """The values by section and field. Adds a notice for each key that is ignored.
 
     An unsupported key of GPT-NeoX is a problem, and so is an unknown key; the message suggests similar ones.
     """
-    groups: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     flat = {name: entry.value for name, entry in keys.items()}
 
     def place(path: KeyPath, value: Any) -> None:
         dotted = ".".join(path)
-        rest = (*path[:-1], REST)
+        rest = (*path[:-1], WILDCARD)
         if path in FIELDS:
-            group, name = FIELDS[path]
-            groups[group][name] = value
+            section, name = FIELDS[path]
+            sections[section][name] = value
         elif path in MAPPINGS:
             if isinstance(value, dict):
                 for key, child in value.items():
@@ -410,8 +412,8 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
             elif dotted in neox_compat.IGNORED and value:  # false and null request nothing
                 messages.notices.append(f"{_where(path, keys)} is ignored: {neox_compat.IGNORED[dotted]}")
         elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
-            group, name = FIELDS[rest]
-            groups[group].setdefault(name, {})[path[-1]] = value
+            section, name = FIELDS[rest]
+            sections[section].setdefault(name, {})[path[-1]] = value
         elif len(messages.problems) < _MAX_PROBLEMS and len(path[-1]) < _MAX_KEY:
             messages.problems.append(_describe_unknown_key(path, keys))
         else:  # no suggestions, which take time
@@ -419,7 +421,7 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
 
     for name, entry in keys.items():
         place((name,), entry.value)
-    return groups
+    return sections
 
 
 def _where(path: KeyPath, keys: MergedKeys) -> str:
@@ -433,15 +435,15 @@ def _children(path: KeyPath) -> list[str]:
     """Names of the supported keys inside the mapping at this path."""
     depth = len(path)
     names = {known[depth] for known in (*FIELDS, *MAPPINGS, *ALIASES) if known[:depth] == path and len(known) > depth}
-    return sorted((names - {REST}) | _allowed_rest((*path, REST)))
+    return sorted((names - {WILDCARD}) | _allowed_rest((*path, WILDCARD)))
 
 
 def _allowed_rest(path: KeyPath) -> set[str]:
-    """Key names that the field at a REST path is limited to; empty if it accepts any."""
+    """Key names that the field at a WILDCARD path is limited to; empty if it accepts any."""
     if path not in FIELDS:
         return set()
-    group, name = FIELDS[path]
-    key_type, _ = typing.get_args(GROUPS[group].model_fields[name].annotation)
+    section, name = FIELDS[path]
+    key_type, _ = typing.get_args(SECTIONS[section].model_fields[name].annotation)
     return set(typing.get_args(key_type))
 
 
@@ -450,7 +452,7 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     # similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}
     for known in FIELDS:
-        if known[: len(path) - 1] == path[:-1] and known[-1] != REST:
+        if known[: len(path) - 1] == path[:-1] and known[-1] != WILDCARD:
             supported.setdefault(known[-1], known)
     unsupported = {known[-1]: known for known in (tuple(key.split(".")) for key in neox_compat.known_keys())}
     for candidates in (supported, unsupported):
@@ -463,27 +465,27 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     return f"{_where(path, keys)} is not a known key; nearest: {nearest} (all keys: configs/neox_arguments.md)"
 
 
-def _describe(error: ValidationError, group: str, keys: MergedKeys) -> Iterator[str]:
+def _describe(error: ValidationError, section: str, keys: MergedKeys) -> Iterator[str]:
     """The problems that pydantic reports, each as `FILE:LINE: "key": PROBLEM`.
 
     A default that was computed from a wrong value may be wrong too; only the value itself is reported.
     """
     for problem in error.errors():
-        if problem["type"] == "missing" or _path_of(problem, group)[0] in keys:
-            yield _describe_problem(problem, group, keys)
+        if problem["type"] == "missing" or _path_of(problem, section)[0] in keys:
+            yield _describe_problem(problem, section, keys)
 
 
-def _path_of(problem: ErrorDetails, group: str) -> KeyPath:
-    path = next(path for path, place in FIELDS.items() if place == (group, problem["loc"][0]))
-    return tuple(part for part in path if part != REST)
+def _path_of(problem: ErrorDetails, section: str) -> KeyPath:
+    path = next(path for path, place in FIELDS.items() if place == (section, problem["loc"][0]))
+    return tuple(part for part in path if part != WILDCARD)
 
 
-def _describe_problem(problem: ErrorDetails, group: str, keys: MergedKeys) -> str:
+def _describe_problem(problem: ErrorDetails, section: str, keys: MergedKeys) -> str:
     field, *inside = problem["loc"]
-    path = _path_of(problem, group)
+    path = _path_of(problem, section)
     if problem["type"] == "missing" and not inside:
         sources = ", ".join(dict.fromkeys(entry.source for entry in keys.values())) or "configuration"
-        description = GROUPS[group].model_fields[str(field)].description
+        description = SECTIONS[section].model_fields[str(field)].description
         return f'{sources}: key "{".".join(path)}" is missing: {description}'
     path = (*path, *(str(part) for part in inside if part != "[key]"))
     if problem["type"] in _MESSAGES:

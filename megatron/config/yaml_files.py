@@ -32,7 +32,7 @@ _PLAIN_TAGS = {_STANDARD_TAG + name for name in ("str", "int", "float", "bool", 
 
 
 @dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`; `overridden` are the
     paths inside the value that --set has replaced.
     """
@@ -191,7 +191,7 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
     raise UserError(f"{path}: no such file; {hint}")
 
 
-def read_file(path: Path) -> list[Entry]:
+def read_file(path: Path) -> list[YamlEntry]:
     """The top-level keys of a configuration file, in order.
 
     Raises UserError if the file cannot be read, is too large, is not UTF-8 or YAML, or does not contain a mapping.
@@ -206,7 +206,7 @@ def read_file(path: Path) -> list[Entry]:
     return parse(text, str(path))
 
 
-def parse(text: str, source: str) -> list[Entry]:
+def parse(text: str, source: str) -> list[YamlEntry]:
     """The top-level keys of a YAML text; `source` names it in errors. Raises UserError like `read_file`."""
     try:
         node, values = _load(text)
@@ -217,7 +217,7 @@ def parse(text: str, source: str) -> list[Entry]:
         content = "is empty" if node is None else f"contains a {type(node).__name__.removesuffix('Node').lower()}"
         raise UserError(f'{source}: {content}; expected one mapping of keys to values: {{"key": value, ...}}')
     lines = {key_node.value: key_node.start_mark.line + 1 for key_node, _ in node.value}
-    return [Entry(key, value, source, lines.get(key)) for key, value in values.items()]
+    return [YamlEntry(key, value, source, lines.get(key)) for key, value in values.items()]
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from hypothesis import strategies as st
 
-from megatron.config.loader import FIELDS, GROUPS
+from megatron.config.loader import FIELDS, SECTIONS
 from megatron.config.neox_compat import known_keys
-from megatron.config.schema.base import REST
+from megatron.config.schema.base import WILDCARD
 from tests.soak.cases import Case, Draw, pick
 from tests.soak.changes import damage
 from tests.support.checkpoints import write_corpus
@@ -85,7 +85,7 @@ def with_values(base: Mapping[str, Any], changes: Mapping[tuple[str, ...], Any])
     """The keys `base` with other values; paths are those of `FIELDS`."""
     settings = json.loads(json.dumps(base))
     for path, value in changes.items():
-        *parents, last = ("apex" if part == REST else part for part in path)
+        *parents, last = ("apex" if part == WILDCARD else part for part in path)
         parent = settings
         for name in parents:
             parent = parent.setdefault(name, {})
@@ -120,8 +120,8 @@ def configs(draw: Draw, base: Mapping[str, Any]) -> Config:
     if how == "plausible":
         changes = {}
         for path in draw(st.lists(paths, min_size=1, max_size=4)):
-            group, name = FIELDS[path]
-            changes[path] = draw(of_type(GROUPS[group].model_fields[name].annotation))
+            section, name = FIELDS[path]
+            changes[path] = draw(of_type(SECTIONS[section].model_fields[name].annotation))
         return with_values(base, changes)
     if how == "values":
         return with_values(base, draw(st.dictionaries(paths, values, min_size=1, max_size=2)))

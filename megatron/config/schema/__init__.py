@@ -1,4 +1,4 @@
-"""The groups of keys: every supported key is declared once, as a field of a group."""
+"""The sections of the configuration: every supported key is declared once, as a field of a section."""
 
 from megatron.config.schema.checkpoint import CheckpointConfig
 from megatron.config.schema.curriculum import CurriculumConfig

@@ -1,4 +1,4 @@
-"""The base class of all groups, the declaration of a key, and the value types.
+"""The base class of all sections, the declaration of a field, and the value types.
 
 The path of a key is its place in the YAML: `("save",)` for a top-level key, `("optimizer", "params", "lr")` for a
 nested one. A path that ends in `"*"` collects all keys of that mapping that no other field claims.
@@ -13,16 +13,16 @@ from megatron.optimizers import OTHER_OPTIMIZERS, OptimizerType
 from megatron.utils.command_line import MAX_INT
 
 KeyPath = tuple[str, ...]
-REST = "*"
+WILDCARD = "*"
 
 
-class Group(BaseModel):
+class ConfigSection(BaseModel):
     """A frozen group of keys. Strict: no implicit type conversion ("2" is not 2, 1 is not true), no unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def key(
+def field(
     default: Any,
     description: str,
     *,
@@ -31,7 +31,7 @@ def key(
     placeholders: bool = False,
     **constraints: Any,
 ) -> Any:
-    """Declare a key.
+    """Declare a field, which is a key of the YAML files.
 
     Args:
         default: its value if it is not set; `...` if it is required.
@@ -44,28 +44,28 @@ def key(
     return Field(default, description=" ".join(description.split()), json_schema_extra=cast(Any, extra), **constraints)
 
 
-def field_path(name: str, field: FieldInfo) -> KeyPath:
+def field_path(name: str, info: FieldInfo) -> KeyPath:
     """The path of a field in the YAML."""
-    return tuple((_extra(field)["path"] or name).split("."))
+    return tuple((_extra(info)["path"] or name).split("."))
 
 
-def field_aliases(field: FieldInfo) -> list[KeyPath]:
+def field_aliases(info: FieldInfo) -> list[KeyPath]:
     """Other paths in the YAML with the same meaning."""
-    return [tuple(alias.split(".")) for alias in _extra(field)["aliases"]]
+    return [tuple(alias.split(".")) for alias in _extra(info)["aliases"]]
 
 
-def has_placeholders(field: FieldInfo) -> bool:
+def has_placeholders(info: FieldInfo) -> bool:
     """True if `{key}` in the value of the field is replaced."""
-    return bool(_extra(field)["placeholders"])
+    return bool(_extra(info)["placeholders"])
 
 
-def is_path(field: FieldInfo) -> bool:
+def is_path(info: FieldInfo) -> bool:
     """True if the value of the field is a path or a list of paths."""
-    return field.annotation in (PathText | None, Paths | None)
+    return info.annotation in (PathText | None, Paths | None)
 
 
-def _extra(field: FieldInfo) -> dict[str, Any]:
-    return cast(dict[str, Any], field.json_schema_extra)
+def _extra(info: FieldInfo) -> dict[str, Any]:
+    return cast(dict[str, Any], info.json_schema_extra)
 
 
 _MAX_NAME = 200  # bytes; file systems allow 255, and suffixes are appended

@@ -4,61 +4,61 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from megatron.config.schema.base import Group, Int, PathText, Steps, key
+from megatron.config.schema.base import ConfigSection, Int, PathText, Steps, field
 from megatron.utils.errors import UserError
 
 _MIN_FACTOR = 1.01
 
 
-class CheckpointConfig(Group):
+class CheckpointConfig(ConfigSection):
     """Checkpoint"""
 
-    save: PathText | None = key(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
-    load: PathText | None = key(
+    save: PathText | None = field(None, "Folder to save checkpoints to. Default: do not save.", placeholders=True)
+    load: PathText | None = field(
         None,
         """Folder of the checkpoint to start from. If it contains none, training prints this and starts from scratch. If
         save contains checkpoints of this run, it resumes from them.""",
         placeholders=True,
     )
-    save_interval: float | None = key(
+    save_interval: float | None = field(
         None,
         """Optimizer steps between checkpoints; the last step is always saved. With checkpoint_scale log, the factor
         between the steps of consecutive checkpoints.""",
         aliases=("checkpoint_factor",),
         ge=1,
     )
-    checkpoint_scale: Literal["linear", "log"] = key(
+    checkpoint_scale: Literal["linear", "log"] = field(
         "linear",
         "linear: checkpoints at multiples of save_interval; log: at its powers (1, ...), rounded down.",
     )
-    extra_save_iters: Steps = key((), "Additional steps at which to save a checkpoint. 0: before the first step.")
-    keep_last_n_checkpoints: Int | None = key(
+    extra_save_iters: Steps = field((), "Additional steps at which to save a checkpoint. 0: before the first step.")
+    keep_last_n_checkpoints: Int | None = field(
         None,
         """Delete all but this many of the run, and those that extra_save_iters and checkpoint_scale log ask for.
         Default: keep all.""",
         ge=1,
     )
-    finetune: bool = key(
+    finetune: bool = field(
         False,
         """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint must exist. If it has
         another positional method, the parameters of the new one are initialized.""",
     )
-    no_load_optim: bool = key(False, "Do not load the optimizer state.")
-    no_load_rng: bool = key(False, "Do not load the states of the random number generators.")
-    no_save_optim: bool = key(False, "Do not save the optimizer state; training cannot be resumed exactly.")
-    no_save_rng: bool = key(False, "Do not save the states of the random number generators.")
-    checkpoint_validation_with_forward_pass: bool = key(
+    no_load_optim: bool = field(False, "Do not load the optimizer state.")
+    no_load_rng: bool = field(False, "Do not load the states of the random number generators.")
+    no_save_optim: bool = field(False, "Do not save the optimizer state; training cannot be resumed exactly.")
+    no_save_rng: bool = field(False, "Do not save the states of the random number generators.")
+    checkpoint_validation_with_forward_pass: bool = field(
         False, "Save a batch and its logits with the checkpoint, and compare them after loading."
     )
-    async_save: bool = key(
+    async_save: bool = field(
         False,
         """Write checkpoints in the background. Training waits only for the copy to host memory, which needs space
         for the weights and the optimizer state.""",
     )
-    fallback: bool = key(
+    fallback: bool = field(
         False, "If the checkpoint to load is damaged, load the newest intact one before it. Same as --fallback."
     )
-    iteration: Int | None = key(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
+    iteration: Int | None = field(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
 
     @model_validator(mode="after")
     def _check_save_interval(self) -> "CheckpointConfig":

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from megatron.config.schema.base import Group, Int, Ints, key
+from megatron.config.schema.base import ConfigSection, Int, Ints, field
 from megatron.utils.errors import UserError
 
 _CONFIG = "curriculum_learning.schedule_config"
@@ -17,46 +17,48 @@ _NEEDED = {
 }
 
 
-class CurriculumConfig(Group):
+class CurriculumConfig(ConfigSection):
     """Sequence-length schedule"""
 
-    enabled: bool = key(
+    enabled: bool = field(
         False,
         """True: train on the first tokens of each sequence, as many as the schedule gives for the step. The remaining
         tokens of the sequence are skipped, so the position in the data does not depend on the schedule.""",
         path="curriculum_learning.enabled",
     )
-    curriculum_type: Literal["seqlen"] = key(
+    curriculum_type: Literal["seqlen"] = field(
         "seqlen", "The difficulty is the sequence length, in tokens.", path="curriculum_learning.curriculum_type"
     )
-    min_difficulty: Int | None = key(None, "Length of the first step.", path="curriculum_learning.min_difficulty", ge=1)
-    max_difficulty: Int | None = key(
+    min_difficulty: Int | None = field(
+        None, "Length of the first step.", path="curriculum_learning.min_difficulty", ge=1
+    )
+    max_difficulty: Int | None = field(
         None,
         "Length at the end of the schedule, which must be seq_length.",
         path="curriculum_learning.max_difficulty",
         ge=1,
     )
-    schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root"] = key(
+    schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root"] = field(
         "fixed_linear",
         "fixed_discrete: listed lengths; fixed_linear, fixed_root: the length grows with the step or with its root.",
         path="curriculum_learning.schedule_type",
     )
-    difficulty: Ints | None = key(
+    difficulty: Ints | None = field(
         None, "fixed_discrete: lengths, in increasing order.", path=f"{_CONFIG}.difficulty", min_length=1
     )
-    max_step: Ints | None = key(
+    max_step: Ints | None = field(
         None,
         "fixed_discrete: the last step of each length except the last one; the first step is 1.",
         path=f"{_CONFIG}.max_step",
         min_length=1,
     )
-    total_curriculum_step: Int | None = key(
+    total_curriculum_step: Int | None = field(
         None, "fixed_linear, fixed_root: steps until max_difficulty.", path=f"{_CONFIG}.total_curriculum_step", ge=1
     )
-    difficulty_step: Int | None = key(
+    difficulty_step: Int | None = field(
         None, "fixed_linear, fixed_root: lengths are multiples of this.", path=f"{_CONFIG}.difficulty_step", ge=1
     )
-    root_degree: Int | None = key(None, "fixed_root: degree of the root.", path=f"{_CONFIG}.root_degree", ge=1)
+    root_degree: Int | None = field(None, "fixed_root: degree of the root.", path=f"{_CONFIG}.root_degree", ge=1)
 
     @model_validator(mode="after")
     def _check_complete(self) -> "CurriculumConfig":

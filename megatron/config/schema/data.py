@@ -3,41 +3,43 @@
 import math
 from typing import Literal
 
-from megatron.config.schema.base import Group, Int, Paths, PathText, Weights, key
+from megatron.config.schema.base import ConfigSection, Int, Paths, PathText, Weights, field
 from megatron.utils.errors import UserError
 
 _NUM_SPLITS = 3
 
 
-class DataConfig(Group):
+class DataConfig(ConfigSection):
     """Data"""
 
-    data_path: PathText | None = key(None, "Prefix of the dataset (path without .bin and .idx), which `split` divides.")
-    train_data_paths: Paths | None = key(None, "Prefixes of training datasets, instead of data_path.")
-    valid_data_paths: Paths | None = key(None, "Prefixes of validation datasets.")
-    test_data_paths: Paths | None = key(None, "Prefixes of test datasets.")
-    train_data_weights: Weights | None = key(None, "Weights of the training datasets in the blend. Default: equal.")
-    valid_data_weights: Weights | None = key(None, "Weights of the validation datasets. Default: equal.")
-    test_data_weights: Weights | None = key(None, "Weights of the test datasets. Default: equal.")
-    weight_by_num_documents: bool = key(
+    data_path: PathText | None = field(
+        None, "Prefix of the dataset (path without .bin and .idx), which `split` divides."
+    )
+    train_data_paths: Paths | None = field(None, "Prefixes of training datasets, instead of data_path.")
+    valid_data_paths: Paths | None = field(None, "Prefixes of validation datasets.")
+    test_data_paths: Paths | None = field(None, "Prefixes of test datasets.")
+    train_data_weights: Weights | None = field(None, "Weights of the training datasets in the blend. Default: equal.")
+    valid_data_weights: Weights | None = field(None, "Weights of the validation datasets. Default: equal.")
+    test_data_weights: Weights | None = field(None, "Weights of the test datasets. Default: equal.")
+    weight_by_num_documents: bool = field(
         False,
         """True: weight each dataset of a blend by (number of its documents)^weighted_sampler_alpha, instead of by the
         given weights. (This is GPT-NeoX's documented rule; its code also multiplies by 1 - weight.)""",
     )
-    weighted_sampler_alpha: float = key(
+    weighted_sampler_alpha: float = field(
         1.0, "Exponent of weight_by_num_documents: below 1 favors small datasets, 0 weights all equally.", ge=0, le=10
     )
-    split: str = key("969, 30, 1", "Proportions of training, validation and test documents in data_path.")
-    data_impl: Literal["infer", "mmap"] = key(
+    split: str = field("969, 30, 1", "Proportions of training, validation and test documents in data_path.")
+    data_impl: Literal["infer", "mmap"] = field(
         "infer", "Format of the dataset: mmap (.bin and .idx) is the only one, so infer means the same."
     )
-    num_workers: Int = key(
+    num_workers: Int = field(
         2, "Processes per rank that prefetch batches. 0: read in the training process.", ge=0, le=256
     )
-    data_cache_path: PathText | None = key(
+    data_cache_path: PathText | None = field(
         None, "Folder for the shuffled sample indices. Default: next to the dataset."
     )
-    eod_mask_loss: bool = key(
+    eod_mask_loss: bool = field(
         False,
         """True: exclude the token after each end-of-document token from the loss, which is the mean over all other
         tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches' means.)""",
@@ -58,17 +60,17 @@ def split_shares(split: str) -> list[float]:
     return shares + [0.0] * (_NUM_SPLITS - len(shares))
 
 
-class TokenizerConfig(Group):
+class TokenizerConfig(ConfigSection):
     """Tokenizer"""
 
     tokenizer_type: Literal[
         "GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer"
-    ] = key(
+    ] = field(
         "GPT2BPETokenizer",
         """GPT2BPETokenizer: vocab_file (JSON) and merge_file of GPT-2; HFTokenizer: vocab_file is a tokenizer.json of
         Hugging Face tokenizers; SPMTokenizer: vocab_file is a SentencePiece model; HFGPT2Tokenizer: vocab_file is a
         folder or a name on the Hugging Face hub, by default gpt2; CharLevelTokenizer: one token per UTF-8 byte, no
         files.""",
     )
-    vocab_file: PathText | None = key(None, "Vocabulary file of the tokenizer.")
-    merge_file: PathText | None = key(None, "Merges file of GPT-2's BPE.")
+    vocab_file: PathText | None = field(None, "Vocabulary file of the tokenizer.")
+    merge_file: PathText | None = field(None, "Merges file of GPT-2's BPE.")

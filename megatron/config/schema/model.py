@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, model_validator
 
 from kerple.positional.base import ModelShape
 from kerple.positional.registry import canonical_name
-from megatron.config.schema.base import CaseInsensitive, Group, Int, PathText, Widths, key
+from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, Widths, field
 from megatron.utils.errors import UserError
 
 _SiluIsSwish = BeforeValidator(lambda x: "silu" if x == "swish" else x)
@@ -24,17 +24,17 @@ InitMethod = Literal[
 ]
 
 
-class ModelConfig(Group):
+class ModelConfig(ConfigSection):
     """Model"""
 
-    num_layers: Int = key(..., "Number of transformer blocks.", ge=1, le=10_000)
-    hidden_size: Int = key(
+    num_layers: Int = field(..., "Number of transformer blocks.", ge=1, le=10_000)
+    hidden_size: Int = field(
         ..., "Width of the residual stream. Must be divisible by num_attention_heads, or set head_size.", ge=1, le=2**20
     )
-    num_attention_heads: Int = key(
+    num_attention_heads: Int = field(
         ..., "Attention heads per block. Must be divisible by model_parallel_size.", ge=1, le=2**16
     )
-    num_kv_heads: Int = key(
+    num_kv_heads: Int = field(
         None,
         """Heads of keys and values. If there are fewer than num_attention_heads, consecutive query heads share one
         (grouped-query attention, arXiv 2305.13245). Must divide num_attention_heads, and be divisible by
@@ -42,113 +42,117 @@ class ModelConfig(Group):
         ge=1,
         le=2**16,
     )
-    attention_type: Literal["multihead", "groupedquery"] | None = key(
+    attention_type: Literal["multihead", "groupedquery"] | None = field(
         None, "As in the configurations of Llemma; must fit num_kv_heads, which selects grouped-query attention."
     )
-    head_size: Int = key(
+    head_size: Int = field(
         None, "Dimensions of one attention head. Default: hidden_size / num_attention_heads.", ge=1, le=2**20
     )
-    intermediate_size: Int = key(
+    intermediate_size: Int = field(
         None,
         """Width of the MLP. As in GPT-NeoX, a gated MLP (activation swiglu or geglu) has a third of it, which keeps the
         number of parameters: 33024 is Llama 7B's 11008. Default: 4 * hidden_size.""",
         ge=1,
         le=2**24,
     )
-    mlp_multiple_of: Int = key(
+    mlp_multiple_of: Int = field(
         1,
         "The width of the MLP, after division by 3 if it is gated, is rounded up to a multiple of this.",
         ge=1,
         le=2**24,
     )
-    seq_length: Int = key(..., "Sequence length of training, in tokens.", ge=1, le=2**31)
-    max_position_embeddings: Int = key(
+    seq_length: Int = field(..., "Sequence length of training, in tokens.", ge=1, le=2**31)
+    max_position_embeddings: Int = field(
         None,
         "Number of positions of `pos_emb: learned`; other methods have no limit. Default: seq_length.",
         ge=1,
         le=2**31,
     )
-    norm: Literal["layernorm", "rmsnorm"] = key(
+    norm: Literal["layernorm", "rmsnorm"] = field(
         "layernorm", "Normalization before attention, before the MLP and after the last block."
     )
-    layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm, added to the variance.", gt=0)
-    rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, added to the mean square.", gt=0)
-    use_bias_in_norms: bool = key(True, "False: layernorm without biases. rmsnorm never has any.")
-    use_bias_in_attn_linear: bool = key(True, "False: attention's two projections have no biases.")
-    use_bias_in_attn_output: bool | None = key(
+    layernorm_epsilon: float = field(1e-5, "Epsilon of layernorm, added to the variance.", gt=0)
+    rms_norm_epsilon: float = field(1e-8, "Epsilon of rmsnorm, added to the mean square.", gt=0)
+    use_bias_in_norms: bool = field(True, "False: layernorm without biases. rmsnorm never has any.")
+    use_bias_in_attn_linear: bool = field(True, "False: attention's two projections have no biases.")
+    use_bias_in_attn_output: bool | None = field(
         None,
         """False: attention's output projection has no bias, even if that of queries, keys and values has one, as in
         Qwen2. Default: use_bias_in_attn_linear.""",
     )
-    use_bias_in_mlp: bool = key(True, "False: the linear layers of the MLP have no biases.")
-    use_qk_layernorm: bool = key(
+    use_bias_in_mlp: bool = field(True, "False: the linear layers of the MLP have no biases.")
+    use_qk_layernorm: bool = field(
         False,
         """True: normalize each head of queries and keys, before rotation, with the norm of `norm`. Queries and keys
         have one weight vector each, of the size of a head, as in Qwen3. GPT-NeoX normalizes all heads of a
         tensor-parallel rank at once, with the same weights for queries and keys.""",
     )
-    sliding_window_width: Widths | None = key(
+    sliding_window_width: Widths | None = field(
         None,
         """A query attends to this number of keys before its own position, and to its own, in training and in
         evaluation: one key more than with Hugging Face's sliding_window of the same size. A number for all layers, or
         a list that repeats, with null for layers that attend to all keys: [511, 511, 511, null]. Default: to all.""",
     )
-    no_weight_tying: bool = key(
+    no_weight_tying: bool = field(
         False, "True: the output layer has its own weights. False: it shares those of the token embedding."
     )
-    pos_emb: str = key("learned", "Positional method, built in or registered by pos_emb_module.")
-    pos_emb_options: dict[str, Any] = key({}, "Options of the positional method, by name.")
-    pos_emb_module: PathText | None = key(
+    pos_emb: str = field("learned", "Positional method, built in or registered by pos_emb_module.")
+    pos_emb_options: dict[str, Any] = field({}, "Options of the positional method, by name.")
+    pos_emb_module: PathText | None = field(
         None, "Python file (path/to/file.py) or module that registers further positional methods when imported."
     )
-    release_bf16_distances: bool = key(
+    release_bf16_distances: bool = field(
         False,
         """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the KERPLE release did. Most
         distances above 256 are not exact in bfloat16. Use it only to reproduce the release's numbers.""",
     )
-    rotary_pct: float = key(
+    rotary_pct: float = field(
         1.0, "rotary, alone and with KERPLE or DAPE: fraction of each head's dimensions that is rotated.", gt=0, le=1
     )
-    rotary_emb_base: Int = key(10000, "rotary, p_rope and xpos: base of the wavelengths.", gt=1)
-    mlp_width: Int | None = key(
+    rotary_emb_base: Int = field(10000, "rotary, p_rope and xpos: base of the wavelengths.", gt=1)
+    mlp_width: Int | None = field(
         None, "DAPE and FIRE: hidden units of their MLPs. Default: the method's default, 32.", ge=1, le=2**20
     )
-    dapev2_kernel: Int | None = key(
+    dapev2_kernel: Int | None = field(
         None, "DAPE V2: width of the convolutions, an odd number. Default: the method's default, 3.", ge=1, le=2**16
     )
-    noise_seq_length: Int | None = key(
+    noise_seq_length: Int | None = field(
         None,
         """FIRE: twice the initial threshold, as in DAPE's configurations. Default: the method's default threshold, 512
         (pos_emb_options: {threshold: ...}).""",
         ge=2,
     )
-    rpe_num_buckets: Int = key(32, "rpe (T5): number of distance buckets.", ge=2, le=2**20)
-    rpe_max_distance: Int = key(128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2)
-    activation: Annotated[Literal["gelu", "relu", "silu", "swiglu", "geglu"], _SiluIsSwish] = key(
+    rpe_num_buckets: Int = field(32, "rpe (T5): number of distance buckets.", ge=2, le=2**20)
+    rpe_max_distance: Int = field(
+        128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2
+    )
+    activation: Annotated[Literal["gelu", "relu", "silu", "swiglu", "geglu"], _SiluIsSwish] = field(
         "gelu",
         """Activation of the MLP. swiglu and geglu: a gated MLP, whose gate has the activation silu or exact GELU (arXiv
         2002.05202). swish, GPT-NeoX's name of silu, is accepted too.""",
     )
-    bias_gelu_fusion: bool = key(
+    bias_gelu_fusion: bool = field(
         False, "True: the tanh approximation of GELU, as in GPT-NeoX's fused kernel. False: exact GELU."
     )
-    init_method: InitMethod = key("normal", "Initialization of all matrices except those of output_layer_init_method.")
-    output_layer_init_method: InitMethod = key(
+    init_method: InitMethod = field(
+        "normal", "Initialization of all matrices except those of output_layer_init_method."
+    )
+    output_layer_init_method: InitMethod = field(
         "scaled_normal", "Initialization of the output projections of attention and MLP."
     )
-    init_method_std: float = key(0.02, "Standard deviation of the normal initializations.", gt=0)
-    hidden_dropout: float = key(0.0, "Dropout probability after embedding, attention and MLP.", ge=0, lt=1)
-    attention_dropout: float = key(0.0, "Dropout probability of the attention weights.", ge=0, lt=1)
-    make_vocab_size_divisible_by: Int = key(
+    init_method_std: float = field(0.02, "Standard deviation of the normal initializations.", gt=0)
+    hidden_dropout: float = field(0.0, "Dropout probability after embedding, attention and MLP.", ge=0, lt=1)
+    attention_dropout: float = field(0.0, "Dropout probability of the attention weights.", ge=0, lt=1)
+    make_vocab_size_divisible_by: Int = field(
         128, "The vocabulary is padded to a multiple of this times model_parallel_size.", ge=1, le=2**24
     )
-    padded_vocab_size: Int | None = key(
+    padded_vocab_size: Int | None = field(
         None,
         "Vocabulary size after padding; at least that of the tokenizer. Default: the checkpoint's, or else computed.",
         ge=1,
     )
     attention_backend: Annotated[Literal["auto", "reference", "sdpa", "chunked", "flex", "fused"], CaseInsensitive] = (
-        key(
+        field(
             "auto",
             """How attention is computed. reference: plain PyTorch, materializes the score matrix; sdpa: PyTorch's
             scaled_dot_product_attention; chunked: blocks of queries, memory linear in the sequence length; flex:
@@ -156,11 +160,11 @@ class ModelConfig(Group):
             positional method.""",
         )
     )
-    gpt_j_residual: bool = key(
+    gpt_j_residual: bool = field(
         False,
         "True: parallel residual, x + attention(norm1(x)) + mlp(norm2(x)). False: the MLP follows the attention.",
     )
-    output_layer_parallelism: Literal["column"] = key(
+    output_layer_parallelism: Literal["column"] = field(
         "column", "Dimension of the output layer that tensor parallelism splits: column is the vocabulary."
     )
 

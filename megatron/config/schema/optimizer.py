@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from megatron.config.schema.base import Betas, Group, Int, OptimizerTypeText, key
+from megatron.config.schema.base import Betas, ConfigSection, Int, OptimizerTypeText, field
 from megatron.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
 from megatron.utils.command_line import MAX_INT
 from megatron.utils.errors import UserError, shortened
@@ -58,55 +58,55 @@ _ZERO_SIZES = {
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 
 
-class OptimizerConfig(Group):
+class OptimizerConfig(ConfigSection):
     """Optimizer"""
 
-    type: OptimizerTypeText = key(
+    type: OptimizerTypeText = field(
         "adam",
         """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in GPT-NeoX. muon is for the
         weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters.""",
         path="optimizer.type",
     )
-    use_bnb_optimizer: bool = key(
+    use_bnb_optimizer: bool = field(
         False,
         "With optimizer.type adam: 8-bit Adam of bitsandbytes, which must be installed.",
     )
-    lr: float = key(
+    lr: float = field(
         OPTIMIZERS["adam"].defaults["lr"],
         "Peak learning rate, reached after the warmup.",
         path="optimizer.params.lr",
         ge=0,
     )
-    betas: Betas | None = key(
+    betas: Betas | None = field(
         None,
         """Decay rates of the first and second moment of Adam (and of Adam in Muon), default [0.9, 0.999]; of Lion's
         update and momentum, default [0.9, 0.99].""",
         path="optimizer.params.betas",
     )
-    eps: float | None = key(None, "Adam's epsilon (also in Muon). Default: 1e-08.", path="optimizer.params.eps", gt=0)
-    momentum: float | None = key(
+    eps: float | None = field(None, "Adam's epsilon (also in Muon). Default: 1e-08.", path="optimizer.params.eps", gt=0)
+    momentum: float | None = field(
         None, "Momentum of SGD, default 0, and Muon, default 0.95.", path="optimizer.params.momentum", ge=0, lt=1
     )
-    params: dict[Literal["apex", "adam_w_mode", "nesterov"], bool] = key(
+    params: dict[Literal["apex", "adam_w_mode", "nesterov"], bool] = field(
         {},
         """apex: true uses NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
         adam_w_mode: false adds the weight decay to Adam's gradient (L2) instead of decoupling it; nesterov: Nesterov
         momentum, default false for SGD and true for Muon.""",
         path="optimizer.params.*",
     )
-    weight_decay: float = key(
+    weight_decay: float = field(
         0.1,
         "Weight decay. Norms, biases and positional parameters have none.",
         aliases=("optimizer.params.weight_decay",),
         ge=0,
     )
-    positional_lr_factor: float = key(
+    positional_lr_factor: float = field(
         1.0,
         "Learning rate of the positional method's parameters, relative to that of the other parameters. 0: frozen.",
         ge=0,
     )
-    gradient_clipping: float = key(1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0)
-    zero_stage: Int = key(
+    gradient_clipping: float = field(1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0)
+    zero_stage: Int = field(
         0,
         """ZeRO stage. 0: off; 1: shards the optimizer state over the data-parallel ranks; 2: also the gradients; 3:
         also the parameters. 2 and 3 require pipe_parallel_size 0.""",
@@ -114,7 +114,7 @@ class OptimizerConfig(Group):
         ge=0,
         le=3,
     )
-    zero: dict[ZeroKey, Any] = key(
+    zero: dict[ZeroKey, Any] = field(
         {},
         """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/). Offloading the
         optimizer is not supported, so cpu_offload must be false.""",
@@ -177,41 +177,41 @@ class OptimizerConfig(Group):
         return self
 
 
-class ScheduleConfig(Group):
+class ScheduleConfig(ConfigSection):
     """Learning-rate schedule"""
 
-    train_iters: Int | None = key(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
-    lr_decay_iters: Int | None = key(
+    train_iters: Int | None = field(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
+    lr_decay_iters: Int | None = field(
         None,
         """Step at which the decay ends. Default: train_iters. Afterwards, cosine stays at min_lr (in GPT-NeoX, it would
         rise again).""",
         ge=1,
     )
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key("linear", "Shape of the decay.")
-    lr_schedule: Literal["neox", "neox-2022"] | None = key(
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = field("linear", "Shape of the decay.")
+    lr_schedule: Literal["neox", "neox-2022"] | None = field(
         None,
         """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at lr_decay_iters, and cosine ends
         at min_lr. neox-2022: those of the KERPLE release; the decay is spread over lr_decay_iters steps after the
         warmup, so it does not complete, and min_lr is only a lower bound. Default: that of the checkpoint from which
         the run resumes (neox-2022 for checkpoints of the KERPLE release), otherwise neox.""",
     )
-    min_lr: float = key(0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0)
-    decay_lr_to: float | None = key(
+    min_lr: float = field(0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0)
+    decay_lr_to: float | None = field(
         None, "min_lr as a fraction of the learning rate, as in the configurations of Llemma.", ge=0, le=1
     )
-    warmup: float = key(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
-    warmup_iters: Int | None = key(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
+    warmup: float = field(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
+    warmup_iters: Int | None = field(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> "ScheduleConfig":
-        for key_, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
-            if key_ in self.model_fields_set and getattr(self, alternative) is not None:
-                raise UserError(f'"{key_}" and "{alternative}" are both set; keep one of them')
+        for key, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
+            if key in self.model_fields_set and getattr(self, alternative) is not None:
+                raise UserError(f'"{key}" and "{alternative}" are both set; keep one of them')
         if self.lr_decay_iters is not None and self.warmup_steps(self.lr_decay_iters) >= self.lr_decay_iters:
-            key_ = "warmup" if self.warmup_iters is None else "warmup_iters"
+            key = "warmup" if self.warmup_iters is None else "warmup_iters"
             raise UserError(
-                f"{key_} {getattr(self, key_):g}: the warmup must end before the decay, at lr_decay_iters "
-                f"{self.lr_decay_iters:,}; lower {key_}, or raise lr_decay_iters"
+                f"{key} {getattr(self, key):g}: the warmup must end before the decay, at lr_decay_iters "
+                f"{self.lr_decay_iters:,}; lower {key}, or raise lr_decay_iters"
             )
         return self
 
@@ -224,28 +224,28 @@ class ScheduleConfig(Group):
         return self.warmup * decay_iters if self.warmup_iters is None else self.warmup_iters
 
 
-class PrecisionConfig(Group):
+class PrecisionConfig(ConfigSection):
     """Precision"""
 
-    precision: Literal["fp32", "fp16", "bfloat16"] | None = key(
+    precision: Literal["fp32", "fp16", "bfloat16"] | None = field(
         None, "Data type of weights and activations. Default: set by fp16 and bf16, else fp32."
     )
-    fp16_enabled: bool = key(False, "Mixed precision in the data type fp16.type.", path="fp16.enabled")
-    fp16_type: Literal["fp16", "float16", "bf16", "bfloat16"] = key(
+    fp16_enabled: bool = field(False, "Mixed precision in the data type fp16.type.", path="fp16.enabled")
+    fp16_type: Literal["fp16", "float16", "bf16", "bfloat16"] = field(
         "fp16", "Data type that fp16.enabled selects; bfloat16 is equivalent to bf16.enabled.", path="fp16.type"
     )
-    bf16_enabled: bool = key(False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled")
-    loss_scale: float = key(
+    bf16_enabled: bool = field(False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled")
+    loss_scale: float = field(
         0.0, "fp16: constant loss scale. 0: dynamic loss scaling.", path="fp16.loss_scale", ge=0, le=1e19
     )
-    loss_scale_window: Int = key(
+    loss_scale_window: Int = field(
         1000, "fp16: steps without overflow before the loss scale is doubled.", path="fp16.loss_scale_window", ge=1
     )
-    initial_scale_power: Int = key(
+    initial_scale_power: Int = field(
         16, "fp16: the dynamic loss scale starts at 2 to this power.", path="fp16.initial_scale_power", ge=0, le=64
     )
-    hysteresis: Int = key(2, "fp16: overflows before the loss scale is halved.", path="fp16.hysteresis", ge=1)
-    min_loss_scale: float = key(
+    hysteresis: Int = field(2, "fp16: overflows before the loss scale is halved.", path="fp16.hysteresis", ge=1)
+    min_loss_scale: float = field(
         1.0, "fp16: minimum of the dynamic loss scale.", path="fp16.min_loss_scale", gt=0, le=1e19
     )
 

@@ -2,24 +2,24 @@
 
 from typing import Annotated, Literal, NamedTuple
 
-from megatron.config.schema.base import CaseInsensitive, Group, Int, PathText, key
+from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, field
 from megatron.utils.errors import UserError
 
 
-class ParallelConfig(Group):
+class ParallelConfig(ConfigSection):
     """Parallelism"""
 
-    pipe_parallel_size: Int = key(
+    pipe_parallel_size: Int = field(
         0,
         """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's PipelineModule.""",
         ge=0,
     )
-    model_parallel_size: Int = key(1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1)
-    distributed_backend: Literal["nccl", "gloo", "mpi", "ccl"] | None = key(
+    model_parallel_size: Int = field(1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1)
+    distributed_backend: Literal["nccl", "gloo", "mpi", "ccl"] | None = field(
         None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
-    fp32_allreduce: bool = key(False, "True: average gradients over the data-parallel ranks in float32.")
-    pipe_partition_method: str = key(
+    fp32_allreduce: bool = field(False, "True: average gradients over the data-parallel ranks in float32.")
+    pipe_partition_method: str = field(
         "type:transformer|mlp",
         """How layers are distributed over pipeline stages: parameters (equal parameter counts), uniform (equal layer
         counts), or type:REGEX (equal counts of the layers whose class name matches).""",
@@ -58,16 +58,16 @@ class BatchSizes(NamedTuple):
         )
 
 
-class BatchConfig(Group):
+class BatchConfig(ConfigSection):
     """Batch"""
 
-    train_batch_size: Int | None = key(
+    train_batch_size: Int | None = field(
         None, "Sequences per optimizer step, over all ranks. Default: computed from the next two keys.", ge=1
     )
-    train_micro_batch_size_per_gpu: Int | None = key(
+    train_micro_batch_size_per_gpu: Int | None = field(
         None, "Sequences per forward pass and rank. Default: computed from train_batch_size.", ge=1
     )
-    gradient_accumulation_steps: Int | None = key(
+    gradient_accumulation_steps: Int | None = field(
         None, "Forward passes per optimizer step. Default: computed from the other two keys, or 1.", ge=1
     )
 
@@ -110,48 +110,50 @@ class BatchConfig(Group):
         return BatchSizes(micro_batch, accumulation, global_batch)
 
 
-class LauncherConfig(Group):
+class LauncherConfig(ConfigSection):
     """Launcher"""
 
-    hostfile: PathText | None = key(
+    hostfile: PathText | None = field(
         None,
         """File with one `HOST slots=N` line per node. Default: the file named by the environment variable
         DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is used.""",
     )
-    include: str | None = key(
+    include: str | None = field(
         None,
         """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Selecting slots on several hosts requires launcher
         pdsh. Cannot be combined with num_gpus or num_nodes.""",
     )
-    exclude: str | None = key(
+    exclude: str | None = field(
         None, "Hosts and slots not to use, in the same form. Cannot be combined with num_gpus or num_nodes."
     )
-    num_nodes: Int = key(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
-    num_gpus: Int | None = key(
+    num_nodes: Int = field(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
+    num_gpus: Int | None = field(
         None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1, le=1024
     )
-    master_addr: str | None = key(
+    master_addr: str | None = field(
         None,
         """Address of the first host. Default: with Slurm, its first node; else the first address that `hostname -I`
         prints on the first host (with no_ssh_check, the host's name).""",
     )
-    master_port: Int | None = key(
+    master_port: Int | None = field(
         None,
         """Port of the first node for torch.distributed. Default: a free port; on several nodes 29500; with Slurm a port
         that depends on the job.""",
         ge=1,
         le=65535,
     )
-    launcher: Annotated[Literal["pdsh", "openmpi", "slurm"], CaseInsensitive] = key(
+    launcher: Annotated[Literal["pdsh", "openmpi", "slurm"], CaseInsensitive] = field(
         "pdsh", "Program that starts the ranks on several hosts: pdsh over ssh, mpirun, or srun (docs/clusters.md)."
     )
-    deepspeed_slurm: bool = key(
+    deepspeed_slurm: bool = field(
         False, "True: srun has started the ranks, without deepy.py. Implied by `launcher: slurm`."
     )
-    deepspeed_mpi: bool = key(
+    deepspeed_mpi: bool = field(
         False, "True: mpirun has started the ranks, without deepy.py. Implied by `launcher: openmpi`."
     )
-    force_multi: bool = key(False, "True: use the multi-node launcher even for one node.")
-    no_ssh_check: bool = key(False, "True: do not check that all hosts can be reached by ssh and have the same paths.")
-    comment: str | None = key(None, "Slurm: --comment of the job step.")
-    account: str | None = key(None, "Slurm: --account of the job step.")
+    force_multi: bool = field(False, "True: use the multi-node launcher even for one node.")
+    no_ssh_check: bool = field(
+        False, "True: do not check that all hosts can be reached by ssh and have the same paths."
+    )
+    comment: str | None = field(None, "Slurm: --comment of the job step.")
+    account: str | None = field(None, "Slurm: --account of the job step.")
