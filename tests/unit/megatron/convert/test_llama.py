@@ -1,6 +1,7 @@
 """Llama, Mistral, Qwen2 and Qwen3: imported and exported models have the logits of transformers' own."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.convert import from_hugging_face, to_hugging_face
 from megatron.convert.hugging_face_config import config_from
-from megatron.convert.llama import KNOWN_KEYS
+from megatron.convert.llama import KNOWN_KEYS, SAME_VALUE
 from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
@@ -174,19 +175,63 @@ def test_unsupported_settings_are_named(keys, message):
         config_from({**LLAMA, **keys}, "config.json")
 
 
+POSITIVE_NUMBERS = [1, 2**31, 1e308, 0.5]
+UNUSED_NUMBERS = [None, -1, 0, 1, 2**31, 2**63, 10**30, 10**18]
+# The values of WRONG_VALUES that each key accepts. All others are errors.
+ACCEPTED: dict[str, list] = {
+    "attention_bias": [True],
+    "attention_dropout": [0, 0.5],
+    "head_dim": [None],
+    "hidden_act": [],
+    "hidden_size": [],
+    "initializer_range": POSITIVE_NUMBERS,
+    "intermediate_size": [None, 1],
+    "layer_types": [None],
+    "max_position_embeddings": [1, 2**31],
+    "max_window_layers": UNUSED_NUMBERS,
+    "mlp_bias": [True],
+    "num_attention_heads": [],
+    "num_hidden_layers": [1],
+    "num_key_value_heads": [1],
+    "partial_rotary_factor": [1],
+    "rms_norm_eps": POSITIVE_NUMBERS,
+    "rope_parameters": [None, {}],
+    "rope_scaling": [None, {}],
+    "rope_theta": [2**31],
+    "sliding_window": UNUSED_NUMBERS,
+    "tie_word_embeddings": [True],
+    "use_sliding_window": [True],
+    "vocab_size": [1, 2**31],
+}
+# Messages name these keys, or ours.
+OUR_NAMES = {theirs: ours for ours, theirs in SAME_VALUE.items()} | {
+    "head_dim": "head.size",
+    "hidden_size": "head_size",
+    "partial_rotary_factor": "rotary_pct",
+    "rope_scaling": "rope_parameters",
+    "rope_theta": "rotary_emb_base",
+}
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_KEYS - {"model_type"}))
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
-def test_wrong_values_of_every_key(model_type):
-    """A UserError, or a configuration of this project."""
-    rejected = 0
-    for name in sorted(KNOWN_KEYS - {"model_type"}):
-        for value in (*WRONG_VALUES, 10**18):
-            try:
-                flat = config_from({**LLAMA, "model_type": model_type, name: value}, "config.json")
-                config = Config.from_flat(flat)
-                assert config.model.hidden_size == LLAMA["hidden_size"] or name == "hidden_size"
-            except UserError:
-                rejected += 1
-    assert rejected > len(KNOWN_KEYS)
+def test_wrong_values_of_every_key(model_type, name):
+    """An error that names the key, or a configuration of this project."""
+    by_family = {
+        ("llama", "num_key_value_heads"): [None, 1],
+        ("mistral", "sliding_window"): [None, 2**31],
+        ("qwen3", "hidden_size"): [1],  # its head_dim does not depend on hidden_size
+    }
+    accepted, messages = [], []
+    for value in (*WRONG_VALUES, 10**18):
+        keys = {**LLAMA, "num_key_value_heads": 4, "model_type": model_type, name: value}
+        try:
+            Config.from_flat(config_from(keys, "config.json"))
+            accepted.append(value)
+        except UserError as error:
+            messages.append(str(error))
+    assert repr(accepted) == repr(by_family.get((model_type, name), ACCEPTED[name]))
+    assert not [text for text in messages if not re.search(f"{name}|{OUR_NAMES.get(name, name)}", text)]
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):

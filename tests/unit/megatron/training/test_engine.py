@@ -112,3 +112,4 @@ def test_keys_that_deepspeed_knows(tmp_path, data_path):
     extra |= {"activation_checkpointing": {"profile": False}, "data_efficiency": _DATA_EFFICIENCY}
     keys = {"train_iters": 1, "eval_iters": 0, "save": None, "load": None}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys, deepspeed_extra_args=extra)))
+    assert list(metrics(tmp_path)) == [1]

@@ -23,9 +23,12 @@ def check(tmp_path, layout: Layout = LAYOUT, vocab_size: int = 512, **keys: obje
     check_machine(config, layout, vocab_size, lambda line: None, force=False)
 
 
-def test_small_models_fit(tmp_path):
-    check(tmp_path)
-    check(tmp_path, pos_emb="learned", attention_backend="sdpa")
+@pytest.mark.parametrize("keys", [{}, {"pos_emb": "learned", "attention_backend": "sdpa"}])
+def test_small_models_fit(tmp_path, keys, monkeypatch):
+    check(tmp_path, **keys)
+    monkeypatch.setattr(memory, "free_memory", lambda device="cpu": 10**5)
+    with pytest.raises(UserError, match="per rank"):
+        check(tmp_path, **keys)
 
 
 @pytest.mark.parametrize(

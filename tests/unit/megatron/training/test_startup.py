@@ -12,7 +12,7 @@ from megatron.config import Config, UserError
 from megatron.training import loop, startup
 from megatron.training.loop import train
 from megatron.utils.locks import Lock
-from tests.support.runs import copy_checkpoint, training_settings
+from tests.support.runs import copy_checkpoint, metrics, training_settings
 
 
 @pytest.fixture
@@ -110,6 +110,8 @@ def test_one_folder_in_two_spellings(spelling, tmp_path, data_path, monkeypatch)
     (tmp_path / "other").mkdir()
     keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": spelling, "train_iters": 1, "eval_iters": 0}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert list(metrics(tmp_path)) == [1]
+    assert list((tmp_path / "logs").glob("events.*"))
 
 
 def test_a_finished_run_removes_what_a_killed_one_left(tmp_path, data_path):

@@ -58,7 +58,12 @@ def test_parent_that_ended_before_the_call_of_prctl(calls, monkeypatch):
 
 def test_without_prctl(monkeypatch):
     monkeypatch.setattr(processes, "_prctl", None)
-    processes.signal_without_parent(signal.SIGUSR1)()
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        processes.signal_without_parent(signal.SIGUSR1)()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 def test_exit_with_parent(calls, monkeypatch):

@@ -44,6 +44,9 @@ def test_the_versions_are_those_of_the_requirements(package):
 def test_a_version_built_from_source_is_accepted(monkeypatch):
     install(monkeypatch, "deepspeed", VERSIONS["deepspeed"] + "+1f2e3d4c")
     check_version("deepspeed")
+    install(monkeypatch, "deepspeed", "99.1.0+1f2e3d4c")
+    with pytest.raises(UserError, match="deepspeed 99"):
+        check_version("deepspeed")
 
 
 @pytest.mark.parametrize(
