@@ -7,7 +7,7 @@
     expand     `~` and `$NAME` in paths
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
     assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
-    validate   the types in each section (pydantic), then combinations of keys (checks.py)
+    validate   the types in each section (pydantic), combinations of its keys, then of keys of several sections
 
 All problems are collected and reported together.
 """
@@ -178,6 +178,7 @@ def _build(entries: Iterable[YamlEntry], overrides: Iterable[str] = (), strict: 
     for name, model in SECTIONS.items():
         try:
             sections[name] = model.model_validate(values[name])
+            messages.problems += sections[name].contradictions()
         except ValidationError as error:
             messages.problems += _describe(error, name, keys)
         except UserError as error:

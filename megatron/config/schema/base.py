@@ -4,6 +4,7 @@ The path of a key is its place in the YAML: `("save",)` for a top-level key, `("
 nested one. A path that ends in `"*"` collects all keys of that mapping that no other field claims.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -20,6 +21,17 @@ class ConfigSection(BaseModel):
     """A frozen group of keys. Strict: no implicit type conversion ("2" is not 2, 1 is not true), no unknown names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def contradictions(self) -> Iterator[str]:
+        """One message for each contradiction between keys of this section, for the loader.
+
+        A pydantic validator would stop at the first one and hide those of several sections.
+        """
+        yield from ()
+
+    def warnings(self) -> Iterator[str]:
+        """One message for each key whose meaning in GPT-NeoX is easily mistaken, or differs here."""
+        yield from ()
 
 
 def field(

@@ -1,11 +1,9 @@
 """Keys of checkpoints: where and when to save, and what to load."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import model_validator
-
 from megatron.config.schema.base import ConfigSection, Int, PathText, Steps, field
-from megatron.utils.errors import UserError
 
 _MIN_FACTOR = 1.01
 
@@ -60,17 +58,18 @@ class CheckpointConfig(ConfigSection):
     )
     iteration: Int | None = field(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
 
-    @model_validator(mode="after")
-    def _check_save_interval(self) -> "CheckpointConfig":
+    def contradictions(self) -> Iterator[str]:
         factor = self.save_interval
         if factor is not None and self.checkpoint_scale == "linear" and not factor.is_integer():
-            raise UserError(f"save_interval {factor} must be an integer, unless checkpoint_scale is log")
+            yield f"save_interval {factor} must be an integer, unless checkpoint_scale is log"
         if factor is not None and factor < _MIN_FACTOR and self.checkpoint_scale == "log":
-            raise UserError(
+            yield (
                 f"save_interval {factor} with checkpoint_scale log is the factor between the steps of consecutive "
                 f"checkpoints; it must be at least {_MIN_FACTOR}"
             )
-        return self
+        for name in ("finetune", "iteration"):
+            if getattr(self, name) not in (None, False) and self.load is None:
+                yield f"{name} is set, but load is not; set load to the folder of the checkpoint"
 
     def keeps(self, iteration: int) -> bool:
         """Whether keep_last_n_checkpoints never deletes the checkpoint of this iteration."""

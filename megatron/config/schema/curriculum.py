@@ -1,12 +1,10 @@
 """Keys of the sequence-length schedule, `curriculum_learning` of DeepSpeed and GPT-NeoX."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import model_validator
-
 from megatron.config.schema.base import ConfigSection, Int, Ints, field
-from megatron.utils.errors import UserError
 
 _CONFIG = "curriculum_learning.schedule_config"
 # The keys of schedule_config that each schedule_type needs.
@@ -60,40 +58,40 @@ class CurriculumConfig(ConfigSection):
     )
     root_degree: Int | None = field(None, "fixed_root: degree of the root.", path=f"{_CONFIG}.root_degree", ge=1)
 
-    @model_validator(mode="after")
-    def _check_complete(self) -> "CurriculumConfig":
+    def contradictions(self) -> Iterator[str]:
         if not self.enabled:
-            return self
+            return
         needed = {name: f"{_CONFIG}.{name}" for name in _NEEDED[self.schedule_type]}
         needed |= {name: f"curriculum_learning.{name}" for name in ("min_difficulty", "max_difficulty")}
-        for name, path in needed.items():
-            if getattr(self, name) is None:
-                raise UserError(f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it")
+        missing = [path for name, path in needed.items() if getattr(self, name) is None]
+        for path in missing:
+            yield f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it"
         others = {name for names in _NEEDED.values() for name in names}.difference(needed)
         for name in sorted(others):
             if getattr(self, name) is not None:
-                raise UserError(f"{_CONFIG}.{name} is not a key of schedule_type {self.schedule_type}; remove it")
+                yield f"{_CONFIG}.{name} is not a key of schedule_type {self.schedule_type}; remove it"
+        if missing:
+            return
         if self.schedule_type == "fixed_discrete":
-            self._check_discrete()
+            yield from self._discrete_contradictions()
         elif self.min_difficulty > self.max_difficulty:  # type: ignore[operator]  # neither is None
-            raise UserError(
+            yield (
                 f"curriculum_learning.min_difficulty {self.min_difficulty} is more than max_difficulty "
                 f"{self.max_difficulty}; lower it"
             )
-        return self
 
-    def _check_discrete(self) -> None:
+    def _discrete_contradictions(self) -> Iterator[str]:
         lengths, steps = self.difficulty or (), self.max_step or ()
         if len(steps) != len(lengths) - 1:
-            raise UserError(
+            yield (
                 f"{_CONFIG}.max_step has {len(steps)} steps for {len(lengths)} lengths; give the last step of every "
                 "length except the last one"
             )
         for name, values in (("difficulty", lengths), ("max_step", steps)):
             if any(first >= second for first, second in pairwise(values)):
-                raise UserError(f"{_CONFIG}.{name} {list(values)} must be in increasing order")
+                yield f"{_CONFIG}.{name} {list(values)} must be in increasing order"
         if (lengths[0], lengths[-1]) != (self.min_difficulty, self.max_difficulty):
-            raise UserError(
+            yield (
                 f"{_CONFIG}.difficulty {list(lengths)} must start with min_difficulty {self.min_difficulty} and end "
                 f"with max_difficulty {self.max_difficulty}"
             )

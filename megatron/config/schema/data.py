@@ -1,6 +1,7 @@
 """Keys of the data and the tokenizer."""
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from megatron.config.schema.base import ConfigSection, Int, Paths, PathText, Weights, field
@@ -44,6 +45,30 @@ class DataConfig(ConfigSection):
         """True: exclude the token after each end-of-document token from the loss, which is the mean over all other
         tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches' means.)""",
     )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.data_path is not None and self.train_data_paths is not None:
+            yield (
+                "data_path and train_data_paths are both set; use either data_path with split, or the three lists of "
+                "paths"
+            )
+        try:
+            split_shares(self.split)
+        except UserError as error:
+            yield str(error)
+        if self.weight_by_num_documents and self.train_data_paths is None:
+            yield "weight_by_num_documents requires train_data_paths, which is not set; set it, or remove the key"
+        for split in ("train", "valid", "test"):
+            paths, weights = getattr(self, f"{split}_data_paths"), getattr(self, f"{split}_data_weights")
+            if weights is None:
+                continue
+            if self.weight_by_num_documents:
+                yield f"weight_by_num_documents and {split}_data_weights are both set; remove one of them"
+            elif paths is None or len(paths) != len(weights):
+                yield (
+                    f"{split}_data_weights has {len(weights)} weights for {len(paths or ())} {split}_data_paths; "
+                    "give one weight per path"
+                )
 
 
 def split_shares(split: str) -> list[float]:

@@ -1,5 +1,7 @@
 """Keys of logs, TensorBoard, Weights & Biases and the profiler."""
 
+from collections.abc import Iterator
+
 from megatron.config.schema.base import ConfigSection, Int, PathText, field
 
 
@@ -32,3 +34,14 @@ class LoggingConfig(ConfigSection):
     )
     profile_step_start: Int = field(10, "Number of steps before the first profiled one.", ge=0)
     profile_step_stop: Int = field(12, "Number of steps up to and including the last profiled one.", ge=1)
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.profile:
+            return
+        if self.profile_step_stop <= self.profile_step_start:
+            yield (
+                f"profile_step_stop {self.profile_step_stop} must be more than profile_step_start "
+                f"{self.profile_step_start}; change one of them"
+            )
+        if self.tensorboard_dir is None and self.log_dir is None:
+            yield "profile writes traces to tensorboard_dir or log_dir, but neither is set; set one of them"

@@ -1,14 +1,21 @@
 """Keys of the model: sizes, positional method, initialization, attention."""
 
+import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+import torch
+from pydantic import BeforeValidator, ModelWrapValidatorHandler, model_validator
 
-from kerple.positional.base import ModelShape
-from kerple.positional.registry import canonical_name
+from kerple.attention import Requirements, check_backend
+from kerple.positional.base import ModelShape, PositionalMethod
+from kerple.positional.per_layer import PerLayer
+from kerple.positional.registry import PluginError, build_layers, canonical_name, load_plugin, registered_names
 from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, Widths, field
-from megatron.utils.errors import UserError
+from megatron.utils.errors import first_line, shortened
 
+# Key, option of the positional method, default.
+_ROTARY_KEYS = (("rotary_pct", "fraction", 1.0), ("rotary_emb_base", "base", 10_000))
 _SiluIsSwish = BeforeValidator(lambda x: "silu" if x == "swish" else x)
 
 InitMethod = Literal[
@@ -168,32 +175,149 @@ class ModelConfig(ConfigSection):
         "column", "Dimension of the output layer that tensor parallelism splits: column is the vocabulary."
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _defaults(cls, values: Any) -> Any:
-        """Fill in the sizes whose defaults depend on other keys."""
+    def _fill_in_sizes(cls, values: Any, handler: ModelWrapValidatorHandler["ModelConfig"]) -> "ModelConfig":
+        """Fill in the sizes whose defaults depend on other keys. They do not become part of `model_fields_set`."""
         if not isinstance(values, dict):
-            return values
+            return handler(values)
         hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
         defaults = {"max_position_embeddings": values.get("seq_length"), "num_kv_heads": heads}
         if isinstance(hidden, int | float) and isinstance(heads, int | float) and hidden >= 1 and heads >= 1:
             defaults |= {"head_size": max(1, int(hidden // heads)), "intermediate_size": 4 * int(hidden)}
         given = {name: value for name, value in values.items() if value is not None or name not in defaults}
-        return {**{name: value for name, value in defaults.items() if value is not None}, **given}
+        section = handler({**{name: value for name, value in defaults.items() if value is not None}, **given})
+        section.model_fields_set.intersection_update(given)
+        return section
 
-    @model_validator(mode="after")
-    def _check_release_bf16_distances(self) -> "ModelConfig":
+    def contradictions(self) -> Iterator[str]:
+        # Heads.
+        heads, kv_heads = self.num_attention_heads, self.num_kv_heads
+        if self.hidden_size % heads and "head_size" not in self.model_fields_set:
+            yield (
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {heads}; change one of them, "
+                "or set head_size"
+            )
+        else:
+            yield from self._positional_contradictions()
+        if heads % kv_heads:
+            yield (
+                f"num_attention_heads {heads} is not divisible by num_kv_heads {kv_heads}; the same number of query "
+                "heads shares each head of keys and values"
+            )
+        actual_type = "multihead" if kv_heads == heads else "groupedquery"
+        if self.attention_type not in (None, actual_type):
+            yield (
+                f"attention_type {self.attention_type}, but num_kv_heads {kv_heads} with num_attention_heads {heads} "
+                f"is {actual_type}; change one of them"
+            )
+
+        # Layers and the MLP.
+        num_widths = len(self.sliding_window_width or ())
+        if num_widths > self.num_layers:
+            yield (
+                f"sliding_window_width has {num_widths} entries, but num_layers is {self.num_layers}; layer i has "
+                "entry i, and a shorter list repeats"
+            )
+        if self.mlp_features < 1:
+            yield (
+                f"intermediate_size {self.intermediate_size} with activation {self.activation}: a gated MLP has a "
+                "third of it, here 0 features; set at least 2"
+            )
+
+        # The reproduction of the KERPLE release.
         if self.release_bf16_distances and not self.pos_emb.startswith(("kerple_", "alibi")):
-            raise UserError(
+            yield (
                 '"release_bf16_distances": the release computed distances in bfloat16 only for KERPLE and ALiBi, '
                 f"not for pos_emb {self.pos_emb}; remove the key"
             )
         if self.release_bf16_distances and self.pos_emb_options.get("random_range") is not None:
-            raise UserError(
+            yield (
                 '"release_bf16_distances": distances of random positions (random_range) are not rounded; remove one of '
                 "the two"
             )
-        return self
+
+    def _positional_contradictions(self) -> Iterator[str]:
+        """The method does not exist, or does not support its options or the attention backend."""
+        # The user's own module registers further methods.
+        if self.pos_emb_module is not None:
+            try:
+                load_plugin(self.pos_emb_module)
+            except PluginError as error:
+                yield f"pos_emb_module {shortened(str(error))}"
+                return
+            except Exception as error:  # the module is the user's own code
+                yield f"pos_emb_module {shortened(self.pos_emb_module)}: {type(error).__name__}: {first_line(error)}"
+                return
+
+        # The name, then the options and the backend.
+        names = sorted(registered_names())
+        if self.pos_emb not in names:
+            nearest = difflib.get_close_matches(self.pos_emb, names, n=3, cutoff=0.0)
+            yield (
+                f'pos_emb "{self.pos_emb}" is not a known method; nearest: {", ".join(nearest)}. The file of your own '
+                "method must be named each time: --set pos-emb-module=FILE (for kerple convert and inspect, "
+                "--pos-emb-module FILE)"
+            )
+            return
+        try:
+            methods = self.build_on_meta()
+            requirements = Requirements(
+                weight=any(method.has_weight for method in methods),
+                modify_scores=any(method.modifies_scores for method in methods),
+                dropout=self.attention_dropout > 0,
+                head_size=self.head_size,
+            )
+            check_backend(self.attention_backend, requirements)
+        except (ValueError, NotImplementedError) as error:
+            yield f"pos_emb {self.pos_emb}: {error}"
+            return
+
+        # The list of per_layer.
+        if isinstance(methods[0], PerLayer):
+            options = {**PerLayer.default_options(), **self.positional_options}
+            entries = PerLayer.names(options["methods"])
+            if len(entries) > self.num_layers:
+                yield (
+                    f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {self.num_layers}; "
+                    "remove those that no layer uses"
+                )
+            for name, option, default in _ROTARY_KEYS:
+                if getattr(self, name) != default:
+                    yield (
+                        f"{name} has no effect with pos_emb per_layer; set the option in its list: "
+                        f'{{"rotary": {{"{option}": {getattr(self, name)}}}}}'
+                    )
+
+    def warnings(self) -> Iterator[str]:
+        # Gated MLPs of published models have at least 8/3 * hidden_size features.
+        size, features = self.intermediate_size, self.mlp_features
+        is_small = self.gated and features < 2 * self.hidden_size
+        if is_small and "intermediate_size" not in self.model_fields_set:
+            yield (
+                f"activation {self.activation}: the gated MLP has {features:,} features, a third of 4 * hidden_size "
+                "as in GPT-NeoX; for another number, set intermediate_size to three times that number"
+            )
+        elif is_small:
+            yield (
+                f"intermediate_size {size}: the gated MLP has {features:,} features, a third of it as in GPT-NeoX; "
+                f"for {size:,} features, set {3 * size}"
+            )
+        for name, option, default in _ROTARY_KEYS if self.pos_emb != "per_layer" else ():
+            if getattr(self, name) != default and option not in self.positional_options:
+                yield f"{name} {getattr(self, name)} has no effect with pos_emb {self.pos_emb}"
+        if self.use_qk_layernorm:
+            yield (
+                "use_qk_layernorm: each head is normalized, with separate weights for queries and keys; GPT-NeoX "
+                "normalizes all heads of a tensor-parallel rank at once"
+            )
+
+    def build_on_meta(self) -> list[PositionalMethod]:
+        """The positional method of each layer, without memory for its parameters. Raises ValueError or
+        NotImplementedError for invalid options.
+        """
+        with torch.device("meta"):
+            return build_layers(self.pos_emb, self.shape, **self.positional_options)
 
     @property
     def positional_options(self) -> dict[str, Any]:

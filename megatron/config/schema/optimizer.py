@@ -1,5 +1,6 @@
 """Keys of the optimizer with ZeRO, the learning-rate schedule and the precision."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -56,6 +57,13 @@ _ZERO_SIZES = {
     "zero_hpz_partition_size": 1,
 }
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+_ZERO_3_KEYS = (
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+)
 
 
 class OptimizerConfig(ConfigSection):
@@ -138,29 +146,44 @@ class OptimizerConfig(ConfigSection):
     def spec(self) -> OptimizerSpec:
         return OPTIMIZERS[self.name]
 
-    @model_validator(mode="after")
-    def _check_params(self) -> "OptimizerConfig":
+    def contradictions(self) -> Iterator[str]:
+        yield from self._zero_contradictions()
         if self.use_bnb_optimizer and OPTIMIZERS[self.type] is not OPTIMIZERS["adam"]:
-            raise UserError(
+            yield (
                 f'"use_bnb_optimizer": bitsandbytes is used only for Adam, but optimizer.type is {self.type}; remove '
                 "use_bnb_optimizer, or set optimizer.type to Adam"
             )
-        known = self.spec.defaults
-        for name in self.all_params:
+            return
+        known, params = self.spec.defaults, self.all_params
+        for name in params:
             if name not in known:
                 accepted = ", ".join(sorted({*known, "weight_decay"}))
-                raise UserError(
+                yield (
                     f'"optimizer.params.{name}": {optimizer_setting(self.name)} does not have this parameter; remove '
                     f"it ({self.name} has {accepted})"
                 )
-        if self.all_params.get("nesterov") and not self.all_params["momentum"]:
-            raise UserError(
-                '"optimizer.params.nesterov": Nesterov momentum needs optimizer.params.momentum above 0; set it'
+        if "nesterov" in known and params["nesterov"] and not params["momentum"]:
+            yield '"optimizer.params.nesterov": Nesterov momentum needs optimizer.params.momentum above 0; set it'
+
+    def _zero_contradictions(self) -> Iterator[str]:
+        """Keys of zero_optimization that do not fit the stage, or that would bypass the clamping of parameters."""
+        if self.zero.get("cpu_offload") or self.zero.get("offload_optimizer", {}).get("device", "none") != "none":
+            yield (
+                "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
+                "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
             )
-        return self
+        if self.zero_stage == 3:
+            return
+        for name, value in self.zero.items():
+            value = value["device"] if isinstance(value, dict) else value
+            if name in _ZERO_3_KEYS and (value is True or value not in (False, 1, "none")):
+                yield (
+                    f"zero_optimization.{name} has no effect with stage {self.zero_stage}: DeepSpeed uses it only with "
+                    "stage 3; remove the key, or use stage 3"
+                )
 
     @model_validator(mode="after")
-    def _check_zero(self) -> "OptimizerConfig":
+    def _check_zero_types(self) -> "OptimizerConfig":
         for name, value in self.zero.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name in ("offload_optimizer", "offload_param"):
@@ -202,18 +225,24 @@ class ScheduleConfig(ConfigSection):
     warmup: float = field(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
     warmup_iters: Int | None = field(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
 
-    @model_validator(mode="after")
-    def _check_alternatives(self) -> "ScheduleConfig":
+    def contradictions(self) -> Iterator[str]:
         for key, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
             if key in self.model_fields_set and getattr(self, alternative) is not None:
-                raise UserError(f'"{key}" and "{alternative}" are both set; keep one of them')
+                yield f'"{key}" and "{alternative}" are both set; keep one of them'
         if self.lr_decay_iters is not None and self.warmup_steps(self.lr_decay_iters) >= self.lr_decay_iters:
             key = "warmup" if self.warmup_iters is None else "warmup_iters"
-            raise UserError(
+            yield (
                 f"{key} {getattr(self, key):g}: the warmup must end before the decay, at lr_decay_iters "
                 f"{self.lr_decay_iters:,}; lower {key}, or raise lr_decay_iters"
             )
-        return self
+
+    def warnings(self) -> Iterator[str]:
+        decay_iters, train_iters = self.lr_decay_iters, self.train_iters or 0
+        if decay_iters is not None and 0 < train_iters < decay_iters:
+            yield (
+                f"lr_decay_iters {decay_iters:,} is above train_iters {train_iters:,}: training ends before the "
+                "learning rate has decayed; without lr_decay_iters, both end together"
+            )
 
     def lowest_lr(self, lr: float) -> float:
         """The learning rate at the end of the cosine decay from `lr`."""
@@ -249,13 +278,11 @@ class PrecisionConfig(ConfigSection):
         1.0, "fp16: minimum of the dynamic loss scale.", path="fp16.min_loss_scale", gt=0, le=1e19
     )
 
-    @model_validator(mode="after")
-    def _check_consistent(self) -> "PrecisionConfig":
+    def contradictions(self) -> Iterator[str]:
         dtypes = self._requested_dtypes()
         if len(set(dtypes.values())) > 1:
             requests = " but ".join(f"{key} requests {dtype}" for key, dtype in dtypes.items())
-            raise UserError(f"contradictory precision: {requests}; keep one of them")
-        return self
+            yield f"contradictory precision: {requests}; keep one of them"
 
     def _requested_dtypes(self) -> dict[str, Literal["fp32", "bf16", "fp16"]]:
         dtypes: dict[str, Literal["fp32", "bf16", "fp16"]] = {}

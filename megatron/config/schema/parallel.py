@@ -1,5 +1,6 @@
 """Keys of parallelism, batch sizes and the launcher."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
 from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, field
@@ -157,3 +158,10 @@ class LauncherConfig(ConfigSection):
     )
     comment: str | None = field(None, "Slurm: --comment of the job step.")
     account: str | None = field(None, "Slurm: --account of the job step.")
+
+    def contradictions(self) -> Iterator[str]:
+        if self.include is not None and self.exclude is not None:
+            yield "include and exclude are both set; remove one of them"
+        for name in ("include", "exclude"):
+            if getattr(self, name) is not None and (self.num_gpus is not None or self.num_nodes > 0):
+                yield f"{name} selects the GPUs; remove num_gpus and num_nodes"

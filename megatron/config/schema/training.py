@@ -1,5 +1,7 @@
 """Keys of the training loop: seed, intervals, validation and memory."""
 
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from megatron.config.schema.base import ConfigSection, Int, Ints, NullIsEmpty, field
@@ -60,3 +62,19 @@ class TrainingConfig(ConfigSection):
     def extrapolation_budget(self) -> int:
         """Maximum number of tokens to score at each of `extrapolation_lengths`."""
         return self.extrapolation_tokens or max((EXTRAPOLATION_TOKENS, *(self.extrapolation_lengths or ())))
+
+    def contradictions(self) -> Iterator[str]:
+        for name in ("checkpoint_activations", "torch_compile"):
+            if self.enable_cuda_graph and getattr(self, name):
+                yield f"enable_cuda_graph with {name} true is not supported; remove one of the two keys"
+        if self.extrapolation_lengths is None:
+            if self.extrapolation_tokens is not None:
+                yield "extrapolation_tokens is set, but extrapolation_lengths is not; set both or neither"
+            return
+        multiple, budget = math.lcm(*self.extrapolation_lengths), self.extrapolation_budget
+        if multiple > budget:
+            yield (
+                f"extrapolation_lengths {', '.join(map(str, self.extrapolation_lengths))} must score the same tokens, "
+                f"so their least common multiple, {multiple:,}, must not be more than extrapolation_tokens, "
+                f"{budget:,}; choose lengths that divide the longest, or raise extrapolation_tokens"
+            )

@@ -155,7 +155,13 @@ optimizer: Adam
 def test_all_contradictions_are_reported_together(flat):
     with pytest.raises(UserError) as caught:
         Config.from_flat({**flat, "hidden-size": 33, "min_lr": 1.0, "finetune": True})
-    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["3", "hidden_size", "min_lr", "finetune"]
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["3", "hidden_size", "finetune", "min_lr"]
+
+
+def test_a_wrong_type_hides_no_contradiction_of_another_section(flat):
+    with pytest.raises(UserError) as caught:
+        Config.from_flat({**flat, "split": "949 50 1", "seed": "one"})
+    assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == ["split", "configuration:"]
 
 
 def test_the_same_key_with_dash_and_underscore_in_one_file(write, tmp_path):
