@@ -7,7 +7,7 @@ paper does not have come last.
 The table `perplexity` is narrower: all methods as rows, lengths as columns, and a section per corpus and mode.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -196,54 +196,76 @@ def _table(
     """
     paper = published(name)
     methods = paper.ordered(methods)
+    shown = group.select(group.settings, methods)
+
     # The paper's names are only clear next to its values.
     name_of = paper.name if any(map(paper.matches, group.settings)) and rows != "modes" else display_name
-    shown = group.select(group.settings, methods)
+    names = {method: name_of(method) for method in methods}
+
     lines: list[Row | Section] = []
-    modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
-    sections = [
-        (setting, mode)
-        for setting in sorted(shown.settings, key=lambda setting: corpus_rank(setting.corpus))
-        for mode in (modes if rows == "modes" else [None])
-    ]
-    for setting, mode in sections:
-        section_methods = [method for method in methods if mode in (None, method.mode)]
-        if mode is not None:  # leave out methods without a value on this corpus
-            section_methods = [method for method in section_methods if (setting, method) in shown.lines]
-            if not section_methods:
-                continue
-        lines.append(Section(corpus_name(setting.corpus) + (f", {mode}" if mode and len(modes) > 1 else "")))
+    for title, setting, section_methods in _sections(shown, methods, by_mode=rows == "modes"):
+        lines.append(Section(title))
         lengths = shown.select([setting]).lengths if rows == "lengths" else shown.lengths
+
+        # Cells by length, then a row per length or per method.
         grid = [_cells(group, setting, section_methods, length, reference, best) for length in lengths]
-        texts = [[paper.value(setting.corpus, method, length) for method in section_methods] for length in lengths]
+        papers = [_paper_cells(paper, setting, section_methods, length) for length in lengths]
         labels = [f"{length:,}" for length in lengths]
         if rows != "lengths":
             grid = list(map(list, zip(*grid, strict=True)))
-            texts = list(map(list, zip(*texts, strict=True)))
-            labels = [name_of(replace(method, mode="full") if mode else method) for method in section_methods]
-        for label, cells, published_texts in zip(labels, grid, texts, strict=True):
+            papers = list(map(list, zip(*papers, strict=True)))
+            labels = [names[method] for method in section_methods]
+            if rows == "modes":
+                labels = [name_of(replace(method, mode="full")) for method in section_methods]
+
+        # The paper's row follows ours.
+        for label, cells, paper_cells in zip(labels, grid, papers, strict=True):
             lines.append(Row((label,), tuple(cells)))
-            if rows != "modes" and paper.matches(setting) and any(published_texts):
-                printed = [text or "" for text in published_texts]
-                cells = [Cell(text.removesuffix(DAGGER).rstrip(), worse=text.endswith(DAGGER)) for text in printed]
-                lines.append(Row((f"{label}, paper",), tuple(cells), published=True))
+            if rows != "modes" and paper.matches(setting) and any(cell.text for cell in paper_cells):
+                lines.append(Row((f"{label}, paper",), tuple(paper_cells), published=True))
 
     common = group.settings[0]
-    title = [paper.title, f"{common.model[0]} layers of {common.model[1]}" if common.model else ""]
-    title.append(f"trained at length {common.train_length:,}" if common.train_length else "training length unknown")
-    title.append(f"protocol {common.protocol}" if common.protocol else "")
-    names = [name_of(method) for method in methods]
+    notes = [] if rows == "modes" else [f"Layout: {paper.source}."]
     return Table(
         name=slug("perplexity" if rows == "modes" else name, common.size, common.train_length, common.protocol).lower(),
-        title=", ".join(filter(None, title)),
+        title=_title(paper, common),
         label_columns=("Length",) if rows == "lengths" else ("Method",),
-        columns=tuple(names if rows == "lengths" else (f"{length:,}" for length in shown.lengths)),
+        columns=tuple(names.values() if rows == "lengths" else (f"{length:,}" for length in shown.lengths)),
         lines=tuple(lines),
-        notes=(
-            *([f"Layout: {paper.source}."] if rows != "modes" else []),
-            *_notes(paper, shown, dict(zip(methods, names, strict=True)), lines, reference, best),
-        ),
+        notes=(*notes, *_notes(paper, shown, names, lines, reference, best)),
     )
+
+
+def _sections(
+    values: Measurements, methods: Sequence[Method], *, by_mode: bool
+) -> Iterator[tuple[str, Setting, Sequence[Method]]]:
+    """(title, setting, methods) of the sections: one per corpus. by_mode: one per corpus and mode, with the methods
+    that have a value on this corpus.
+    """
+    modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
+    for setting in sorted(values.settings, key=lambda setting: corpus_rank(setting.corpus)):
+        title = corpus_name(setting.corpus)
+        if not by_mode:
+            yield title, setting, methods
+            continue
+        for mode in modes:
+            measured = [method for method in methods if method.mode == mode and (setting, method) in values.lines]
+            if measured:
+                yield title + (f", {mode}" if len(modes) > 1 else ""), setting, measured
+
+
+def _title(paper: Published, setting: Setting) -> str:
+    """The paper's title, and what the corpora have in common."""
+    parts = [paper.title, f"{setting.model[0]} layers of {setting.model[1]}" if setting.model else ""]
+    parts.append(f"trained at length {setting.train_length:,}" if setting.train_length else "training length unknown")
+    parts.append(f"protocol {setting.protocol}" if setting.protocol else "")
+    return ", ".join(filter(None, parts))
+
+
+def _paper_cells(paper: Published, setting: Setting, methods: Sequence[Method], length: int) -> list[Cell]:
+    """One cell per method with the paper's value; empty if the paper has none."""
+    texts = [paper.value(setting.corpus, method, length) or "" for method in methods]
+    return [Cell(text.removesuffix(DAGGER).rstrip(), worse=text.endswith(DAGGER)) for text in texts]
 
 
 def _cells(

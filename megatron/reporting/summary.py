@@ -6,7 +6,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from megatron.reporting.aggregate import (
     ALPHA,
     DIFFERENT_TARGETS,
     AnyRecord,
+    Measurements,
     Method,
     Setting,
     have_different_targets,
@@ -162,79 +163,54 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
         if name == PERPLEXITY or values.frame["value"].notna().any()
     }
     perplexities = sections[PERPLEXITY]
+
+    # Columns: labels, lengths, and the ratio of the longest length to the training length.
     lines = list(chain.from_iterable(values.lines for values in measured.values()))
     lengths = sorted(set(chain.from_iterable(values.lengths for values in measured.values())))
+    label_columns = _label_columns(lines, list(sections.values()))
     train_lengths = {setting.train_length for setting, _ in lines}
-    train_length = next(iter(train_lengths)) if len(train_lengths) == 1 else None
-    label_columns = ["method"]
-    if any(method.mode != "full" for _, method in lines):
-        label_columns.append("mode")
-    if len(train_lengths) > 1:
-        label_columns.append("trained at")
-    for name, part in (("corpus", "corpus"), ("protocol", "protocol"), ("model", "size")):
-        if any(len({getattr(setting, part) for setting in values.settings}) > 1 for values in sections.values()):
-            label_columns.append(name)
+    train_length = train_lengths.pop() if len(train_lengths) == 1 else None
     columns = [f"{length:,}*" if length == train_length else f"{length:,}" for length in lengths]
-    longest = max(perplexities.lengths, default=0)
-    has_ratio = train_length in perplexities.lengths and longest > train_length
+    has_star, longest = train_length in perplexities.lengths, max(perplexities.lengths, default=0)
+    has_ratio = train_length is not None and has_star and longest > train_length
     if has_ratio:
         columns.append(f"{longest:,} / {train_length:,}")
 
+    # Rows: a section per measure, then the differences. A single section needs no title.
     table_lines: list[Row | Section] = []
     for name, values in sections.items():
-        if len(sections) > 1:
-            table_lines.append(Section(name))
+        table_lines.append(Section(name))
         for setting, method in values.lines:
-            cells = []
-            for length in lengths:
-                cell = values.values(setting, method, length)
-                reference = None
-                if name == PERPLEXITY and compare_with not in (None, method.pos_emb):
-                    reference = values.values(setting, Method(compare_with, method.mode), length)
-                worse = cell is not None and reference is not None and significantly_better(reference, cell)
-                cells.append(Cell("" if cell is None else MEASURES[name].format(cell), worse=worse))
+            cells = [_cell(name, values, setting, method, length, compare_with) for length in lengths]
             if has_ratio:
-                by_length = values.by_seed(setting, method)
-                ratio = NOT_AVAILABLE
-                if longest in by_length.index and train_length in by_length.index:
-                    # Of the same seeds: a run can lack a value at one of the lengths.
-                    means = by_length.loc[[train_length, longest]].dropna(axis="columns").mean(axis="columns")
-                    if not math.isnan(growth := means[longest] / means[train_length]):
-                        ratio = f"{growth:.2f}x" if growth < 10 else f"{format_number(growth, 3)}x"
-                cells.append(Cell(ratio if name == PERPLEXITY else ""))
+                ratio = _ratio(values, setting, method, longest, train_length) if name == PERPLEXITY else ""
+                cells.append(Cell(ratio))
             table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
-    counterparts: list[tuple[str, Callable[[Method], Method]]] = [
-        ("the method in mode full", lambda method: Method(method.pos_emb))
-    ]
-    if compare_with is not None:
-        counterparts.append((compare_with, lambda method: Method(compare_with, method.mode)))
-    losses = PairedLosses(records)
-    differences = [
-        (name, _differences(losses, perplexities.lines, counterpart, lengths)) for name, counterpart in counterparts
-    ]
-    has_differences = any(rows for _, rows in differences)
-    if has_differences and len(sections) == 1:
-        table_lines.insert(0, Section(PERPLEXITY))
-    for name, rows in differences:
-        if rows:
-            table_lines.append(Section(f"loss minus that of {name}"))
-        for setting, method, texts in rows:
-            cells = [Cell(text) for text in (*texts, *[""] * has_ratio)]
-            table_lines.append(Row(_labels(setting, method, label_columns), tuple(cells)))
+    differences = _difference_lines(records, perplexities.lines, lengths, label_columns, compare_with, has_ratio)
+    table_lines += differences
+    if len(sections) == 1 and not differences:
+        del table_lines[0]
 
-    notes = _notes(records, train_length in perplexities.lengths, compare_with)
-    notes += best_notes(records)
-    if has_differences:
+    notes = _notes(records, has_star, compare_with) + best_notes(records)
+    if differences:
         notes.append(DIFFERENCE_NOTE)
-    for kind in dict.fromkeys(measure.kind for measure in MEASURES.values()):
-        values = next(measured[name] for name, measure in MEASURES.items() if measure.kind == kind)
-        notes += missing_notes(values, {method: f"{method.pos_emb} ({method.mode})" for method in values.methods})
-    for record in records:
-        if record["kind"] == "effective_length" and not record["effective_lengths"]:
-            notes.append(f"{NOT_AVAILABLE}: {method_of(record).pos_emb}: {record['note']}.")
+    notes += _missing_notes(measured, records)
     return Table(
         "extrapolation", title, tuple(label_columns), tuple(columns), tuple(table_lines), tuple(dict.fromkeys(notes))
     )
+
+
+def _label_columns(lines: Iterable[tuple[Setting, Method]], sections: Sequence[Measurements]) -> list[str]:
+    """`method`, and what differs between rows."""
+    columns = ["method"]
+    if any(method.mode != "full" for _, method in lines):
+        columns.append("mode")
+    if len({setting.train_length for setting, _ in lines}) > 1:
+        columns.append("trained at")
+    for name, part in (("corpus", "corpus"), ("protocol", "protocol"), ("model", "size")):
+        if any(len({getattr(setting, part) for setting in values.settings}) > 1 for values in sections):
+            columns.append(name)
+    return columns
 
 
 def _labels(setting: Setting, method: Method, columns: Iterable[str]) -> tuple[str, ...]:
@@ -250,22 +226,76 @@ def _labels(setting: Setting, method: Method, columns: Iterable[str]) -> tuple[s
     return tuple(labels[column] for column in columns)
 
 
-def _differences(
-    losses: PairedLosses,
-    lines: Iterable[tuple[Setting, Method]],
-    counterpart: Callable[[Method], Method],
+def _cell(
+    name: str, values: Measurements, setting: Setting, method: Method, length: int, compare_with: str | None
+) -> Cell:
+    """The value of the measure `name`. A perplexity is marked if that of `compare_with` is significantly better."""
+    value = values.values(setting, method, length)
+    if value is None:
+        return Cell("")
+    worse = False
+    if name == PERPLEXITY and compare_with not in (None, method.pos_emb):
+        reference = values.values(setting, Method(compare_with, method.mode), length)
+        worse = reference is not None and significantly_better(reference, value)
+    return Cell(MEASURES[name].format(value), worse=worse)
+
+
+def _ratio(values: Measurements, setting: Setting, method: Method, longest: int, train_length: int | None) -> str:
+    """The perplexity at the longest length over that at the training length."""
+    by_length = values.by_seed(setting, method)
+    if longest not in by_length.index or train_length not in by_length.index:
+        return NOT_AVAILABLE
+    # Of the same seeds: a run can lack a value at one of the lengths.
+    means = by_length.loc[[train_length, longest]].dropna(axis="columns").mean(axis="columns")
+    growth = means[longest] / means[train_length]
+    if math.isnan(growth):
+        return NOT_AVAILABLE
+    return f"{growth:.2f}x" if growth < 10 else f"{format_number(growth, 3)}x"
+
+
+def _difference_lines(
+    records: Sequence[AnyRecord],
+    lines: Sequence[tuple[Setting, Method]],
     lengths: Sequence[int],
-) -> list[tuple[Setting, Method, list[str]]]:
-    """(setting, method, differences as texts by length) of the lines whose counterpart is another method with paired
-    losses.
+    label_columns: Sequence[str],
+    compare_with: str | None,
+    has_ratio: bool,
+) -> list[Row | Section]:
+    """The paired differences of the losses from those of mode `full`, and from those of `compare_with`: a section each
+    if a line has another method as counterpart and paired losses.
     """
-    rows = []
-    for setting, method in lines:
-        other = counterpart(method)
-        pairs = [((setting, method, length), (setting, other, length)) for length in lengths]
-        if method != other and any(losses.difference(*pair) for pair in pairs):
-            rows.append((setting, method, [losses.text(*pair) for pair in pairs]))
-    return rows
+    counterparts: dict[str, Callable[[Method], Method]] = {
+        "the method in mode full": lambda method: Method(method.pos_emb)
+    }
+    if compare_with is not None:
+        counterparts[compare_with] = lambda method: Method(compare_with, method.mode)
+    losses = PairedLosses(records)
+    table_lines: list[Row | Section] = []
+    for name, counterpart in counterparts.items():
+        rows = []
+        for setting, method in lines:
+            other = counterpart(method)
+            pairs = [((setting, method, length), (setting, other, length)) for length in lengths]
+            if method != other and any(losses.difference(*pair) for pair in pairs):
+                cells = [Cell(losses.text(*pair)) for pair in pairs] + [Cell("")] * has_ratio
+                rows.append(Row(_labels(setting, method, label_columns), tuple(cells)))
+        if rows:
+            table_lines += [Section(f"loss minus that of {name}"), *rows]
+    return table_lines
+
+
+def _missing_notes(measured: Mapping[str, Measurements], records: Iterable[AnyRecord]) -> list[str]:
+    """Which values are missing and why, once for the measures of a kind of record."""
+    notes = []
+    by_kind: dict[str, Measurements] = {}
+    for name, measure in MEASURES.items():
+        by_kind.setdefault(measure.kind, measured[name])
+    for values in by_kind.values():
+        notes += missing_notes(values, {method: f"{method.pos_emb} ({method.mode})" for method in values.methods})
+    for record in records:
+        if record["kind"] == "effective_length" and not record["effective_lengths"]:
+            notes.append(f"{NOT_AVAILABLE}: {method_of(record).pos_emb}: {record['note']}.")
+    return notes
 
 
 def _label_checkpoints(records: Iterable[AnyRecord]) -> list[AnyRecord]:
