@@ -131,34 +131,18 @@ def _evaluate(
 
     report: Callable[[str], None] = partial(print, flush=True) if rank == 0 else lambda line: None
     models = _read_models(folders, config, options)
-    lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)
-    if not options.lengths:
-        report(f"lengths: {' '.join(map(str, lengths))}")
-    for protocol in protocols:
-        if budget is not None and not protocol.uses_budget:
-            report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
 
     # Plan everything first: invalid options should fail before anything is measured.
+    _report_choices(config, options, report)
     text = _read_text(config, options, report, quiet=rank > 0)
     prompts = Prompts(tokenizer_of(config)) if options.passkey else None
-    planned: list[list[EvalTask]] = []
-    not_measured: list[Record] = []
-    configs = [model.saved for model in models]
-    supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
-    for model, (parsed_modes, unsupported) in zip(models, supported, strict=True):
-        source, modes = model.provenance, [mode.name for mode in parsed_modes]
-        planned.append(plan_tasks(text, prompts, modes, source, config, options))
-        for name, reason in unsupported.items():
-            report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
-            for task in plan_extrapolation(text, lengths, [name], protocols, budget, source, options.by_position):
-                not_measured += task.not_measured(reason)
+    planned, not_measured = _plan(models, text, prompts, config, options, report)
     records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
     check_comparison(list({identity(record): record for record in records}.values()), options.compare_with)
     for line in _sample_lines(text, planned[0]):
         report(line)
 
-    fingerprints = [model.fingerprint for model in models]
-    results = ResultsFile(output, fingerprints, replace=options.replace)
+    results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
     with contextlib.ExitStack() as stack:
         # Only rank 0 opens the file. If that fails, all ranks raise the error.
         run_on_rank_0(lambda: stack.enter_context(results) and None)
@@ -170,11 +154,7 @@ def _evaluate(
                 report(f"{model.folder}: {len(tasks) - len(missing)} of {len(tasks)} results exist from an earlier run")
             if not missing:
                 continue  # without loading the model
-            loaded, _ = load(model.step, config, options, check=len(models) == 1)
-            _check_weights(loaded, model.step)
-            text.check_ids(loaded.settings.padded_vocab_size)
-            if prompts is not None:
-                check_ids(prompts.token_ids, loaded.settings.padded_vocab_size)
+            loaded = _load_model(model.step, text, prompts, config, options, check=len(models) == 1)
             run_eval_tasks(
                 loaded,
                 [tasks[index] for index in missing],
@@ -185,6 +165,8 @@ def _evaluate(
                 on_record=results.add if rank == 0 else None,
             )
             del loaded  # free its memory before the next one is loaded
+
+        # Report the results of this run and of earlier ones.
         if rank == 0:
             for record in not_measured:
                 if results.find(record) is None:
@@ -193,6 +175,51 @@ def _evaluate(
             for path in write_summary(results.records, output, options.title, compare_with=options.compare_with):
                 report(str(path))
             _check_losses(results)
+
+
+def _report_choices(config: Config, options: argparse.Namespace, report: Callable[[str], None]) -> None:
+    """Report lengths that the options do not name, and protocols that ignore the number of tokens."""
+    if not options.lengths:
+        report(f"lengths: {' '.join(map(str, lengths_of(config, options)))}")
+    for protocol in protocols_of(options):
+        if budget_of(config, options) is not None and not protocol.uses_budget:
+            report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
+
+
+def _plan(
+    models: Sequence[EvaluatedModel],
+    text: Text,
+    prompts: Prompts | None,
+    config: Config,
+    options: argparse.Namespace,
+    report: Callable[[str], None],
+) -> tuple[list[list[EvalTask]], list[Record]]:
+    """(the tasks of each model, the records of the modes that a model does not support)."""
+    lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)
+    planned: list[list[EvalTask]] = []
+    not_measured: list[Record] = []
+    configs = [model.saved for model in models]
+    supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
+    for model, (modes, unsupported) in zip(models, supported, strict=True):
+        source = model.provenance
+        planned.append(plan_tasks(text, prompts, [mode.name for mode in modes], source, config, options))
+        for name, reason in unsupported.items():
+            report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
+            for task in plan_extrapolation(text, lengths, [name], protocols, budget, source, options.by_position):
+                not_measured += task.not_measured(reason)
+    return planned, not_measured
+
+
+def _load_model(
+    step: Path, text: Text, prompts: Prompts | None, config: Config, options: argparse.Namespace, *, check: bool
+) -> GPT:
+    """The model. Raises UserError if it has invalid weights, or no embedding for a token of the text or prompts."""
+    model, _ = load(step, config, options, check=check)
+    _check_weights(model, step)
+    text.check_ids(model.settings.padded_vocab_size)
+    if prompts is not None:
+        check_ids(prompts.token_ids, model.settings.padded_vocab_size)
+    return model
 
 
 def _check_weights(model: GPT, step: Path) -> None:
