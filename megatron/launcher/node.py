@@ -151,6 +151,8 @@ def run_node(
         stopping = False
         while running:
             time.sleep(0.1)
+
+            # Forward signals, and stop if no one can send them any longer.
             if len(received) > handled and (stopping or KILL_SIGNAL.name in received):
                 if node.host is None:
                     _report(node, f"{received[-1]} again: killing all processes")
@@ -165,9 +167,9 @@ def run_node(
             handled = len(received)
             if stopping and not (os.getppid() == parent if connected is None else connected()):
                 kill_at = min(kill_at, time.monotonic() + _SECONDS_TO_SAVE)
-            codes = {rank: process.poll() for rank, process in running.items()}
-            # If several ranks have ended at about the same time, the one that a signal killed is the cause.
-            for code, rank in sorted((code, rank) for rank, code in codes.items() if code is not None):
+
+            # Note which ranks have failed. The others end soon.
+            for rank, code in _ended(running):
                 _kill(running.pop(rank))  # its data workers
                 if code == 0:
                     continue
@@ -176,10 +178,12 @@ def run_node(
                     failures.append((rank, code))
                 seconds = _SECONDS_TO_SAVE if stopping else _SECONDS_AFTER_FAILURE
                 kill_at = min(kill_at, time.monotonic() + seconds)
+
             if running and time.monotonic() > kill_at:
                 _report(node, f"killing rank {', '.join(map(str, running))}, which did not exit")
                 kill_all()
                 kill_at = math.inf
+
         if not failures:
             return status
         # A rank that lost the connection to another one has only noticed the failure.
@@ -190,6 +194,15 @@ def run_node(
         kill_all()
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+def _ended(running: Mapping[int, "subprocess.Popen[bytes]"]) -> list[tuple[int, int]]:
+    """(rank, exit status or -signal) of the ranks that have ended. If several have ended at about the same time, the
+    one that a signal killed is the cause, and comes first.
+    """
+    codes = {rank: process.poll() for rank, process in running.items()}
+    ended = [(rank, code) for rank, code in codes.items() if code is not None]
+    return sorted(ended, key=lambda each: (each[1], each[0]))
 
 
 def threads_per_process(processes: int) -> int:
