@@ -15,8 +15,8 @@ import kerple_command
 from kerple_command import COMMANDS, main, usage
 from megatron.cli.deepy import TRAIN_COMMAND
 from megatron.cli.sweep import KERPLE
-
-ROOT = Path(__file__).parents[2]
+from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
+from tests.support.runs import ROOT, environment
 
 
 @pytest.fixture
@@ -64,18 +64,34 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(run, capsys,
     )
 
 
-def test_what_the_commands_import():
-    """Only training imports DeepSpeed and megatron-core; no command imports wandb or TensorBoard until it logs. Only
-    `report` imports packages for figures before it has checked its options.
-    """
-    code = """import sys, kerple_command
+IMPORTS = """import sys, kerple_command
 for name in sorted(kerple_command.COMMANDS, key="report".__eq__):
     if name == "report":
-        print(*[name for name in ("matplotlib", "pandas") if name in sys.modules])
+        print("figures:", *[name for name in ("matplotlib", "pandas") if name in sys.modules], file=sys.stderr)
     kerple_command.load(kerple_command.COMMANDS[name])
-print(*[name for name in ("deepspeed", "megatron.core", "wandb", "tensorboard", "scipy") if name in sys.modules])"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == ""
+from megatron.cli import generate
+generate.main([sys.argv[1]])
+import torch
+unused = [name for name in ("deepspeed", "megatron.core", "wandb", "tensorboard", "scipy") if name in sys.modules]
+print("unused:", *unused, torch.distributed.is_initialized(), file=sys.stderr)"""
+
+
+def test_what_the_commands_import(tmp_path):
+    """Only training imports DeepSpeed and megatron-core; no command imports wandb or TensorBoard until it logs. Only
+    `report` imports packages for figures before it has checked its options. `generate` reads prompts from a pipe and
+    needs no process group.
+    """
+    write_checkpoint(tmp_path / "run", "kerple_log", "nowhere")
+    keys = {"load": str(tmp_path / "run"), "maximum_tokens": 8, "temperature": 1.0, "text_gen_type": "interactive"}
+    config = write_yaml(tmp_path / "all.yml", settings_of("kerple_log", "nowhere", **keys))
+    words = [sys.executable, "-c", IMPORTS, str(config)]
+    result = subprocess.run(
+        words, cwd=ROOT, env=environment(), input="def f\nab\n", capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.encode()) >= 2
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if line.startswith(("figures:", "unused:"))] == ["figures:", "unused: False"]
 
 
 # -- the wheel ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import inspect
 import os
 import runpy
 import subprocess
@@ -104,6 +105,22 @@ def test_a_foreign_megatron_is_reported_in_one_line(foreign_megatron, script):
         f"error: another package named megatron hides this project's: {foreign_megatron / 'megatron'}; "
         f"remove {foreign_megatron} from PYTHONPATH, or uninstall the package\n"
     )
+
+
+def test_inspect_does_not_hide_the_standard_library(foreign_megatron):
+    """Python adds a script's folder to the path, and this script is named like a module of the standard library. With
+    a foreign megatron, the script ends before it imports torch; the code in the input runs after its end.
+    """
+    result = subprocess.run(
+        [sys.executable, "-i", ROOT / "tools" / "ckpts" / "inspect.py", "--help"],
+        input="import inspect; print('imported', inspect.__file__)",
+        env={**os.environ, "PYTHONPATH": str(foreign_megatron)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout == f"imported {inspect.__file__}\n"
+    assert "error: another package named megatron" in result.stderr
 
 
 @pytest.mark.parametrize("script", ["deepy.py", *SCRIPTS])

@@ -1,61 +1,62 @@
 """The self-check of the fused kernels on two ranks, which agree on a verdict."""
 
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from multiprocessing.connection import Connection
 
-ROOT = Path(__file__).resolve().parents[2]
-
-RANK = """
 import torch
 import torch.distributed as dist
+
 from kerple.attention import Attention, Requirements, self_check
 from megatron.model import fused_block, loss
 from megatron.model.kernel_check import check_kernels
 from megatron.utils.errors import UserError
 from tests.support.language_models import small_gpt
 
-loss.kernel_failure = lambda device, dtype: None
-fused_block.kernel_failure = lambda block, device, dtype: None
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-for backend, fault in (("auto", "wrong"), ("fused", "wrong"), ("auto", "crash")):
-    self_check._failures.clear()
 
-    def check(*arguments, **options):  # only the second rank's GPU is broken
-        if rank == 1 and fault == "crash":
-            raise RuntimeError("this GPU is broken")
-        return [self_check.Verdict(f"GPU {rank}", {}, "the result is wrong" if rank else None)]
+def check_on_rank(rank: int, port: int, results: Connection) -> None:
+    """In a fork: what `check_kernels` finds on two ranks, if only the second rank's GPU is broken."""
+    os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+    loss.kernel_failure = fused_block.kernel_failure = lambda *_: None
+    dist.init_process_group("gloo")
+    lines = []
+    for backend, fault in (("auto", "wrong"), ("fused", "wrong"), ("auto", "crash")):
+        self_check._failures.clear()
 
-    Attention.check_kernels = check
-    try:
-        model = small_gpt("kerple_log", attention_backend=backend)
-        check_kernels(model, torch.device("cuda"), torch.bfloat16, training=True, report=lambda line: None)
-        print(self_check.failure(Requirements(dtype=torch.bfloat16, head_size=8, device=torch.device("cuda", 0))))
-    except (UserError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {error}")
-dist.destroy_process_group()
-"""
+        def check(*_, fault=fault, **__):
+            if rank == 1 and fault == "crash":
+                raise RuntimeError("this GPU is broken")
+            return [self_check.Verdict(f"GPU {rank}", {}, "the result is wrong" if rank else None)]
+
+        Attention.check_kernels = check
+        try:
+            model = small_gpt("kerple_log", attention_backend=backend)
+            check_kernels(model, torch.device("cuda"), torch.bfloat16, training=True, report=lambda line: None)
+            requirements = Requirements(dtype=torch.bfloat16, head_size=8, device=torch.device("cuda", 0))
+            lines.append(str(self_check.failure(requirements)))
+        except (UserError, RuntimeError) as error:
+            lines.append(f"{type(error).__name__}: {error}")
+    dist.destroy_process_group()
+    results.send(lines)
+    os._exit(0)  # the interpreter of a fork may hang at its exit, because threads of its parent held locks
 
 
 def test_ranks_agree():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in range(2)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(2)
+        fork.Process(target=check_on_rank, args=(rank, port, sender)) for rank, (_, sender) in enumerate(pipes)
     ]
-    outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    outputs = [receiver.recv() for receiver, _ in pipes]
     for fallback, configured, _ in outputs:
         assert fallback.startswith("failed its self-check: the result is wrong (GPU 1)")
         assert configured.startswith(

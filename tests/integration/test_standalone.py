@@ -20,7 +20,7 @@ for name in ("megatron", "deepspeed", "pydantic", "numpy", "transformers", "yaml
 ALL_METHODS = """
 import torch
 from kerple.attention import Attention, score_table, tables
-from kerple.positional import ModelShape, build, decay_sums, registered_names
+from kerple.positional import ConstantSlope, ModelShape, build, decay_sums, registered_names
 
 shape = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
 for name in registered_names():
@@ -35,29 +35,14 @@ for name in registered_names():
     Attention(positional=method)(query, key, states, **options).square().sum().backward()
     assert all(parameter.grad is not None for parameter in method.parameters()), name
     print(name)
+assert type(method := build("constant_slope", shape)) is ConstantSlope
+assert method.has_bias
 """
 
 
 def examples() -> list[str]:
     text = (ROOT / "docs" / "standalone.md").read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-
-
-def test_every_method_needs_only_torch():
-    code = BLOCKED + examples()[0] + ALL_METHODS
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert set(primary_names()) <= set(result.stdout.split())
-    assert "torch.Size([2, 100, 64])" in result.stdout
-
-
-def test_the_examples_of_the_documentation(capsys):
-    """Each example continues the one before."""
-    assert len(examples()) == 6
-    exec("".join(examples()), {})
-    assert "torch.Size([2, 100, 64])" in capsys.readouterr().out
 
 
 NEW_METHOD = """
@@ -76,13 +61,21 @@ class ConstantSlope(PositionalMethod):
 """
 
 
-def test_a_new_method_is_one_file_in_the_package(tmp_path):
+def test_every_method_needs_only_torch(tmp_path):
+    """In a copy of the package with a new method, which is one file."""
     shutil.copytree(ROOT / "kerple", tmp_path / "kerple", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "kerple" / "positional" / "constant_slope.py").write_text(NEW_METHOD)
-    code = (
-        "from kerple.positional import ConstantSlope, ModelShape, build\n"
-        "method = build('constant_slope', ModelShape(2, 8, 16, 1, 64))\n"
-        "assert type(method) is ConstantSlope and method.has_bias\n"
-    )
+    code = BLOCKED + examples()[0] + ALL_METHODS
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert {*primary_names(), "constant_slope"} <= set(result.stdout.split())
+    assert "torch.Size([2, 100, 64])" in result.stdout
+
+
+def test_the_examples_of_the_documentation(capsys):
+    """Each example continues the one before."""
+    assert len(examples()) == 6
+    exec("".join(examples()), {})
+    assert "torch.Size([2, 100, 64])" in capsys.readouterr().out
