@@ -14,7 +14,7 @@ from scipy.stats import t as t_distribution
 from megatron.evaluation.statistics import standard_error
 from megatron.reporting.aggregate import AnyRecord, Method, measurements
 from megatron.reporting.formatting import NOT_MEASURED
-from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
+from megatron.reporting.published import corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.tables import Cell, Row, Table
 from megatron.utils.errors import UserError
 
@@ -126,7 +126,7 @@ def _conditions(record: AnyRecord) -> tuple[object, ...]:
 
 def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> float:
     """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over these lengths."""
-    table = published("kerple-3")
+    table = load_published("kerple-3")
 
     def loss(method: str, multiple: int) -> float:
         text = table.value(PAPER_CORPORA[corpus], Method(method), multiple * table.train_length)
@@ -137,7 +137,7 @@ def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> fl
 
 def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BASELINES) -> Table:
     """A row per baseline and length, two columns per corpus: ours and the paper's."""
-    corpora = sorted({record["corpus"] for record in records}, key=corpus_rank)
+    corpora = sorted({record["corpus"] for record in records}, key=corpus_sort_key)
     lines = []
     for baseline in baselines:
         for where, multiples in (("1×", (1,)), ("4-32×", BEYOND)):

@@ -11,7 +11,7 @@ from pandas import DataFrame, concat
 
 from kerple.positional.alibi import alibi_slopes
 from megatron.reporting.aggregate import AnyRecord, Method
-from megatron.reporting.published import corpus_name, corpus_rank, display_name, line_numbers
+from megatron.reporting.published import corpus_name, corpus_sort_key, display_name, line_numbers
 from megatron.reporting.style import GRAY, SCREEN, Style, legend_above, line_style, new_figure
 
 METHODS = ("kerple_log", "alibi", "rpe", "rotary", "kerple_power_ap_")
@@ -116,7 +116,7 @@ def _lines(frame: DataFrame, train_length: int, style: Style) -> Figure:
 
 def _panels(frame: DataFrame, style: Style, **options: Any) -> tuple[list[str], Figure, list[Axes]]:
     """A panel per corpus, side by side, with its name as the title."""
-    corpora = sorted(frame["corpus"].unique(), key=corpus_rank)
+    corpora = sorted(frame["corpus"].unique(), key=corpus_sort_key)
     figure, panels = new_figure(style, len(corpora), len(corpora), 1.5, **options)
     for axes, corpus in zip(panels, corpora, strict=True):
         axes.set_title(corpus_name(corpus), loc="left")

@@ -32,7 +32,7 @@ from megatron.reporting.differences import PairedLosses
 from megatron.reporting.formatting import NOT_MEASURED, format_number
 from megatron.reporting.modes import mode_figures, mode_tables
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
-from megatron.reporting.published import corpus_name, corpus_rank, display_name, published
+from megatron.reporting.published import corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.style import SCREEN, Style, render
 from megatron.reporting.tables import Cell, Row, Table, escape_markdown, markdown
 from megatron.utils.errors import UserError
@@ -136,10 +136,10 @@ def blocks() -> dict[str, str]:
 def cost_table(found: DataFrame) -> Table:
     """The mean cost of extrapolation over the seeds, with its standard deviation."""
     columns = found[["corpus", "length"]].drop_duplicates().itertuples(index=False)
-    keys = sorted(map(tuple, columns), key=lambda key: (corpus_rank(key[0]), key[1]))
+    keys = sorted(map(tuple, columns), key=lambda key: (corpus_sort_key(key[0]), key[1]))
     values = found.groupby(["pos_emb", "corpus", "length"])["cost"].agg(["mean", "std"])
     lines = []
-    for method in published("kerple-3").ordered(map(Method, found["pos_emb"].unique())):
+    for method in load_published("kerple-3").ordered(map(Method, found["pos_emb"].unique())):
         cells = []
         for corpus, length in keys:
             key = method.pos_emb, corpus, length

@@ -246,8 +246,8 @@ def effective_length_plot(
         ends = sorted(length for length in head_lengths if length < limit)
         distances = [0, *ends, limit]
         shares = [count / len(head_lengths) for count in (*range(len(ends) + 1), len(ends))]
-        looks = {**line_style(style, index if numbers is None else numbers[label]), "marker": None}
-        axes.step(distances, shares, where="post", label=label, **looks)
+        style_kwargs = {**line_style(style, index if numbers is None else numbers[label]), "marker": None}
+        axes.step(distances, shares, where="post", label=label, **style_kwargs)
     _symlog_distance(axes)
     axes.set_xlim(0, limit)
     axes.set_ylim(0, 1.04)

@@ -47,8 +47,8 @@ def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings, styl
             if seeds:
                 lengths = [int(length) for length in seeds[0]]
                 means = [100 * statistics.fmean(seed[str(length)] for seed in seeds) for length in lengths]
-                looks = {**line_style(style, numbers[method]), "marker": None}
-                (handles[method],) = axes.plot(lengths, means, label=method, **looks)
+                style_kwargs = {**line_style(style, numbers[method]), "marker": None}
+                (handles[method],) = axes.plot(lengths, means, label=method, **style_kwargs)
         axes.axhline(100 / TASKS[task].classes, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.set_title(task.replace("_", " "), loc="left")
         axes.set_ylim(0, 102)

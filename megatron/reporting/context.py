@@ -20,11 +20,11 @@ from megatron.reporting.aggregate import (
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_difference, slug
 from megatron.reporting.paper_tables import setting_title
-from megatron.reporting.published import display_name, line_numbers, published
+from megatron.reporting.published import display_name, line_numbers, load_published
 from megatron.reporting.style import (
     SCREEN,
     Style,
-    band,
+    fill_band,
     legend_above,
     length_ticks,
     line_style,
@@ -95,10 +95,10 @@ def context_plot(
     handles: list[Any] = []
     numbers = line_numbers({display_name(method): method.pos_emb for method in gains}, pos_embs)
     for method, by_context in gains.items():
-        looks, contexts = line_style(style, numbers[display_name(method)]), list(by_context)
+        style_kwargs, contexts = line_style(style, numbers[display_name(method)]), list(by_context)
         means, errors = zip(*by_context.values(), strict=True)
-        handles += axes.plot(contexts, means, label=display_name(method), zorder=3, **looks)
-        band(axes, contexts, means, [error or 0.0 for error in errors], looks["color"])
+        handles += axes.plot(contexts, means, label=display_name(method), zorder=3, **style_kwargs)
+        fill_band(axes, contexts, means, [error or 0.0 for error in errors], style_kwargs["color"])
     length_ticks(axes, style, sorted(set().union(*gains.values())), 1)
     axes.axhline(0, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
     if train_length is not None:
@@ -123,7 +123,7 @@ def _gains(records: Iterable[AnyRecord]) -> dict[tuple[Setting, int], tuple[Gain
         gains, notes = {}, [ERROR_NOTE]
         if have_different_targets(record for by_seed in by_method.values() for record in by_seed.values()):
             notes.append(f"The values are not comparable: {DIFFERENT_TARGETS}")
-        for method in published("kerple-3").ordered(by_method):
+        for method in load_published("kerple-3").ordered(by_method):
             own = by_method[method].values()
             measured = [record for record in own if record["differences"]]
             gains[method] = {

@@ -15,13 +15,14 @@ from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Settin
 from megatron.reporting.differences import Difference, PairedLosses
 from megatron.reporting.formatting import slug
 from megatron.reporting.paper_tables import REFERENCE, setting_title
-from megatron.reporting.published import corpus_name, display_name, line_numbers, published
+from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
     CHARACTER,
     GRAY,
     SCREEN,
     SMALL,
     Style,
+    draw_seed_lines,
     legend_above,
     length_ticks,
     line_style,
@@ -30,7 +31,6 @@ from megatron.reporting.style import (
     new_figure,
     panel_title,
     render,
-    seeds,
     seeds_caption,
     thousands,
 )
@@ -77,7 +77,7 @@ def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFEREN
     of the tables.
     """
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
-    order = {method: index for index, method in enumerate(published("kerple-3").ordered(map(Method, pos_embs)))}
+    order = {method: index for index, method in enumerate(load_published("kerple-3").ordered(map(Method, pos_embs)))}
     records = sorted(records, key=lambda record: order[Method(method_of(record).pos_emb)])
     perplexities, paired = measurements(records, "extrapolation", "perplexity"), PairedLosses(records)
     figures = []
@@ -153,9 +153,9 @@ def perplexity_plot(
             label, line_mode = labels[line]
             if line_mode != mode:
                 continue
-            looks, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
-            (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **looks)
-            seeds(axes, style, perplexities.by_seed(*line), looks["color"])
+            style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
+            (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
+            draw_seed_lines(axes, style, perplexities.by_seed(*line), style_kwargs["color"])
     if compared and differences:
         axes = figure.axes[len(panels)]
         axes.set_ylabel("loss difference (nats)\n± 2 standard errors")
@@ -166,13 +166,13 @@ def perplexity_plot(
         panel_title(axes, style, columns, f"minus {labels[compared][0]}")
         axes.axhline(0, color=GRAY, linewidth=0.1 * style.size)
         for line, values in differences.items():
-            looks = line_style(style, numbers[labels[line][0]])
+            style_kwargs = line_style(style, numbers[labels[line][0]])
             axes.errorbar(
                 list(values),
                 [difference.mean for difference in values.values()],
                 [2 * (difference.stderr or 0.0) for difference in values.values()],
                 capsize=0.25 * style.size,
-                **looks,
+                **style_kwargs,
             )
     figure.supxlabel("sequence length (tokens)")
     legend_above(figure, style, [handles[label] for label in numbers], title)
@@ -269,7 +269,7 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     figures = []
     for setting in accuracies.settings:
         group = accuracies.select([setting])
-        methods, lengths = published("kerple-3").ordered(group.methods), group.lengths
+        methods, lengths = load_published("kerple-3").ordered(group.methods), group.lengths
         depths = sorted(group.frame["depth"].unique())
         grids = {}
         for method in methods:

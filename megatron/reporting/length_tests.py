@@ -12,7 +12,7 @@ from megatron.reporting.published import line_numbers
 from megatron.reporting.style import (
     SCREEN,
     Style,
-    band,
+    fill_band,
     legend_above,
     length_ticks,
     line_style,
@@ -93,9 +93,9 @@ def length_figure(results: Sequence[Result], settings: ExperimentSettings, style
                 continue
             ticks |= set(x)
             values = [[seed[point] for seed in seeds if point in seed] for point in x]
-            means, looks = list(map(statistics.fmean, values)), line_style(style, numbers[method])
-            (handles[method],) = axes.plot(x, means, label=method, **looks)
-            band(axes, x, means, [standard_error_of_mean(point) for point in values], looks["color"])
+            means, style_kwargs = list(map(statistics.fmean, values)), line_style(style, numbers[method])
+            (handles[method],) = axes.plot(x, means, label=method, **style_kwargs)
+            fill_band(axes, x, means, [standard_error_of_mean(point) for point in values], style_kwargs["color"])
         axes.axhline(100 * LENGTH_TASKS[task].guess, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
         axes.set_ylim(0, 102)
         length_ticks(axes, style, sorted(ticks), columns)

@@ -25,7 +25,7 @@ from megatron.reporting.aggregate import (
 )
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses, seed_label
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, best_texts, format_mean, format_percent, slug
-from megatron.reporting.published import Published, corpus_name, corpus_rank, display_name, published
+from megatron.reporting.published import Published, corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
 
 REFERENCE = Method("kerple_log")
@@ -47,7 +47,7 @@ def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENC
             continue
         # Table 3 has all methods that Tables 5 and 6 do not have.
         methods: dict[str, list[Method]] = {"kerple-3": [], "kerple-5": [], "kerple-6": []}
-        table_of = {kind.pos_emb: name for name in ("kerple-5", "kerple-6") for kind in published(name).methods}
+        table_of = {kind.pos_emb: name for name in ("kerple-5", "kerple-6") for kind in load_published(name).methods}
         for method in full:
             methods[table_of.get(method.pos_emb, "kerple-3")].append(method)
         for name in methods:
@@ -69,10 +69,10 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
     """
     losses, tables = PairedLosses(records), []
     values = measurements(records, "extrapolation", "loss")
-    for setting in sorted(values.settings, key=lambda setting: corpus_rank(setting.corpus)):
+    for setting in sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus)):
         group = values.select([setting])
         rows = {}
-        for method in published("kerple-3").ordered(group.methods):
+        for method in load_published("kerple-3").ordered(group.methods):
             compared = Method(reference.pos_emb, method.mode)
             if method == compared:
                 continue
@@ -126,7 +126,7 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
     tables = []
     for setting in accuracies.settings:
         group = accuracies.select([setting])
-        methods, lengths = published("kerple-3").ordered(group.methods), group.lengths
+        methods, lengths = load_published("kerple-3").ordered(group.methods), group.lengths
         depths = sorted(group.frame["depth"].unique())
         sections = {f"Depth {depth:g}": Measurements(group.frame[group.frame["depth"] == depth]) for depth in depths}
         if len(depths) > 1:
@@ -194,7 +194,7 @@ def _table(
         reference: see `_cells`.
         rows: what the rows are. `modes`: the methods, with a section per mode and without the published values.
     """
-    paper = published(name)
+    paper = load_published(name)
     methods = paper.ordered(methods)
     shown = group.select(group.settings, methods)
 
@@ -243,7 +243,7 @@ def _sections(
     that have a value on this corpus.
     """
     modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
-    for setting in sorted(values.settings, key=lambda setting: corpus_rank(setting.corpus)):
+    for setting in sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus)):
         title = corpus_name(setting.corpus)
         if not by_mode:
             yield title, setting, methods

@@ -12,16 +12,16 @@ from pandas import DataFrame
 
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.figures import ReportFigure
-from megatron.reporting.published import corpus_name, display_name, line_numbers, published
+from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
     SCREEN,
     Style,
+    draw_seed_lines,
     legend_above,
     line_style,
     mark_train_length,
     new_figure,
     panel_title,
-    seeds,
     seeds_caption,
     thousands,
 )
@@ -47,7 +47,7 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
             by_method.setdefault(method_of(record), {})[record.get("seed")] = record
     figures = []
     for (setting, length), by_method in groups.items():
-        first, *others = published("kerple-3").ordered(by_method)
+        first, *others = load_published("kerple-3").ordered(by_method)
         found = {method: curve_of(by_method[method], by_method[first]) for method in others}
         differences = {method: _smooth(curve) for method, curve in found.items() if curve.shape[1]}
         what = "Perplexity"
@@ -151,9 +151,9 @@ def position_plot(
             axes.axhline(0, color="#444444", linewidth=0.1 * style.size, zorder=1)
         for method, curve in curves.items():
             name = names[title, method]
-            looks = {**line_style(style, numbers[name]), "marker": None}
-            (handles[name],) = axes.plot(curve.index, curve.mean(axis=1), label=name, zorder=3, **looks)
-            seeds(axes, style, curve, looks["color"])
+            style_kwargs = {**line_style(style, numbers[name]), "marker": None}
+            (handles[name],) = axes.plot(curve.index, curve.mean(axis=1), label=name, zorder=3, **style_kwargs)
+            draw_seed_lines(axes, style, curve, style_kwargs["color"])
         panel_title(axes, style, columns, title)
         thousands(axes)
         axes.set_xlim(0, length)

@@ -110,7 +110,7 @@ def published_tables() -> dict[str, Published]:
     return tables
 
 
-def published(name: str) -> Published:
+def load_published(name: str) -> Published:
     """The table with this name in `published.yml`."""
     return published_tables()[name]
 
@@ -150,7 +150,7 @@ def corpus_name(corpus: str | None) -> str:
     return CORPORA.get((corpus or "").lower(), corpus or "text")
 
 
-def corpus_rank(corpus: str | None) -> int:
+def corpus_sort_key(corpus: str | None) -> int:
     """The position of the corpus in the papers; other corpora come last."""
     names = list(CORPORA)
     return names.index(corpus.lower()) if corpus and corpus.lower() in names else len(names)

@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 from megatron.reporting.aggregate import AnyRecord, Method
 from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
 from megatron.reporting.metrics import METRICS, read_log
-from megatron.reporting.published import corpus_name, published
+from megatron.reporting.published import corpus_name, load_published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file
@@ -95,11 +95,11 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
     for (layers, hidden_size, length), group in by_model.items():
         same_size = (
             paper
-            for paper in map(published, ("kerple-4", "dape-speed"))
+            for paper in map(load_published, ("kerple-4", "dape-speed"))
             if (*paper.model, paper.train_length) == (layers, hidden_size, length)
         )
         paper = next(same_size, None)
-        layout = paper or published("kerple-4")
+        layout = paper or load_published("kerple-4")
         methods = layout.ordered(dict.fromkeys(Method(time.pos_emb) for time in group))
         lines: list[Row | Section] = []
         for corpus in dict.fromkeys(time.corpus for time in group):
@@ -147,7 +147,7 @@ def benchmark_tables(path: str | Path) -> list[Table]:
             name=slug(Path(path).stem, index),
             title=title.capitalize(),
             label_columns=("",),
-            columns=tuple(published("kerple-4").name(Method(row["name"])) for row in rows),
+            columns=tuple(load_published("kerple-4").name(Method(row["name"])) for row in rows),
             lines=(
                 Row(("sec/step",), tuple(Cell(format_number(row["median"])) for row in rows)),
                 Row((f"ratio to {rows[0]['name']}",), tuple(Cell(format_number(_ratio(row, rows[0]))) for row in rows)),

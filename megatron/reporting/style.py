@@ -169,13 +169,13 @@ def line_style(style: Style, line: int) -> dict[str, Any]:
     }
 
 
-def band(axes: Axes, x: Sequence[float], mean: Sequence[float], deviation: Sequence[float], color: str) -> None:
+def fill_band(axes: Axes, x: Sequence[float], mean: Sequence[float], deviation: Sequence[float], color: str) -> None:
     """A band of ± this deviation around a line."""
     low, high = np.subtract(mean, deviation), np.add(mean, deviation)
     axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0, zorder=2)
 
 
-def seeds(axes: Axes, style: Style, values: DataFrame, color: str) -> None:
+def draw_seed_lines(axes: Axes, style: Style, values: DataFrame, color: str) -> None:
     """A band of ± one standard deviation over the seeds if there are at least MIN_SEEDS, otherwise a thin line for each
     of two.
 
@@ -183,7 +183,7 @@ def seeds(axes: Axes, style: Style, values: DataFrame, color: str) -> None:
     """
     if values.shape[1] >= MIN_SEEDS:
         deviation = values.std(axis=1).fillna(0.0)
-        band(axes, values.index.tolist(), values.mean(axis=1).tolist(), deviation.tolist(), color)
+        fill_band(axes, values.index.tolist(), values.mean(axis=1).tolist(), deviation.tolist(), color)
     elif values.shape[1] == 2:
         axes.plot(values.index, values.to_numpy(), color=color, linewidth=0.06 * style.size, alpha=0.7, zorder=2.5)
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.reporting.aggregate import Method
 from megatron.reporting.paper_tables import passkey_tables, perplexity_tables, resolution_tables
-from megatron.reporting.published import published
+from megatron.reporting.published import load_published
 from megatron.reporting.tables import Cell, Row, Section
 from tests.support.records import passkey_record, record, seeds
 
@@ -53,7 +53,7 @@ def test_sections_are_in_the_order_of_the_papers():
 
 @pytest.mark.parametrize("name", ["kerple-3", "kerple-5"])
 def test_published_values_are_printed_as_in_the_paper(name):
-    paper = published(name)
+    paper = load_published(name)
     records = [
         record(method.pos_emb, length, 20.0, corpus=corpus)
         for corpus in paper.values

@@ -9,10 +9,10 @@ from kerple.positional import registered_names
 from megatron.reporting.aggregate import Method, Setting
 from megatron.reporting.published import (
     corpus_name,
-    corpus_rank,
+    corpus_sort_key,
     display_name,
     line_numbers,
-    published,
+    load_published,
     published_tables,
 )
 
@@ -22,7 +22,7 @@ CELL = re.compile(rf"{NUMBER}( ± {NUMBER})?( †)?|OOM")
 
 @pytest.mark.parametrize("name", published_tables())
 def test_every_row_has_a_value_per_length_and_a_name(name):
-    table = published(name)
+    table = load_published(name)
     assert table.source.startswith(("KERPLE (arXiv 2205.09921)", "DAPE (arXiv 2405.14722)", "LEX (arXiv 2212.10554)"))
     assert list(table.lengths) == sorted(set(table.lengths))
     for methods in table.values.values():
@@ -33,7 +33,7 @@ def test_every_row_has_a_value_per_length_and_a_name(name):
 
 
 def test_size_of_kerple_s_tables():
-    three, five, six = (published(f"kerple-{number}") for number in (3, 5, 6))
+    three, five, six = (load_published(f"kerple-{number}") for number in (3, 5, 6))
     for table, num_methods in ((three, 6), (five, 2)):
         assert list(table.values) == ["openwebtext2", "github", "arxiv"]
         assert table.lengths == (512, 1024, 2048, 4096, 8192, 16384)
@@ -46,48 +46,50 @@ def test_size_of_kerple_s_tables():
 
 
 def test_values_are_those_printed_in_the_papers():
-    assert published("kerple-3").value("GitHub", Method("kerple_log"), 16384) == "2.75 ± 0.16"
-    assert published("kerple-5").value("arxiv", Method("kerple_log3"), 8192) == "5.00 ± 0.11"
-    assert published("kerple-4").value("github", Method("rpe"), None) == "0.340"
-    assert published("dape").value("arxiv", Method("dape_kerple"), 8192) == "3.86"
-    assert published("dape").value("arxiv", Method("rotary"), 1024) == "45.20"
-    assert published("lex").value("arxiv", Method("xpos", "blockwise@1024"), 4096) == "15.19"
-    assert published("lex-modes").value("pg22", Method("xpos", "window@1024"), 8192) == "24.61"
-    assert published("kerple-3").value("books3", Method("kerple_log"), 512) is None
-    assert published("kerple-3").value("github", Method("kerple_log"), 256) is None
-    assert published("kerple-3").value(None, Method("kerple_log"), 512) is None
+    assert load_published("kerple-3").value("GitHub", Method("kerple_log"), 16384) == "2.75 ± 0.16"
+    assert load_published("kerple-5").value("arxiv", Method("kerple_log3"), 8192) == "5.00 ± 0.11"
+    assert load_published("kerple-4").value("github", Method("rpe"), None) == "0.340"
+    assert load_published("dape").value("arxiv", Method("dape_kerple"), 8192) == "3.86"
+    assert load_published("dape").value("arxiv", Method("rotary"), 1024) == "45.20"
+    assert load_published("lex").value("arxiv", Method("xpos", "blockwise@1024"), 4096) == "15.19"
+    assert load_published("lex-modes").value("pg22", Method("xpos", "window@1024"), 8192) == "24.61"
+    assert load_published("kerple-3").value("books3", Method("kerple_log"), 512) is None
+    assert load_published("kerple-3").value("github", Method("kerple_log"), 256) is None
+    assert load_published("kerple-3").value(None, Method("kerple_log"), 512) is None
 
 
 def test_comparable_settings():
     setting = Setting("github", 512, "non-overlapping", (12, 768))
-    assert published("kerple-3").matches(setting)
-    assert published("kerple-3").matches(replace(setting, protocol="kerple@320"))
+    assert load_published("kerple-3").matches(setting)
+    assert load_published("kerple-3").matches(replace(setting, protocol="kerple@320"))
     for difference in ({"protocol": "kerple@8"}, {"train_length": 256}, {"model": (24, 1024)}, {"model": None}):
-        assert not published("kerple-3").matches(replace(setting, **difference))
-    assert published("dape").matches(replace(setting, protocol="last-k@256"))
-    assert not published("dape").matches(replace(setting, protocol="last-k@128"))
+        assert not load_published("kerple-3").matches(replace(setting, **difference))
+    assert load_published("dape").matches(replace(setting, protocol="last-k@256"))
+    assert not load_published("dape").matches(replace(setting, protocol="last-k@128"))
 
 
 def test_names():
-    three = published("kerple-3")
+    three = load_published("kerple-3")
     assert three.name(Method("kerple_log")) == "KERPLE (log)"
     assert three.name(Method("kerple_log", "window@512")) == "KERPLE (log), window@512"
     assert three.name(Method("dape_kerple (variant Concat)")) == "DAPE-Kerple (variant Concat)"
     assert three.name(Method("a_new_method")) == "a_new_method"
-    assert published("lex").name(Method("xpos", "blockwise")) == "LEX"
-    assert published("dape").name(Method("kerple_log", "window")) == "Kerple, window"
+    assert load_published("lex").name(Method("xpos", "blockwise")) == "LEX"
+    assert load_published("dape").name(Method("kerple_log", "window")) == "Kerple, window"
     assert display_name(Method("kerple_log", "window")) == "KERPLE (log), window"
     assert display_name(Method("learned")) == "learned"
     assert corpus_name("GITHUB") == "GitHub"
     assert corpus_name("books") == "books"
     assert corpus_name(None) == "text"
-    assert corpus_rank("openwebtext2") < corpus_rank("ArXiv") < corpus_rank("books") == corpus_rank(None)
+    assert (
+        corpus_sort_key("openwebtext2") < corpus_sort_key("ArXiv") < corpus_sort_key("books") == corpus_sort_key(None)
+    )
 
 
 def test_order():
     methods = [Method("new", "window@8"), Method("alibi"), Method("new"), Method("kerple_log", "window@8")]
     methods.append(Method("kerple_log"))
-    assert published("kerple-3").ordered(methods) == [
+    assert load_published("kerple-3").ordered(methods) == [
         Method("kerple_log"),
         Method("kerple_log", "window@8"),
         Method("alibi"),
@@ -97,7 +99,7 @@ def test_order():
 
 
 def test_kerple_s_methods_are_registered():
-    pos_embs = {method.pos_emb for number in (3, 4, 5, 6) for method in published(f"kerple-{number}").methods}
+    pos_embs = {method.pos_emb for number in (3, 4, 5, 6) for method in load_published(f"kerple-{number}").methods}
     assert pos_embs <= set(registered_names())
 
 
