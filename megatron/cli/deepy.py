@@ -18,17 +18,17 @@ TRAIN = ROOT / "train.py"
 TRAIN_COMMAND = [str(ROOT / "kerple_command.py"), "train"]
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run deepy.py with these command-line arguments; returns the exit status of the script. Raises UserError."""
-    return launcher.main(words, check_script)
+    return launcher.main(argv, check_script)
 
 
 def train() -> int:
     """`kerple train`: deepy.py with train.py. Other launchers, such as torchrun, start it as the ranks themselves."""
-    words = sys.argv[1:]
-    if {"-h", "--help", MERGED_CONFIG_OPTION} & set(words) or "RANK" in os.environ:
+    argv = sys.argv[1:]
+    if {"-h", "--help", MERGED_CONFIG_OPTION} & set(argv) or "RANK" in os.environ:
         return train_script.main()
-    return launcher.main(words, check_script, TRAIN_COMMAND)
+    return launcher.main(argv, check_script, TRAIN_COMMAND)
 
 
 def check_script(program: Sequence[str], config: Config, options: Sequence[str], world_size: int) -> list[str]:

@@ -176,7 +176,7 @@ def run_harness(
     for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):
         print(f"{folder}, {evaluated_method(saved)}, trained at {saved.model.seq_length:,} tokens:", flush=True)
         # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
-        tokenizer_config = saved if options.own and config.tokenizer == configs[0].tokenizer else config
+        tokenizer_config = saved if options.from_checkpoint and config.tokenizer == configs[0].tokenizer else config
         tokenizer = build_tokenizer(*tokenizer_keys(tokenizer_config, saved))
         # Everything that determines the results, except the mode.
         source: Entry = {

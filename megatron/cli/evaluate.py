@@ -294,7 +294,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
                 raise UserError(
                     f"--text: {folder} has another tokenizer than {folders[0]}; evaluate them in separate runs"
                 )
-        elif options.own:
+        elif options.from_checkpoint:
             # `config` is that of the first checkpoint with --set applied.
             for key in ("data_path", "split", "valid_data_paths"):
                 first_value, value = getattr(first.data, key), getattr(saved.data, key)

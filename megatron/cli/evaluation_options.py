@@ -237,13 +237,13 @@ class ListModes(argparse.Action):
         parser.exit()
 
 
-def check_run(words: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
+def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
     """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run of a sweep with this
     configuration. has_data: whether its dataset exists; otherwise the amount of text and passkey prompts are not
     checked.
     """
     try:
-        options = _parse_sweep_options(words)
+        options = _parse_sweep_options(argv)
         if harness_options(config, options) is not None:
             raise UserError(f"eval-tasks cannot be used: {NOT_IN_SWEEPS['--eval-tasks']} (set: {{eval-tasks: null}})")
         check_options(options, config.model.seq_length, tasks=False)
@@ -306,26 +306,26 @@ def plan_tasks(
     return tasks
 
 
-def check_modes(words: Sequence[str], configs: Sequence[Config], place: str) -> None:
+def check_modes(argv: Sequence[str], configs: Sequence[Config], place: str) -> None:
     """Raises UserError, starting with `place`, if these options of evaluate.py contain a mode that none of the runs
     with these configurations supports.
     """
     try:
-        supported_modes(configs, _parse_sweep_options(words).modes)
+        supported_modes(configs, _parse_sweep_options(argv).modes)
     except (argparse.ArgumentError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
 
 
-def _parse_sweep_options(words: Sequence[str]) -> argparse.Namespace:
+def _parse_sweep_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises UserError or ArgumentError for options that are invalid or cannot be used in a sweep."""
-    for word in words:
+    for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name in NOT_IN_SWEEPS:
             raise UserError(f"{name.lstrip('-')} cannot be used in a sweep: {NOT_IN_SWEEPS[name]}; remove it")
     parser = OptionParser(exit_on_error=False, add_help=False)
     add_checkpoint_options(parser, several=True)
     add_options(parser)
-    options, unknown = parser.parse_known_args(words)
+    options, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(f"evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
     return options

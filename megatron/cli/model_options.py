@@ -47,18 +47,19 @@ def parse_with_checkpoint(
     """Parse the command line of a script that loads a checkpoint. Raises UserError.
 
     If --checkpoint is given, configuration files are optional: without them the configuration is that of the (first)
-    checkpoint with --set applied, `options.own` is True, and `options.overrides` contains the values of --set.
+    checkpoint with --set applied, `options.from_checkpoint` is True, and `options.overrides` contains the values of
+    --set.
 
     extra: adds the script's own options. several: --checkpoint accepts several folders. `options.checkpoint` is always
     a list, empty if the option is not given.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
 
     def add_options(parser: argparse.ArgumentParser) -> None:
         add_checkpoint_options(parser, several=several)
         extra(parser)
 
-    overrides, rest = extract_overrides(words)
+    overrides, rest = extract_overrides(argv)
     if not {"-h", "--help", MERGED_CONFIG_OPTION} & set(rest):
         parser = OptionParser(description=description)
         parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
@@ -67,7 +68,7 @@ def parse_with_checkpoint(
         options, unknown = parser.parse_known_args(rest)
         if options.checkpoint and not unknown:
             _find_on_hub(options)
-            options.own = True
+            options.from_checkpoint = True
             options.overrides = dict(map(parse_override, overrides))
             step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             # The module that defines an external method must be known before reading the checkpoint's configuration.
@@ -80,7 +81,7 @@ def parse_with_checkpoint(
             config = trained.updated(**addresses).updated(**options.overrides)
             become_rank(config)
             return config, options
-    config, options = parse_arguments(description, words, add_options)
+    config, options = parse_arguments(description, argv, add_options)
     _find_on_hub(options)
     return config, options
 
@@ -116,7 +117,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
         default="fp32",
         help="precision of weights and computation (default: %(default)s)",
     )
-    parser.set_defaults(own=False)
+    parser.set_defaults(from_checkpoint=False)
 
 
 def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path]:
@@ -143,9 +144,11 @@ def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Pa
     """The global_stepN directory that options and configuration select. Raises UserError if it does not exist."""
     iteration = options.iteration
     # A checkpoint's own configuration contains the iteration from which its run started: ignore that.
-    if iteration is None and not options.own:
+    if iteration is None and not options.from_checkpoint:
         iteration = config.checkpoint.iteration
-    return _find_step(folder, iteration, options.fallback or (config.checkpoint.fallback and not options.own))
+    return _find_step(
+        folder, iteration, options.fallback or (config.checkpoint.fallback and not options.from_checkpoint)
+    )
 
 
 def saved_config(step: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> Config:
@@ -213,7 +216,7 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
     changeable = (*method.evaluation_options, *RANDOM_OPTIONS)
     trained: Mapping[str, Any] = saved.pos_emb_options
     requested = dict(trained)
-    if not options.own:
+    if not options.from_checkpoint:
         if method_class(config.model.pos_emb) is method:
             requested = dict(config.model.pos_emb_options)
     else:
@@ -225,7 +228,7 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
         fixed, requested_fixed = (method.trained_options(**each) for each in (trained, requested))
     except ValueError as error:
         raise UserError(f"pos-emb-options: {error}") from error
-    for name in fixed.keys() | requested_fixed.keys() if options.own else ():
+    for name in fixed.keys() | requested_fixed.keys() if options.from_checkpoint else ():
         if requested_fixed.get(name) != fixed.get(name):
             raise UserError(
                 f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be changed after training "

@@ -46,7 +46,7 @@ def test_a_checkpoint_in_the_home_folder(run, monkeypatch):
 
 def test_a_checkpoint_without_configuration_files(run):
     config, options = parse("--checkpoint", run, "--set", "seed=3", "pos-emb-options={scaling: linear, factor: 4}")
-    assert options.own
+    assert options.from_checkpoint
     assert options.checkpoint == [str(run)]
     assert (config.model.pos_emb, config.training.seed) == ("rotary", 3)
     assert saved_config(run / "global_step8", config, options).model.pos_emb_options == {
@@ -66,7 +66,7 @@ def test_methods_of_layers(tmp_path):
         config, options = parse("--checkpoint", tmp_path, "--set", word)
         assert saved_config(tmp_path / "global_step4", config, options).model.pos_emb_options == {"methods": methods}
         config = Config.from_flat(settings_of("per_layer", "nowhere", pos_emb_options={"methods": methods}))
-        options.own, options.overrides = False, {}
+        options.from_checkpoint, options.overrides = False, {}
         assert saved_config(tmp_path / "global_step4", config, options).model.pos_emb_options == {"methods": methods}
     for methods in ([{"rotary": {"fraction": 0.25}}, "alibi"], ["rotary"]):
         config, options = parse("--checkpoint", tmp_path, "--set", f"pos-emb-options.methods={json.dumps(methods)}")
@@ -78,7 +78,7 @@ def test_configuration_files(run, tmp_path):
     config, options = parse(
         write_yaml(tmp_path / "a.yml", settings_of("rotary", "nowhere", load=str(run), iteration=4))
     )
-    assert not options.own
+    assert not options.from_checkpoint
     assert checkpoint_folders(config, options) == [run]
     assert chosen_step(run, config, options).name == "global_step4"
     options.iteration = 8
@@ -119,7 +119,7 @@ def test_a_dtype_that_is_slow_on_this_processor(supported, run, monkeypatch, cap
 
 def test_another_model_is_rejected(run):
     _, options = parse("--checkpoint", run)
-    options.own = False
+    options.from_checkpoint = False
     with pytest.raises(UserError, match=r"another configuration \(num_layers 2 in the checkpoint, 3 here\)"):
         saved_config(run / "global_step8", configured(num_layers=3), options)
     assert saved_config(run / "global_step8", configured(num_layers=3), options, check=False).model.num_layers == 2
