@@ -88,7 +88,7 @@ def has_checkpoint(directory: str | Path) -> bool:
     return os.path.lexists(Path(directory) / "latest")
 
 
-def has_files_of_checkpoints(directory: str | Path) -> bool:
+def looks_like_checkpoint(directory: str | Path) -> bool:
     """Whether the folder has anything of a checkpoint: a `latest`, a global_stepN, or layer files, if it is a
     global_stepN itself. `find_step` reports what is missing.
     """
@@ -206,7 +206,7 @@ def _saved_before(directory: Path, iteration: int | None, step: Path | None) -> 
     """
     lineage = None
     if step is not None:
-        iteration, lineage = iteration_of(step), lineage_of(step)
+        iteration, lineage = iteration_of(step), ancestor_iterations(step)
     elif iteration is None:
         with contextlib.suppress(UserError):
             match = STEP.fullmatch(read_file(directory / "latest", LATEST_LIMIT).decode(errors="replace").strip())
@@ -218,7 +218,7 @@ def _saved_before(directory: Path, iteration: int | None, step: Path | None) -> 
     ]
 
 
-def lineage_of(step: Path) -> list[int] | None:
+def ancestor_iterations(step: Path) -> list[int] | None:
     """`TrainingState.lineage` of a checkpoint; None if its files do not contain it or cannot be read."""
     try:
         lineage: list[int] | None = read_state_file(step).get("training", {}).get("lineage")
@@ -234,7 +234,7 @@ def check_not_replaced(directory: Path, saves: Callable[[int], bool], lineage: C
     starts from weights only. A checkpoint that descends from the same ones is an abandoned branch of this run.
     """
     for iteration in filter(saves, saved_iterations(directory)):
-        other = lineage_of(step_folder(directory, tag_for(iteration)))
+        other = ancestor_iterations(step_folder(directory, tag_for(iteration)))
         if lineage is None or (other is not None and not set(lineage) <= set(other)):
             raise CheckpointError(
                 f"save: {directory} contains {tag_for(iteration)} of another run, which this run would replace at "
@@ -242,7 +242,7 @@ def check_not_replaced(directory: Path, saves: Callable[[int], bool], lineage: C
             )
 
 
-def point_latest(directory: Path, tag: str) -> None:
+def update_latest(directory: Path, tag: str) -> None:
     write_atomically(directory / "latest", tag.encode())
 
 
@@ -267,7 +267,7 @@ def clean_up(directory: Path) -> None:
             else:
                 path.rename(directory / match[1])
     if not has_checkpoint(directory) and len(iterations := saved_iterations(directory)) == 1:
-        point_latest(directory, tag_for(iterations[0]))
+        update_latest(directory, tag_for(iterations[0]))
     sync_folder(directory)
 
 
@@ -291,7 +291,7 @@ def publish(directory: Path, unfinished: Path, tag: str) -> None:
         final.rename(replaced)
     unfinished.rename(final)
     sync_folder(directory)
-    point_latest(directory, tag)
+    update_latest(directory, tag)
     with contextlib.suppress(FileNotFoundError):
         _delete(replaced)
 

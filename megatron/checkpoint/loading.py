@@ -11,8 +11,8 @@ from megatron.checkpoint.directory import (
     find_step,
     find_valid_step,
     has_checkpoint,
-    has_files_of_checkpoints,
     iteration_of,
+    looks_like_checkpoint,
     read_state_file,
     saved_by_this_project,
 )
@@ -59,7 +59,7 @@ def locate_checkpoint(config: Config, layout: RankLayout, report: Report) -> Pat
     settings = config.checkpoint
     if settings.load is None:
         return None
-    if not has_files_of_checkpoints(settings.load) and settings.iteration is None:
+    if not looks_like_checkpoint(settings.load) and settings.iteration is None:
         if settings.finetune:
             raise CheckpointError(f"load: {settings.load}: no checkpoint to finetune from")
         report(f"load: {settings.load} contains no checkpoint; training starts from scratch")
@@ -169,7 +169,7 @@ def check_save_folder(config: Config) -> None:
         )
 
 
-def continued_run(config: Config) -> Config | None:
+def resumable_config(config: Config) -> Config | None:
     """The configuration that resumes this run from `save`; None if `save` has no checkpoints, or if it is the folder
     that `load` names anyway. The configuration in the latest checkpoint tells whether the run is the same: it was
     started with the same `load`, `iteration` and `finetune`.
@@ -179,7 +179,7 @@ def continued_run(config: Config) -> Config | None:
     """
     settings = config.checkpoint
     same_folder = _same_folder(settings.save, settings.load)
-    if settings.save is None or not has_files_of_checkpoints(settings.save) or (same_folder and not settings.finetune):
+    if settings.save is None or not looks_like_checkpoint(settings.save) or (same_folder and not settings.finetune):
         return None
     saved, problem = None, ""
     try:

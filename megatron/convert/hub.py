@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from megatron.checkpoint.directory import has_checkpoint, has_files_of_checkpoints
+from megatron.checkpoint.directory import has_checkpoint, looks_like_checkpoint
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert.card import FOLDER_PLACEHOLDER
 from megatron.convert.hugging_face import from_hugging_face
@@ -48,7 +48,7 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
     if is_hub_name(checkpoint):
         snapshot = download(str(checkpoint))
         repository, version = snapshot.parent.parent.name, snapshot.name  # models--ORG--NAME/snapshots/COMMIT
-    elif os.path.isfile(Path(checkpoint) / "config.json") and not has_files_of_checkpoints(checkpoint):
+    elif os.path.isfile(Path(checkpoint) / "config.json") and not looks_like_checkpoint(checkpoint):
         snapshot = Path(checkpoint).resolve()
         repository, version = f"folder--{snapshot.name}", _version(snapshot)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.directory import CONFIG_FILE, layer_file, point_latest, tag_for, write_manifest_of_folder
+from megatron.checkpoint.directory import CONFIG_FILE, layer_file, tag_for, update_latest, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config
 from megatron.model.gpt import GPT
@@ -110,7 +110,7 @@ def write_checkpoint(
         torch.save({**(entries or {}), "iteration": iteration, "args": sizes}, state_file)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
-    point_latest(folder, step.name)
+    update_latest(folder, step.name)
     return step
 
 

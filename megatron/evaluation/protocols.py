@@ -30,7 +30,7 @@ class Segments:
         """The number of scored tokens."""
         return len(self.starts) * (self.length - self.first)
 
-    def share(self, rank: int, ranks: int) -> "Segments":
+    def shard(self, rank: int, ranks: int) -> "Segments":
         """The segments of one rank: `rank`, `rank + ranks`, `rank + 2 * ranks`, ..."""
         return replace(self, starts=self.starts[rank::ranks])
 

@@ -195,7 +195,7 @@ def run_eval_tasks(
     context = EvalContext(model, SegmentReader(decoder, device, query_chunk, batch_tokens), rank, world_size)
     name = (tasks[0].planned[0]["pos_emb"] if tasks else None) or model_name
 
-    shares = [task.segments.share(rank, world_size) for task in tasks]
+    shares = [task.segments.shard(rank, world_size) for task in tasks]
     # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments are cheap.
     costs = [1 + task.mode.mean_keys(task.segments.length) / KEYS_PER_UNIT_COST for task in tasks]
     total = sum(cost * share.targets for cost, share in zip(costs, shares, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import find_valid_step, has_files_of_checkpoints
+from megatron.checkpoint.directory import find_valid_step, looks_like_checkpoint
 from megatron.checkpoint.layers import (
     LayerStates,
     check_sizes,
@@ -48,7 +48,7 @@ def load_model(
         UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in
             its configuration; or if its weights need more memory than is free.
     """
-    if not has_files_of_checkpoints(directory):
+    if not looks_like_checkpoint(directory):
         from megatron.convert.hub import local_checkpoint  # imports all converters
 
         directory = local_checkpoint(directory)

@@ -14,9 +14,9 @@ from megatron.checkpoint.loading import (
     check_model,
     check_save_folder,
     checkpoint_vocab_size,
-    continued_run,
     load_checkpoint,
     locate_checkpoint,
+    resumable_config,
 )
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
@@ -110,7 +110,7 @@ class Trainer:
         if save is not None and self.last_iteration > 0:
             self.lock = lock_save_folder(save, resources)
             check_save_folder(config)
-            resumed = continued_run(config)
+            resumed = resumable_config(config)
         if resumed is not None:
             logger.info(
                 f"save: {save} already contains checkpoints of this run, which resumes from them; to start again from "

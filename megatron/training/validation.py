@@ -117,7 +117,7 @@ class ExtrapolationCurves:
         # Pieces that every length divides.
         (pieces,) = NonOverlapping().plan(len(text.tokens), [common], training.extrapolation_budget)
         self.num_tokens = pieces.targets
-        share = pieces.share(layout.data_rank, layout.data_size)
+        share = pieces.shard(layout.data_rank, layout.data_size)
         rows = [text.tokens[start : start + common + 1] for start in share.starts]
         self._text = Text(torch.cat(rows), row=common + 1) if rows else None
         for line in text.sample_lines("extrapolation", pieces):

@@ -50,7 +50,7 @@ class ContextTask(EvalTask):
         tokens, read, advanced, note = sum(segments.length for segments in plans), 0.0, 0, None
         try:
             for segments, accumulator in zip(plans, sums, strict=True):
-                part = segments.share(rank, world_size)
+                part = segments.shard(rank, world_size)
                 for chunk in context.reader.losses(self.text.tokens, part, self.mode.attention):
                     accumulator.add(chunk)
                     read += chunk.losses.numel() / segments.targets * segments.length / tokens

@@ -48,7 +48,7 @@ def test_lengths_that_do_not_divide_the_longest_share_a_multiple():
 
 def test_ranks_share_the_segments():
     segments = plan("non-overlapping", 1000, [8], None)[0]
-    shares = [segments.share(rank, 3) for rank in range(3)]
+    shares = [segments.shard(rank, 3) for rank in range(3)]
     assert sorted(start for share in shares for start in share.starts) == list(segments.starts)
     assert list(shares[1].starts[:2]) == [8, 32]
 
