@@ -35,8 +35,8 @@ from megatron.cli.model_options import (
     saved_config,
 )
 from megatron.config import Config, UserError
-from megatron.evaluation.measures.effective_length import effective_lengths, plan_effective_lengths
-from megatron.evaluation.measures.passkey import Prompts
+from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
+from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import UNSUPPORTED_NOTE, supported_modes
 from megatron.evaluation.records import Checkpoint, Provenance, Record, identity
 from megatron.evaluation.results_file import ResultsFile

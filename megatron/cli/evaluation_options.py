@@ -11,9 +11,9 @@ from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
-from megatron.evaluation.measures.context import plan_context
-from megatron.evaluation.measures.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
-from megatron.evaluation.measures.resolution import plan_resolution
+from megatron.evaluation.metrics.context import plan_context
+from megatron.evaluation.metrics.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
+from megatron.evaluation.metrics.resolution import plan_resolution
 from megatron.evaluation.modes import parse_mode, supported_modes
 from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
 from megatron.evaluation.records import Provenance

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
-from megatron.reporting.metrics import METRICS, metrics_lines
 from megatron.reporting.terminal import print_rows, standard_output
+from megatron.reporting.training_log import METRICS, metrics_lines
 from megatron.utils.command_line import OptionParser, integer, number
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, write_atomically

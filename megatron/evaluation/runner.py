@@ -1,7 +1,7 @@
 """Planning and running evaluations: `EvalTask`, the loop over tasks, and length extrapolation.
 
 An `EvalTask` is one measurement of one model. Extrapolation tasks are defined here, further ones in
-`megatron.evaluation.measures`. Several ranks share an evaluation: each runs its share of every task's segments.
+`megatron.evaluation.metrics`. Several ranks share an evaluation: each runs its share of every task's segments.
 """
 
 import math

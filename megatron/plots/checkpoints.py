@@ -25,7 +25,7 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.data.streams import evaluation_stream
-from megatron.evaluation.measures.effective_length import LIMIT
+from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.evaluation.records import fingerprint_of
 from megatron.inference import load_model
 from megatron.model.gpt import GPT

@@ -19,7 +19,7 @@ import psutil
 from rich.console import Console
 
 from megatron.evaluation.records import has_results
-from megatron.reporting.metrics import METRICS, read_log
+from megatron.reporting.training_log import METRICS, read_log
 from megatron.sweep.planning import State, Status, SweepRun
 from megatron.utils.errors import UserError
 from megatron.utils.locks import Lock, LockBusyError

@@ -20,7 +20,7 @@ from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.settings import ModelSettings
-from megatron.reporting.metrics import METRICS
+from megatron.reporting.training_log import METRICS
 from megatron.training.distributed import Layout
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, install_command

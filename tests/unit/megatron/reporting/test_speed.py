@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron.reporting.metrics import read_log
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
+from megatron.reporting.training_log import read_log
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.records import record

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kerple.attention import FULL, AttentionMode, Span
-from megatron.evaluation.measures.resolution import plan_resolution, sum_by_distance
+from megatron.evaluation.metrics.resolution import plan_resolution, sum_by_distance
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
 from megatron.evaluation.text import Text

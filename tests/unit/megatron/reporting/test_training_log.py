@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from megatron.reporting.metrics import METRICS, METRICS_LINE, metrics_lines, parse_metrics
+from megatron.reporting.training_log import METRICS, METRICS_LINE, metrics_lines, parse_metrics
 from megatron.utils.errors import UserError
 
 LOSS = b'{"iteration": 4, "train/loss": NaN}\n'

@@ -1,6 +1,6 @@
 """Effective lengths of heads."""
 
-from megatron.evaluation.measures.effective_length import LIMIT, effective_lengths, plan_effective_lengths
+from megatron.evaluation.metrics.effective_length import LIMIT, effective_lengths, plan_effective_lengths
 from megatron.evaluation.records import Provenance
 from tests.support.language_models import small_gpt
 

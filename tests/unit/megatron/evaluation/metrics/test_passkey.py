@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from megatron.evaluation.measures.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
+from megatron.evaluation.metrics.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.evaluation.measures.context import TARGETS, plan_context
+from megatron.evaluation.metrics.context import TARGETS, plan_context
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import EvalContext, run_eval_tasks

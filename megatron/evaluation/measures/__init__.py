@@ -1,1 +1,0 @@
-"""Measures besides the loss: context utilization, attention resolution, passkey retrieval, effective lengths."""

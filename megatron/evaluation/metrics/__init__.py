@@ -1,0 +1,1 @@
+"""Metrics besides the loss: context utilization, attention resolution, passkey retrieval, effective lengths."""
