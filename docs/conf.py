@@ -14,7 +14,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "sphinxcontrib.mermaid",
 ]
 html_theme = "furo"
 html_title = project
@@ -23,7 +22,6 @@ html_additional_pages = {"index": "redirect.html"}
 default_role = "code"
 myst_enable_extensions = ["html_image"]
 myst_heading_anchors = 4
-myst_fence_as_directive = ["mermaid"]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "imported-members": True, "show-inheritance": True}
 

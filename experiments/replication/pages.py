@@ -34,7 +34,7 @@ from megatron.reporting.modes import mode_figures, mode_tables
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
 from megatron.reporting.published import corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.style import SCREEN, Style, render
-from megatron.reporting.tables import Cell, Row, Table, escape_markdown, markdown
+from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -125,11 +125,13 @@ def blocks() -> dict[str, str]:
         "costs": _markdown(cost_table(found)),
         "context": context_facts(found, in_context_scores(records)),
         "perplexities": _markdown(perplexity_tables(full)[0]),
-        "differences": "\n\n".join(f"{table.title}.\n\n{_markdown(table)}" for table in difference_tables(full)),
+        "differences": "\n\n".join(
+            f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)
+        ),
         "resolutions": _markdown(resolution_tables(full)[0]),
         "environments": "\n".join(environments(_read(*SWEEPS, PILOT, MODES))),
         "pilot": _markdown(pilot_table(_read(PILOT))),
-        "modes": _markdown(mode_tables(_read(MODES))[0]),
+        "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
     }
 
 
@@ -160,12 +162,11 @@ def answer(records: Sequence[AnyRecord]) -> str:
         means += [near.mean, far.mean]
         higher += [min(pair) > 0 for pair in zip(near.by_seed, far.by_seed, strict=True)]
     text = f"""
-        Models with rotary embeddings fail beyond their training length. T5 holds at 8 times this length and degrades
-        at 64 times. KERPLE (log) loses little, ALiBi nothing. We do not reproduce KERPLE's main result, that log has a
-        lower loss than ALiBi. On prose and LaTeX, log's loss is higher in {sum(higher)} of {len(higher)} pairs of
-        runs, by {min(means):.2f} to {max(means):.2f} nats (the intervals include 0); on C, seeds differ more than the
-        two methods. At this size hardly any model uses text beyond 128 tokens, so the paper's claim is not tested at
-        its scale.
+        Rotary embeddings fail beyond their training length, T5 between 8 and 64 times this length. KERPLE (log) loses
+        little, ALiBi nothing. We do not reproduce KERPLE's main result, that log has a lower loss than ALiBi. On prose
+        and LaTeX, log's loss is higher in {sum(higher)} of {len(higher)} pairs of runs, by {min(means):.2f} to
+        {max(means):.2f} nats (the intervals include 0); on C, seeds differ more than the two methods. At this size
+        hardly any model uses text beyond 128 tokens, so the paper's claim is not tested.
     """
     return textwrap.fill(" ".join(text.split()), width=100)
 
@@ -204,11 +205,28 @@ def pilot_table(records: Iterable[AnyRecord]) -> Table:
     return Table("pilot", "Pilot", ("setting",), ("loss", "perplexity", "minus `log`"), tuple(lines))
 
 
+def grouped(table: Table) -> Table:
+    """The table with each first label as a heading above its rows, instead of in every row."""
+    lines: list[Row | Section] = []
+    label = None
+    for line in table.lines:
+        assert isinstance(line, Row)
+        if line.labels[0] != label:
+            label = line.labels[0]
+            lines.append(Section(label))
+        lines.append(replace(line, labels=line.labels[1:]))
+    return replace(table, label_columns=table.label_columns[1:], lines=tuple(lines))
+
+
 def environments(records: Iterable[AnyRecord]) -> list[str]:
-    """The commits, machines and versions that measured the records."""
-    entries = [entry for record in records if (entry := record["environment"])]
-    texts = (f"- {entry['commit']}, {entry['machine']}, {entry['versions']}" for entry in entries)
-    return list(dict.fromkeys(map(escape_markdown, texts)))
+    """The machines and versions that measured the records, each with its commits."""
+    found: dict[str, dict[str, None]] = {}
+    for record in records:
+        if entry := record["environment"]:
+            commit, _, suffix = entry["commit"].partition("-")
+            short = f"{commit[:8]}-{suffix}" if suffix else commit[:8]
+            found.setdefault(f"{entry['machine']}, {entry['versions']}", {})[short] = None
+    return [escape_markdown(f"- {machine}: {', '.join(commits)}") for machine, commits in found.items()]
 
 
 def _markdown(table: Table) -> str:

@@ -5,6 +5,7 @@ For methods whose result depends on more than the distance, the plots use scores
 """
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ MAX_HEADS = 6  # if there are more heads, this many evenly spaced ones are plott
 # The model of configs/demo.yml.
 SHAPE = ModelShape(num_heads=4, head_size=32, hidden_size=128, num_layers=4, max_positions=128)
 SEED = 1234
+fill = partial(textwrap.fill, width=100, break_on_hyphens=False)
 
 
 class MethodOfModel(NamedTuple):
@@ -178,7 +180,7 @@ def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[P
         stages = {"at initialization": initial}
         if name in trained and any(True for _ in trained[name].method.parameters()):
             stages["after training"] = trained[name]
-        entry = f"### {name}\n\n{description(name)}\n"
+        entry = f"### {name}\n\n{fill(description(name))}\n"
         picture = method_picture(name, stages)
         if picture is not None:
             path = pictures / f"{name}.png"
@@ -192,7 +194,7 @@ def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[P
         else:
             family = "Rotary" if initial.method.rotates else "Other biases, and position embeddings"
         entries[family].append(entry)
-    sections = (f"## {family}\n\n{FAMILIES[family]}\n\n" + "\n".join(entries[family]) for family in FAMILIES)
+    sections = (f"## {family}\n\n{fill(FAMILIES[family])}\n\n" + "\n".join(entries[family]) for family in FAMILIES)
     write_atomically(output, (PAGE + "\n".join(sections)).encode())
     return [output, *paths]
 
@@ -219,21 +221,21 @@ FAMILIES = {
 
 PAGE = """# Positional methods in pictures
 
-Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and the weight by distance, one line per
-head, for the model of `configs/demo.yml` (4 heads, trained at sequence length 128): at initialization, and after
-training if this changes the method. The axis of a bias below -40 ends at -20.
+Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and the weight by
+distance, one line per head, for the model of `configs/demo.yml` (4 heads): at initialization, and
+after training at length 128 if this changes the method. The axis of a bias below -40 ends at -20.
 
-`make pictures` writes this page, with the comments in `configs/pos_emb/`. `python tools/plot_kernels.py --checkpoint
-DIR ...` writes a page for other checkpoints to `runs/plots/`.
+`make pictures` writes this page; `python tools/plot_kernels.py --checkpoint DIR ...` writes one for
+other checkpoints.
 
 ## Random positions
 
-With {"pos-emb-options": {"random_range": N}}, each training step draws an increasing sample of N positions for its
-tokens (arXiv 2305.16843). Methods without positions of their own, such as CoPE, reject this option. Methods with a bias
-or weight then use the chunked backend.
+With {"pos-emb-options": {"random_range": N}}, each training step draws an increasing sample of N
+positions for its tokens (arXiv 2305.16843). Methods without positions, such as CoPE, reject this
+option. Methods with a bias or weight then use the chunked backend.
 
-Evaluation uses one sample of max-position-embeddings positions. For longer texts, run evaluate.py with
---set pos-emb-options.random_length=L. With `per_layer`, set the whole list:
---set 'pos-emb-options.methods=[{alibi: {random_range: N, random_length: L}}, none]'.
+Evaluation uses one sample of max-position-embeddings positions. For longer texts, run `kerple
+evaluate` with --set pos-emb-options.random_length=L. With `per_layer`, set the whole list: --set
+'pos-emb-options.methods=[{alibi: {random_range: N, random_length: L}}, none]'.
 
 """

@@ -20,7 +20,7 @@ from tests.support.runs import ROOT, environment
 
 SMALL = {"num-layers": 1, "hidden-size": 32, "eval-iters": 1, "extrapolation-tokens": 2048}
 # Data preparation and the first training start new interpreters.
-NEW_INTERPRETERS = ("python prepare_data.py", "train-iters=20")
+NEW_INTERPRETERS = ("kerple prepare", "train-iters=20")
 
 BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", re.DOTALL)
 
@@ -57,11 +57,12 @@ def test_marked_commands_run(checkout, fork_server, monkeypatch):
     env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     outputs = {}
     for line in lines:
-        words = shlex.split(line)
+        command = re.sub("^kerple ", "python kerple_command.py ", line)
+        words = shlex.split(command)
         assert words[0] == "python"
         with monkeypatch.context() as context:
             if any(name in line for name in NEW_INTERPRETERS):
-                words = ["bash", "-ec", line]
+                words = ["bash", "-ec", command]
             else:
                 words[0] = sys.executable
                 context.setattr(subprocess, "Popen", fork_server.Popen)
