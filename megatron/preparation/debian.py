@@ -6,19 +6,22 @@ documents in the same order.
 
 import hashlib
 import heapq
+import io
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 from urllib.parse import quote
 
 from megatron.preparation.corpora import DocumentCorpus, documents_checksum, first_training_texts
+from megatron.preparation.decompression import decompress
 from megatron.preparation.deduplication import Deduplicator
 from megatron.preparation.download import download
-from megatron.preparation.input_files import find_files
-from megatron.preparation.readers import FileCorpus
+from megatron.preparation.input_files import file_format
+from megatron.preparation.readers import archive_members
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 
@@ -267,25 +270,23 @@ class DebianCorpus(DocumentCorpus):
         pattern = self.definition.pattern
         for package in self.definition.packages:
             path = self._download(package)
-            corpus = FileCorpus(find_files([path], (package.suffix,)), (package.suffix,))
-            with Progress(path.name, corpus.total_bytes, unit="MB") as display:
+            with path.open("rb") as file, Progress(path.name, path.stat().st_size, unit="MB") as display:
                 text_bytes = 0
-                for chunk in corpus.chunks():
-                    text_bytes += len(chunk.content)
-                    display.update(corpus.bytes_read, f"{text_bytes / 1e6:,.0f} MB", text_bytes / 1e6)
-                    name = chunk.source.removeprefix(f"{self._folder}/")
+                for name, content in _package_files(file, path.name, path.name, package.suffix):
+                    text_bytes += len(content)
+                    display.update(file.tell(), f"{text_bytes / 1e6:,.0f} MB", text_bytes / 1e6)
                     if package.exclude and re.search(package.exclude, name):
                         left_out["in excluded folders"] += 1
-                    elif len(chunk.content) > MAX_DOCUMENT_BYTES:
+                    elif len(content) > MAX_DOCUMENT_BYTES:
                         left_out[f"longer than {MAX_DOCUMENT_BYTES:,} bytes"] += 1
-                    elif not _is_utf8(chunk.content):
+                    elif not _is_utf8(content):
                         left_out["not UTF-8"] += 1
-                    elif _digits(chunk.content) > MAX_DIGITS:
+                    elif _digits(content) > MAX_DIGITS:
                         left_out["empty or tables of numbers"] += 1
-                    elif pattern and not re.search(pattern, chunk.content):
+                    elif pattern and not re.search(pattern, content):
                         left_out["of another kind"] += 1
                     else:
-                        yield name, chunk.content
+                        yield name, content
 
     def _download(self, package: Package) -> Path:
         """Download a package from the first mirror that has it, unless it is in the folder already."""
@@ -301,6 +302,33 @@ class DebianCorpus(DocumentCorpus):
             f"{'; '.join(dict.fromkeys(errors))}. Alternatively, get the file from another source (for example with "
             f"`{'npm pack' if is_url else 'apt-get download'}`) and save it as {self._folder / name}"
         )
+
+
+def _package_files(raw: BinaryIO, name: str, source: str, suffix: str) -> Iterator[tuple[str, bytes]]:
+    """Yield path and content of the files with a suffix in a package, and in archives inside it.
+
+    Packages have known checksums, so neither their sizes nor the depth of archives is limited.
+    """
+    if name.endswith(".deb"):
+        _seek_data(raw)
+        name = "data.tar.xz"
+    for path, content in archive_members(raw, name, source, lambda name: file_format(name, (suffix,)) is not None):
+        path, member = f"{source}:{path}", PurePosixPath(path).name
+        if file_format(member, (suffix,)) == "text":
+            yield path, decompress(content, PurePosixPath(member.lower()).suffix, path).read()
+        else:
+            # Zip archives must be seekable.
+            seekable = io.BytesIO(content.read()) if member.lower().endswith(".zip") else content
+            yield from _package_files(seekable, member, path, suffix)
+
+
+def _seek_data(package: BinaryIO) -> None:
+    """Move to the content of data.tar.xz, the last member of a Debian package: an `ar` archive, see deb(5)."""
+    header = package.read(68)[8:]  # name in bytes 0 to 15, size in bytes 48 to 57; after the signature of `ar`
+    while not header.startswith(b"data.tar.xz"):
+        size = int(header[48:58])
+        package.seek(size + size % 2, io.SEEK_CUR)
+        header = package.read(60)
 
 
 def _digits(content: bytes) -> float:

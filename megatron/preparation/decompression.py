@@ -3,136 +3,101 @@
 import gzip
 import io
 import lzma
-from collections.abc import Callable
-from typing import BinaryIO, Protocol, cast
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, cast
 
 from megatron.utils.errors import UserError, install_command
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
-# Limit for the window or dictionary of a decompressor: `zstd --long=28`, `xz -9` with a dictionary four times as large.
+# Limit for the window of a decompressor: `zstd --long=28`, or four times the dictionary of `xz -9`.
 _MAX_WINDOW = 1 << 28
-# 1 kB of Zstandard can expand to 32 MB.
-_COMPRESSED_BLOCK = 1 << 10
+# Bytes to decompress at a time. These expand to at most 32 MB and 1 MB.
+_ZSTANDARD_BYTES = 1 << 10
+_XZ_BYTES = 1 << 7
 
 
 def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
-    """Return a stream of the decompressed content, or `raw` itself if `suffix` does not name a compression.
+    """Return a stream of the decompressed content, or `raw` if `suffix` names no compression.
 
     Raises:
-        UserError: for Zstandard, if the package zstandard is not installed; while reading Zstandard or xz, if the file
-            is truncated. For other damage, the libraries raise exceptions of their own, and Zstandard ValueError.
+        UserError: the package zstandard is not installed; while reading, a Zstandard or xz file is
+            truncated. For other damage, reading raises the exceptions of gzip and lzma, and
+            ValueError for Zstandard.
     """
     if suffix in (".gz", ".tgz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if suffix == ".xz":
-        return cast(BinaryIO, io.BufferedReader(_DecompressedStream(raw, source, _XzFrame), BLOCK))
-    if suffix == ".zst":
+        # Several xz streams in a file may have zeros between them.
+        blocks = _blocks(raw, source, _XZ_BYTES, _xz_frame, padding=b"\0")
+    elif suffix == ".zst":
         try:
-            import zstandard  # noqa: F401 (checked here, where the name of the file is known)
+            import zstandard
         except ImportError as error:
-            raise UserError(
-                f"reading {source} needs the package zstandard, which is not installed: {install_command('data')}"
-            ) from error
-        return cast(BinaryIO, io.BufferedReader(_DecompressedStream(raw, source, _ZstdFrame), BLOCK))
-    return raw
+            message = f"reading {source} needs the package zstandard, which is not installed"
+            raise UserError(f"{message}: {install_command('data')}") from error
+        new_frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
+        blocks = _blocks(raw, source, _ZSTANDARD_BYTES, new_frame, errors=(zstandard.ZstdError,))
+    else:
+        return raw
+    return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), BLOCK))
 
 
-class _Frame(Protocol):
-    """Decompresses one frame. `decompress(b"")` returns more of the output if there is any."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def needs_input(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, compressed: bytes) -> bytes: ...
+def _xz_frame() -> lzma.LZMADecompressor:
+    return lzma.LZMADecompressor(memlimit=_MAX_WINDOW + (16 << 20))
 
 
-class _ZstdFrame:
-    needs_input = True
+def _blocks(
+    raw: BinaryIO,
+    source: str,
+    size: int,
+    new_frame: Callable[[], Any],
+    padding: bytes = b"",
+    errors: tuple[type[Exception], ...] = (),
+) -> Iterator[bytes]:
+    """Yield the decompressed content of one or several frames, and detect a truncated file.
 
-    def __init__(self) -> None:
-        import zstandard
+    zstandard's own reader does not detect it, and LZMAFile ignores damage after the first frame.
 
-        self._frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
-        self._error = zstandard.ZstdError
-
-    def decompress(self, compressed: bytes) -> bytes:
-        try:
-            return self._frame.decompress(compressed)
-        except self._error as error:
-            raise ValueError(str(error)) from error
-
-    @property
-    def eof(self) -> bool:
-        return self._frame.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._frame.unused_data
-
-
-class _XzFrame:
-    def __init__(self) -> None:
-        self._frame = lzma.LZMADecompressor(memlimit=_MAX_WINDOW + (16 << 20))
-
-    @property
-    def eof(self) -> bool:
-        return self._frame.eof
-
-    @property
-    def needs_input(self) -> bool:
-        return self._frame.needs_input
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._frame.unused_data.lstrip(b"\0")  # padding between frames
-
-    def decompress(self, compressed: bytes) -> bytes:
-        return self._frame.decompress(compressed, BLOCK)
-
-
-class _DecompressedStream(io.RawIOBase):
-    """Decompresses one or several frames in limited memory, and detects a truncated file.
-
-    zstandard's own reader does not detect it, and LZMAFile has no memory limit.
+    Args:
+        size: compressed bytes to read at a time.
+        new_frame: makes a decompressor of one frame.
+        padding: bytes to skip before a frame.
+        errors: exceptions of the decompressor to replace by ValueError.
     """
+    frame = None
+    while block := raw.read(size):
+        while block := block if frame else block.lstrip(padding):
+            frame = frame or new_frame()
+            try:
+                content = frame.decompress(block)
+            except errors as error:
+                raise ValueError(str(error)) from error
+            yield content
+            block = frame.unused_data
+            frame = None if frame.eof else frame
+    if frame:
+        raise UserError(f"{source} is truncated: its last compressed frame is incomplete")
 
-    def __init__(self, raw: BinaryIO, source: str, new_frame: Callable[[], _Frame]):
-        self._raw = raw
-        self._source = source
-        self._new_frame = new_frame
-        self._frame = new_frame()
-        self._frame_has_data = False
-        self._output = memoryview(b"")
+
+class _BlockStream(io.RawIOBase):
+    """A stream of the bytes in consecutive blocks."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self._blocks = blocks
+        self._block = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # no Buffer before Python 3.12
-        target = memoryview(buffer)
-        while not self._output:
-            if not self._decompress_block():
+    # collections.abc.Buffer, the type of the argument, needs Python 3.12.
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        while not self._block:
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
-        count = min(len(target), len(self._output))
-        target[:count] = self._output[:count]
-        self._output = self._output[count:]
+            self._block = memoryview(block)
+        count = min(len(buffer), len(self._block))
+        buffer[:count] = self._block[:count]
+        self._block = self._block[count:]
         return count
-
-    def _decompress_block(self) -> bool:
-        """Refill the output buffer. Returns False at the end of the file."""
-        compressed = b""
-        if self._frame.eof:
-            compressed = self._frame.unused_data
-            self._frame, self._frame_has_data = self._new_frame(), False
-        if not compressed and self._frame.needs_input:
-            compressed = self._raw.read(_COMPRESSED_BLOCK)
-            if not compressed:
-                if self._frame_has_data:
-                    raise UserError(f"{self._source} is truncated: its last compressed frame is incomplete")
-                return False
-        self._frame_has_data = True
-        self._output = memoryview(self._frame.decompress(compressed))
-        return True

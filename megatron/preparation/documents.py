@@ -1,7 +1,6 @@
 """Parses chunks of input into documents. Runs in the worker processes, so it must not import torch."""
 
 import codecs
-import contextlib
 import json
 import re
 from collections import Counter
@@ -15,7 +14,6 @@ from megatron.utils.errors import UserError, visible
 
 _LONG_LINE = 1 << 20
 _MAX_EXAMPLES = 5
-_JSON_SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -133,28 +131,27 @@ def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
     if chunk.kind == "text":
         yield chunk.first_line, lambda: _decode(chunk.take_content())
         return
-    content = chunk.take_content()
     if chunk.kind == "list":
         try:
-            text = _decode(content)
-            del content
-            for value in _list_items(text):
-                yield 1, partial(lambda value: value, value)  # lm-dataformat writes the whole list on one line
+            values = _parse_json([memoryview(chunk.take_content())])
         except BadDocument as error:
             raise UserError(f"{chunk.source}: {error}") from error
-    else:
-        # A view, because a copy of a very long line would be in memory a second time.
-        view, line, start = memoryview(content), chunk.first_line, 0
-        while start < len(content):
-            end = content.find(b"\n", start)
-            end = len(content) if end < 0 else end
-            piece = [view[start:end]]
-            size, is_last = end - start, end + 1 >= len(content)
-            if is_last:
-                content, view = b"", memoryview(b"")  # so that parsing frees the only line of a chunk
-            if size > _LONG_LINE or bytes(piece[0]).strip():
-                yield line, partial(_parse_json, piece)
-            line, start = line + 1, end + 1
+        for value in values:
+            yield 1, partial(lambda value: value, value)  # lm-dataformat writes the whole list on one line
+        return
+    # A view, because a copy of a very long line would be in memory a second time.
+    content = chunk.take_content()
+    view, line, start = memoryview(content), chunk.first_line, 0
+    while start < len(content):
+        end = content.find(b"\n", start)
+        end = len(content) if end < 0 else end
+        piece = [view[start:end]]
+        size, is_last = end - start, end + 1 >= len(content)
+        if is_last:
+            content, view = b"", memoryview(b"")  # so that parsing frees the only line of a chunk
+        if size > _LONG_LINE or bytes(piece[0]).strip():
+            yield line, partial(_parse_json, piece)
+        line, start = line + 1, end + 1
 
 
 def _decode(content: bytes | memoryview) -> str:
@@ -173,40 +170,8 @@ def _decode(content: bytes | memoryview) -> str:
 def _parse_json(content: list[memoryview]) -> Any:
     """Parse the only item of a list, and remove it, so that a long line is freed after decoding."""
     text = _decode(content.pop())
-    with _json_errors():
-        return json.loads(text)
-
-
-def _list_items(text: str) -> Iterator[Any]:
-    """Yield the items of a JSON list one by one, so that only one of them is in memory."""
-    decoder, position = json.JSONDecoder(), _skip_space(text, 0) + 1
-    with _json_errors():
-        position = _skip_space(text, position)
-        while text[position : position + 1] != "]":
-            value, position = decoder.raw_decode(text, position)
-            yield value
-            position = _skip_space(text, position)
-            if text[position : position + 1] == ",":
-                position = _skip_space(text, position + 1)
-                if text[position : position + 1] == "]":
-                    raise json.JSONDecodeError("Illegal trailing comma before end of array", text, position)
-            elif text[position : position + 1] != "]":
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-        position = _skip_space(text, position + 1)
-        if position < len(text):
-            raise json.JSONDecodeError("Extra data", text, position)
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = _JSON_SPACE.match(text, position)
-    assert match is not None  # it matches the empty string
-    return match.end()
-
-
-@contextlib.contextmanager
-def _json_errors() -> Iterator[None]:
     try:
-        yield
+        return json.loads(text)
     except ValueError as error:  # JSONDecodeError, or a number of too many digits
         raise BadDocument(f"not JSON: {error}") from error
     except RecursionError as error:

@@ -5,8 +5,8 @@
     .txt .md .rst .tex       one document; also .text, .markdown and names without extension
     .parquet                 a table, one document per row (needs pyarrow)
     .dat                     lm-dataformat's DatArchive: records of 16 decimal digits and that many bytes of text
-    .tar .zip .deb           members of the types above, in archive order
-    .gz .zst .xz             compression of any of the above except .zip, .deb and .parquet
+    .tar .zip                members of the types above, in archive order; no archives inside archives
+    .gz .zst .xz             compression of any of the above except .zip and .parquet
 
 In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files of other
 types, files named README and files that preprocessing writes are skipped as well, and counted in the log.
@@ -38,11 +38,10 @@ _FORMATS = {
     ".dat": "dat",
     ".tar": "tar",
     ".zip": "zip",
-    ".deb": "deb",
 }
-_ARCHIVE_FORMATS = ("tar", "zip", "deb")
+ARCHIVE_FORMATS = ("tar", "zip")
 _COMPRESSIONS = (".gz", ".zst", ".xz")
-SEEKABLE_FORMATS = ("zip", "deb", "parquet")  # reading these needs a seekable file, so they cannot be compressed
+_SEEKABLE_FORMATS = ("zip", "parquet")  # reading these needs a seekable file, so they cannot be compressed
 
 # The login in a URL such as ftp://user:password@host. In github://organization:repository@branch it is none.
 _LOGIN = re.compile(r"(?<!github)://[^/:@]*:[^/]*@")
@@ -50,7 +49,7 @@ _LOGIN = re.compile(r"(?<!github)://[^/:@]*:[^/]*@")
 # lm-dataformat writes its current archive under a name that starts with this.
 _UNFINISHED = "current_chunk"
 
-READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .dat, .tar (each also .gz, .zst, .xz), .parquet, .zip and .deb"
+READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .dat, .tar (each also .gz, .zst, .xz), .parquet and .zip"
 
 
 def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
@@ -63,10 +62,10 @@ def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
         return "tar"
     if path.suffix in _COMPRESSIONS:
         path = path.with_suffix("")
-        if _FORMATS.get(path.suffix) in SEEKABLE_FORMATS:
+        if _FORMATS.get(path.suffix) in _SEEKABLE_FORMATS:
             return None
     format_name = _FORMATS.get(path.suffix)
-    return format_name if not suffixes or format_name in _ARCHIVE_FORMATS else None
+    return format_name if not suffixes or format_name in ARCHIVE_FORMATS else None
 
 
 def is_hidden(name: str) -> bool:

@@ -1,7 +1,8 @@
 """Reads input files into chunks: blocks of JSON lines or whole documents, with their location for error messages.
 
-`input_files` defines which file name is read in which format. Archives are streamed, never extracted. Chunks are parsed
-in the worker processes, so that the single reading process can feed many of them.
+`input_files` defines which file name is read in which format. Archives are streamed, never extracted, so names of
+members and links that lead outside are harmless. Chunks are parsed in the worker processes, so that the single reading
+process can feed many of them.
 """
 
 import codecs
@@ -16,15 +17,14 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 
 from megatron.preparation.decompression import BLOCK, decompress
-from megatron.preparation.input_files import READABLE, SEEKABLE_FORMATS, InputFile, file_format, is_hidden
+from megatron.preparation.input_files import ARCHIVE_FORMATS, READABLE, InputFile, file_format, is_hidden
 from megatron.utils.errors import UserError, first_line, install_command
-from megatron.utils.versions import check_parameters
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
@@ -32,10 +32,6 @@ PARQUET_ROWS = 256
 # Limit for one document (line, JSON list, or text) of a compressed file or archive, which may be far larger than the
 # file. A document of an uncompressed file is limited by the size of the file.
 MAX_COMPRESSED_DOCUMENT = 100 << 20
-_TEMPORARY_SHARE = 0.9  # of the free space in the temporary folder, for a copy of a member
-_MAX_NESTED_ARCHIVES = 4
-_MAX_TAR_HEADER = 1 << 20  # a long name, or PAX records
-_MAX_GLOBAL_HEADERS = 100  # kept for all members; git archive writes one
 
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
@@ -148,7 +144,8 @@ class FileCorpus:
         try:
             with file.open() as raw:
                 for chunk in self._stream_chunks(raw, file.base_name, file.name):
-                    yield chunk, raw.tell() if chunk.fraction_read is None else int(chunk.fraction_read * file.size)
+                    fraction = chunk.fraction_read
+                    yield chunk, raw.tell() if fraction is None else int(fraction * file.size)
         except _DAMAGE_ERRORS as error:
             raise UserError(f"{file.name} is damaged or truncated: {first_line(error)}") from error
         except OSError as error:  # includes gzip's "not a gzipped file"
@@ -160,161 +157,85 @@ class FileCorpus:
                 raise
             raise UserError(f"cannot read {file.name}: {error}") from error  # object stores raise their own exceptions
 
-    def _stream_chunks(
-        self, raw: BinaryIO, name: str, source: str, depth: int = 0, seekable: bool = True
-    ) -> Iterator[TextChunk]:
-        """Yield the chunks of a file or archive member.
+    def _stream_chunks(self, raw: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
+        """Yield the chunks of a file. `name` determines the format, `source` is the name for messages."""
+        if file_format(name, self._suffixes) not in ARCHIVE_FORMATS:
+            yield from self._document_chunks(raw, name, source)
+            return
+        for path, content in archive_members(raw, name, source, self._is_wanted):
+            member = PurePosixPath(path).name
+            for chunk in self._document_chunks(content, member, f"{source}:{path}", in_archive=True):
+                chunk.fraction_read = None  # it is a fraction of the member, not of the archive
+                yield chunk
 
-        Args:
-            name: determines the format.
-            source: the name for messages.
-            depth: number of archives that `raw` is in.
-        """
-        if depth > _MAX_NESTED_ARCHIVES:
-            raise UserError(f"{source} is in more than {_MAX_NESTED_ARCHIVES} nested archives; unpack them first")
+    def _is_wanted(self, name: str) -> bool:
+        """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
+        return file_format(name, self._suffixes) is not None if self._suffixes else not is_hidden(name)
+
+    def _document_chunks(self, raw: BinaryIO, name: str, source: str, in_archive: bool = False) -> Iterator[TextChunk]:
         format_name = file_format(name, self._suffixes)
         if format_name is None:
             raise UserError(f"{source} has an unsupported file type; supported: {READABLE}")
-        if format_name in SEEKABLE_FORMATS and not seekable:
-            with tempfile.TemporaryFile() as copy:
-                _copy(raw, cast(BinaryIO, copy), source)
-                yield from self._stream_chunks(cast(BinaryIO, copy), name, source, depth)
+        if format_name in ARCHIVE_FORMATS:
+            raise UserError(f"{source} is an archive inside an archive; extract the outer archive, and pass its files")
+        if format_name == "parquet" and in_archive:
+            with tempfile.TemporaryFile() as copy:  # the reader of tables needs a seekable file
+                shutil.copyfileobj(raw, copy)
+                yield from parquet_chunks(cast(BinaryIO, copy), source, self._columns)
             return
         if format_name == "parquet":
             yield from parquet_chunks(raw, source, self._columns)
             return
-        if format_name == "zip":
-            yield from self._zip_chunks(raw, source, depth)
-            return
-        if format_name == "deb":
-            yield from self._deb_chunks(raw, source)
-            return
         stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
-        limit = MAX_COMPRESSED_DOCUMENT if depth or stream is not raw else sys.maxsize
-        if format_name == "tar":
-            yield from self._tar_chunks(stream, source, depth)
-        elif format_name == "text":
+        limit = MAX_COMPRESSED_DOCUMENT if in_archive or stream is not raw else sys.maxsize
+        if format_name == "text":
             yield TextChunk(source, "text", 1, read_document(stream, source, limit))
         elif format_name == "dat":
             yield from dat_chunks(stream, source, limit)
         else:
             yield from line_chunks(stream, source, format_name == "json", limit)
 
-    def _tar_chunks(self, stream: BinaryIO, source: str, depth: int) -> Iterator[TextChunk]:
-        # "r|" reads in one pass without seeking, so a compressed archive is never held in memory. Nothing is extracted:
-        # paths that lead outside are harmless, and links and devices are skipped.
-        for name in ("_proc_member", "_proc_gnusparse_10"):
-            check_parameters("Python", tarfile.TarInfo, name, "self", "tarfile")
-        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
-            for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a large archive
-                name = PurePosixPath(member.name).name
-                content = archive.extractfile(member) if member.isfile() and not self._skips_member(name) else None
-                if content is not None:
-                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.name}", depth)
-            # Read to the end of the file, which also verifies the checksum of a compressed archive.
-            remainder = cast(BinaryIO, archive.fileobj)
-            while block := remainder.read(BLOCK):
-                if block.strip(b"\0"):
-                    raise UserError(
-                        f"{source} has data after the end of its archive: it is damaged, or several archives are "
-                        "concatenated; pack it again"
-                    )
 
-    def _zip_chunks(self, raw: BinaryIO, source: str, depth: int) -> Iterator[TextChunk]:
-        with zipfile.ZipFile(raw) as archive:
-            for member in archive.infolist():
-                name = PurePosixPath(member.filename).name
-                if member.is_dir() or self._skips_member(name):
-                    continue
-                if member.flag_bits & 1:
-                    raise UserError(f"{source}:{member.filename} is encrypted; unpack it first")
-                with archive.open(member) as content:
-                    yield from self._member_chunks(cast(BinaryIO, content), name, f"{source}:{member.filename}", depth)
+def archive_members(
+    raw: BinaryIO, name: str, source: str, is_wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, BinaryIO]]:
+    """Yield path and content of each wanted file in a tar or zip archive, in archive order.
 
-    def _deb_chunks(self, raw: BinaryIO, source: str) -> Iterator[TextChunk]:
-        """Yield the chunks of `data.tar.*` in a Debian package, an `ar` archive (see the manual page deb(5))."""
-        if raw.read(8) != b"!<arch>\n":
-            raise UserError(f"{source} is not a Debian package")
-        while header := raw.read(60):
-            # name (16 bytes), date (12), owner (6), group (6), mode (8), size (10), end (2)
-            name, size = header[:16].decode("ascii", "replace").rstrip(" /"), header[48:58].strip()
-            if header[58:] != b"`\n" or not size.isdigit():
-                raise UserError(f"{source} is damaged: the header before byte {raw.tell():,} is invalid")
-            if name.startswith("data.tar"):
-                member = io.BufferedReader(_Section(raw, int(size), source), BLOCK)
-                yield from self._stream_chunks(cast(BinaryIO, member), name, source)
-                return
-            raw.seek(int(size) + int(size) % 2, io.SEEK_CUR)
-        raise UserError(f"{source} is damaged or not a Debian package: it has no data.tar")
-
-    def _skips_member(self, name: str) -> bool:
-        """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
-        return file_format(name, self._suffixes) is None if self._suffixes else is_hidden(name)
-
-    def _member_chunks(self, content: BinaryIO, name: str, source: str, depth: int) -> Iterator[TextChunk]:
-        for chunk in self._stream_chunks(content, name, source, depth + 1, seekable=False):
-            chunk.fraction_read = None  # it is a fraction of the member, not of the archive
-            yield chunk
-
-
-def _copy(raw: BinaryIO, copy: BinaryIO, source: str) -> None:
-    """Copy a member of an archive to a file in the temporary folder. A small archive can contain a huge member.
-
-    Raises:
-        UserError: it needs more than `_TEMPORARY_SHARE` of the free space there.
+    Args:
+        name: of the archive; ends in .zip, or in .tar or .tgz with a compression.
+        source: the name of the archive for messages.
+        is_wanted: called with the name of a file, without its folders.
     """
-    folder = tempfile.gettempdir()
-    limit = int(shutil.disk_usage(folder).free * _TEMPORARY_SHARE)
-    while block := raw.read(BLOCK):
-        if copy.tell() + len(block) > limit:
-            raise UserError(
-                f"{source} has more than {limit:,} bytes, {_TEMPORARY_SHARE:.0%} of the free space in {folder}, where "
-                "it must be copied to be read; unpack the archive, or set TMPDIR to a folder with more space"
-            )
-        copy.write(block)
-    copy.seek(0)
+    if name.lower().endswith(".zip"):
+        with zipfile.ZipFile(raw) as zipped:
+            for entry in zipped.infolist():
+                if entry.is_dir() or not is_wanted(PurePosixPath(entry.filename).name):
+                    continue
+                if entry.flag_bits & 1:
+                    raise UserError(f"{source}:{entry.filename} is encrypted; unpack it first")
+                with zipped.open(entry) as content:
+                    yield entry.filename, cast(BinaryIO, content)
+        return
 
-
-class _Section(io.RawIOBase):
-    """The next `size` bytes of a stream."""
-
-    def __init__(self, raw: BinaryIO, size: int, source: str):
-        self._raw = raw
-        self._remaining = size
-        self._source = source
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # no Buffer before Python 3.12
-        block = self._raw.read(min(len(buffer), self._remaining))
-        if self._remaining and not block:
-            raise UserError(f"{self._source} is truncated: its last {self._remaining:,} bytes are missing")
-        buffer[: len(block)] = block
-        self._remaining -= len(block)
-        return len(block)
+    # "r|" reads in one pass without seeking, so a compressed archive is never in memory as a whole.
+    stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a large archive
+            if member.isfile() and is_wanted(PurePosixPath(member.name).name):
+                yield member.name, cast(BinaryIO, archive.extractfile(member))
+        # Read to the end of the file, which also verifies the checksum of a compressed archive.
+        remainder = cast(BinaryIO, archive.fileobj)
+        while block := remainder.read(BLOCK):
+            if block.strip(b"\0"):
+                raise UserError(
+                    f"{source} has data after the end of its archive: it is damaged, or several archives are "
+                    "concatenated; pack it again"
+                )
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """A header that must be valid, and of limited size.
-
-    `tarfile` itself treats a damaged or missing header as the end of the archive, and reads long names, PAX records and
-    maps of sparse files of any size into memory.
-    """
-
-    def _proc_member(self, archive: tarfile.TarFile) -> "_StrictTarInfo":
-        if self.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError("sparse files are not supported")
-        if self.type not in tarfile.REGULAR_TYPES and self.size > _MAX_TAR_HEADER:
-            raise tarfile.ReadError(f"a header has {self.size:,} bytes")
-        if len(archive.pax_headers) > _MAX_GLOBAL_HEADERS:
-            raise tarfile.ReadError(f"more than {_MAX_GLOBAL_HEADERS} global headers")
-        member: _StrictTarInfo = super()._proc_member(archive)  # type: ignore[misc]  # missing in typeshed
-        return member
-
-    def _proc_gnusparse_10(self, *arguments: object) -> None:
-        raise tarfile.ReadError("sparse files are not supported")
+    """A header that must be valid. `tarfile` treats a damaged or missing header as the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "_StrictTarInfo":
@@ -324,8 +245,6 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
-        except RecursionError as error:
-            raise tarfile.ReadError("a member has too many headers") from error
 
 
 def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"", size: int = sys.maxsize) -> bytes:

@@ -38,7 +38,7 @@ from tests.soak.changes import damage, flip, spoil, value_in
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus
 from tests.support.corpora import BYTE_TOKENIZER, json_lines
 from tests.support.forks import start_run
-from tests.support.hostile import NAMES, page_problem, valid_records, write_long_header
+from tests.support.hostile import NAMES, page_problem, valid_records
 from tests.support.servers import serve_bytes
 from tests.support.sweeps import write_sweep
 from tests.support.texts import KINDS, PYTHON
@@ -91,9 +91,6 @@ def _bomb() -> bytes:
 
 def _tar(draw: Draw) -> bytes:
     stream = io.BytesIO()
-    if flip(draw, 5):  # a header that is as large as the file, or of a size far beyond its end
-        write_long_header(stream, pick(draw, (b"x", b"g", b"L", b"K", b"S")), pick(draw, (2 << 20, 96 << 20)))
-        return stream.getvalue()[: pick(draw, (512, None))]
     with tarfile.open(fileobj=stream, mode="w", format=pick(draw, (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT))) as archive:
         for number in range(pick(draw, (1, 3, 2000))):
             checkpoints.add(archive, f"folder/{number}.jsonl", json_lines("text"))

@@ -3,7 +3,9 @@
 import gzip
 import hashlib
 import io
+import lzma
 import tarfile
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import yaml
 from megatron.preparation import corpora, debian
 from megatron.preparation.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
 from megatron.utils.errors import UserError
-from tests.support.corpora import debian_package
+from tests.support.corpora import debian_package, tar_of
 from tests.support.servers import serve
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "datasets"
@@ -152,6 +154,24 @@ def test_npm_package(corpus, tmp_path):
     missing = replace(package, path=f"{mirror}other-1.0.tgz")
     with pytest.raises(UserError, match=r"other-1.0.tgz: 404 .*npm pack.*packages/other-1.0.tgz"):
         corpus(packages=(missing,)).tokenizer_texts()
+
+
+def test_archives_in_a_package(corpus, tmp_path):
+    """linux-source contains another archive, and packages contain compressed documentation."""
+    source = lzma.compress(tar_of({"linux/a.c": b"int a;", "linux/Makefile": b"no"}))
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("d.c", b"int d;")
+    files = {"./usr/src/linux.tar.xz": source, "./b.c.gz": gzip.compress(b"int b;"), "./c.png": b"no"}
+    content = debian_package({**files, "./x.ZIP": zipped.getvalue()})
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "x.deb").write_bytes(content)
+    package = Package("x/x.deb", hashlib.sha256(content).hexdigest(), ".c")
+    assert dict(corpus(packages=(package,), limit_mb=1).documents) == {
+        "x.deb:./usr/src/linux.tar.xz:linux/a.c": b"int a;",
+        "x.deb:./b.c.gz": b"int b;",
+        "x.deb:./x.ZIP:d.c": b"int d;",
+    }
 
 
 def test_damaged_package(corpus, tmp_path):

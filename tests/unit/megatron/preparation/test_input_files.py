@@ -25,6 +25,7 @@ from tests.support.corpora import json_lines, read_inputs
         ("a.zip.gz", (), None),
         ("a.md", (), "text"),
         ("a.png", (), None),
+        ("a.deb", (), None),
         ("a.c", (".c",), "text"),
         ("a.C", (".c",), None),
         ("a.jsonl", (".c",), None),

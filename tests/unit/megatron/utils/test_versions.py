@@ -20,7 +20,6 @@ from megatron.model.parallel import column_linear
 from megatron.model.settings import TensorParallel
 from megatron.optimizers import build_optimizer
 from megatron.utils.versions import VERSIONS, check_parameters, check_version
-from tests.support.corpora import read_inputs, tar_of
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -76,16 +75,6 @@ def test_adam8bit_rejects_unknown_versions(monkeypatch):
     install(monkeypatch, "bitsandbytes", "0.51.0")
     with pytest.raises(UserError, match=r"bitsandbytes 0\.51\.0 .*bitsandbytes==0\.50\.\*"):
         build_optimizer("adam8bit", [group], {})
-
-
-@pytest.mark.parametrize("name", ["_proc_member", "_proc_gnusparse_10"])
-def test_archives_need_the_overridden_functions_of_tarfile(name, monkeypatch, tmp_path):
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_of({"a.txt": b"one"}))
-    assert read_inputs(path) == ["one"]
-    monkeypatch.setattr(tarfile.TarInfo, name, lambda self, archive: self)
-    with pytest.raises(UserError, match=rf"Python 3\.\d+.*tarfile\.TarInfo\.{name} "):
-        read_inputs(path)
 
 
 def test_caches_need_the_test_for_tensors_of_torch_func(monkeypatch):
