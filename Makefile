@@ -121,7 +121,7 @@ bench: setup
 	$(BIN)/python benchmarks/run.py
 
 bench-gpu:
-	PYTHON=$(PYTHON) bash benchmarks/gpu.sh
+	PYTHON=$(PYTHON) bash benchmarks/first_contact.sh
 
 clean:
 	rm -rf .venv .venv-latest runs site .pytest_cache .ruff_cache .mypy_cache

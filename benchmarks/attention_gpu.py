@@ -3,16 +3,20 @@
 DAPE-KERPLE, which mixes heads for each pair, is measured as well: in chunks that are recomputed in the backward pass,
 and with all scores and MLP values in memory.
 
-    python benchmarks/attention_gpu.py [--check] [--seconds 240] [--json FILE] [--dry-run]
+    python benchmarks/attention_gpu.py [--check] [--jobs N] [--quick] [--seconds 240] [--json FILE] [--dry-run]
 
 12 heads of 64 in bfloat16; the batch size falls from 32 with the length. Forward, and forward + backward including the
 gradients of the methods' parameters. TFLOP/s count the causal half: 4 b h s^2 d / 2 forward, 3.5 times that with the
 backward pass. `--tune` measures other tiles of the fused kernels instead.
 """
 
+import contextlib
+import importlib
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +31,19 @@ from benchmarks.support.materialized import MATERIALIZED
 from kerple.attention import attend, dispatch, tables
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile
+from kerple.doctor import run_in_processes
 from kerple.positional import ModelShape, PositionalMethod, build
 from megatron.utils.command_line import run_main
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe")
+LENGTHS, QUICK_LENGTHS = (2048, 8192, 512, 65_536, 16_384, 1024, 4096, 32_768), (512, 8192, 16_384)
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 HEADS, SIZE = 12, 64
+Row = dict[str, Any]
 # Materialized alternatives that need more memory are skipped.
 MATERIALIZED_BYTES = 60e9
 # DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs per pair, in float32 and with their gradients.
@@ -62,9 +69,9 @@ def half_dtype(bench: Bench) -> torch.dtype:
     return torch.float16 if bench.dry else torch.bfloat16
 
 
-def make_method(bench: Bench, name: str, length: int, heads: int = HEADS, size: int = SIZE) -> PositionalMethod:
+def make_method(device: torch.device, name: str, length: int, heads: int = HEADS, size: int = SIZE) -> PositionalMethod:
     torch.manual_seed(0)
-    return build(name, ModelShape(heads, size, heads * size, 1, length)).to(bench.device)
+    return build(name, ModelShape(heads, size, heads * size, 1, length)).to(device)
 
 
 def alternatives(
@@ -74,7 +81,7 @@ def alternatives(
     results: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {}
 
     def add(backend: str, method_name: str, label: str | None = None) -> None:
-        method = make_method(bench, method_name, length)
+        method = make_method(bench.device, method_name, length)
         leaves = [query, key, value, *method.parameters()]
         name = f"{label or backend}, {'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
         results[name] = (lambda: attend_with_method(method, query, key, value, backend), leaves)
@@ -89,8 +96,14 @@ def alternatives(
                     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
             results[f"sdpa {name}, no positions"] = (sdpa, [query, key, value])
-        for method in ("none", "kerple_log", "kerple_bias_wht"):
+        for package in ("flash_attn", "flash_attn_interface"):
+            with contextlib.suppress(ImportError):
+                run = importlib.import_module(package).flash_attn_func
+                results[package] = (lambda run=run: _flash(run, query, key, value), [query, key, value])
+        for method in ("kerple_log",) if bench.options.quick else ("none", "kerple_log", "kerple_bias_wht"):
             add("flex", method)
+    if bench.options.quick:
+        return results
     if batch * HEADS * length**2 * 14 < MATERIALIZED_BYTES:
         for method in ("kerple_log", "kerple_bias_wht"):
             add(MATERIALIZED.name, method)
@@ -99,6 +112,11 @@ def alternatives(
     if batch * length**2 * DAPE_PAIR_BYTES < MATERIALIZED_BYTES:
         add("reference", "dape_kerple", label="materialized")
     return results
+
+
+def _flash(run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """FlashAttention's own package, which takes `[b, s, h, d]`."""
+    return run(*(states.transpose(1, 2) for states in (query, key, value)), causal=True).transpose(1, 2)
 
 
 def table_errors(
@@ -121,46 +139,56 @@ def table_errors(
 
 
 def parameter_errors(
-    bench: Bench, name: str, states: Sequence[Tensor], upstream: Tensor, window: int | None, tolerance: float
+    name: str, states: Sequence[Tensor], upstream: Tensor, window: int | None, tolerance: float
 ) -> list[tuple[bool, float]]:
     """Errors of the gradients of a method's parameters, computed as in training, by jacobians."""
     t, size = states[1].shape[2:]
     length = t if window is None else window
     runs = []
     for backend in ("fused", "reference"):
-        method = make_method(bench, name, t, states[1].shape[1], size)
+        method = make_method(states[0].device, name, t, states[1].shape[1], size)
         parameters = list(method.parameters())
         if not parameters:
             return []
         if backend == "fused":
             result = attend_with_method(method, *(part.detach() for part in states), backend, window)
         else:
-            bias, weight = (None if table is None else table.double() for table in tables(method, length, bench.device))
+            bias, weight = (
+                None if table is None else table.double() for table in tables(method, length, states[0].device)
+            )
             exact = [part.detach().double() for part in states]
             result = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend=backend)
         runs.append(torch.autograd.grad(result, parameters, upstream.to(result.dtype)))
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
 
 
+def check_case(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str) -> Row:
+    """Compare the fused kernels with the reference for one method: its row of the results."""
+    size, s, t, window = sizes
+    *states, upstream = random_states(2, 3, s, t, size, dtype=dtype, device=device)
+    errors = table_errors(make_method(device, name, t, 3, size), states, upstream, window, TOLERANCES[dtype])
+    errors += parameter_errors(name, states, upstream, window, TOLERANCES[dtype])
+    # With one key the softmax is constant: its gradients are zero except for rounding.
+    ok = all(close for close, _ in (errors if t > 1 else errors[:1]))
+    row = {"check": name, "dtype": str(dtype), "size": size, "s": s, "t": t, "window": window}
+    return {**row, "ok": ok, "errors": [error for _, error in errors]}
+
+
 def check(bench: Bench) -> bool:
     """Compare results and all gradients of the fused kernels with the reference in float64."""
+    cases = itertools.product(
+        [bench.device],
+        [torch.float16] if bench.dry else list(TOLERANCES),
+        [(64, 40, 70, None)] if bench.dry else CHECKS,
+        ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe"),
+    )
     passed = True
-    for dtype in [torch.float16] if bench.dry else list(TOLERANCES):
-        tolerance = TOLERANCES[dtype]
-        for size, s, t, window in [(64, 40, 70, None)] if bench.dry else CHECKS:
-            for name in ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe"):
-                *states, upstream = random_states(2, 3, s, t, size, dtype=dtype, device=bench.device)
-                method = make_method(bench, name, t, 3, size)
-                errors = table_errors(method, states, upstream, window, tolerance)
-                errors += parameter_errors(bench, name, states, upstream, window, tolerance)
-                # With one key the softmax is constant: its gradients are zero except for rounding.
-                ok = all(close for close, _ in (errors if t > 1 else errors[:1]))
-                passed &= ok
-                row = {"check": name, "dtype": str(dtype), "size": size, "s": s, "t": t, "window": window}
-                bench.attempt(row, lambda ok=ok, errors=errors: {"ok": ok, "errors": [error for _, error in errors]})
+    for row in run_in_processes(check_case, list(cases), bench.options.jobs):
+        passed &= row["ok"]
+        bench.attempt(row, dict)
     same = True
     if not bench.dry:
-        method = make_method(bench, "kerple_bias_wht", 70)
+        method = make_method(bench.device, "kerple_bias_wht", 70)
         *states, upstream = random_states(2, HEADS, 70, 70, SIZE, dtype=torch.bfloat16, device=bench.device)
         leaves = [*states, *method.parameters()]
         first, second = (
@@ -185,7 +213,7 @@ def tune(bench: Bench) -> None:
         query, key, value, upstream = random_states(
             batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
         )
-        method = make_method(bench, name, length)
+        method = make_method(bench.device, name, length)
         leaves = [query, key, value, *method.parameters()]
 
         def forward(method=method, states=(query, key, value)) -> Tensor:
@@ -221,7 +249,7 @@ def main() -> int:
     if bench.options.tune:
         tune(bench)
         return 0
-    for length in (64,) if bench.dry else (2048, 8192, 512, 65_536, 16_384, 1024, 4096, 32_768):
+    for length in (64,) if bench.dry else QUICK_LENGTHS if bench.options.quick else LENGTHS:
         batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
         query, key, value, upstream = random_states(
             batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device

@@ -1,11 +1,12 @@
 """The training step of the KERPLE paper's model on a GPU (Table 4): seconds, tokens/s, MFU and peak memory.
 
-    python benchmarks/train_step_gpu.py [--check] [--seconds 180] [--json FILE] [--dry-run]
+    python benchmarks/train_step_gpu.py [--check] [--quick] [--seconds 180] [--json FILE] [--dry-run]
 
 The model has 162M parameters (12 layers, hidden size 768, 12 heads, vocabulary 50,304). Sequence length 512,
 micro-batch size 32, bfloat16 weights with float32 master weights, gradient clipping at 1.0 and fused AdamW, in a loop
 that needs only PyTorch and Triton. Every method runs with the backend that `auto` selects. Two of them also run with
-compiled blocks (`torch-compile`), and with materialized attention as in the original. The baseline is a plain GPT of
+compiled blocks (`torch-compile`), with CUDA graphs (`enable-cuda-graph`), and with materialized attention as in the
+original. The baseline is a plain GPT of
 the same size without positions. MFU counts 6 x parameters outside the input embedding + 6 x layers x hidden size x
 length per token, relative to the dense bf16 peak; recomputation is not counted.
 """
@@ -23,12 +24,15 @@ from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from benchmarks.support.models import PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
+from megatron.model import fused_block, loss
 from megatron.model.compiled import compile_blocks
 from megatron.model.settings import ModelSettings
+from megatron.training.cuda_graphs import capture
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 from megatron.utils.command_line import run_main
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
+QUICK_METHODS = ("none", "kerple_log", "alibi", "rpe", "rotary")
 COMPILED = COMPARED = ("kerple_log", "kerple_bias_wht")
 
 
@@ -53,8 +57,8 @@ def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) 
     optimizer = torch.optim.AdamW(masters, lr=6e-4, weight_decay=0.0, fused=True)
 
     def step() -> torch.Tensor:
-        loss = model.loss(tokens, labels)
-        loss.backward()
+        value = model.loss(tokens, labels)
+        value.backward()
         gradients = [weight.grad.float() for weight in weights]
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
@@ -64,7 +68,7 @@ def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) 
         with torch.no_grad():
             torch._foreach_copy_(weights, masters)
         model.zero_grad(set_to_none=True)
-        return loss.detach()
+        return value.detach()
 
     return step
 
@@ -79,11 +83,19 @@ def check(bench: Bench) -> bool:
             model = initialized_gpt(settings).to(bench.device, dtype)
             torch.manual_seed(0)
             text = torch.randint(settings.padded_vocab_size, (2, 17)).to(bench.device)
-            loss = model.loss(text[:, :-1], text[:, 1:].contiguous())
-            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+            value = model.loss(text[:, :-1], text[:, 1:].contiguous())
+            gradients.append(torch.autograd.grad(value, list(model.parameters())))
         results = [close_enough(actual, exact.double(), 1e-3) for actual, exact in zip(*gradients, strict=True)]
         all_passed &= all(passed for passed, _ in results)
         bench.attempt({"check": pos_emb}, lambda results=results: {"largest_error": max(error for _, error in results)})
+    for dtype in () if bench.dry else (torch.bfloat16, torch.float16, torch.float32):
+        model = initialized_gpt(model_settings("kerple_log", "auto", dry=True)).to(bench.device, dtype)
+        failures = {
+            "block": fused_block.kernel_failure(model.blocks[0], bench.device, dtype),
+            "loss": loss.kernel_failure(bench.device, dtype),
+        }
+        all_passed &= not any(failures.values())
+        bench.attempt({"check": f"block and loss kernels, {dtype}"}, lambda failures=failures: failures)
     return bench.record_check(all_passed)
 
 
@@ -92,12 +104,13 @@ def main() -> int:
     if bench.options.check and not check(bench):
         return 1
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
-    cases = [("plain GPT", None), *((method, "auto") for method in METHODS)]
-    cases += [(method, "compiled") for method in COMPILED]
-    cases += [(method, "materialized") for method in COMPARED]
+    quick = bench.options.quick
+    cases = [("plain GPT", None), *((method, "auto") for method in (QUICK_METHODS if quick else METHODS))]
+    cases += [("kerple_log", "graphs"), *((method, "compiled") for method in COMPILED[: 1 if quick else None])]
+    cases += [] if quick else [(method, "materialized") for method in COMPARED]
     baseline: dict[str, float] = {}
     for name, backend in cases[: 3 if bench.dry else None]:
-        attention = "auto" if backend in (None, "compiled") else backend
+        attention = backend if backend == "materialized" else "auto"
         settings = model_settings("none" if backend is None else name, attention, bench.dry)
         batch = 2 if bench.dry else 32
 
@@ -117,6 +130,9 @@ def main() -> int:
                 model = initialized_gpt(settings).to(bench.device)
                 if backend == "compiled":
                     compile_blocks(model, bench.device)
+                if backend == "graphs":
+                    capture(model.bfloat16(), [text[:, :-1].contiguous(), text[:, 1:].contiguous()])
+                    model.loss = model.forward
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
             seconds, _ = bench.measure(
                 training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous()), seconds=3

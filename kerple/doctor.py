@@ -1,11 +1,12 @@
 """Check attention on this machine, and print what a bug report needs.
 
-    kerple doctor [--head-size D ...] [--json FILE]
+    kerple doctor [--head-size D ...] [--jobs N] [--json FILE]
 
 On a GPU, every positional method is checked in float32, float16 and bfloat16, results and gradients, with as many
 key/value heads as query heads and with half as many (grouped-query attention): the fused kernels by their self-check
 (`kerple.attention.self_check`), whose verdicts are saved, and the chunked backend for methods that they do not support.
 Without a GPU, the chunked and sdpa backends are checked. The exit status is 1 if a check fails.
+Most of the time is compilation, which --jobs processes share.
 The output contains no environment variables, paths or host names.
 """
 
@@ -14,16 +15,19 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
+import multiprocessing
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from kerple.attention import Attention, Requirements, score_table, self_check, tables
+from kerple.attention import Attention, Requirements, position_tables, self_check
 from kerple.attention.call import AttentionCall
 from kerple.attention.dispatch import BACKENDS
 from kerple.attention.self_check import HOW_TO_REPORT, KV_LEN, relative_errors, small_call, wrong_result
@@ -32,6 +36,7 @@ from kerple.positional import ModelShape, PositionalMethod, build, primary_names
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEADS = 4
 KV_HEADS = (HEADS, HEADS // 2)
+Result = TypeVar("Result")
 PACKAGES = ("kerple-neox", "torch", "triton", "deepspeed", "megatron-core")
 
 
@@ -63,10 +68,13 @@ class Check:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kerple doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a file")
     options = parser.parse_args(argv)
     if any(size < 2 or size % 2 for size in options.head_size):
         parser.error("--head-size: rotary methods need even head sizes")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least 1")
     if options.json is not None and not options.json.resolve().parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
     machine = describe_machine()
@@ -83,9 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for device in devices:
         for head_size in options.head_size:
             started = time.perf_counter()
-            rows = [[check_method(name, device, dtype, head_size) for dtype in DTYPES] for name in primary_names()]
-            checks += [check for row in rows for check in row]
-            print_table(rows)
+            new = run_in_processes(
+                check_method,
+                [(name, device, dtype, head_size) for name in primary_names() for dtype in DTYPES],
+                options.jobs,
+            )
+            checks += new
+            print_table([new[first : first + len(DTYPES)] for first in range(0, len(new), len(DTYPES))])
             print(f"({time.perf_counter() - started:.0f} s)")
     failed = sum(check.failure is not None for check in checks)
     if options.json is not None:
@@ -97,6 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         else f"\nall {len(checks)} checks passed"
     )
     return 1 if failed else 0
+
+
+def run_in_processes(function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], jobs: int) -> list[Result]:
+    """The results of calls with these arguments, in their order, from several processes; in this one if `jobs` is 1."""
+    if jobs == 1:
+        return [function(*arguments) for arguments in calls]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(function, *arguments) for arguments in calls]
+        return [future.result() for future in futures]
 
 
 def _devices() -> list[torch.device]:
@@ -233,12 +254,10 @@ def _small_call(
 ) -> AttentionCall:
     """A call with the method's tables, and with queries and keys after its `rotate`."""
     query, key = (torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device) for heads in (HEADS, kv_heads))
-    bias, weight = tables(method, KV_LEN, device)
-    call = AttentionCall(query=query, key=key, value=key, scale=head_size**-0.5, bias_table=bias, weight_table=weight)
-    call = small_call(call)
+    tables = position_tables(method, KV_LEN, device)
+    call = small_call(AttentionCall(query=query, key=key, value=key, scale=head_size**-0.5, tables=tables))
     if method.modifies_scores:
-        table = score_table(method, KV_LEN, device)
-        call = replace(call, modify_scores=method.final_scores, score_table=table)
+        call = replace(call, modify_scores=method.final_scores)
     key_positions = torch.arange(call.kv_len, device="cpu")
     with torch.no_grad():
         query, key = method.rotate(call.query, call.key, key_positions[call.offset :], key_positions)

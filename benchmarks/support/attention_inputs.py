@@ -6,7 +6,7 @@ Legend: b batch, s query length, t key length, h heads, d head size.
 import torch
 from torch import Tensor
 
-from kerple.attention import attend, jacobians, score_table, tables
+from kerple.attention import Attention
 from kerple.positional import PositionalMethod
 
 
@@ -36,26 +36,5 @@ def random_states(
 def attend_with_method(
     method: PositionalMethod, query: Tensor, key: Tensor, value: Tensor, backend: str, window: int | None = None
 ) -> Tensor:
-    """Attention as in a model's layer, but without `rotate`: evaluates the method's tables, then runs the backend.
-
-    As in training, the fused backend gets the tables' jacobians if gradients are required.
-    """
-    length = key.shape[2] if window is None else min(key.shape[2], window)
-    if method.modifies_scores:
-        table = score_table(method, length, query.device)
-        return attend(query, key, value, modify_scores=method.final_scores, table=table, window=window, backend=backend)
-    bias, weight = tables(method, length, query.device)
-    bias_jacobian = weight_jacobian = None
-    if backend == "fused" and torch.is_grad_enabled():
-        bias_jacobian, weight_jacobian = jacobians(method, length, query.device)
-    return attend(
-        query,
-        key,
-        value,
-        bias_table=bias,
-        weight_table=weight,
-        bias_jacobian=bias_jacobian,
-        weight_jacobian=weight_jacobian,
-        window=window,
-        backend=backend,
-    )
+    """Attention as in a model's layer, but without `rotate`: evaluates the method's tables, then runs the backend."""
+    return Attention(backend, method)(query, key, value, window=window)

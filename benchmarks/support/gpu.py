@@ -1,5 +1,7 @@
 """Shared by the GPU benchmarks: timing with CUDA events, a time limit, and results that are written immediately.
 
+`python -m benchmarks.support.gpu FOLDER` prints the results in a folder as one table.
+
 `--dry-run` runs everything at toy sizes on a CPU, where Triton's interpreter runs the fused kernels. Its times are
 meaningless.
 """
@@ -34,6 +36,8 @@ class Bench:
         )
         parser.add_argument("--json", type=Path, default=Path("runs/bench") / output, help="file for the results")
         parser.add_argument("--dry-run", action="store_true", help="toy sizes on a CPU; its times are meaningless")
+        parser.add_argument("--quick", action="store_true", help="fewer lengths and alternatives")
+        parser.add_argument("--jobs", type=int, default=1, help="processes that share --check, which compiles kernels")
         parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
         self.options = parser.parse_args()
         self.dry = self.options.dry_run
@@ -121,3 +125,28 @@ def close_enough(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) ->
     """Whether the relative error, in the 2-norm, is within the tolerance; and the error."""
     error = ((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
     return error <= tolerance, error
+
+
+def print_results(folder: Path) -> int:
+    """Print a line for each row of each file in a folder. Returns 1 if one of them failed or there are none, else 0."""
+    failed = not any(folder.glob("*.json"))
+    for path in sorted(folder.glob("*.json")):
+        results = json.loads(path.read_text())
+        if path.stem == "doctor":
+            rows = [check for check in results["checks"] if check["failure"] is not None]
+            rows.append({"checks": len(results["checks"]), "passed": results["passed"]})
+        else:
+            passed = [row for row in results["rows"] if "check" in row and "failed" not in row and row.get("ok", True)]
+            rows = [row for row in results["rows"] if row not in passed]
+            rows.append({"checks": len(passed), "passed": results.get("check_passed")})
+        for row in rows:
+            failed |= "failed" in row or row.get("ok") is False or row.get("passed") is False
+            cells = []
+            for name, value in row.items():
+                cells.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+            print(f"{path.stem:<12} {', '.join(cells)}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(print_results(Path(sys.argv[1])))

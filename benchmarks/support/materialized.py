@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.attention.call import AttentionCall, Backend
-from kerple.attention.tables import pair_distances
+from kerple.attention.tables import NO_TABLES, pair_distances
 from kerple.positional import PositionalMethod
-from megatron.model.attention import PositionTables
 from megatron.model.gpt import GPT
 
 
@@ -20,10 +19,10 @@ def materialized_attention(call: AttentionCall) -> Tensor:
     mask = call.span.mask(queries, keys, call.query.device)
     distance = pair_distances(queries, keys, mask)
     scores = call.query @ call.key.transpose(-1, -2) * call.scale
-    if call.weight_table is not None:
-        scores = scores * call.weight_table[:, distance].to(scores.dtype)
-    if call.bias_table is not None:
-        scores = scores + call.bias_table[:, distance].to(scores.dtype)
+    if call.tables.weight is not None:
+        scores = scores * call.tables.weight[:, distance].to(scores.dtype)
+    if call.tables.bias is not None:
+        scores = scores + call.tables.bias[:, distance].to(scores.dtype)
     return scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ call.value
 
 
@@ -58,7 +57,7 @@ def use_original_attention(model: GPT, length: int) -> GPT:
     for block in model.blocks:
         layer = block.attention
         layer.attention = OriginalAttention(layer.rpe, length)
-        layer.position_tables = lambda *_: PositionTables()  # this attention does not use tables
+        layer.position_tables = lambda *_: NO_TABLES  # this attention does not use tables
     return model
 
 

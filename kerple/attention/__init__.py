@@ -1,6 +1,7 @@
 """Attention with a bias and weight over distance: softmax(weight * q.k / sqrt(d) + bias) v, in several backends."""
 
 from kerple.attention.backends.flex import score_mod
+from kerple.attention.backends.triton.operator import prepare_tables
 from kerple.attention.call import FULL, Requirements, Span
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
 from kerple.attention.gradients import non_finite_gradients
@@ -14,7 +15,7 @@ from kerple.attention.inference.mode import (
     ScoreScaling,
     YarnTemperature,
 )
-from kerple.attention.tables import jacobians, score_table, tables
+from kerple.attention.tables import PositionTables, jacobians, position_tables, score_table, tables
 
 __all__ = [
     "DEFAULT_MODE",
@@ -26,6 +27,7 @@ __all__ = [
     "DynamicNtk",
     "LogLength",
     "Mode",
+    "PositionTables",
     "Requirements",
     "ScoreScaling",
     "Span",
@@ -38,6 +40,8 @@ __all__ = [
     "jacobians",
     "non_finite_gradients",
     "parse_mode",
+    "position_tables",
+    "prepare_tables",
     "score_mod",
     "score_table",
     "tables",

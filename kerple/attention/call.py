@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kerple.positional import TableJacobian, append_decay
+from kerple.attention.tables import NO_TABLES, PositionTables
+from kerple.positional import append_decay
 
 # A positional method's `modify_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
 ModifyScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -126,10 +127,8 @@ class AttentionCall:
         query: `[b, h, s, d]`, the last s of the t positions.
         key, value: `[b, g, t, d]`; g divides h.
         scale: factor of q.k.
-        bias_table, weight_table: float32 `[h, >= max_kv_len]` over distance, or None.
-        bias_jacobian, weight_jacobian: alternative gradients of these tables, or None.
-        modify_scores, score_table: a positional method's hook that computes the final scores, and its table `[..., >=
-            max_kv_len]`, or None.
+        tables: a positional method's tables over distance.
+        modify_scores: a positional method's hook that computes the final scores with `tables.scores`, or None.
         decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None. The scores of
             query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.
@@ -140,12 +139,8 @@ class AttentionCall:
     key: Tensor
     value: Tensor
     scale: float
-    bias_table: Tensor | None = None
-    weight_table: Tensor | None = None
-    bias_jacobian: TableJacobian | None = None
-    weight_jacobian: TableJacobian | None = None
+    tables: PositionTables = NO_TABLES
     modify_scores: ModifyScores | None = None
-    score_table: Tensor | None = None
     decay_sums: Tensor | None = None
     span: Span = FULL
     dropout_p: float = 0.0
@@ -180,7 +175,7 @@ class AttentionCall:
 
     @property
     def has_tables(self) -> bool:
-        return self.bias_table is not None or self.weight_table is not None
+        return self.tables.bias is not None or self.tables.weight is not None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -190,9 +185,9 @@ class AttentionCall:
     @property
     def requirements(self) -> Requirements:
         batch, heads, _, head_size = self.query.shape
-        inputs = (self.query, self.key, self.value, self.bias_table, self.weight_table, self.decay_sums)
+        inputs = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
         return Requirements(
-            weight=self.weight_table is not None,
+            weight=self.tables.weight is not None,
             modify_scores=self.modify_scores is not None,
             decay=self.decay_sums is not None,
             dropout=self.dropout_p > 0,
@@ -228,12 +223,13 @@ class AttentionCall:
             )
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be at least 0 and below 1; got {self.dropout_p}")
-        for name, table in (("bias", self.bias_table), ("weight", self.weight_table)):
+        tables = self.tables
+        for name, table in (("bias", tables.bias), ("weight", tables.weight)):
             if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):
                 raise ValueError(f"{name}_table {list(table.shape)} must be [{heads}, at least {self.max_kv_len}]")
-        if self.score_table is not None and self.score_table.shape[-1] < self.max_kv_len:
+        if tables.scores is not None and tables.scores.shape[-1] < self.max_kv_len:
             raise ValueError(
-                f"table {list(self.score_table.shape)} must be [..., at least {self.max_kv_len}]: pass "
+                f"table {list(tables.scores.shape)} must be [..., at least {self.max_kv_len}]: pass "
                 f"score_table(method, {self.max_kv_len}, device)"
             )
         if self.decay_sums is not None:
@@ -242,9 +238,9 @@ class AttentionCall:
                     f"decay_sums {list(self.decay_sums.shape)} must be {[query[0], heads, self.kv_len]}: a number for "
                     "each query head and key"
                 )
-            if self.weight_table is not None or self.modify_scores is not None or self.scale == 0.0:
+            if tables.weight is not None or self.modify_scores is not None or self.scale == 0.0:
                 raise ValueError("decay_sums cannot be combined with weight_table, modify_scores or a scale of 0")
-        for name, jacobian in (("bias", self.bias_jacobian), ("weight", self.weight_jacobian)):
+        for name, jacobian in (("bias", tables.bias_jacobian), ("weight", tables.weight_jacobian)):
             if jacobian is None:
                 continue
             coefficients, directions = list(jacobian.coefficients.shape), list(jacobian.directions.shape)
@@ -264,7 +260,6 @@ class Backend:
         name: its `attention-backend` name.
         run: computes a validated call that the backend supports.
         weight, modify_scores, dropout: see `Requirements`.
-        jacobians: whether it is faster with the tables' jacobians.
         decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
@@ -277,7 +272,6 @@ class Backend:
     weight: bool = True
     modify_scores: bool = False
     dropout: bool = True
-    jacobians: bool = False
     decay: bool = False
     training_on_cpu: bool = True
     dtypes: tuple[torch.dtype, ...] | None = None

@@ -3,6 +3,7 @@
 Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, n blocks, B block size.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from kerple.attention.call import (
     modify_budget,
     without_autocast,
 )
-from kerple.attention.tables import jacobians, tables
+from kerple.attention.tables import PositionTables, position_tables
 from kerple.positional import PositionalMethod, TableJacobian
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
@@ -105,12 +106,14 @@ def attend(
         key=key,
         value=value,
         scale=query.shape[3] ** -0.5 if scale is None else scale,
-        bias_table=bias_table,
-        weight_table=weight_table,
-        bias_jacobian=bias_jacobian,
-        weight_jacobian=weight_jacobian,
+        tables=PositionTables(
+            bias=bias_table,
+            weight=weight_table,
+            bias_jacobian=bias_jacobian,
+            weight_jacobian=weight_jacobian,
+            scores=table,
+        ),
         modify_scores=modify_scores,
-        score_table=table,
         decay_sums=decay_sums,
         span=Span(window, block),
         dropout_p=dropout_p,
@@ -253,7 +256,8 @@ class Attention:
 
         Args:
             training: check calls with complete sequences and gradients; otherwise calls without gradients and with
-                fewer queries than keys, with and without a window.
+                fewer queries than keys, with and without a window, and of lengths that are and are not multiples of
+                `self_check.ALIGNMENT`.
             kv_heads: the number of key/value heads; by default, as many as heads.
             windowed: also check calls with a window in training.
             again: ignore earlier verdicts.
@@ -261,36 +265,31 @@ class Attention:
         Returns the verdicts that were new to this process. Raises NotImplementedError if the configured backend does
         not support these calls on the device.
         """
-        length = self_check.KV_LEN
+        windows = (None, self_check.WINDOW) if windowed or not training else (None,)
+        lengths = (self_check.KV_LEN,) if training else (self_check.KV_LEN, self_check.KV_LEN - self_check.ODD)
         verdicts = []
         with torch.inference_mode(False), torch.set_grad_enabled(training):
-            query, key = (
-                torch.empty(1, count, length, head_size, dtype=dtype, device=device, requires_grad=training)
-                for count in (heads, kv_heads or heads)
-            )
-            for window in (None, length // 2) if windowed or not training else (None,):
+            for window, length in itertools.product(windows, lengths):
+                query, key = (
+                    torch.empty(1, count, length, head_size, dtype=dtype, device=device, requires_grad=training)
+                    for count in (heads, kv_heads or heads)
+                )
                 call = AttentionCall(
-                    query=query if training else query[:, :, 1:],
+                    query=query if training else query[:, :, self_check.ALIGNMENT :],
                     key=key,
                     value=key,
                     scale=head_size**-0.5,
+                    tables=position_tables(self.positional, length, device, with_jacobians=training),
                     decay_sums=key.new_zeros(1, heads, length, dtype=torch.float64) if self.has_decay else None,
                     span=Span(window=window),
                 )
-                if self.positional is not None:
-                    bias, weight = tables(self.positional, length, device)
-                    call = replace(call, bias_table=bias, weight_table=weight)
-                if self.positional is not None and training:
-                    bias_jacobian, weight_jacobian = jacobians(self.positional, length, device)
-                    call = replace(call, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
                 requirements = replace(call.requirements, modify_scores=self.modifies_scores)
                 chosen = _choose(call, requirements, self.backend)
                 if not again:
                     check_backend(chosen, requirements)
                 if chosen == "fused":
-                    verdict = _check_fused(
-                        call, "" if self.positional is None else type(self.positional).__name__, again
-                    )
+                    name = "" if self.positional is None else type(self.positional).__name__
+                    verdict = _check_fused(call, name, again)
                     verdicts += [] if verdict is None else [verdict]
         return verdicts
 
@@ -336,16 +335,17 @@ class Attention:
         requirements = self._requirements(dropout=dropout, device=device, head_size=head_size)
         return _fastest_backend(requirements, 2, tables=self.has_bias or self.has_weight, plain=not windowed)
 
-    def uses_jacobians(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> bool:
-        """Whether the backend is faster with the tables' jacobians, for queries `[b, h, s, d]` without dropout."""
-        if not torch.is_grad_enabled():
-            return False
+    def runs_fused(
+        self, device: torch.device, dtype: torch.dtype, shape: Sequence[int], *, plain: bool = False
+    ) -> bool:
+        """Whether the fused backend runs calls with queries `[b, h, s, d]` without dropout. For these, `prepare_tables`
+        saves time, and so do jacobians in training. plain: see `_fastest_backend`.
+        """
         if self.backend != "auto":
-            return BACKENDS[self.backend].jacobians
+            return self.backend == "fused"
         batch, heads, q_len, head_size = shape
-        return _fused_is_fastest(
-            Requirements(device=device, dtype=dtype, head_size=head_size, batch_heads=batch * heads), q_len
-        )
+        requirements = self._requirements(device=device, dtype=dtype, head_size=head_size, batch_heads=batch * heads)
+        return _fastest_backend(requirements, q_len, tables=self.has_bias or self.has_weight, plain=plain) == "fused"
 
     def __call__(
         self,
@@ -353,11 +353,7 @@ class Attention:
         key: Tensor,
         value: Tensor,
         *,
-        bias_table: Tensor | None = None,
-        weight_table: Tensor | None = None,
-        bias_jacobian: TableJacobian | None = None,
-        weight_jacobian: TableJacobian | None = None,
-        table: Tensor | None = None,
+        tables: PositionTables | None = None,
         decay_sums: Tensor | None = None,
         window: int | None = None,
         block: int | None = None,
@@ -365,17 +361,29 @@ class Attention:
         scale: float | None = None,
         dropped: int = 0,
     ) -> Tensor:
-        """Like `attend`, for queries and keys after the method's `rotate`. `table` is the one for its `modify_scores`.
+        """Like `attend`, for queries and keys after the method's `rotate`.
 
-        dropped: the position of the first key, if earlier ones are outside of the window of every query.
+        Args:
+            tables: the method's tables for the distances below `Span.max_kv_len(t)` (see `position_tables`), which
+                layers and steps without an update can share. They are computed if None.
+            decay_sums: required if the method has a decay.
+            dropped: the position of the first key, if earlier ones are outside of the window of every query.
 
-        Raises ValueError also if a table or the decay sums of the method are missing, or if some are passed that the
-        method does not have.
+        Raises ValueError also if tables or decay sums do not fit the method.
         """
-        if self.has_bias != (bias_table is not None) or self.has_weight != (weight_table is not None):
+        span = Span(window, block)
+        if tables is None:
+            fused = self.runs_fused(query.device, query.dtype, query.shape)
+            tables = position_tables(
+                self.positional,
+                span.max_kv_len(key.shape[2]),
+                query.device,
+                with_jacobians=fused and torch.is_grad_enabled(),
+            )
+        if self.has_bias != (tables.bias is not None) or self.has_weight != (tables.weight is not None):
             raise ValueError(
                 f"the positional method has bias: {self.has_bias}, weight: {self.has_weight}; but the tables passed "
-                f"are bias: {bias_table is not None}, weight: {weight_table is not None}"
+                f"are bias: {tables.bias is not None}, weight: {tables.weight is not None}"
             )
         if self.has_decay != (decay_sums is not None):
             raise ValueError(
@@ -383,32 +391,29 @@ class Attention:
                 if self.has_decay
                 else "decay_sums were passed, but the positional method has no decay"
             )
-        positional = self.positional
         modify_scores = None
-        if positional is not None and self.modifies_scores:
-            if table is None and positional.table(torch.zeros(1, device=query.device)) is not None:
+        if self.positional is not None and self.modifies_scores:
+            if tables.scores is None and self.positional.table(torch.zeros(1, device=query.device)) is not None:
                 raise ValueError(
-                    "the positional method has a table for modify_scores: pass table=score_table(method, "
-                    f"{Span(window, block).max_kv_len(key.shape[2])}, device)"
+                    "the positional method has a table for modify_scores: pass tables=position_tables(method, "
+                    f"{span.max_kv_len(key.shape[2])}, device)"
                 )
-            modify_scores = partial(_final_scores, positional, dropped) if dropped else positional.final_scores
+            modify_scores = self.positional.final_scores
+            if dropped:
+                modify_scores = partial(_final_scores, self.positional, dropped)
         call = AttentionCall(
             query=query,
             key=key,
             value=value,
             scale=query.shape[3] ** -0.5 if scale is None else scale,
-            bias_table=bias_table,
-            weight_table=weight_table,
-            bias_jacobian=bias_jacobian,
-            weight_jacobian=weight_jacobian,
+            tables=tables,
             modify_scores=modify_scores,
-            score_table=table,
             decay_sums=decay_sums,
-            span=Span(window, block),
+            span=span,
             dropout_p=dropout_p,
         ).validate()
-        if positional is not None and positional.scales_qk:
-            return _run_scaled(call, positional, self.backend, dropped)
+        if self.positional is not None and self.positional.scales_qk:
+            return _run_scaled(call, self.positional, self.backend, dropped)
         return _run(call, self.backend)
 
 

@@ -6,7 +6,6 @@ Legend: s tokens, h heads, d head size, e hidden size.
 import torch
 
 from kerple.attention.dispatch import Attention
-from kerple.attention.tables import score_table, tables
 from kerple.positional import ModelShape, PositionalMethod, decay_sums
 
 
@@ -32,10 +31,7 @@ def non_finite_gradients(method: PositionalMethod, shape: ModelShape) -> list[st
         states = (method.embed(hidden, positions) @ projection).unflatten(-1, (3, shape.num_heads, shape.head_size))
         query, key, value = states.transpose(1, 3).unbind(2)
         query, key = method.rotate(query, key, positions, positions)
-        bias, weight = tables(method, length, device)
-        table = score_table(method, length, device) if method.modifies_scores else None
         sums = decay_sums(method.decay(hidden)) if method.has_decay else None
-        attention = Attention("reference", method)
-        context = attention(query, key, value, bias_table=bias, weight_table=weight, table=table, decay_sums=sums)
+        context = Attention("reference", method)(query, key, value, decay_sums=sums)
         grads = torch.autograd.grad(context.square().sum(), parameters, allow_unused=True)
     return [name for name, grad in zip(names, grads, strict=True) if grad is not None and not grad.isfinite().all()]

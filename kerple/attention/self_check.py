@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from kerple.attention.call import FULL, AttentionCall, Backend, Requirements, Span, without_autocast
+from kerple.attention.tables import PositionTables
 from kerple.positional import TableJacobian
 
-# Sizes of the small call. Triton compiles other kernels for sizes that are not multiples of 16; these are multiples, as
-# in training, but not of a tile.
+# Sizes of the small call, which are not multiples of a tile. Triton compiles other kernels for sizes that are not
+# multiples of ALIGNMENT: for these, the call is ODD tokens shorter.
 BATCH, Q_LEN, KV_LEN, WINDOW = 2, 160, 208, 96
+ALIGNMENT, ODD = 16, 3
 # Largest accepted relative error of a result or gradient in the 2-norm, for inputs rounded to the dtype. In Triton's
 # interpreter, the largest errors are about 4e-7, 5e-4 and 4e-3, and twice that in a smaller example.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -49,6 +51,7 @@ class Variant(NamedTuple):
     """What determines the kernels of a call, besides the device.
 
     directions: coefficients per head that have a jacobian, of bias and weight.
+    aligned: the numbers of queries and keys are multiples of ALIGNMENT.
     """
 
     dtype: torch.dtype
@@ -60,24 +63,26 @@ class Variant(NamedTuple):
     window: bool
     grouped: bool
     gradients: bool
+    aligned: bool
 
     @classmethod
     def of(cls, call: AttentionCall) -> "Variant":
         gradients = call.requirements.training
         bias, weight = (
             0 if jacobian is None or not gradients else jacobian.coefficients.shape[1]
-            for jacobian in (call.bias_jacobian, call.weight_jacobian)
+            for jacobian in (call.tables.bias_jacobian, call.tables.weight_jacobian)
         )
         return cls(
             dtype=call.query.dtype,
             head_size=call.query.shape[3],
-            bias=call.bias_table is not None,
-            weight=call.weight_table is not None,
+            bias=call.tables.bias is not None,
+            weight=call.tables.weight is not None,
             decay=call.decay_sums is not None,
             directions=(bias, weight),
             window=call.max_kv_len < call.kv_len,
             grouped=call.queries_per_kv > 1,
             gradients=gradients,
+            aligned=call.q_len % ALIGNMENT == call.kv_len % ALIGNMENT == 0,
         )
 
     def __str__(self) -> str:
@@ -90,7 +95,8 @@ class Variant(NamedTuple):
             "grouped": "grouped queries",
             "gradients": "gradients",
         }
-        return ", ".join(parts + [text for name, text in names.items() if getattr(self, name)])
+        parts += [text for name, text in names.items() if getattr(self, name)]
+        return ", ".join(parts if self.aligned else [*parts, f"lengths that are not multiples of {ALIGNMENT}"])
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,7 @@ def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *,
     with torch.set_grad_enabled(gradients), without_autocast(call.query.device):
         actual = _results(call, backend, call.query.dtype)
         expected = _results(call, baseline, torch.float64)
-        jacobians = {"bias": call.bias_jacobian, "weight": call.weight_jacobian}
+        jacobians = {"bias": call.tables.bias_jacobian, "weight": call.tables.weight_jacobian}
         errors = {}
         for name, result in actual.items():
             exact = expected[name]
@@ -236,11 +242,12 @@ def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[
     leaves = {name: getattr(call, name).detach().to(dtype).requires_grad_() for name in ("query", "key", "value")}
     if call.decay_sums is not None:
         leaves["decay_sums"] = call.decay_sums.detach().requires_grad_()
-    arguments: dict[str, Any] = dict(leaves)
+    arguments = dict(leaves)
+    tables: dict[str, Any] = {}
     replaced = []
     for name, table, jacobian in (
-        ("bias", call.bias_table, call.bias_jacobian),
-        ("weight", call.weight_table, call.weight_jacobian),
+        ("bias", call.tables.bias, call.tables.bias_jacobian),
+        ("weight", call.tables.weight, call.tables.weight_jacobian),
     ):
         if table is None:
             continue
@@ -251,10 +258,10 @@ def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[
             directions = jacobian.directions.detach().to(wide)
             # The same values, but with a gradient for the coefficients, for backends that do not use the jacobian.
             table = table + ((coefficients - coefficients.detach())[..., None] * directions).sum(dim=1)
-            arguments[f"{name}_jacobian"] = replace(jacobian, coefficients=coefficients, directions=directions)
+            tables[f"{name}_jacobian"] = replace(jacobian, coefficients=coefficients, directions=directions)
             replaced.append(f"{name}_table")
-        arguments[f"{name}_table"] = table
-    context = backend.compute(replace(call, **arguments))
+        tables[name] = table
+    context = backend.compute(replace(call, **arguments, tables=replace(call.tables, **tables, kernel=None)))
     results = {"result": context.detach()}
     if torch.is_grad_enabled():
         upstream = _random(1, *context.shape).to(call.query).to(context)
@@ -274,23 +281,25 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 
 def small_call(call: AttentionCall) -> AttentionCall:
-    """A call of BATCH, Q_LEN and KV_LEN that needs the same kernels, with random states and the given call's tables.
+    """A call of about BATCH, Q_LEN and KV_LEN that needs the same kernels, with random states and the call's tables.
 
     Random numbers are added to the tables, so that each distance and head has its own value.
     """
     heads, head_size = call.query.shape[1], call.query.shape[3]
+    removed = 0 if Variant.of(call).aligned else ODD
+    q_len, kv_len = Q_LEN - removed, KV_LEN - removed
 
     def states(seed: int, length: int, heads: int) -> Tensor:
         # The memory layout of a model: the heads of a position are adjacent.
         return _random(seed, BATCH, length, heads, head_size).to(call.query).transpose(1, 2)
 
     def resized(table: Tensor) -> Tensor:
-        """The entries at distances 0 ... KV_LEN-1; beyond the table, its last one."""
-        table = table.detach()[..., :KV_LEN]
-        return torch.cat([table, table[..., -1:].expand(*table.shape[:-1], KV_LEN - table.shape[-1])], dim=-1)
+        """The entries at distances 0 ... kv_len-1; beyond the table, its last one."""
+        table = table.detach()[..., :kv_len]
+        return torch.cat([table, table[..., -1:].expand(*table.shape[:-1], kv_len - table.shape[-1])], dim=-1)
 
     def table(seed: int, values: Tensor | None) -> Tensor | None:
-        return None if values is None else resized(values) + 0.3 * _random(seed, heads, KV_LEN).to(values)
+        return None if values is None else resized(values) + 0.3 * _random(seed, heads, kv_len).to(values)
 
     def jacobian(values: TableJacobian | None) -> TableJacobian | None:
         return None if values is None else replace(values, directions=resized(values.directions))
@@ -298,17 +307,20 @@ def small_call(call: AttentionCall) -> AttentionCall:
     sums = None
     if call.decay_sums is not None:
         # Like those of a late part of a long text: large, with small differences.
-        sums = call.decay_sums.new_full((BATCH, heads, KV_LEN), -4000.0)
-        sums -= 0.1 * _random(7, BATCH, heads, KV_LEN).to(sums).abs().cumsum(dim=-1)
+        sums = call.decay_sums.new_full((BATCH, heads, kv_len), -4000.0)
+        sums -= 0.1 * _random(7, BATCH, heads, kv_len).to(sums).abs().cumsum(dim=-1)
     return replace(
         call,
-        query=states(2, Q_LEN, heads),
-        key=states(3, KV_LEN, call.kv_heads),
-        value=states(4, KV_LEN, call.kv_heads),
-        bias_table=table(5, call.bias_table),
-        weight_table=table(6, call.weight_table),
-        bias_jacobian=jacobian(call.bias_jacobian),
-        weight_jacobian=jacobian(call.weight_jacobian),
+        query=states(2, q_len, heads),
+        key=states(3, kv_len, call.kv_heads),
+        value=states(4, kv_len, call.kv_heads),
+        tables=PositionTables(
+            bias=table(5, call.tables.bias),
+            weight=table(6, call.tables.weight),
+            bias_jacobian=jacobian(call.tables.bias_jacobian),
+            weight_jacobian=jacobian(call.tables.weight_jacobian),
+            scores=call.tables.scores,
+        ),
         decay_sums=sums,
         span=Span(window=WINDOW) if call.max_kv_len < call.kv_len else FULL,
         dropout_p=0.0,

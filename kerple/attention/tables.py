@@ -3,11 +3,79 @@
 Legend: s query length, t key length, h heads, p coefficients per head.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kerple.positional import PerLayer, PositionalMethod, TableJacobian
 from kerple.positional.distance_maps import DistanceMap
+
+
+class KernelTables(NamedTuple):
+    """The tables as the fused backend's kernels read them, and the inputs of their gradients; see `triton/launch.py`.
+
+    The fields are arguments of the operator `kerple::fused_attention`, in its order.
+
+    Attributes:
+        bias_table, weight_table: the tables `[h, >= max_kv_len]`, or None. Detached if all gradients are those of
+            coefficients.
+        bias_coefficients, weight_coefficients: of the jacobians that are used, `[h, p]`, or None.
+        bias: float32 `[h, margins + max_kv_len]`, in units of log2, with -inf in the margins; `[1, ...]` if there is
+            neither bias nor weight.
+        weight: float32 of the same shape, with 0 in the margins, or None.
+        directions: float32 `[p, h, ...]` of all coefficients, first those of the bias, with margins, or None.
+        bias_dense, weight_dense: the gradient of the table itself is computed below this distance; None: everywhere.
+    """
+
+    bias_table: Tensor | None
+    weight_table: Tensor | None
+    bias_coefficients: Tensor | None
+    weight_coefficients: Tensor | None
+    bias: Tensor
+    weight: Tensor | None
+    directions: Tensor | None
+    bias_dense: int | None
+    weight_dense: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PositionTables:
+    """The tables over distance of a positional method; None for those that it does not have.
+
+    Attributes:
+        bias, weight: float32 `[h, >= max_kv_len]`. Their gradients are exact.
+        bias_jacobian, weight_jacobian: alternative gradients of these tables (see `jacobians`).
+        scores: the table of a method's `modify_scores`, `[..., >= max_kv_len]`.
+        kernel, max_kv_len: what the fused backend makes of these tables for calls with this `max_kv_len`; None: it
+            makes it in each call. Layers that share it save launches (see `prepare_tables`).
+    """
+
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+    bias_jacobian: TableJacobian | None = None
+    weight_jacobian: TableJacobian | None = None
+    scores: Tensor | None = None
+    kernel: KernelTables | None = None
+    max_kv_len: int | None = None
+
+
+NO_TABLES = PositionTables()
+
+
+def position_tables(
+    method: PositionalMethod | None, length: int, device: torch.device | str, *, with_jacobians: bool = False
+) -> PositionTables:
+    """All tables of a method at distances 0 ... length-1 on `device`; of none for None."""
+    if method is None:
+        return NO_TABLES
+    bias, weight = tables(method, length, device)
+    bias_jacobian, weight_jacobian = jacobians(method, length, device) if with_jacobians else (None, None)
+    scores = score_table(method, length, device) if method.modifies_scores else None
+    return PositionTables(
+        bias=bias, weight=weight, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian, scores=scores
+    )
 
 
 def tables(
@@ -53,6 +121,8 @@ def jacobians(
     A backend that uses them (see `attend`) sums the gradients of a few coefficients per head instead of those of the
     whole table.
     """
+    if not (method.has_bias or method.has_weight):
+        return None, None
     if isinstance(method, PerLayer):
         method = method.method
     distance = torch.arange(length, dtype=torch.float32, device=device)

@@ -5,7 +5,7 @@ size, e hidden size.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,13 @@ from torch.autograd.function import once_differentiable
 
 from kerple.attention import (
     DEFAULT_MODE,
+    FULL,
     Attention,
     AttentionMode,
+    PositionTables,
     attend_in_mode,
     jacobians,
+    prepare_tables,
     score_table,
     tables,
 )
@@ -25,16 +28,6 @@ from megatron.model.cache import LayerCache
 from megatron.model.layers import HeadNorm
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
 from megatron.model.settings import ModelSettings
-
-
-class PositionTables(NamedTuple):
-    """The tables over distance that a positional method passes to attention; None for those it does not have."""
-
-    bias: Tensor | None = None
-    weight: Tensor | None = None
-    bias_jacobian: TableJacobian | None = None
-    weight_jacobian: TableJacobian | None = None
-    scores: Tensor | None = None  # for the method's `modify_scores`
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -178,11 +171,7 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            bias_table=tables.bias,
-            weight_table=tables.weight,
-            bias_jacobian=tables.bias_jacobian,
-            weight_jacobian=tables.weight_jacobian,
-            table=tables.scores,
+            tables=tables,
             decay_sums=sums,
             window=span.window,
             block=span.block,
@@ -197,33 +186,35 @@ class SelfAttention(nn.Module):
         `[b, ..., s, e or d]`. All layers that share a positional method can share its tables.
         """
         device, method = states.device, getattr(self, "rpe", None)
-        if method is None or mode.is_explicit(method):
+        if method is not None and mode.is_explicit(method):
             return PositionTables()
-        max_kv_len = mode.span.within(self.window).max_kv_len(length)
-        if method.modifies_scores:
+        span = mode.span.within(self.window)
+        max_kv_len = span.max_kv_len(length)
+        if method is not None and method.modifies_scores:
             distances = max_kv_len if mode.distance_map is None or method.shift_invariant else length
             return PositionTables(scores=score_table(method, distances, device, distance_map=mode.distance_map))
-        if not (method.has_bias or method.has_weight):
-            return PositionTables()
-        bias, weight = self._tables(method, max_kv_len, device, mode)
+
+        # This rank's heads of the tables, and of their jacobians if the backend uses them.
         heads = self.local_heads.stop - self.local_heads.start
         shape = (len(states), heads, states.shape[-2], self.head_size)
-        if (
-            self.bf16_distances
-            or mode.distance_map is not None
-            or not self.attention.uses_jacobians(device, states.dtype, shape)
-        ):
-            return PositionTables(bias, weight)
-        bias_jacobian, weight_jacobian = (
-            jacobian
-            and replace(
-                jacobian,
-                coefficients=self._local(jacobian.coefficients),
-                directions=jacobian.directions[self.local_heads],
-            )
-            for jacobian in jacobians(method, max_kv_len, device)
-        )
-        return PositionTables(bias, weight, bias_jacobian, weight_jacobian)
+        plain = span == FULL and states.shape[-2] == length
+        is_fused = self.attention.runs_fused(device, states.dtype, shape, plain=plain)
+        tables = PositionTables()
+        if method is not None:
+            bias, weight = self._tables(method, max_kv_len, device, mode)
+            tables = replace(tables, bias=bias, weight=weight)
+            if is_fused and torch.is_grad_enabled() and mode.distance_map is None and not self.bf16_distances:
+                bias_jacobian, weight_jacobian = (
+                    self._local_jacobian(jacobian) for jacobian in jacobians(method, max_kv_len, device)
+                )
+                tables = replace(tables, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
+        return prepare_tables(tables, heads, max_kv_len, device) if is_fused else tables
+
+    def _local_jacobian(self, jacobian: TableJacobian | None) -> TableJacobian | None:
+        if jacobian is None:
+            return None
+        coefficients, directions = self._local(jacobian.coefficients), jacobian.directions[self.local_heads]
+        return replace(jacobian, coefficients=coefficients, directions=directions)
 
     def _tables(
         self, method: PositionalMethod, end: int, device: torch.device, mode: AttentionMode, first: int = 0

@@ -10,8 +10,8 @@ Legend: b batch, s tokens, e hidden size.
 import torch
 from torch import Tensor, nn
 
-from kerple.attention import DEFAULT_MODE, AttentionMode
-from megatron.model.attention import PositionTables, SelfAttention
+from kerple.attention import DEFAULT_MODE, AttentionMode, PositionTables
+from megatron.model.attention import SelfAttention
 from megatron.model.cache import LayerCache
 from megatron.model.gpt import TransformerBlock
 

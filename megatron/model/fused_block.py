@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kerple.attention import DEFAULT_MODE
+from kerple.attention import DEFAULT_MODE, PositionTables
 from megatron.model.layers import GatedMLP
 from megatron.model.parallel import tensor_parallel_group
 
 if TYPE_CHECKING:
-    from megatron.model.attention import PositionTables
     from megatron.model.gpt import TransformerBlock
 
 # Devices on which the kernels run; Triton's interpreter also runs them on a CPU, slowly, for tests.
@@ -146,16 +145,16 @@ def reject_kernels(device: torch.device) -> None:
     KERNEL_DEVICES.remove(device.type)
 
 
-def run_blocks(blocks: Sequence["TransformerBlock"], hidden: Tensor, tables: "PositionTables | None") -> Tensor:
-    """`[b, s, e] -> [b, s, e]` through several blocks that `supports` accepts."""
+def run_blocks(blocks: Sequence["TransformerBlock"], hidden: Tensor, tables: Sequence[PositionTables | None]) -> Tensor:
+    """`[b, s, e] -> [b, s, e]` through several blocks that `supports` accepts; tables: one for each block."""
     flat, update = hidden.flatten(0, 1), None
-    for block in blocks:
-        flat, update = _run_block(block, flat, update, hidden.shape, tables)
+    for block, table in zip(blocks, tables, strict=True):
+        flat, update = _run_block(block, flat, update, hidden.shape, table)
     return _added(flat, update).view(hidden.shape)
 
 
 def _run_block(
-    block: "TransformerBlock", hidden: Tensor, update: Update | None, shape: torch.Size, tables: "PositionTables | None"
+    block: "TransformerBlock", hidden: Tensor, update: Update | None, shape: torch.Size, tables: PositionTables | None
 ) -> tuple[Tensor, Update]:
     """(the residual `[n, e]`, what remains to be added to it)."""
     attention = block.attention

@@ -7,7 +7,7 @@ stages of DeepSpeed's pipeline (with identities at 1 and L+2). Parameter names a
 Legend: b batch, s tokens, e hidden size, v padded vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kerple.attention import DEFAULT_MODE, AttentionMode
+from kerple.attention import DEFAULT_MODE, AttentionMode, PositionTables
 from kerple.positional import PositionalMethod, build, outermost
 from megatron.model import fused_block
-from megatron.model.attention import PositionTables, SelfAttention
+from megatron.model.attention import SelfAttention
 from megatron.model.cache import KVCache, LayerCache
 from megatron.model.layers import make_mlp, make_norm
 from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
@@ -53,7 +53,7 @@ class TransformerBlock(nn.Module):
         tables: PositionTables | None = None,
     ) -> Tensor:
         if cache is None and mode == DEFAULT_MODE and fused_block.supports(self, hidden):
-            return fused_block.run_blocks([self], hidden, tables)
+            return fused_block.run_blocks([self], hidden, [tables])
         attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, mode, tables))
         if self.parallel_residual:
             return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
@@ -242,27 +242,32 @@ class GPT(nn.Module):
         tables = self.shared_tables(hidden, start + tokens.shape[1], mode)
         if cache is not None or mode != DEFAULT_MODE:
             for index, block in enumerate(blocks):
-                hidden = block(hidden, cache.layers[index] if cache is not None else None, mode, tables)
+                hidden = block(hidden, cache.layers[index] if cache is not None else None, mode, tables[index])
         elif self.checkpoint_every and self.training and torch.is_grad_enabled():
             for first in range(0, len(blocks), self.checkpoint_every):
-                group = blocks[first : first + self.checkpoint_every]
-                hidden = checkpoint(_run_blocks, group, hidden, tables, use_reentrant=False)
+                group = slice(first, first + self.checkpoint_every)
+                hidden = checkpoint(_run_blocks, blocks[group], hidden, tables[group], use_reentrant=False)
         else:
             hidden = _run_blocks(blocks, hidden, tables)
         return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
 
-    def shared_tables(self, hidden: Tensor, length: int, mode: AttentionMode = DEFAULT_MODE) -> PositionTables | None:
-        """The tables that all layers share, computed once, for a text of `length` tokens; None if each layer must
-        compute its own.
+    def shared_tables(
+        self, hidden: Tensor, length: int, mode: AttentionMode = DEFAULT_MODE
+    ) -> list[PositionTables | None]:
+        """The tables of each layer for a text of `length` tokens. Layers with the same window share them; None: the
+        layer must compute its own, in its call.
         """
         layers = [block.attention for block in self.blocks]
         method = getattr(layers[0], "rpe", None)
         if method is None or any(layer.rpe is not method for layer in layers):
-            return None
+            return [None] * len(layers)
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
-            return None  # ZeRO 3 gathers the method's parameters only during a layer's call
-        widest = max(layers, key=lambda layer: layer.window or length)  # other layers use parts of its tables
-        return widest.position_tables(length, hidden, mode)
+            return [None] * len(layers)  # ZeRO 3 gathers the method's parameters only during a layer's call
+        tables: dict[int | None, PositionTables | None] = {}
+        for layer in layers:
+            if layer.window not in tables:
+                tables[layer.window] = layer.position_tables(length, hidden, mode)
+        return [tables[layer.window] for layer in layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""
@@ -278,9 +283,9 @@ class GPT(nn.Module):
         return self.output.loss(self.hidden(tokens), labels, weights)
 
 
-def _run_blocks(blocks: list[TransformerBlock], hidden: Tensor, tables: PositionTables | None) -> Tensor:
+def _run_blocks(blocks: list[TransformerBlock], hidden: Tensor, tables: Sequence[PositionTables | None]) -> Tensor:
     if all(fused_block.supports(block, hidden) for block in blocks):
         return fused_block.run_blocks(blocks, hidden, tables)
-    for block in blocks:
-        hidden = block(hidden, tables=tables)
+    for block, table in zip(blocks, tables, strict=True):
+        hidden = block(hidden, tables=table)
     return hidden

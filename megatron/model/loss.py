@@ -82,15 +82,18 @@ def linear_cross_entropy(
     *,
     first_token: int = 0,
     group: dist.ProcessGroup | None = None,
+    rows: int | None = None,
 ) -> Tensor:
     """Sum of mask * cross entropy in nats over the tokens; a float32 scalar.
 
     hidden `[n, e]`, weight `[v, e]`, labels int64 `[n]`, mask float `[n]` without gradient, or None for all ones. With
-    a process group, `weight` is this rank's slice of the vocabulary, which starts at token `first_token`.
+    a process group, `weight` is this rank's slice of the vocabulary, which starts at token `first_token`. rows: tokens
+    of a chunk, `chunk_rows` by default.
     """
+    rows = chunk_rows(hidden.device, hidden.dtype, len(weight)) if rows is None else rows
     if not torch.is_grad_enabled():  # the function below would compute gradients
         hidden, weight = hidden.detach(), weight.detach()
-    return _LinearCrossEntropy.apply(hidden, weight, labels, mask, first_token, group)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, mask, first_token, group, rows)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -103,11 +106,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mask: Tensor | None,
         first_token: int,
         group: dist.ProcessGroup | None,
+        rows: int,
     ) -> Tensor:
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         needs_grad = hidden_needs_grad or weight_needs_grad
         cross_entropy = _kernel_cross_entropy if _uses_kernel(hidden.device, hidden.dtype) else _torch_cross_entropy
-        rows = chunk_rows(hidden.device, hidden.dtype, len(weight))
         losses, hidden_grads = [], []
         weight_grad: Tensor | None = None
         for start in range(0, len(hidden), rows):
@@ -140,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_grad = _scaled(hidden_grad, upstream, hidden_grad.dtype)
         if weight_grad is not None:
             weight_grad = _scaled(weight_grad, upstream, ctx.weight_dtype)
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None, None
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -263,29 +266,33 @@ def _uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernel with PyTorch operations. Returns why the kernel must not be used on a device; None if it may
-    be, or is not used there anyway. Waits for the device.
+    """Compare the loss of three chunks with PyTorch operations in float64. Returns why the kernel must not be used on a
+    device; None if it may be, or is not used there anyway. Waits for the device.
     """
     if not _uses_kernel(device, dtype):
         return None
-    rows = torch.arange(8, device="cpu")
-    logits = torch.randn(8, 9200, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
-    labels, mask = (1000 * rows).to(device), (rows / 4).to(device)
-    if type(logits) is not Tensor:  # a FakeTensor has no values
-        return None
-    try:
-        actual = _kernel_cross_entropy(logits.clone(), labels, mask, 0, None, True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
-        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-    expected = _torch_cross_entropy(logits, labels, mask, 0, None, True)
-    for name, result, exact in zip(("losses have", "gradient has"), actual, expected, strict=True):
-        assert result is not None
-        assert exact is not None
-        relative = ((result.float() - exact).norm() / exact.norm()).item()
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad():
+        values = [torch.randn(size, 16, generator=generator, device="cpu") for size in (8, 9200)]
+        hidden, weight = (value.to(device, dtype).requires_grad_() for value in (values[0], values[1] / 4))
+        labels, mask = 1000 * torch.arange(8, device=device), torch.arange(1, 9, device=device) / 4
+        if type(hidden) is not Tensor:  # a FakeTensor has no values
+            return None
+        try:
+            loss = linear_cross_entropy(hidden, weight, labels, mask, rows=3)
+            actual = (loss, *torch.autograd.grad(loss, (hidden, weight)))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a kernel that does not compile, or that the GPU rejects
+            return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+        losses = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="none")
+        loss = (losses * mask).sum()
+        expected = (loss, *torch.autograd.grad(loss, exact))
+    for name, result, reference in zip(("loss", "gradient", "weight's gradient"), actual, expected, strict=True):
+        relative = ((result.double() - reference).norm() / reference.norm()).item()
         if not relative <= MAX_ERROR[dtype]:  # also for NaN
-            return f"the {name} a relative error of {relative:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+            return f"the {name} has a relative error of {relative:.1e}, more than {MAX_ERROR[dtype]:.0e}"
     return None
 
 

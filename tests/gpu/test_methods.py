@@ -7,7 +7,7 @@ evaluation may wait for the device or copy from pageable memory.
 import pytest
 import torch
 
-from kerple.attention import Attention, AttentionMode, Span, backend_names, score_table, tables
+from kerple.attention import Attention, AttentionMode, Span, backend_names
 from kerple.positional import build
 from megatron.config import UserError, load_config
 from megatron.evaluation.modes import parse_mode
@@ -191,12 +191,8 @@ def test_grouped_queries(method, backend, dtype):
                 torch.empty(2, heads, length, 64, dtype=DTYPES[dtype], device="cuda", requires_grad=True)
                 for heads, length in ((12, s), (3, 300), (3, 300))
             )
-            bias, weight = tables(positional, span.max_kv_len(300), "cuda")
-            table = score_table(positional, span.max_kv_len(300), "cuda") if positional.modifies_scores else None
             rotated = positional.rotate(query, key, torch.arange(300 - s, 300), torch.arange(300))
-            context = Attention(backend, positional)(
-                *rotated, value, bias_table=bias, weight_table=weight, table=table, window=span.window, block=span.block
-            )
+            context = Attention(backend, positional)(*rotated, value, window=span.window, block=span.block)
             context.sum().backward()
             assert query.grad.shape == query.shape
             assert key.grad.shape == value.grad.shape == key.shape

@@ -1,50 +1,63 @@
-"""benchmarks/gpu.sh: which commands it runs, with a stub in place of Python."""
+"""benchmarks/first_contact.sh: which commands it runs, with a stub in place of Python; and what its parts share."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support.gpu import Bench
+from benchmarks.support.gpu import Bench, print_results
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = [f"benchmarks/{name}_gpu.py --check" for name in ("attention", "train_step", "evaluation")]
-
-
-def run(folder: Path, failing: str, *options: str) -> tuple[int, list[str], str]:
-    """(exit status, commands, output); commands that contain `failing` fail."""
-    stub, log = folder / "python", folder / "commands"
-    stub.write_text(f'#!/bin/sh\necho "$*" >> {log}\ncase "$*" in *{failing}*) exit 1;; esac\n')
-    stub.chmod(0o755)
-    script = folder / "benchmarks" / "gpu.sh"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text((ROOT / "benchmarks/gpu.sh").read_text())
-    command = ["bash", str(script), *options]
-    result = subprocess.run(command, env={"PYTHON": str(stub), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    return result.returncode, log.read_text().splitlines(), result.stdout
+PARTS = ["kerple.doctor", "attention_gpu", "train_step_gpu", "engine_gpu", "benchmarks.support.gpu"]
 
 
 @pytest.mark.parametrize(
-    ("failing", "options", "status", "benchmarks"),
+    ("failing", "options", "status"),
     [
-        ("nothing", [], 0, True),
-        ("nothing", ["--dry-run"], 0, True),
-        ("doctor", ["--dry-run"], 1, False),
-        ("doctor", ["--ignore-doctor", "--dry-run"], 1, True),
-        ("train_step", [], 1, True),
+        ("nothing", [], 0),
+        ("nothing", ["--dry-run"], 0),
+        ("nothing", ["--full"], 0),
+        ("doctor", [], 1),
+        ("nothing", ["--ful"], 2),
     ],
 )
-def test_the_doctor_comes_first(tmp_path, failing, options, status, benchmarks):
-    actual, commands, output = run(tmp_path, failing, *options)
-    assert actual == status
-    assert commands[0] == "-m kerple.doctor --json runs/bench/doctor.json"
-    assert len(commands) == (4 if benchmarks else 1)
-    for command, start in zip(commands[1:], BENCHMARKS, strict=False):
-        assert command.startswith(start)
-        assert command.endswith("--dry-run") == ("--dry-run" in options)
-        assert "--ignore-doctor" not in command
-    assert ("--ignore-doctor runs them anyway" in output) == (not benchmarks)
+def test_all_parts_run(tmp_path, failing, options, status):
+    """A failure of one part does not prevent the others."""
+    stub, log = tmp_path / "python", tmp_path / "commands"
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {log}\ncase "$*" in *kerple.{failing}*) exit 1;; esac\n')
+    stub.chmod(0o755)
+    script = tmp_path / "benchmarks" / "first_contact.sh"
+    script.parent.mkdir()
+    script.write_text((ROOT / "benchmarks/first_contact.sh").read_text())
+    environment = {"PYTHON": str(stub), "PATH": "/usr/bin:/bin"}
+    assert subprocess.run(["bash", str(script), *options], env=environment, capture_output=True).returncode == status
+    commands = log.read_text().splitlines() if status != 2 else []
+    parts = PARTS if "--full" not in options else [*PARTS[:4], "evaluation_gpu", PARTS[4]]
+    for command, part in zip(commands, parts if commands else [], strict=True):
+        assert part in command
+        if part.endswith("_gpu"):
+            assert ("--dry-run" in command) == ("--dry-run" in options)
+        if part in PARTS[1:3]:
+            assert ("--quick" in command) == ("--full" not in options)
+
+
+@pytest.mark.parametrize(
+    ("row", "status"),
+    [
+        ({"name": "fused", "ms": 1.0}, 0),
+        ({"name": "fused", "failed": "OutOfMemoryError"}, 1),
+        ({"check": "rpe", "ok": False}, 1),
+    ],
+)
+def test_the_table_shows_failures(row, status, tmp_path, capsys):
+    assert print_results(tmp_path) == 1
+    (tmp_path / "attention.json").write_text(json.dumps({"rows": [row, {"check": "none", "ok": True}]}))
+    assert print_results(tmp_path) == status
+    output = capsys.readouterr().out
+    assert all(str(value) in output for value in row.values() if not isinstance(value, float))
+    assert "none" not in output
 
 
 def test_they_need_only_pytorch_and_triton():

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kerple.attention import FULL, Attention, Span, attend, score_table, tables
+from kerple.attention import FULL, Attention, Span, attend, tables
 from kerple.positional import ModelShape, PositionalMethod, build
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
@@ -158,11 +158,7 @@ def attended(
     t = key.shape[2]
     queries, _ = method.rotate(query[:, :, t - s :], key[:, :, :0], torch.arange(t - s, t), torch.arange(0))
     _, keys = method.rotate(query[:, :, :0], key, torch.arange(0), torch.arange(t))
-    bias, weight = tables(method, span.max_kv_len(t), "cpu")
-    arguments = {"bias_table": bias, "weight_table": weight, "window": span.window, "block": span.block, **options}
-    if method.modifies_scores:
-        arguments["table"] = score_table(method, span.max_kv_len(t), "cpu")
-    return Attention(backend, method)(queries, keys, value, **arguments)
+    return Attention(backend, method)(queries, keys, value, window=span.window, block=span.block, **options)
 
 
 def assert_is_formula(

@@ -15,7 +15,7 @@ def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     `folder`; `auto` uses the fused kernels on the CPU.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    sizes = {"BATCH": 1, "Q_LEN": 21, "KV_LEN": 40, "WINDOW": 12}
+    sizes = {"BATCH": 1, "Q_LEN": 32, "KV_LEN": 48, "WINDOW": 12}
     for name, value in {"DEVICE_TYPE": "cpu", "_passed": set(), "_failures": {}, **sizes}.items():
         monkeypatch.setattr(self_check, name, value)
     self_check._warn_unwritable.cache_clear()
@@ -34,5 +34,5 @@ def install_kernels(monkeypatch: pytest.MonkeyPatch, run: Callable[[AttentionCal
         calls.append(call.q_len)
         return run(call)
 
-    monkeypatch.setitem(dispatch.BACKENDS, "fused", Backend("fused", counted, dropout=False, jacobians=True))
+    monkeypatch.setitem(dispatch.BACKENDS, "fused", Backend("fused", counted, dropout=False))
     return calls

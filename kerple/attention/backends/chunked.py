@@ -27,6 +27,7 @@ from kerple.attention.call import (
     modify_rows,
     without_autocast,
 )
+from kerple.attention.tables import PositionTables
 
 # Scores this far below the maximum of their row (probabilities below e^-40), and weights below this fraction of the
 # head's largest weight, are treated as masked. They are below float32's precision, but products and gradients turn them
@@ -41,7 +42,7 @@ def chunked_attention(call: AttentionCall) -> Tensor:
         return _attend_with_modified_scores(call)
     if call.q_len == 1 and not call.dropout_p:
         return _attend_to_single_query(call)
-    inputs = (call.query, call.key, call.value, call.bias_table, call.weight_table)
+    inputs = (call.query, call.key, call.value, call.tables.bias, call.tables.weight)
     context: Tensor = _ChunkedAttention.apply(call, *inputs)
     return context
 
@@ -58,7 +59,7 @@ def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
         first_key = call.span.first_key(first_query)
         chunk = partial(attend_to_chunk, call=call, first_query=first_query, first_key=first_key)
         keys = slice(first_key, end)
-        states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.score_table)
+        states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.tables.scores)
         if torch.is_grad_enabled():
             # The state of the random number generators is restored, so both passes drop the same probabilities.
             contexts.append(checkpoint(chunk, *states, use_reentrant=False, preserve_rng_state=call.dropout_p > 0))
@@ -76,7 +77,7 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     query = call.query.squeeze(2).unflatten(1, group)
     bias, weight = (
         None if table is None else table[:, :max_kv_len].flip(-1).unflatten(0, group)
-        for table in (call.bias_table, call.weight_table)
+        for table in (call.tables.bias, call.tables.weight)
     )
     if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
         # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a float32 mask with it.
@@ -106,7 +107,7 @@ class _ChunkScores:
 
     def __init__(self, plan: ChunkPlan, call: AttentionCall, like: Tensor):
         self.scale = call.scale
-        bias, weight = call.bias_table, call.weight_table
+        bias, weight = call.tables.bias, call.tables.weight
         # On a CPU, float32 numbers that are almost zero are treated as zero; see MIN_SCORE.
         avoids_denormals = like.device.type == "cpu" and like.dtype == torch.float32
         if weight is not None and avoids_denormals:
@@ -226,8 +227,7 @@ class _ChunkedAttention(torch.autograd.Function):
             key=key,
             value=value,
             scale=ctx.scale,
-            bias_table=bias_table,
-            weight_table=weight_table,
+            tables=PositionTables(bias=bias_table, weight=weight_table),
             span=ctx.span,
             dropout_p=ctx.dropout_p,
         )
@@ -304,7 +304,7 @@ def _chunked_backward(
 
     grad_tables = (
         None if grad is None or table is None else grad.to_table(table.shape[1]).to(table.dtype)
-        for grad, table in ((grad_bias, call.bias_table), (grad_weight, call.weight_table))
+        for grad, table in ((grad_bias, call.tables.bias), (grad_weight, call.tables.weight))
     )
     return *(grad.to(call.query.dtype) for grad in grads), *grad_tables
 

@@ -96,7 +96,7 @@ def flex_attention(call: AttentionCall) -> Tensor:
     """
     modify = None
     if call.has_tables:
-        modify = table_score_mod(call.bias_table, call.weight_table, call.offset)
+        modify = table_score_mod(call.tables.bias, call.tables.weight, call.offset)
     compiled = call.query.device.type == "cuda" and call.q_len > 1
     run = _run_compiled if compiled else _flex_module().flex_attention
     mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)

@@ -16,7 +16,7 @@ def reference_attention(call: AttentionCall) -> Tensor:
     first_key = call.span.first_key(call.offset) if call.modify_scores is not None else 0
     key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
     return attend_to_chunk(
-        call.query, key, value, call.score_table, call=call, first_query=call.offset, first_key=first_key
+        call.query, key, value, call.tables.scores, call=call, first_query=call.offset, first_key=first_key
     )
 
 
@@ -52,10 +52,10 @@ def attend_to_chunk(
         scores = call.modify_scores(scores, query, query_positions, key_positions, mask, score_table)
     elif call.has_tables:
         distance = pair_distances(queries, keys, mask)
-        if call.weight_table is not None:
-            scores = scores * call.weight_table[:, distance]
-        if call.bias_table is not None:
-            scores = scores + call.bias_table[:, distance]
+        if call.tables.weight is not None:
+            scores = scores * call.tables.weight[:, distance]
+        if call.tables.bias is not None:
+            scores = scores + call.tables.bias[:, distance]
     probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
     probabilities = F.dropout(probabilities, call.dropout_p)
     context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, len(keys)), flat_value)

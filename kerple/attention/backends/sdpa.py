@@ -25,7 +25,7 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     is never in memory, unless autograd saves the masks. On a GPU the mask must have the query's dtype, which rounds the
     bias.
     """
-    query, key, value, bias_table = call.query, call.key, call.value, call.bias_table
+    query, key, value, bias_table = call.query, call.key, call.value, call.tables.bias
     if bias_table is None and call.span.window is None and call.q_len == call.kv_len:
         return _attend(call, query, key, value, is_causal=True)
     mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention import Attention, AttentionMode, Span
+from kerple.attention import Attention, AttentionMode, PositionTables, Span
 from kerple.positional import PositionsExceeded
 from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Segments
@@ -133,9 +133,7 @@ class ScoreRecorder:
         self.add(
             query,
             key,
-            bias_table=options["bias_table"],
-            weight_table=options["weight_table"],
-            table=options["table"],
+            tables=options["tables"],
             decay_sums=options["decay_sums"],
             scale=options["scale"],
             span=Span(options["window"], options["block"]),
@@ -143,8 +141,8 @@ class ScoreRecorder:
         )
         return self._attention(query, key, value, **options)
 
-    def uses_jacobians(self, *_: object) -> bool:
-        """False: nothing is trained while scores are recorded."""
+    def runs_fused(self, *_: object, **__: object) -> bool:
+        """False: `add` reads the tables in the method's own form."""
         return False
 
     def add(
@@ -152,16 +150,14 @@ class ScoreRecorder:
         query: Tensor,
         key: Tensor,
         *,
-        bias_table: Tensor | None,
-        weight_table: Tensor | None,
-        table: Tensor | None,
+        tables: PositionTables,
         decay_sums: Tensor | None,
         scale: float,
         span: Span,
         dropped: int = 0,
     ) -> None:
         """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`, the first of
-        which is at position `dropped`; for the tables and `decay_sums` see `kerple.attention.call.AttentionCall`.
+        which is at position `dropped`; for `decay_sums` see `kerple.attention.call.AttentionCall`.
         """
         s, t = query.shape[2], key.shape[2]
         method = self._attention.positional
@@ -186,16 +182,16 @@ class ScoreRecorder:
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and method.modifies_scores:
                 positions = query_positions + dropped, key_positions + dropped
-                scores = method.final_scores(scores, queries, *positions, mask, table)
+                scores = method.final_scores(scores, queries, *positions, mask, tables.scores)
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
             distances = min(end - begin, max_kv_len)
             sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]
             counts = sum_by_distance((~mask).to(dtype))[:distances]
             # Bias and weight are constant for a distance, so they can be applied to the sums.
-            if weight_table is not None:
-                sums = sums * weight_table[:, :distances]
-            if bias_table is not None:
-                sums = sums + counts * bias_table[:, :distances]
+            if tables.weight is not None:
+                sums = sums * tables.weight[:, :distances]
+            if tables.bias is not None:
+                sums = sums + counts * tables.bias[:, :distances]
             self._sums[..., :distances] += sums
             self._counts[:distances] += counts
 

@@ -84,7 +84,7 @@ def test_a_gpu_whose_kernels_are_wrong(cpu_as_gpu, capsys):
     def run(call):
         if call.query.dtype == torch.float16:
             raise RuntimeError("PassManager::run failed\nmore")
-        return chunked_attention(call) * (2 if call.weight_table is not None else 1)
+        return chunked_attention(call) * (2 if call.tables.weight is not None else 1)
 
     cpu_as_gpu(run)
     assert doctor.main(["--head-size", "16"]) == 1

@@ -33,6 +33,7 @@ the tiles at a block distance, or jacobian directions of a table; q tiles of que
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,6 +75,7 @@ class _Modules(NamedTuple):
     table_kernels: Any
 
 
+@functools.cache
 def _load_kernels() -> _Modules | None:
     """Import the kernels on first use, so that nothing else needs Triton."""
     try:
@@ -90,20 +92,32 @@ def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
     return context, query.new_empty(batch, heads, s, dtype=torch.float32)
 
 
+def add_margins(table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv_len: int) -> Tensor:
+    """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a factor."""
+    modules = _load_kernels()
+    assert modules is not None  # `unavailable_reason` has checked it
+    margin = modules.kernels.MARGIN
+    table = table[..., :max_kv_len].detach().float()
+    return F.pad(table if factor == 1.0 else table * factor, (margin, margin), value=fill)
+
+
 class Launcher:
-    """Prepares the tables of a call and launches its kernels."""
+    """Launches the kernels of a call."""
 
     def __init__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias_table: Tensor | None,
-        weight_table: Tensor | None,
+        bias: Tensor,
+        weight: Tensor | None,
         decay_sums: Tensor | None,
         scale: float,
         window: int | None,
+        *,
+        has_table: bool,
     ):
+        """bias, weight: see `KernelTables`. has_table: the scores have a bias or a weight."""
         modules = _load_kernels()
         assert modules is not None  # `unavailable_reason` has checked it
         self.kernels, self.table_kernels = modules
@@ -112,23 +126,18 @@ class Launcher:
         self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
         self.group = self.heads // self.kv_heads
         self.max_kv_len = Span(window).max_kv_len(self.t)
-        self.bias_table, self.weight_table = bias_table, weight_table
-        has_weight = weight_table is not None
+        has_weight = weight is not None
         gpu, grouped = Gpu.of(query.device), self.group > 1
         self.tiles = tiles_for(gpu, query.dtype, self.head_size, weight=has_weight, grouped=grouped)
         # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
-        has_table = bias_table is not None or has_weight or self.scale <= 0.0 or not self.tiles.skip_mask
-        bias = bias_table
-        if bias is None:
-            bias = self.query.new_zeros(self.heads if has_table else 1, self.max_kv_len, dtype=torch.float32)
-        self.bias = self._add_margins(bias, LOG2_E, -math.inf)
+        reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
         # Without a weight, the kernels get a pointer that they do not read.
-        self.weight = self.query if weight_table is None else self._add_margins(weight_table)
+        self.bias, self.weight = bias, query if weight is None else weight
         self.has_decay = decay_sums is not None
         decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
         self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay)
         # Between the heads of the tables and of the decay.
-        self.strides = (self.bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
+        self.strides = (bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
         self.constants = {
             "SIZE": self.head_size,
@@ -138,12 +147,7 @@ class Launcher:
             "HAS_WEIGHT": has_weight,
             "HAS_DECAY": self.has_decay,
         }
-        self.flags = {"HAS_TABLE": has_table, "HAS_WINDOW": self.max_kv_len < self.t}
-
-    def _add_margins(self, table: Tensor, factor: float = 1.0, fill: float = 0.0) -> Tensor:
-        """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a factor."""
-        margin = self.kernels.MARGIN
-        return F.pad(table[..., : self.max_kv_len].detach().float() * factor, (margin, margin), value=fill)
+        self.flags = {"HAS_TABLE": reads_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
     def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
         """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of log2."""
@@ -195,43 +199,44 @@ class Launcher:
         self,
         grad_context: Tensor,
         row_stats: Tensor,
-        bias_directions: Tensor | None,
-        weight_directions: Tensor | None,
+        directions: Tensor | None,
+        bias_directions: int,
         *,
         out: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Write the query's gradient to `out`. Return the gradients of the coefficients `[h, p]` whose directions
-        `[h, p, length]` are not None, and with a decay the sums of the scores' gradient over keys, float32 `[b, h, s]`.
+    ) -> tuple[list[Tensor], Tensor]:
+        """Write the query's gradient to `out`. Return the float32 gradients of the coefficients `[h, p]` of the first
+        `bias_directions` directions and of the others, without empty ones; and with a decay the sums of the scores'
+        gradient over keys, float32 `[b, h, s]`.
         """
         tile = self.tiles.query
         tiles = -(-self.s // tile.queries)
-        counts = [0 if part is None else part.shape[1] for part in (bias_directions, weight_directions)]
-        sums = self.query.new_empty(sum(counts), self.batch, self.heads, tiles, dtype=torch.float32)
-        directions = self.bias  # not read if there are no directions
-        if sum(counts):
-            parts = [part[..., : self.max_kv_len] for part in (bias_directions, weight_directions) if part is not None]
-            directions = self._add_margins(torch.cat(parts, dim=1).transpose(0, 1)).contiguous()
+        count = 0 if directions is None else len(directions)
+        sums = self.query.new_empty(count, self.batch, self.heads, tiles, dtype=torch.float32)
+        # Without directions, the kernel gets a pointer that it does not read.
+        read = self.bias if directions is None else directions
         row_sums = self._sums(self.s)
         self._launch(
             self.kernels.query_kernel,
             (tiles, self.batch * self.heads),
-            *(*self.inputs, grad_context, row_stats, directions, out, sums, row_sums),
+            *(*self.inputs, grad_context, row_stats, read, out, sums, row_sums),
             *_strides(self.query, self.key, self.value, grad_context, out),
-            *(*self.strides, row_stats.stride(1), directions.stride(0), self.heads, self.group, self.s, self.t),
+            *(*self.strides, row_stats.stride(1), read.stride(0), self.heads, self.group, self.s, self.t),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
-            BIAS_DIRECTIONS=counts[0],
-            WEIGHT_DIRECTIONS=counts[1],
+            BIAS_DIRECTIONS=bias_directions,
+            WEIGHT_DIRECTIONS=count - bias_directions,
             **self.constants,
             **self.flags,
             **_tile_options(tile),
         )
-        # Of strides (1, h), which the operator's fake implementation promises to torch.compile.
-        grad_bias, grad_weight = (grad.T for grad in sums.sum(dim=(1, 3)).split(counts))
-        return (
-            None if bias_directions is None else grad_bias.to(bias_directions.dtype),
-            None if weight_directions is None else (grad_weight * self.scale).to(weight_directions.dtype),
-            row_sums,
-        )
+        grads = []
+        if count:
+            # Of strides (1, h), which the operator's fake implementation promises to torch.compile.
+            grad = sums.sum(dim=(1, 3)).T
+            if bias_directions:
+                grads.append(grad[:, :bias_directions])
+            if bias_directions < count:
+                grads.append(grad[:, bias_directions:] * self.scale)
+        return grads, row_sums
 
     def key_value_gradients(self, grad_context: Tensor, row_stats: Tensor, *, out: tuple[Tensor, Tensor]) -> Tensor:
         """Write the gradients of key and value to `out`. Return with a decay the sums of the scores' gradient over
@@ -259,9 +264,11 @@ class Launcher:
         return self.query.new_empty(self.batch, self.heads, length, dtype=torch.float32)
 
     def table_gradients(
-        self, grad_context: Tensor, row_stats: Tensor, needs_bias: bool, needs_weight: bool, dense: int | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the bias and weight tables for distances below `dense`, zero beyond these and max_kv_len."""
+        self, grad_context: Tensor, row_stats: Tensor, tables: Sequence[Tensor | None], dense: int | None
+    ) -> list[Tensor | None]:
+        """The gradients of a bias and a weight table for distances below `dense`, zero beyond these and max_kv_len;
+        None for None.
+        """
         tile = self.tiles.tables
         side = tile.queries
         length = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
@@ -270,7 +277,6 @@ class Launcher:
         sample_tiles = self.batch * -(-self.s // side)
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
-        tables = [self.bias_table if needs_bias else None, self.weight_table if needs_weight else None]
         grads = [None if table is None else table.new_zeros(table.shape, dtype=torch.float32) for table in tables]
         workspaces = [
             self.query.new_empty((1,) if grad is None else (group_heads, parts, count, side, side), dtype=torch.float32)
@@ -286,8 +292,8 @@ class Launcher:
                 *(*self.strides, row_stats.stride(1), first_head, self.batch, self.heads, self.group),
                 *(self.s, self.t, self.scale, self.scale * LOG2_E),
                 **self.constants,
-                GRAD_BIAS=needs_bias,
-                GRAD_WEIGHT=needs_weight,
+                GRAD_BIAS=tables[0] is not None,
+                GRAD_WEIGHT=tables[1] is not None,
                 BLOCK=side,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
@@ -305,11 +311,10 @@ class Launcher:
                     num_warps=4,
                     num_stages=1,
                 )
-        grad_bias, grad_weight = (
+        return [
             None if grad is None or table is None else grad.to(table.dtype)
             for grad, table in zip(grads, tables, strict=True)
-        )
-        return grad_bias, grad_weight
+        ]
 
 
 def _strides(*states: Tensor) -> list[int]:

@@ -7,20 +7,28 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 table.
 """
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kerple.attention.backends.triton.launch import (
+    LOG2_E,
     MAX_GRID,
     MAX_HEAD_SIZE,
     Launcher,
+    add_margins,
     empty_outputs,
     unavailable_reason,
 )
 from kerple.attention.call import AttentionCall, Backend, without_autocast
+from kerple.attention.tables import KernelTables, PositionTables
 from kerple.positional import TableJacobian
 
 # The last of the 128 rows of the largest tile is 127 strides from the first.
@@ -31,51 +39,63 @@ MAX_DIRECTIONS = 4
 
 def fused_attention(call: AttentionCall) -> Tensor:
     """Like `attend`."""
-    bias = _differentiable_table(call.bias_table, call.bias_jacobian)
-    weight = _differentiable_table(call.weight_table, call.weight_jacobian)
-    if sum(table.directions.shape[1] for table in (bias, weight) if table.directions is not None) > MAX_DIRECTIONS:
-        bias, weight = _DifferentiableTable(call.bias_table), _DifferentiableTable(call.weight_table)
-    context: Tensor = _attention(
-        *(_with_contiguous_rows(states) for states in (call.query, call.key, call.value)),
-        bias.table,
-        weight.table,
-        bias.coefficients,
-        weight.coefficients,
-        bias.directions,
-        weight.directions,
-        call.decay_sums,
-        bias.dense,
-        weight.dense,
-        call.scale,
-        call.span.window,
-    )[0]
-    return context
+    tables = call.tables
+    if tables.kernel is None or tables.max_kv_len != call.max_kv_len:
+        tables = prepare_tables(tables, call.query.shape[1], call.max_kv_len, call.query.device)
+    assert tables.kernel is not None
+    states = (_with_contiguous_rows(states) for states in (call.query, call.key, call.value))
+    # The operator costs more time of the host than `_FusedAttention`, but torch.compile does not trace into it.
+    run = _attention if torch.compiler.is_compiling() else _FusedAttention.apply
+    context, _ = run(*states, *tables.kernel, call.decay_sums, call.scale, call.span.window)
+    return cast(Tensor, context)
 
 
-class _DifferentiableTable(NamedTuple):
-    """A table `[h, length]`, and how its gradient is computed.
+def prepare_tables(tables: PositionTables, heads: int, max_kv_len: int, device: torch.device | str) -> PositionTables:
+    """The same tables, with what the kernels make of them for calls of `heads` query heads and this `max_kv_len`.
 
-    The gradient of the table itself is computed for distances below `dense` (None: all), and that of the coefficients
-    `[h, p]` by the directions `[h, p, length]`.
+    Layers that share the result do not repeat this. Requires Triton.
     """
+    bias, weight = tables.bias, tables.weight
+    of_bias, of_weight = _used_jacobian(bias, tables.bias_jacobian), _used_jacobian(weight, tables.weight_jacobian)
+    used = [jacobian for jacobian in (of_bias, of_weight) if jacobian is not None]
+    if sum(jacobian.coefficients.shape[1] for jacobian in used) > MAX_DIRECTIONS:
+        of_bias, of_weight, used = None, None, []
 
-    table: Tensor | None
-    coefficients: Tensor | None = None
-    directions: Tensor | None = None
-    dense: int | None = None
+    # Below `dense`, a direction is not valid, and the table has its own gradient.
+    directions = None
+    if used:
+        parts = []
+        for jacobian in used:
+            part = jacobian.directions[..., jacobian.dense : max_kv_len]
+            parts.append(F.pad(part, (min(jacobian.dense, max_kv_len), 0)) if jacobian.dense else part)
+        directions = add_margins(torch.cat(parts, dim=1).transpose(0, 1), max_kv_len=max_kv_len).contiguous()
+
+    values = bias
+    if values is None:
+        values = torch.zeros(1 if weight is None else heads, max_kv_len, device=device)
+    kernel = KernelTables(
+        bias_table=bias.detach() if bias is not None and of_bias is not None and not of_bias.dense else bias,
+        weight_table=weight.detach()
+        if weight is not None and of_weight is not None and not of_weight.dense
+        else weight,
+        bias_coefficients=None if of_bias is None else of_bias.coefficients,
+        weight_coefficients=None if of_weight is None else of_weight.coefficients,
+        bias=add_margins(values, LOG2_E, -math.inf, max_kv_len=max_kv_len),
+        weight=None if weight is None else add_margins(weight, max_kv_len=max_kv_len),
+        directions=directions,
+        bias_dense=None if of_bias is None else of_bias.dense,
+        weight_dense=None if of_weight is None else of_weight.dense,
+    )
+    return replace(tables, kernel=kernel, max_kv_len=max_kv_len)
 
 
-def _differentiable_table(table: Tensor | None, jacobian: TableJacobian | None) -> _DifferentiableTable:
+def _used_jacobian(table: Tensor | None, jacobian: TableJacobian | None) -> TableJacobian | None:
     if table is None or jacobian is None or not torch.is_grad_enabled() or not jacobian.coefficients.requires_grad:
-        return _DifferentiableTable(table)
-    if not jacobian.dense:
-        return _DifferentiableTable(table.detach(), jacobian.coefficients, jacobian.directions, jacobian.dense)
-    directions = F.pad(jacobian.directions[..., jacobian.dense :], (jacobian.dense, 0))
-    return _DifferentiableTable(table, jacobian.coefficients, directions, jacobian.dense)
+        return None
+    return jacobian
 
 
-@torch.library.custom_op("kerple::fused_attention", mutates_args=())
-def _attention(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -83,16 +103,21 @@ def _attention(
     weight_table: Tensor | None,
     bias_coefficients: Tensor | None,
     weight_coefficients: Tensor | None,
-    bias_directions: Tensor | None,
-    weight_directions: Tensor | None,
-    decay_sums: Tensor | None,
+    bias: Tensor,
+    weight: Tensor | None,
+    directions: Tensor | None,
     bias_dense: int | None,
     weight_dense: int | None,
+    decay_sums: Tensor | None,
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of `_DifferentiableTable`."""
-    return Launcher(query, key, value, bias_table, weight_table, decay_sums, scale, window).forward()
+    """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of `KernelTables`."""
+    has_table = bias_table is not None or weight_table is not None
+    return Launcher(query, key, value, bias, weight, decay_sums, scale, window, has_table=has_table).forward()
+
+
+_attention = torch.library.custom_op("kerple::fused_attention", _forward, mutates_args=())
 
 
 @_attention.register_fake
@@ -100,19 +125,20 @@ def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return empty_outputs(query)
 
 
-@torch.library.custom_op("kerple::fused_attention_backward", mutates_args=())
-def _attention_backward(
+def _backward(
     grad_context: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bias_table: Tensor | None,
     weight_table: Tensor | None,
-    bias_directions: Tensor | None,
-    weight_directions: Tensor | None,
+    bias: Tensor,
+    weight: Tensor | None,
+    directions: Tensor | None,
     decay_sums: Tensor | None,
     context: Tensor,
     lse: Tensor,
+    bias_directions: int,
     needs_bias: bool,
     needs_weight: bool,
     bias_dense: int | None,
@@ -121,32 +147,39 @@ def _attention_backward(
     window: int | None,
 ) -> list[Tensor]:
     """The gradients of query, key and value, in the layout of `_empty_gradients`, followed by those that are needed of
-    bias table, weight table, bias coefficients, weight coefficients and decay sums.
+    bias table, weight table, the coefficients `[h, p]` of bias and weight, and decay sums.
+
+    bias_directions: the first of the directions, those of the bias.
     """
-    launcher = Launcher(query, key, value, bias_table, weight_table, decay_sums, scale, window)
+    has_table = bias_table is not None or weight_table is not None
+    launcher = Launcher(query, key, value, bias, weight, decay_sums, scale, window, has_table=has_table)
     states = _empty_gradients(query, key)
     grad_query, grad_key, grad_value = states[0].unbind() if len(states) == 1 else states
     with without_autocast(query.device):
         grad_context = _with_contiguous_rows(grad_context)
         row_stats = launcher.row_stats(context, grad_context, lse)
-        *grad_coefficients, row_sums = launcher.query_gradient(
-            grad_context, row_stats, bias_directions, weight_directions, out=grad_query
+        grad_coefficients, row_sums = launcher.query_gradient(
+            grad_context, row_stats, directions, bias_directions, out=grad_query
         )
         column_sums = launcher.key_value_gradients(grad_context, row_stats, out=(grad_key, grad_value))
+        tables = [bias_table if needs_bias else None, weight_table if needs_weight else None]
         if needs_bias and needs_weight and bias_dense == weight_dense:
-            grad_tables = launcher.table_gradients(grad_context, row_stats, True, True, bias_dense)
+            grad_tables = launcher.table_gradients(grad_context, row_stats, tables, bias_dense)
         else:
-            grad_bias = grad_weight = None
+            grad_tables = [None, None]
             if needs_bias:
-                grad_bias, _ = launcher.table_gradients(grad_context, row_stats, True, False, bias_dense)
+                grad_tables[0] = launcher.table_gradients(grad_context, row_stats, [tables[0], None], bias_dense)[0]
             if needs_weight:
-                _, grad_weight = launcher.table_gradients(grad_context, row_stats, False, True, weight_dense)
-            grad_tables = grad_bias, grad_weight
-        grad_sums = None
+                grad_tables[1] = launcher.table_gradients(grad_context, row_stats, [None, tables[1]], weight_dense)[1]
+        grads = [*states, *(grad for grad in grad_tables if grad is not None), *grad_coefficients]
         if decay_sums is not None:
             grad_sums = -column_sums.to(decay_sums.dtype)
             grad_sums[..., -row_sums.shape[2] :] += row_sums
-    return [*states, *(grad for grad in (*grad_tables, *grad_coefficients, grad_sums) if grad is not None)]
+            grads.append(grad_sums)
+    return grads
+
+
+_attention_backward = torch.library.custom_op("kerple::fused_attention_backward", _backward, mutates_args=())
 
 
 @_attention_backward.register_fake
@@ -157,47 +190,72 @@ def _(
     value: Tensor,
     bias_table: Tensor | None,
     weight_table: Tensor | None,
-    bias_directions: Tensor | None,
-    weight_directions: Tensor | None,
+    bias: Tensor,
+    weight: Tensor | None,
+    directions: Tensor | None,
     decay_sums: Tensor | None,
     context: Tensor,
     lse: Tensor,
+    bias_directions: int,
     needs_bias: bool,
     needs_weight: bool,
     *_: object,
 ) -> list[Tensor]:
-    tables = [(bias_table, needs_bias), (weight_table, needs_weight)]
-    return [
-        *_empty_gradients(query, key),
-        *(table.new_empty(table.shape) for table, needs_grad in tables if needs_grad and table is not None),
-        *(part.new_empty(part.shape[1::-1]).T for part in (bias_directions, weight_directions) if part is not None),
-        *(() if decay_sums is None else (decay_sums.new_empty(decay_sums.shape),)),
-    ]
+    grads = _empty_gradients(query, key)
+    for table, needs_grad in ((bias_table, needs_bias), (weight_table, needs_weight)):
+        if table is not None and needs_grad:
+            grads.append(table.new_empty(table.shape))
+    if directions is not None:
+        heads = directions.shape[1]
+        for count in (bias_directions, len(directions) - bias_directions):
+            if count:
+                grads.append(directions.new_empty(count, heads).T)
+    if decay_sums is not None:
+        grads.append(decay_sums.new_empty(decay_sums.shape))
+    return grads
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, bias_table, weight_table, _, _, bias_directions, weight_directions, decay_sums, *rest = inputs
-    ctx.constants = rest
-    tables = bias_table, weight_table, bias_directions, weight_directions
-    ctx.save_for_backward(query, key, value, *tables, decay_sums, *output)
+    states, (*tables, bias_dense, weight_dense), (decay_sums, *constants) = inputs[:3], inputs[3:12], inputs[12:]
+    bias_table, weight_table, bias_coefficients, weight_coefficients, *values = tables
+    ctx.counts = [0 if part is None else part.shape[1] for part in (bias_coefficients, weight_coefficients)]
+    ctx.constants = bias_dense, weight_dense, *constants
+    ctx.save_for_backward(*states, bias_table, weight_table, *values, decay_sums, *output)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    backward: Callable[..., list[Tensor]], ctx: Any, grad_context: Tensor | None, grad_lse: None
+) -> tuple[Tensor | None, ...]:
     if grad_context is None:
-        return (None,) * 14
-    needs_grad = ctx.needs_input_grad
+        return (None,) * 15
+    needs_bias, needs_weight = ctx.needs_input_grad[3:5]
     saved = ctx.saved_tensors  # may be read only once if activations are recomputed
-    grads = _attention_backward(grad_context, *saved, *needs_grad[3:5], *ctx.constants)
+    grads = backward(grad_context, *saved, ctx.counts[0], needs_bias, needs_weight, *ctx.constants)
     packed = _is_packed(*saved[:2])
     states = grads[0].unbind() if packed else grads[:3]
     rest = iter(grads[1 if packed else 3 :])
-    is_computed = (*needs_grad[3:5], *(directions is not None for directions in saved[5:7]))
+    is_computed = (needs_bias, needs_weight, *ctx.counts)
     grad_tables = [next(rest) if computed else None for computed in is_computed]
-    return *states, *grad_tables, None, None, next(rest, None), *(None,) * 4
+    return *states, *grad_tables, *(None,) * 5, next(rest, None), None, None
 
 
-_attention.register_autograd(_gradients, setup_context=_save_for_backward)
+_attention.register_autograd(partial(_gradients, _attention_backward), setup_context=_save_for_backward)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The operator's functions without its dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return _gradients(_backward, ctx, *grads)
 
 
 def _is_packed(query: Tensor, key: Tensor) -> bool:
@@ -224,7 +282,6 @@ FUSED = Backend(
     "fused",
     fused_attention,
     dropout=False,
-    jacobians=True,
     decay=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     max_head_size=MAX_HEAD_SIZE,

@@ -9,6 +9,7 @@ import torch
 from kerple.attention import (
     Attention,
     AttentionMode,
+    PositionTables,
     Requirements,
     Span,
     attend,
@@ -16,8 +17,6 @@ from kerple.attention import (
     backend_names,
     check_backend,
     dispatch,
-    score_table,
-    tables,
 )
 from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
@@ -70,7 +69,7 @@ def test_auto_chooses_the_fastest_backend_for_each_call_on_a_cpu(calls, fused_av
     plain(*random_states(3, 6))
     plain(*random_states(), window=2)
     method = build("kerple_log", SHAPE)
-    Attention("auto", method)(*random_states(), bias_table=tables(method, 6, "cpu")[0])
+    Attention("auto", method)(*random_states())
     assert [backend for backend, *_ in calls] == ["sdpa", "chunked", "chunked", "chunked"]
 
 
@@ -103,17 +102,18 @@ def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
     attention = Attention("auto", build("kerple_log", SHAPE))
     shapes = {(4, 8, 2, 64): True, (4, 8, 1, 64): False, (4, 8, 2, 136): False, (8192, 8, 2, 64): False}
     for shape, expected in shapes.items():
-        assert attention.uses_jacobians(torch.device("cuda"), torch.bfloat16, shape) == expected
-        assert not attention.uses_jacobians(torch.device("cpu"), torch.bfloat16, shape)
-    with torch.no_grad():
-        assert not attention.uses_jacobians(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64))
+        assert attention.runs_fused(torch.device("cuda"), torch.bfloat16, shape) == expected
+        assert not attention.runs_fused(torch.device("cpu"), torch.bfloat16, shape)
+    plain = Attention("auto", build("rotary", SHAPE))
+    assert plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64))
+    assert not plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64), plain=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
 def test_a_configured_backend_runs(calls, backend):
     method = build("alibi", SHAPE)
     attention = Attention(backend, method)
-    attention(*random_states(), bias_table=tables(method, 6, "cpu")[0])
+    attention(*random_states())
     assert [name for name, *_ in calls] == [backend]
 
 
@@ -148,18 +148,18 @@ def test_a_configuration_is_checked_without_triton(monkeypatch):
         attend(*random_states(), backend="fused")
 
 
-def test_a_method_s_tables_are_required():
+def test_tables_that_do_not_fit_the_method_are_rejected():
     with pytest.raises(ValueError, match="has bias: True, weight: False; but the tables passed are bias: False"):
-        Attention("auto", build("kerple_log", SHAPE))(*random_states())
+        Attention("auto", build("kerple_log", SHAPE))(*random_states(), tables=PositionTables())
     with pytest.raises(ValueError, match="has bias: False, weight: False; but the tables passed are bias: True"):
-        Attention("auto")(*random_states(), bias_table=torch.zeros(2, 6))
+        Attention("auto")(*random_states(), tables=PositionTables(bias=torch.zeros(2, 6)))
 
 
 @pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "transformer_xl"])
 def test_a_method_s_table_for_modify_scores_is_required(name):
     attention = Attention("auto", build(name, SHAPE))
-    with pytest.raises(ValueError, match=r"pass table=score_table\(method, 4, device\)"):
-        attention(*random_states(), window=4)
+    with pytest.raises(ValueError, match=r"position_tables\(method, 4, device\)"):
+        attention(*random_states(), tables=PositionTables(), window=4)
 
 
 @pytest.mark.parametrize("name", ["fire", "dape", "dape_fire", "cope", "stick_breaking"])
@@ -308,12 +308,11 @@ def test_complete_blocks_are_one_call(calls):
 def test_positions_are_on_the_cpu_whatever_the_default_device(name, options):
     method = build(name, SHAPE, **options).eval()
     states, mode = random_states(), AttentionMode(Span(window=3, sinks=1))
-    table = score_table(method, 6, "cpu") if method.modifies_scores else None
 
     def compute():
-        dropped = Attention("chunked", method)(*states, table=table, dropout_p=0.5)
+        dropped = Attention("chunked", method)(*states, dropout_p=0.5)
         assert dropped.device.type == "cpu"
-        return Attention("auto", method)(*states, table=table), attend_in_mode(*states, method, mode)
+        return Attention("auto", method)(*states), attend_in_mode(*states, method, mode)
 
     expected = compute()
     _sample.cache_clear()

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from kerple.attention import Attention, Requirements, Span, attend, dispatch, self_check, tables
+from kerple.attention import Attention, PositionTables, Requirements, Span, attend, dispatch, self_check
 from kerple.attention.backends.chunked import chunked_attention
 from kerple.attention.backends.triton import launch
 from kerple.attention.call import AttentionCall
@@ -50,7 +50,7 @@ BROKEN = {
     "result": (lambda call: chunked_attention(call) * 1.01, "the result has a relative error of 1.0e-02"),
     "nan": (lambda call: chunked_attention(call) * float("nan"), "the result has a relative error of nan"),
     "table": (
-        lambda call: chunked_with(call, bias_table=call.bias_table.roll(1, dims=1)),
+        lambda call: chunked_with(call, tables=replace(call.tables, bias=call.tables.bias.roll(1, dims=1))),
         "the result has a relative error",
     ),
     "window": (
@@ -62,7 +62,7 @@ BROKEN = {
         "the gradient of key has a relative error of 2.0e+00",
     ),
     "bias": (
-        lambda call: chunked_with(call, bias_table=TripledGradient.apply(call.bias_table)),
+        lambda call: chunked_with(call, tables=replace(call.tables, bias=TripledGradient.apply(call.tables.bias))),
         "the gradient of bias table has a relative error of 2.0e+00",
     ),
     "no gradient": (
@@ -88,7 +88,7 @@ def random_call(backend: str = "auto") -> torch.Tensor:
     torch.manual_seed(0)
     method = build("kerple_log", SHAPE)
     states = torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(0))
-    return Attention(backend, method)(states[:, :, 2:], states, states, bias_table=tables(method, 10, CPU)[0])
+    return Attention(backend, method)(states[:, :, 2:], states, states)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,8 @@ def test_the_kernels_pass(method):
     a decay.
     """
     verdicts = check(method, "fused") + check(method, "fused", training=False)
-    assert [verdict.failure for verdict in verdicts] == [None, None]  # a window is another verdict
+    assert [verdict.failure for verdict in verdicts] == [None] * 4  # windows and other lengths are other verdicts
+    assert ["not multiples of 16" in str(verdict) for verdict in verdicts] == [False, True, False, True]
     gradients = {"query", "key", "value"} | ({"bias_coefficients"} if method == "kerple_log" else set())
     gradients |= {"decay_sums"} if method == "forgetting" else set()
     assert {"result", *gradients} <= set(verdicts[0].errors)
@@ -149,10 +150,10 @@ def test_wrong_gradients_of_coefficients_fail(kernels):
     """The error is found in a backend that uses the jacobian instead of the gradient of the table."""
 
     def run(call: AttentionCall) -> torch.Tensor:
-        jacobian = call.bias_jacobian
+        jacobian = call.tables.bias_jacobian
         steps = 1.1 * (jacobian.coefficients - jacobian.coefficients.detach())
-        table = call.bias_table.detach() + (steps[..., None] * jacobian.directions).sum(dim=1)
-        return chunked_with(call, bias_table=table)
+        table = call.tables.bias.detach() + (steps[..., None] * jacobian.directions).sum(dim=1)
+        return chunked_with(call, tables=replace(call.tables, bias=table))
 
     kernels(run)
     (verdict,) = check("kerple_log")
@@ -163,10 +164,11 @@ def test_auto_uses_another_backend_after_a_failure(kernels, capsys):
     calls = kernels(BROKEN["result"][0])
     result = random_call()
     assert torch.equal(result, random_call("chunked"))
-    assert calls == [self_check.Q_LEN]
+    assert calls == [self_check.Q_LEN - self_check.ODD]  # the 10 keys are not a multiple of 16
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "FAILED (cpu, float32, head size 16, bias, gradients): the result has a relative error of 1.0e-02" in message
+    assert "FAILED (cpu, float32, head size 16, bias, gradients, lengths that are not multiples of 16)" in message
+    assert "the result has a relative error of 1.0e-02" in message
     assert "auto uses chunked or sdpa instead" in message
     assert "run `python -m kerple.doctor` and open an issue" in message
     random_call()
@@ -205,17 +207,20 @@ def test_the_first_call_checks(kernels, capsys):
     with torch.inference_mode():
         for _ in range(2):
             attend(states, states, states, bias_table=bias)
-    assert calls == [self_check.Q_LEN, 10, 10]
+    assert calls == [self_check.Q_LEN - self_check.ODD, 10, 10]
     (line,) = capsys.readouterr().err.splitlines()
-    assert "passed (cpu, float32, head size 16, bias): largest relative error" in line  # no gradients
+    assert (
+        "passed (cpu, float32, head size 16, bias, lengths that are not multiples of 16): largest relative error"
+        in line
+    )  # no gradients
 
 
 def test_gradients_and_windows_are_checked_on_their_own(kernels):
     assert kernels(chunked_attention) is not None
-    states = torch.randn(1, 2, 30, 16)
+    states, tables = torch.randn(1, 2, 30, 16), PositionTables(bias=torch.zeros(2, 30))
 
     def verdict(**changes: object) -> Verdict | None:
-        call = AttentionCall(query=states, key=states, value=states, scale=0.25, bias_table=torch.zeros(2, 30))
+        call = AttentionCall(query=states, key=states, value=states, scale=0.25, tables=tables)
         call = replace(call, **changes)
         return self_check.ensure_checked(call, dispatch.BACKENDS["fused"], dispatch.BACKENDS["chunked"])
 
@@ -223,7 +228,8 @@ def test_gradients_and_windows_are_checked_on_their_own(kernels):
     assert verdict() is None  # the same forward kernel
     assert verdict(span=Span(window=30)) is None
     assert verdict(span=Span(window=3)) is not None
-    assert verdict(bias_table=None) is not None
+    assert verdict(tables=PositionTables()) is not None
+    assert verdict(query=states[:, :, :16], key=states[:, :, :16], value=states[:, :, :16]) is not None
     assert verdict(key=states[:, :1], value=states[:, :1]) is not None
 
 
@@ -321,7 +327,7 @@ def test_other_backends_and_devices_are_not_checked(kernels, monkeypatch):
     assert check(backend="chunked") == []
     assert check("dape_kerple") == []
     assert check("none") == []  # sdpa
-    assert len(check("none", training=False)) == 2
+    assert len(check("none", training=False)) == 4
     monkeypatch.setattr(self_check, "DEVICE_TYPE", "cuda")
     assert check("alibi") == []
 

@@ -151,10 +151,7 @@ def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch
     sums = decay_sums(method.decay(hidden[:1])) if method.has_decay else None
     query, _ = method.rotate(query[:, :, -LAST:], key[:, :, :0], positions[-LAST:], positions[:0])
     _, key = method.rotate(query[:, :, :0], key, positions[:0], positions)
-    bias, weight = tables(method, FAR, "cpu")
-    table = score_table(method, FAR, "cpu") if method.modifies_scores else None
-    options = {"bias_table": bias, "weight_table": weight, "table": table, "decay_sums": sums}
-    return Attention("auto", method)(query, key, value, **options)
+    return Attention("auto", method)(query, key, value, decay_sums=sums)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])

@@ -2,7 +2,7 @@
 
 import torch
 
-from kerple.attention import Attention, tables
+from kerple.attention import Attention
 from kerple.positional import KerpleLogRotary
 
 
@@ -14,8 +14,7 @@ def test_attention_and_gradients():
     query, key, value = states
     positions = torch.arange(length)
     rotated = method.rotate(query, key, positions, positions)
-    bias, _ = tables(method, length, "cpu")
-    attended = Attention("chunked", method)(*rotated, value, bias_table=bias)
+    attended = Attention("chunked", method)(*rotated, value)
 
     exact = [leaf.detach().double().requires_grad_() for leaf in (*states, method.bias_p, method.bias_a)]
     frequencies = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerple.attention import Attention, score_table, tables
+from kerple.attention import Attention
 from kerple.attention.tables import jacobians
 from kerple.positional import ModelShape, PerLayer, build, build_layers, project
 
@@ -14,10 +14,8 @@ LENGTH = 20
 
 def attend(method, query, key, value):
     positions = torch.arange(LENGTH)
-    bias, weight = tables(method, LENGTH, "cpu") if not method.modifies_scores else (None, None)
-    table = score_table(method, LENGTH, "cpu")
     query, key = method.rotate(query, key, positions, positions)
-    return Attention("chunked", method)(query, key, value, bias_table=bias, weight_table=weight, table=table)
+    return Attention("chunked", method)(query, key, value)
 
 
 def test_each_layer_is_its_own_method():

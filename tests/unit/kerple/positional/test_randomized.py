@@ -92,8 +92,7 @@ def test_attention_at_sampled_positions(name):
     states = [torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
     rotated = method.rotate(*states[:2], POSITIONS, POSITIONS)
-    table = score_table(method, LENGTH, "cpu")
-    attended = Attention("chunked", method)(*rotated, states[2], table=table)
+    attended = Attention("chunked", method)(*rotated, states[2])
 
     query, key = plain.rotate(*states[:2], positions, positions)
     scores = query @ key.transpose(-1, -2) / 8**0.5
@@ -125,7 +124,7 @@ def test_scores_of_methods_that_modify_them(name):
     positions = method.sampled(POSITIONS)
     states = [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     rotated = method.rotate(*states[:2], POSITIONS, POSITIONS)
-    attended = Attention("chunked", method)(*rotated, states[2], table=score_table(method, LENGTH, "cpu"))
+    attended = Attention("chunked", method)(*rotated, states[2])
 
     distance = (positions[:, None] - positions).abs().double()
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()

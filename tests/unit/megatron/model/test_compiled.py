@@ -72,7 +72,7 @@ def test_a_block_is_one_graph(pos_emb, backend):
     results = []
     for function in (block, torch.compile(block, fullgraph=True, dynamic=False, backend="aot_eager")):
         torch._dynamo.reset()  # graphs of other tests count towards the limit of recompilations
-        output = function(hidden, tables=model.shared_tables(hidden, 32))
+        output = function(hidden, tables=model.shared_tables(hidden, 32)[0])
         inputs = [hidden, *(parameter for parameter in block.parameters() if parameter.requires_grad)]
         results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
     for actual, expected in zip(results[1], results[0], strict=True):

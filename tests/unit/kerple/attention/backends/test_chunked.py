@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kerple.attention import FULL, Attention, Span, attend, score_table, tables
+from kerple.attention import FULL, Attention, Span, attend, position_tables, tables
 from kerple.attention.backends import chunk_plan, chunked
 from kerple.attention.call import AttentionCall, modify_budget
 from kerple.positional import ModelShape, PositionalMethod, build
@@ -261,11 +261,10 @@ def test_grouped_keys_are_not_repeated(method, s, monkeypatch):
     monkeypatch.setattr("kerple.attention.call.MODIFY_CPU_BYTES", 1)
     length, size = 4096, 256
     positional = build(method, ModelShape(8, size, 8 * size, 1, length))
-    bias, weight = tables(positional, length, "cpu")
-    table = score_table(positional, length, "cpu") if positional.modifies_scores else None
+    tables = position_tables(positional, length, "cpu")
     query, key, value = (torch.randn(1, heads, n, size) for heads, n in ((8, s), (1, length), (1, length)))
     with torch.no_grad(), LargestStorage() as largest:
-        Attention("auto", positional)(query, key, value, bias_table=bias, weight_table=weight, table=table)
+        Attention("auto", positional)(query, key, value, tables=tables)
     assert largest.elements < 8 * key.numel()
 
 
@@ -317,12 +316,12 @@ def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
     monkeypatch.setattr("kerple.attention.call.MODIFY_MIN_ROWS", 8)
     monkeypatch.setattr("kerple.attention.call.MODIFY_DEVICE_BYTES", 1)
     method = make_method(name).to("meta")
-    table = score_table(method, 30, "meta")
+    tables = position_tables(method, 30, "meta")
     leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
     states = dict(zip(("query", "key", "value"), leaves, strict=True))
     with Transfers() as transfers:
         for span in (FULL, Span(window=10), Span(block=8)):
-            call = AttentionCall(**states, scale=0.5, modify_scores=method.modify_scores, score_table=table, span=span)
+            call = AttentionCall(**states, scale=0.5, modify_scores=method.modify_scores, tables=tables, span=span)
             torch.autograd.grad(chunked.chunked_attention(call).sum(), leaves)
         assert transfers.names == []
         torch.ones(2).to("meta")
@@ -394,9 +393,9 @@ def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
     method = make_method(name)
     query, key, value = (torch.randn(1, 3, length, 4) for length in (48, 16_384, 16_384))
     with torch.no_grad():
-        table = score_table(method, 16_384, "cpu")
+        tables = position_tables(method, 16_384, "cpu")
         with LargestStorage() as largest:
-            Attention("auto", method)(query, key, value, table=table)
+            Attention("auto", method)(query, key, value, tables=tables)
     assert largest.elements <= 36 * 16 * 16_384
 
 
@@ -415,8 +414,8 @@ def training_memory(length: int, backend: str) -> int:
     """The peak number of bytes that forward and backward pass allocate."""
     method = build("dape_kerple", SHAPE)
     leaves = [torch.randn(1, 3, length, 4, requires_grad=True) for _ in range(3)]
-    table = score_table(method, length, "cpu")
-    return peak_memory(lambda: Attention(backend, method)(*leaves, table=table).sum().backward())
+    tables = position_tables(method, length, "cpu")
+    return peak_memory(lambda: Attention(backend, method)(*leaves, tables=tables).sum().backward())
 
 
 def test_memory_of_modified_scores_in_training(monkeypatch):

@@ -35,13 +35,13 @@ def requested(monkeypatch) -> list[tuple[bool, int | None]]:
     requests: list[tuple[bool, int | None]] = []
     query_gradient, table_gradients = launch.Launcher.query_gradient, launch.Launcher.table_gradients
 
-    def record_query(launcher, grad_context, row_stats, *directions, out):
-        requests.append((any(part is not None for part in directions), 0))
-        return query_gradient(launcher, grad_context, row_stats, *directions, out=out)
+    def record_query(launcher, grad_context, row_stats, directions, count, *, out):
+        requests.append((directions is not None, 0))
+        return query_gradient(launcher, grad_context, row_stats, directions, count, out=out)
 
-    def record_tables(launcher, grad_context, row_stats, needs_bias, needs_weight, dense):
+    def record_tables(launcher, grad_context, row_stats, tables, dense):
         requests[-1] = (requests[-1][0], dense)
-        return table_gradients(launcher, grad_context, row_stats, needs_bias, needs_weight, dense)
+        return table_gradients(launcher, grad_context, row_stats, tables, dense)
 
     monkeypatch.setattr(launch.Launcher, "query_gradient", record_query)
     monkeypatch.setattr(launch.Launcher, "table_gradients", record_tables)
@@ -87,20 +87,11 @@ def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
     method = build(pos_emb, SHAPE, **options).to(DEVICE)
     states = [torch.randn(1, 2, length, 16, device=DEVICE).requires_grad_() for length in (37, 40, 40)]
     leaves = [*states, *method.parameters()]
-    max_kv_len = span.max_kv_len(40)
     grads = []
     for backend in ("fused", "reference"):
         attention = Attention(backend, method)
-        assert attention.uses_jacobians(states[0].device, states[0].dtype, states[0].shape) == (backend == "fused")
-        bias, weight = tables(method, max_kv_len, DEVICE)
-        context = attention(
-            *states,
-            bias_table=bias,
-            weight_table=weight,
-            **jacobian_arguments(method, max_kv_len),
-            window=span.window,
-            block=span.block,
-        )
+        assert attention.runs_fused(states[0].device, states[0].dtype, states[0].shape) == (backend == "fused")
+        context = attention(*states, window=span.window, block=span.block)
         grads.append(torch.autograd.grad(context.square().sum(), leaves))
     assert {coefficients for coefficients, _ in requested} == {True}
     assert {dense for _, dense in requested} == {14 if pos_emb == "rpe" else 0}
@@ -168,7 +159,7 @@ def test_directions_below_dense_are_ignored():
         coefficients = torch.zeros(2, 1, device=DEVICE, requires_grad=True)
         directions = torch.where(torch.arange(40, device=DEVICE) < 20, below, 1.0).expand(2, 1, -1)
         jacobian = TableJacobian(coefficients, directions, dense=20)
-        context = Attention("fused", METHODS["alibi"])(*states, bias_table=table, bias_jacobian=jacobian)
+        context = attend(*states, bias_table=table, bias_jacobian=jacobian, backend="fused")
         runs.append(torch.autograd.grad(context.square().sum(), [coefficients, table]))
     for actual, expected in zip(*runs, strict=True):
         assert torch.equal(actual, expected)

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import attend, jacobians, tables
+from kerple.attention import PositionTables, Span, attend, jacobians, tables
 from kerple.attention.backends.triton import operator
-from kerple.positional import KerpleLog
+from kerple.positional import KerpleLog, TableJacobian
 from tests.support.attention import random_attend_arguments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,12 +23,17 @@ def operator_arguments(
     weight_directions: int = 0,
 ) -> list[object]:
     arguments = random_attend_arguments(1, 2, s, t, 16, decay=decay, window=window, kv_heads=kv_heads, device=DEVICE)
-    states = [arguments[name] for name in ("query", "key", "value", "bias_table", "weight_table")]
-    counts = (bias_directions, weight_directions)
-    coefficients = [torch.randn(2, count, device=DEVICE, requires_grad=True) if count else None for count in counts]
-    directions = [torch.randn(2, count, t, device=DEVICE) if count else None for count in counts]
-    dense = [4 if count else None for count in counts]
-    return [*states, *coefficients, *directions, arguments.get("decay_sums"), *dense, 0.3, window]
+    jacobians = []
+    for count in (bias_directions, weight_directions):
+        coefficients = torch.randn(2, count, device=DEVICE, requires_grad=True)
+        jacobians.append(
+            TableJacobian(coefficients, torch.randn(2, count, t, device=DEVICE), dense=4) if count else None
+        )
+    bias, weight = arguments.get("bias_table"), arguments.get("weight_table")
+    tables = PositionTables(bias=bias, weight=weight, bias_jacobian=jacobians[0], weight_jacobian=jacobians[1])
+    kernel = operator.prepare_tables(tables, 2, Span(window).max_kv_len(t), DEVICE).kernel
+    states = [arguments[name] for name in ("query", "key", "value")]
+    return [*states, *kernel, arguments.get("decay_sums"), 0.3, window]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Three training steps of the 162M recipe through `Engine` on one GPU, in which every wait for the device is an error.
+
+    python benchmarks/engine_gpu.py [--json FILE] [--dry-run]
+
+The first two steps may wait, for compilation and self-checks. Needs DeepSpeed, megatron-core and pydantic. `--dry-run`
+trains a small model on a CPU, where nothing waits.
+"""
+
+import itertools
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.support.gpu import Bench
+
+DRY_RUN = ["train_micro_batch_size_per_gpu=2", "num-layers=1", "hidden-size=32", "num-attention-heads=2"]
+
+
+def train_steps(dry: bool) -> dict[str, object]:
+    """The loss and seconds of the last step."""
+    from megatron.config import load_config
+    from megatron.training.distributed import initialize
+    from megatron.training.engine import Engine
+
+    overrides = ["precision=fp32", "seq-length=16", "max-position-embeddings=16", *DRY_RUN] if dry else []
+    config = load_config(["small_bf16.yml", "pos_emb/kerple_log.yml"], Path("configs"), overrides)
+    layout = initialize(config)
+    engine = Engine(config, 96 if dry else 50_257, layout, print)
+    shape = (engine.micro_batch, config.model.seq_length + 1)
+    text = torch.randint(96, shape, generator=torch.Generator().manual_seed(0)).to(layout.device)
+    batch = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
+    for iteration in range(3):
+        if iteration == 2 and not dry:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        started = time.perf_counter()
+        loss = engine.train_step(itertools.repeat(batch), 1e-4, iteration)
+    if not dry:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    return {"loss": loss.item(), "seconds": time.perf_counter() - started}
+
+
+def main() -> int:
+    bench = Bench(__doc__, "engine_gpu.json")
+    row = bench.attempt({"engine": "third step without a host synchronization"}, lambda: train_steps(bench.dry))
+    return 1 if row is None or "failed" in row else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
