@@ -8,7 +8,7 @@ head.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -196,6 +196,24 @@ class AttentionCall:
             head_size=head_size,
             batch_heads=batch * heads,
             device=self.query.device,
+        )
+
+    @property
+    def kind(self) -> Hashable:
+        """What `validate` and the choice of a backend depend on: equal for calls that need no other decision."""
+        query, key, value, tables = self.query, self.key, self.value, self.tables
+        inputs = (query, key, value, tables.bias, tables.weight, self.decay_sums)
+        optional = (
+            *inputs[3:],
+            tables.scores,
+            None if tables.bias_jacobian is None else tables.bias_jacobian.coefficients,
+            None if tables.weight_jacobian is None else tables.weight_jacobian.coefficients,
+        )
+        return (
+            *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
+            *[None if tensor is None else tensor.shape for tensor in optional],
+            torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
+            *(self.span, self.scale > 0.0, self.dropout_p),
         )
 
     def validate(self) -> "AttentionCall":

@@ -4,7 +4,7 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ from kerple.attention.tables import PositionTables, position_tables
 from kerple.positional import PositionalMethod, TableJacobian
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
+# Kinds of calls whose backend an `Attention` remembers.
+MAX_KINDS = 256
 
 
 def backend_names() -> tuple[str, ...]:
@@ -128,6 +130,16 @@ def _run(call: AttentionCall, backend: str) -> Tensor:
             return _run_blockwise(call, call.span.block, backend)
         # All keys are in the first two blocks, so every query attends to all keys up to its own position.
         call = replace(call, span=FULL)
+    return _compute(call, _checked_choice(call, backend))
+
+
+def _compute(call: AttentionCall, backend: str) -> Tensor:
+    with without_autocast(call.query.device):
+        return BACKENDS[backend].compute(call)
+
+
+def _checked_choice(call: AttentionCall, backend: str) -> str:
+    """The backend for a validated call, after the self-check of its kernels."""
     requirements = call.requirements
     chosen = _choose(call, requirements, backend)
     check_backend(chosen, requirements)
@@ -137,8 +149,7 @@ def _run(call: AttentionCall, backend: str) -> Tensor:
             self_check.announce(verdict)
             chosen = _choose(call, requirements, backend)
             check_backend(chosen, requirements)
-    with without_autocast(call.query.device):
-        return BACKENDS[chosen].compute(call)
+    return chosen
 
 
 def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> str:
@@ -210,7 +221,10 @@ def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
 
 
 class Attention:
-    """Attention for one positional method. Its constructor checks the backend; calling it works like `attend`."""
+    """Attention for one positional method. Its constructor checks the backend; calling it works like `attend`.
+
+    The backend is chosen at the first call of each kind (shapes, dtypes, gradients; see `AttentionCall.kind`).
+    """
 
     def __init__(self, backend: str = "auto", positional: PositionalMethod | None = None):
         """`positional` is a method from `kerple.positional`, or None for no positions.
@@ -220,6 +234,7 @@ class Attention:
         """
         self.backend = backend
         self.positional = positional
+        self._chosen: dict[Hashable, str] = {}
         self.has_bias = positional is not None and positional.has_bias
         self.has_weight = positional is not None and positional.has_weight
         self.modifies_scores = positional is not None and positional.modifies_scores
@@ -411,10 +426,22 @@ class Attention:
             decay_sums=decay_sums,
             span=span,
             dropout_p=dropout_p,
-        ).validate()
+        )
         if self.positional is not None and self.positional.scales_qk:
-            return _run_scaled(call, self.positional, self.backend, dropped)
-        return _run(call, self.backend)
+            return _run_scaled(call.validate(), self.positional, self.backend, dropped)
+        if block is not None or torch.compiler.is_compiling():
+            return _run(call.validate(), self.backend)
+        # A failed self-check changes what is chosen.
+        kind = call.kind, self_check.rejections()
+        chosen = self._chosen.get(kind)
+        if chosen is None:
+            chosen = _checked_choice(call.validate(), self.backend)
+            # While a CUDA graph is captured, nothing is checked.
+            if query.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                if len(self._chosen) == MAX_KINDS:
+                    self._chosen.clear()
+                self._chosen[kind] = chosen
+        return _compute(call, chosen)
 
 
 def _final_scores(

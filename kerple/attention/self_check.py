@@ -154,6 +154,11 @@ def reject(dtype: torch.dtype, head_size: int, reason: str) -> None:
     _failures[dtype, head_size] = reason
 
 
+def rejections() -> int:
+    """How many dtypes and head sizes are excluded in this process."""
+    return len(_failures)
+
+
 def ensure_checked(
     call: AttentionCall, fused: Backend, baseline: Backend, *, name: str = "", again: bool = False
 ) -> Verdict | None:

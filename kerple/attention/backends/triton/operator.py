@@ -8,9 +8,8 @@ table.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -43,11 +42,14 @@ def fused_attention(call: AttentionCall) -> Tensor:
     if tables.kernel is None or tables.max_kv_len != call.max_kv_len:
         tables = prepare_tables(tables, call.query.shape[1], call.max_kv_len, call.query.device)
     assert tables.kernel is not None
-    states = (_with_contiguous_rows(states) for states in (call.query, call.key, call.value))
-    # The operator costs more time of the host than `_FusedAttention`, but torch.compile does not trace into it.
-    run = _attention if torch.compiler.is_compiling() else _FusedAttention.apply
-    context, _ = run(*states, *tables.kernel, call.decay_sums, call.scale, call.span.window)
-    return cast(Tensor, context)
+    query, key, value = (_with_contiguous_rows(states) for states in (call.query, call.key, call.value))
+    constants = call.scale, call.span.window
+    # The operator takes more of the host's time than `_FusedAttention`, but torch.compile does not trace into it.
+    if torch.compiler.is_compiling():
+        context, _ = _attention(query, key, value, *tables.kernel, call.decay_sums, *constants)
+        return cast(Tensor, context)
+    leaves = tables.kernel[:4]  # the fields with gradients
+    return cast(Tensor, _FusedAttention.apply(tables.kernel, constants, query, key, value, *leaves, call.decay_sums))
 
 
 def prepare_tables(tables: PositionTables, heads: int, max_kv_len: int, device: torch.device | str) -> PositionTables:
@@ -216,46 +218,80 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    states, (*tables, bias_dense, weight_dense), (decay_sums, *constants) = inputs[:3], inputs[3:12], inputs[12:]
-    bias_table, weight_table, bias_coefficients, weight_coefficients, *values = tables
-    ctx.counts = [0 if part is None else part.shape[1] for part in (bias_coefficients, weight_coefficients)]
-    ctx.constants = bias_dense, weight_dense, *constants
-    ctx.save_for_backward(*states, bias_table, weight_table, *values, decay_sums, *output)
+    query, key, value, *tables, decay_sums, scale, window = inputs
+    kernel = KernelTables(*tables)
+    saved = kernel.bias_table, kernel.weight_table, kernel.bias, kernel.weight, kernel.directions
+    ctx.save_for_backward(query, key, value, *saved, decay_sums, *output)
+    ctx.kernel_constants = _constants(kernel, scale, window)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
-    backward: Callable[..., list[Tensor]], ctx: Any, grad_context: Tensor | None, grad_lse: None
-) -> tuple[Tensor | None, ...]:
+def _constants(kernel: KernelTables, scale: float, window: int | None) -> tuple[list[int], tuple[Any, ...]]:
+    """(the number of directions of bias and weight, the last arguments of `_backward`)."""
+    coefficients = kernel.bias_coefficients, kernel.weight_coefficients
+    counts = [0 if part is None else part.shape[1] for part in coefficients]
+    return counts, (kernel.bias_dense, kernel.weight_dense, scale, window)
+
+
+def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
     if grad_context is None:
         return (None,) * 15
-    needs_bias, needs_weight = ctx.needs_input_grad[3:5]
     saved = ctx.saved_tensors  # may be read only once if activations are recomputed
-    grads = backward(grad_context, *saved, ctx.counts[0], needs_bias, needs_weight, *ctx.constants)
+    states, grad_tables, grad_sums = _all_gradients(
+        _attention_backward, grad_context, saved, ctx.kernel_constants, ctx.needs_input_grad[3:5]
+    )
+    return *states, *grad_tables, *(None,) * 5, grad_sums, None, None
+
+
+def _all_gradients(
+    backward: Callable[..., list[Tensor]],
+    grad_context: Tensor,
+    saved: tuple[Tensor, ...],
+    constants: tuple[list[int], tuple[Any, ...]],
+    needs_table: tuple[bool, bool],
+) -> tuple[Sequence[Tensor], list[Tensor | None], Tensor | None]:
+    """The gradients of query, key and value, of the tables and coefficients, and of the decay sums."""
+    counts, rest = constants
+    grads = backward(grad_context, *saved, counts[0], *needs_table, *rest)
     packed = _is_packed(*saved[:2])
     states = grads[0].unbind() if packed else grads[:3]
-    rest = iter(grads[1 if packed else 3 :])
-    is_computed = (needs_bias, needs_weight, *ctx.counts)
-    grad_tables = [next(rest) if computed else None for computed in is_computed]
-    return *states, *grad_tables, *(None,) * 5, next(rest, None), None, None
+    others = iter(grads[1 if packed else 3 :])
+    grad_tables = [next(others) if computed else None for computed in (*needs_table, *counts)]
+    return states, grad_tables, next(others, None)
 
 
-_attention.register_autograd(partial(_gradients, _attention_backward), setup_context=_save_for_backward)
+_attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The operator's functions without its dispatch."""
+    """The operator's functions without its dispatch: from its `KernelTables`, (scale, window), query, key and value,
+    the tables and coefficients that have gradients, and decay sums, to the context.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
-        _save_for_backward(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any,
+        kernel: KernelTables,
+        constants: tuple[float, int | None],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *leaves: Tensor | None,
+    ) -> Tensor:
+        decay_sums = leaves[-1]
+        context, lse = _forward(query, key, value, *kernel, decay_sums, *constants)
+        values = kernel.bias, kernel.weight, kernel.directions
+        ctx.save_for_backward(query, key, value, *leaves[:2], *values, decay_sums, context, lse)
+        ctx.kernel_constants = _constants(kernel, *constants)
+        return context
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return _gradients(_backward, ctx, *grads)
+    def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
+        states, grad_tables, grad_sums = _all_gradients(
+            _backward, grad_context, ctx.saved_tensors, ctx.kernel_constants, ctx.needs_input_grad[5:7]
+        )
+        return None, None, *states, *grad_tables, grad_sums
 
 
 def _is_packed(query: Tensor, key: Tensor) -> bool:
