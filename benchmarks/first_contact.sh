@@ -22,7 +22,7 @@ done
 out=runs/bench/first_contact
 mkdir -p $out
 rm -f $out/*.json $out/*.log
-jobs=$([ -n "$dry" ] && echo 1 || nproc)
+jobs=$(nproc)
 failed=0
 
 part() {  # part NAME COMMAND...: its output goes to the terminal and to NAME.log

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.gpu import Bench, print_results
+from kerple.doctor import run_in_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ["kerple.doctor", "attention_gpu", "train_step_gpu", "engine_gpu", "benchmarks.support.gpu"]
@@ -66,6 +67,10 @@ def test_they_need_only_pytorch_and_triton():
     modules = "benchmarks.attention_gpu, benchmarks.train_step_gpu, benchmarks.evaluation_gpu"
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import {modules}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_results_of_several_processes_are_in_order():
+    assert run_in_processes(divmod, [(7, 2), (9, 4), (5, 5)], 2) == [(3, 1), (2, 1), (1, 0)]
 
 
 def test_the_time_limit_begins_after_the_check(tmp_path, monkeypatch):

@@ -71,7 +71,8 @@ def test_a_gpu_whose_kernels_work(cpu_as_gpu):
     assert (check.device, check.backends, check.failure, check.unsupported) == ("NVIDIA Test", ["fused"], None, None)
     assert {"result", "query", "bias_coefficients"} <= set(check.errors)
     saved = sorted(self_check.cache_folder().iterdir())
-    assert len(saved) == 6  # training; evaluation with and without a window; each with grouped queries and without
+    # Training; evaluation with and without a window, for two kinds of lengths; each with grouped queries and without.
+    assert len(saved) == 10
     # It checks again, in spite of the verdicts.
     cpu_as_gpu(lambda call: chunked_attention(call) * 2)
     assert doctor.check_method("kerple_log", CPU, torch.bfloat16, 16).failure is not None

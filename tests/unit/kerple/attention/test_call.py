@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerple.attention import FULL, Span, attend
+from kerple.attention import FULL, PositionTables, Span, attend
 from kerple.attention.call import AttentionCall, Backend, Requirements
 from kerple.positional import TableJacobian
 from tests.support.attention import visible_pairs
@@ -84,7 +84,8 @@ def test_invalid_arguments_are_named(change, message):
 
 def test_requirements_of_a_call():
     query = torch.randn(2, 3, 4, 8, requires_grad=True)
-    call = AttentionCall(query=query, key=query, value=query, scale=1.0, weight_table=torch.ones(3, 4), dropout_p=0.1)
+    tables = PositionTables(weight=torch.ones(3, 4))
+    call = AttentionCall(query=query, key=query, value=query, scale=1.0, tables=tables, dropout_p=0.1)
     expected = Requirements(
         weight=True,
         dropout=True,

@@ -17,6 +17,7 @@ from kerple.attention import (
     backend_names,
     check_backend,
     dispatch,
+    self_check,
 )
 from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
@@ -107,6 +108,23 @@ def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
     plain = Attention("auto", build("rotary", SHAPE))
     assert plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64))
     assert not plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64), plain=True)
+
+
+def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
+    """Until a kernel is rejected."""
+    choices = []
+    choose = dispatch._choose
+    monkeypatch.setattr(dispatch, "_choose", lambda call, *rest: choices.append(call.q_len) or choose(call, *rest))
+    attention = Attention("auto", build("kerple_log", SHAPE))
+    for s in (6, 6, 3, 6):
+        attention(*random_states(s, 6))
+    with torch.no_grad():
+        attention(*random_states())
+    assert choices == [6, 3, 6]  # without gradients, another kernel may run
+    monkeypatch.setattr(self_check, "_failures", {(torch.float32, 4): "wrong"})
+    attention(*random_states())
+    assert choices == [6, 3, 6, 6]
+    assert [backend for backend, *_ in calls] == ["chunked"] * 6
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
