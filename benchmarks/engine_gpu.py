@@ -26,7 +26,7 @@ def train_steps(dry: bool) -> dict[str, object]:
     from megatron.training.distributed import initialize
     from megatron.training.engine import Engine
 
-    overrides = ["precision=fp32", "seq-length=16", "max-position-embeddings=16", *DRY_RUN] if dry else []
+    overrides = ["distributed-backend=gloo", "seq-length=16", "max-position-embeddings=16", *DRY_RUN] if dry else []
     config = load_config(["small_bf16.yml", "pos_emb/kerple_log.yml"], Path("configs"), overrides)
     layout = initialize(config)
     engine = Engine(config, 96 if dry else 50_257, layout, print)

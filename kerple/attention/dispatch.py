@@ -436,8 +436,7 @@ class Attention:
         chosen = self._chosen.get(kind)
         if chosen is None:
             chosen = _checked_choice(call.validate(), self.backend)
-            # While a CUDA graph is captured, nothing is checked.
-            if query.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            if self_check.can_check(query):
                 if len(self._chosen) == MAX_KINDS:
                     self._chosen.clear()
                 self._chosen[kind] = chosen

@@ -159,6 +159,15 @@ def rejections() -> int:
     return len(_failures)
 
 
+def can_check(query: Tensor) -> bool:
+    """False while a CUDA graph is captured, and for tensors of other classes, such as FakeTensor, which have no values
+    that could be compared.
+    """
+    if type(query) not in (Tensor, nn.Parameter):
+        return False
+    return query.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def ensure_checked(
     call: AttentionCall, fused: Backend, baseline: Backend, *, name: str = "", again: bool = False
 ) -> Verdict | None:
@@ -179,10 +188,7 @@ def ensure_checked(
     variant = Variant.of(call)
     if not again and ((device, variant) in _passed or (variant.dtype, variant.head_size) in _failures):
         return None
-    # Tensors of other classes, such as FakeTensor, have no values that could be compared.
-    if type(call.query) not in (Tensor, nn.Parameter) or (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    ):
+    if not can_check(call.query):
         return None
     key = {"environment": environment(device), "method": name, "variant": list(map(str, variant))}
     subject = ", ".join(part for part in (device_name(device), name, str(variant)) if part)

@@ -18,15 +18,15 @@ SHAPE = ModelShape(num_heads=4, head_size=64, hidden_size=256, num_layers=1, max
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap", "rpe", "forgetting"])
 def test_the_comparison(method, dtype, monkeypatch):
-    """Training, and a window with fewer queries than keys."""
+    """Training; and fewer queries than keys, with and without a window, for two kinds of lengths."""
     calls = []
     monkeypatch.setattr(self_check, "ensure_checked", lambda call, *_, **__: calls.append(call))
     with SimulatedCuda() as device:
         attention = dispatch.Attention("auto", move_to_cuda(build(method, SHAPE), None))
         for training in (True, False):
             attention.check_kernels(torch.device("cuda"), dtype, 4, 64, training=training)
-        assert [call.span.window is None for call in calls] == [True, True, False]
-        for call, gradients in zip(calls, (True, False, False), strict=True):
+        assert [call.span.window is None for call in calls] == [True, True, True, False, False]
+        for call, gradients in zip(calls, (True, False, False, False, False), strict=True):
             device.reset()
             call = small_call(replace(call, query=call.query.detach()))
             errors = relative_errors(
