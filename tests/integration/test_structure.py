@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.measure import imported_files
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for package in ("kerple", "megatron", "experiments") for path in (ROOT / package).rglob("*.py"))
 UNIT_TESTS = sorted((ROOT / "tests/unit").rglob("test_*.py"))
@@ -68,37 +70,13 @@ def test_imports_go_one_way():
     assert not wrong, "\n".join(wrong)
 
 
-def imports_when_loaded(path: Path) -> set[str]:
-    """Like `imported_modules`, without imports in functions and for type checkers."""
-    names, nodes = set(), list(ast.parse(path.read_text()).body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-    return names
-
-
-# Module -> how many files of this project it may import, itself included. Files that only packages import, in their
-# __init__.py, do not count.
+# Module -> how many files of this project it may import, itself included.
 IMPORT_LIMITS = {"megatron.cli.report": 26, "megatron.inference.loading": 82, "megatron.training.loop": 122}
 
 
 @pytest.mark.parametrize("module", IMPORT_LIMITS)
 def test_commands_import_few_files(module):
-    files = {module_name(path): path for path in SOURCES}
-    reached, left = set(), [module]
-    while left:
-        name = left.pop()
-        name = name if name in files else name.rpartition(".")[0]  # a name in a module
-        if name in files and name not in reached:
-            reached.add(name)
-            left += imports_when_loaded(files[name])
+    reached = imported_files(module)
     assert len(reached) <= IMPORT_LIMITS[module], sorted(reached)
 
 
