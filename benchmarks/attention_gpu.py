@@ -249,7 +249,7 @@ def main() -> int:
     if bench.options.tune:
         tune(bench)
         return 0
-    for length in (64,) if bench.dry else QUICK_LENGTHS if bench.options.quick else LENGTHS:
+    for length in (32,) if bench.dry else QUICK_LENGTHS if bench.options.quick else LENGTHS:
         batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
         query, key, value, upstream = random_states(
             batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device

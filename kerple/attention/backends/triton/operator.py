@@ -76,10 +76,8 @@ def prepare_tables(tables: PositionTables, heads: int, max_kv_len: int, device: 
     if values is None:
         values = torch.zeros(1 if weight is None else heads, max_kv_len, device=device)
     kernel = KernelTables(
-        bias_table=bias.detach() if bias is not None and of_bias is not None and not of_bias.dense else bias,
-        weight_table=weight.detach()
-        if weight is not None and of_weight is not None and not of_weight.dense
-        else weight,
+        bias_table=_with_own_gradient(bias, of_bias),
+        weight_table=_with_own_gradient(weight, of_weight),
         bias_coefficients=None if of_bias is None else of_bias.coefficients,
         weight_coefficients=None if of_weight is None else of_weight.coefficients,
         bias=add_margins(values, LOG2_E, -math.inf, max_kv_len=max_kv_len),
@@ -95,6 +93,13 @@ def _used_jacobian(table: Tensor | None, jacobian: TableJacobian | None) -> Tabl
     if table is None or jacobian is None or not torch.is_grad_enabled() or not jacobian.coefficients.requires_grad:
         return None
     return jacobian
+
+
+def _with_own_gradient(table: Tensor | None, jacobian: TableJacobian | None) -> Tensor | None:
+    """The table, detached if its gradient is entirely that of the jacobian's coefficients."""
+    if table is None or jacobian is None or jacobian.dense:
+        return table
+    return table.detach()
 
 
 def _forward(
