@@ -6,7 +6,6 @@ Product lines are all Python lines outside `tests/`, `benchmarks/` and `experime
 and docstrings. Words are those of the Markdown files in `docs/` and the root, without the generated key reference.
 """
 
-import argparse
 import ast
 import json
 import statistics
@@ -20,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from megatron.utils.command_line import run_main  # noqa: E402
+import check_megatron  # noqa: E402, F401
+from megatron.utils.command_line import OptionParser, run_main  # noqa: E402
 
 # Modules whose imports are counted.
 IMPORTS = ("megatron.training.loop", "megatron.inference.loading", "megatron.cli.report")
@@ -119,7 +119,7 @@ def measure() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = OptionParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to a file")
     options = parser.parse_args()
     sizes = measure()

@@ -19,7 +19,7 @@ for name in ("megatron", "deepspeed", "pydantic", "numpy", "transformers", "yaml
 
 ALL_METHODS = """
 import torch
-from kerple.attention import Attention, score_table, tables
+from kerple.attention import Attention
 from kerple.positional import ConstantSlope, ModelShape, build, decay_sums, registered_names
 
 shape = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
@@ -28,11 +28,8 @@ for name in registered_names():
     hidden = method.embed(torch.randn(2, 16, 32, requires_grad=True), torch.arange(16))
     states = hidden.view(2, 16, 4, 8).transpose(1, 2)
     query, key = method.rotate(states, states, torch.arange(16), torch.arange(16))
-    bias, weight = tables(method, 16, "cpu")
-    table = score_table(method, 16, "cpu") if method.modifies_scores else None
     sums = decay_sums(method.decay(hidden)) if method.has_decay else None
-    options = {"bias_table": bias, "weight_table": weight, "table": table, "decay_sums": sums}
-    Attention(positional=method)(query, key, states, **options).square().sum().backward()
+    Attention(positional=method)(query, key, states, decay_sums=sums).square().sum().backward()
     assert all(parameter.grad is not None for parameter in method.parameters()), name
     print(name)
 assert type(method := build("constant_slope", shape)) is ConstantSlope

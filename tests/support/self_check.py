@@ -15,7 +15,7 @@ def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     `folder`; `auto` uses the fused kernels on the CPU.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    sizes = {"BATCH": 1, "Q_LEN": 32, "KV_LEN": 48, "WINDOW": 12}
+    sizes = {"BATCH": 1, "Q_LEN": 16, "KV_LEN": 48, "WINDOW": 12}
     for name, value in {"DEVICE_TYPE": "cpu", "_passed": set(), "_failures": {}, **sizes}.items():
         monkeypatch.setattr(self_check, name, value)
     self_check._warn_unwritable.cache_clear()
