@@ -203,17 +203,14 @@ class AttentionCall:
         """What `validate` and the choice of a backend depend on: equal for calls that need no other decision."""
         query, key, value, tables = self.query, self.key, self.value, self.tables
         inputs = (query, key, value, tables.bias, tables.weight, self.decay_sums)
-        optional = (
-            *inputs[3:],
-            tables.scores,
-            None if tables.bias_jacobian is None else tables.bias_jacobian.coefficients,
-            None if tables.weight_jacobian is None else tables.weight_jacobian.coefficients,
-        )
+        optional = [*inputs[3:], tables.scores]
+        for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
+            optional += [None, None] if jacobian is None else [jacobian.coefficients, jacobian.directions]
         return (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
             *[None if tensor is None else tensor.shape for tensor in optional],
             torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
-            *(self.span, self.scale > 0.0, self.dropout_p),
+            *(self.span, self.scale, self.dropout_p),
         )
 
     def validate(self) -> "AttentionCall":

@@ -17,6 +17,7 @@ from kerple.attention import (
     backend_names,
     check_backend,
     dispatch,
+    position_tables,
     self_check,
 )
 from kerple.attention.backends import chunk_plan, sdpa
@@ -125,6 +126,18 @@ def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
     attention(*random_states())
     assert choices == [6, 3, 6, 6]
     assert [backend for backend, *_ in calls] == ["chunked"] * 6
+
+
+def test_a_remembered_choice_does_not_hide_a_bad_call():
+    method = build("kerple_log", SHAPE)
+    attention, states = Attention("auto", method), random_states()
+    tables = position_tables(method, 6, "cpu", with_jacobians=True)
+    attention(*states, tables=tables)
+    short = replace(tables.bias_jacobian, directions=tables.bias_jacobian.directions[..., :5])
+    with pytest.raises(ValueError, match="bias_jacobian"):
+        attention(*states, tables=replace(tables, bias_jacobian=short))
+    with pytest.raises(ValueError, match="bias_table"):
+        attention(*states, tables=replace(tables, bias=tables.bias[:, :5]))
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
