@@ -197,8 +197,8 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
     method.reset_parameters(torch.Generator().manual_seed(0))
     method = method.to(device)
     requirements = Requirements(
-        weight=method.has_weight,
-        modify_scores=method.modifies_scores,
+        weight="weight" in method.hooks,
+        modify_scores="modify_scores" in method.hooks,
         training=True,
         dtype=dtype,
         head_size=head_size,
@@ -225,7 +225,7 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
 
         errors = measure(dtype)
         failure = wrong_result(errors, dtype)
-        if failure is not None and method.modifies_scores:  # the gradients have no jumps due to rounding in float64
+        if failure is not None and requirements.modify_scores:  # the gradients have no jumps due to rounding in float64
             failure = wrong_result(errors, dtype, kinks=True) or wrong_result(measure(torch.float64), torch.float32)
         return replace(check, errors=errors, failure=failure)
     except Exception as error:  # what is wrong with this method must not hide the results of the others
@@ -256,7 +256,7 @@ def _small_call(
     query, key = (torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device) for heads in (HEADS, kv_heads))
     tables = position_tables(method, KV_LEN, device)
     call = small_call(AttentionCall(query=query, key=key, value=key, scale=head_size**-0.5, tables=tables))
-    if method.modifies_scores:
+    if "modify_scores" in method.hooks:
         call = replace(call, modify_scores=method.final_scores)
     key_positions = torch.arange(call.kv_len, device="cpu")
     with torch.no_grad():

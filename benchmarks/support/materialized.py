@@ -45,9 +45,9 @@ class OriginalAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
         scores = query * query.shape[3] ** -0.5 @ key.transpose(-1, -2)
-        if self.positional.has_weight:
+        if "weight" in self.positional.hooks:
             scores = scores * self.positional.weight(self.distance)
-        if self.positional.has_bias:
+        if "bias" in self.positional.hooks:
             scores = scores + self.positional.bias(self.distance)
         return scores.masked_fill(self.mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
 

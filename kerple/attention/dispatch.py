@@ -235,11 +235,11 @@ class Attention:
         self.backend = backend
         self.positional = positional
         self._chosen: dict[Hashable, str] = {}
-        self.has_bias = positional is not None and positional.has_bias
-        self.has_weight = positional is not None and positional.has_weight
-        self.modifies_scores = positional is not None and positional.modifies_scores
-        self.has_decay = positional is not None and positional.has_decay
-        scales_qk = positional is not None and positional.scales_qk
+        self.has_bias = positional is not None and "bias" in positional.hooks
+        self.has_weight = positional is not None and "weight" in positional.hooks
+        self.modifies_scores = positional is not None and "modify_scores" in positional.hooks
+        self.has_decay = positional is not None and "decay" in positional.hooks
+        scales_qk = positional is not None and "scale_qk" in positional.hooks
         if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay or scales_qk):
             raise ValueError(
                 f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight, decay or "
@@ -427,7 +427,7 @@ class Attention:
             span=span,
             dropout_p=dropout_p,
         )
-        if self.positional is not None and self.positional.scales_qk:
+        if self.positional is not None and "scale_qk" in self.positional.hooks:
             return _run_scaled(call.validate(), self.positional, self.backend, dropped)
         if block is not None or torch.compiler.is_compiling():
             return _run(call.validate(), self.backend)

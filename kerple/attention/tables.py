@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kerple.positional import PerLayer, PositionalMethod, TableJacobian
+from kerple.positional import PositionalMethod, TableJacobian
 from kerple.positional.distance_maps import DistanceMap
 
 
@@ -72,7 +72,7 @@ def position_tables(
         return NO_TABLES
     bias, weight = tables(method, length, device)
     bias_jacobian, weight_jacobian = jacobians(method, length, device) if with_jacobians else (None, None)
-    scores = score_table(method, length, device) if method.modifies_scores else None
+    scores = score_table(method, length, device) if "modify_scores" in method.hooks else None
     return PositionTables(
         bias=bias, weight=weight, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian, scores=scores
     )
@@ -98,7 +98,7 @@ def tables(
 
     distance_map: replaces the distances, before they are rounded.
     """
-    if not (method.has_bias or method.has_weight):
+    if not method.hooks & {"bias", "weight"}:
         return None, None
     distance = torch.arange(first, length, dtype=torch.float32, device=device)
     if distance_map is not None:
@@ -106,8 +106,8 @@ def tables(
     if rounded:
         distance = distance.bfloat16().float()
 
-    bias = method.bias(distance) if method.has_bias else None
-    weight = method.weight(distance) if method.has_weight else None
+    bias = method.bias(distance) if "bias" in method.hooks else None
+    weight = method.weight(distance) if "weight" in method.hooks else None
     if rounded:
         bias, weight = (None if table is None else table.bfloat16().float() for table in (bias, weight))
     return bias, weight
@@ -121,24 +121,12 @@ def jacobians(
     A backend that uses them (see `attend`) sums the gradients of a few coefficients per head instead of those of the
     whole table.
     """
-    if not (method.has_bias or method.has_weight):
+    if not method.hooks & {"bias", "weight"}:
         return None, None
-    if isinstance(method, PerLayer):
-        method = method.method
     distance = torch.arange(length, dtype=torch.float32, device=device)
-    bias = method.bias_jacobian(distance) if method.has_bias and _has_own_jacobian(method, "bias") else None
-    weight = method.weight_jacobian(distance) if method.has_weight and _has_own_jacobian(method, "weight") else None
+    bias = method.bias_jacobian(distance) if "bias" in method.hooks else None
+    weight = method.weight_jacobian(distance) if "weight" in method.hooks else None
     return bias, weight
-
-
-def _has_own_jacobian(method: PositionalMethod, name: str) -> bool:
-    """False if a subclass overrides the table but not its jacobian: it inherits the jacobian of another function."""
-    classes = type(method).__mro__
-    jacobian_class, table_class = (
-        next((index for index, base in enumerate(classes) if hook in vars(base)), -1)
-        for hook in (f"{name}_jacobian", name)
-    )
-    return jacobian_class <= table_class
 
 
 def score_table(

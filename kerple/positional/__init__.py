@@ -9,7 +9,17 @@ import pkgutil
 
 from kerple.positional.absolute import Learned, Sinusoidal
 from kerple.positional.alibi import Alibi, KerplePowerOriginal
-from kerple.positional.base import ModelShape, PositionalMethod, PositionsExceeded, TableJacobian, outermost, project
+from kerple.positional.base import (
+    Bias,
+    Chunk,
+    ModelShape,
+    PositionalMethod,
+    PositionsExceeded,
+    ScoreModifier,
+    TableJacobian,
+    outermost,
+    project,
+)
 from kerple.positional.cope import Cope
 from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary
 from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary
@@ -43,7 +53,7 @@ from kerple.positional.registry import (
     register,
     registered_names,
 )
-from kerple.positional.rotary import Rotary
+from kerple.positional.rotary import Rotary, Rotation
 from kerple.positional.sandwich import Sandwich
 from kerple.positional.stick_breaking import StickBreaking
 from kerple.positional.t5 import T5
@@ -54,7 +64,9 @@ __all__ = [
     "RANDOM_OPTIONS",
     "T5",
     "Alibi",
+    "Bias",
     "Cable",
+    "Chunk",
     "Cope",
     "Dape",
     "DapeAlibi",
@@ -88,7 +100,9 @@ __all__ = [
     "PositionalMethod",
     "PositionsExceeded",
     "Rotary",
+    "Rotation",
     "Sandwich",
+    "ScoreModifier",
     "Sinusoidal",
     "StickBreaking",
     "TableJacobian",

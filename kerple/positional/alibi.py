@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kerple.positional.base import PositionalMethod
+from kerple.positional.base import Bias
 from kerple.positional.functional import DeviceConstant
 from kerple.positional.registry import register
 
@@ -19,7 +19,7 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 @register("alibi")
-class Alibi(PositionalMethod):
+class Alibi(Bias):
     """Bias -slope_h δ, without parameters."""
 
     def __init__(self, num_heads: int):

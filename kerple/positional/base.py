@@ -5,9 +5,10 @@ and keys of a chunk, n distances, p parameters per head.
 """
 
 import inspect
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,20 +52,53 @@ class PositionsExceeded(ValueError):
     """A position that the method cannot represent, such as one beyond a learned table."""
 
 
+# The hooks that attention and the embedding call.
+HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
+
+
+class Chunk(NamedTuple):
+    """Pairs of c queries and l keys, whose scores `modify_scores` computes.
+
+    Attributes:
+        scores: `[b, h, c, l]`, q.k / sqrt(d), float32 or float64.
+        query: `[b, h, c, d]`, after `rotate`.
+        query_positions, key_positions: `[c]` and `[l]`, each consecutive, except that keys which no query of the chunk
+            sees may be missing after attention sinks, unless the method is `per_pair`.
+        mask: bool `[c, l]`, True where the query must not see the key. Such scores may be arbitrary and must not
+            influence visible ones.
+        table: the result of the method's `table` for distances from 0 on (see `by_pair` in `functional.py`).
+    """
+
+    scores: Tensor
+    query: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+    mask: Tensor
+    table: Tensor | None = None
+
+
 class PositionalMethod(nn.Module):
-    """Base class of all positional methods. A method implements the hooks it needs:
+    """Base class of all positional methods, and all that a model asks them for. To write a method, begin with one of
+    the small base classes (`Bias`, `Rotation` or `ScoreModifier`).
+
+    A method implements the hooks it needs:
 
         embed(hidden, positions)                                 add to the token embeddings
         rotate(query, key, query_positions, key_positions)       transform queries and keys
         bias(distance)                                           added to the scaled scores
-        weight(distance)                                         multiplies the scaled scores
-        modify_scores(scores, query, ..., table)                 compute the final scores, for all heads at once
-        table(distance)                                          values over distance for `modify_scores`
+        weight(distance)                                         multiplies the scaled scores, as `bias`
+        modify_scores(chunk)                                     compute the final scores, for all heads at once
         scale_qk(query, key, query_positions, key_positions)     scale rotated queries and keys, segment by segment
         decay(hidden)                                            added to the scores: its sums between key and query
 
     Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or softmax(modify_scores(q.k /
     sqrt(d), ...)). A method with `modify_scores` has no bias, weight, decay or scale_qk.
+
+    `scale_qk` scales query `[b, h, s, d]` and key `[b, g, t, d]`, s <= `segment`, so that their products depend only on
+    differences of positions. Keys are cached unscaled.
+
+    `decay` returns `[b, h, s]` in at least float32, from the input of attention `[b, s, e]`, token by token. The bias
+    of a query and a key is the sum over the tokens after the key, up to the query (see `decay.py`).
 
     Constructor arguments named like a field of `ModelShape` receive the model's sizes; the other arguments are the
     method's options. A method imports only torch and `kerple.positional`, so it works in any model.
@@ -73,15 +107,10 @@ class PositionalMethod(nn.Module):
     tensors on the device of queries and keys.
 
     Attributes:
+        hooks: the names of the method's hooks: those that its class defines, unless the constructor changes them.
         shared: one instance serves all layers. If False, every layer has its own.
         segment: for a method with `scale_qk`, the maximum number of queries per call.
-        per_pair: for a method with `modify_scores`, whether the final score of a query-key pair depends only on that
-            pair's query, positions and scores (of all heads).
-        shift_invariant: for a method with `modify_scores`, whether it uses positions only for the distances at which it
-            reads its table, so that the table may begin at another distance, with positions shifted by it.
-        lookahead: for a method with `modify_scores`, the number of masked keys after the last query whose presence (not
-            their values) affects the result. `final_scores` adds them. No more masked keys than that next to a visible
-            one may affect its score.
+        per_pair, shift_invariant, lookahead: for a method with `modify_scores`, see `ScoreModifier`.
         turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions, which may be float64
             and fractional. A distance map (`distance_maps.py`) then applies to the positions.
         length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
@@ -90,6 +119,7 @@ class PositionalMethod(nn.Module):
         evaluation_options: options that do not affect the parameters, so evaluation can change them.
     """
 
+    hooks: frozenset[str] = frozenset()
     shared: bool = True
     per_pair: bool = False
     shift_invariant: bool = False
@@ -99,56 +129,29 @@ class PositionalMethod(nn.Module):
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 
-    # The five hooks below are declared only for type checkers, for two reasons: `has_bias` and the others test whether
-    # a class defines them; and nn.Module rejects a parameter named like a class attribute (in checkpoints, the tables
-    # of T5 and Learned are called `weight`).
+    # Hooks without a default are only declared: nn.Module rejects a parameter named like a class attribute, and in
+    # checkpoints the tables of T5 and Learned are called `weight`.
+    bias: Callable[[Tensor], Tensor]
+    weight: Callable[[Tensor], Tensor]
+    decay: Callable[[Tensor], Tensor]
+    modify_scores: Callable[[Chunk], Tensor]
+    scale_qk: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     if TYPE_CHECKING:
 
         @property
         def segment(self) -> int: ...
 
-        def bias(self, distance: Tensor) -> Tensor:
-            """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter dtype."""
-            raise NotImplementedError
-
-        def weight(self, distance: Tensor) -> Tensor:
-            """Like `bias`."""
-            raise NotImplementedError
-
-        def decay(self, hidden: Tensor) -> Tensor:
-            """`[b, h, s]` in at least float32, from the input of attention `[b, s, e]`, token by token. The bias of a
-            query and a key is the sum over the tokens after the key, up to the query (see `decay.py`).
-            """
-            raise NotImplementedError
-
-        def modify_scores(
-            self,
-            scores: Tensor,
-            query: Tensor,
-            query_positions: Tensor,
-            key_positions: Tensor,
-            mask: Tensor,
-            table: Tensor | None,
-        ) -> Tensor:
-            """The final scores of a chunk of queries, `[b, h, c, l]`, in the dtype of `scores` (float32 or float64).
-
-            scores: `[b, h, c, l]`, q.k / sqrt(d). query: `[b, h, c, d]`, after `rotate`. positions: `[c]` and `[l]`,
-            each consecutive, except that keys which no query of the chunk sees may be missing after attention sinks,
-            unless the method is `per_pair`. mask: bool `[c, l]`, True where the query must not see the key; such scores
-            may be arbitrary and must not influence visible ones. table: the result of `table` for distances from 0 on.
-
-            Attention calls this through `final_scores`, for arbitrary chunks of the queries, and again in the backward
-            pass. The result for a query must not depend on the chunk.
-            """
-            raise NotImplementedError
-
-        def scale_qk(
-            self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            """Scale query `[b, h, s, d]` and key `[b, g, t, d]`, s <= `segment`, so that their products depend only on
-            differences of positions. Keys are cached unscaled.
-            """
-            raise NotImplementedError
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        own = {name: getattr(cls, name, None) for name in HOOKS}
+        cls.hooks = frozenset(
+            name for name, hook in own.items() if callable(hook) and hook is not getattr(PositionalMethod, name, None)
+        )
+        # A class that overrides a table does not inherit the jacobian, which is that of another function.
+        for name, jacobian in (("bias", "bias_jacobian"), ("weight", "weight_jacobian")):
+            definer = next(base for base in cls.__mro__ if name in vars(base) or jacobian in vars(base))
+            if jacobian not in vars(definer):
+                setattr(cls, jacobian, getattr(PositionalMethod, jacobian))
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Add position embeddings to hidden `[b, s, e]`; positions `[s]`."""
@@ -185,7 +188,8 @@ class PositionalMethod(nn.Module):
         mask: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        """`modify_scores` with `lookahead` additional masked keys after the last one, whose scores are not returned.
+        """`modify_scores` of a `Chunk`, with `lookahead` additional masked keys after the last one, whose scores are
+        not returned.
 
         The result for a query is then the same whether or not keys follow, as in decoding with a KV cache.
         """
@@ -193,7 +197,7 @@ class PositionalMethod(nn.Module):
             following = torch.arange(self.lookahead, device="cpu") + key_positions[-1] + 1
             key_positions = torch.cat((key_positions, following))
             scores, mask = F.pad(scores, (0, self.lookahead)), F.pad(mask, (0, self.lookahead), value=True)
-        final = self.modify_scores(scores, query, query_positions, key_positions, mask, table)
+        final = self.modify_scores(Chunk(scores, query, query_positions, key_positions, mask, table))
         return final[..., : final.shape[-1] - self.lookahead]
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
@@ -206,42 +210,6 @@ class PositionalMethod(nn.Module):
     def weight_jacobian(self, distance: Tensor) -> TableJacobian | None:
         """Like `bias_jacobian`, for the weight."""
         return None
-
-    # By default, the class determines which hooks a method has. Methods whose hooks depend on options override these.
-
-    @property
-    def embeds(self) -> bool:
-        return type(self).embed is not PositionalMethod.embed
-
-    @property
-    def rotates(self) -> bool:
-        return type(self).rotate is not PositionalMethod.rotate
-
-    @property
-    def has_bias(self) -> bool:
-        return callable(getattr(type(self), "bias", None))
-
-    @property
-    def has_weight(self) -> bool:
-        return callable(getattr(type(self), "weight", None))
-
-    @property
-    def modifies_scores(self) -> bool:
-        return callable(getattr(type(self), "modify_scores", None))
-
-    @property
-    def scales_qk(self) -> bool:
-        return callable(getattr(type(self), "scale_qk", None))
-
-    @property
-    def has_decay(self) -> bool:
-        return callable(getattr(type(self), "decay", None))
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether it has any hook; `none` has none."""
-        in_scores = self.has_bias or self.has_weight or self.modifies_scores or self.scales_qk or self.has_decay
-        return in_scores or self.embeds or self.rotates
 
     def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
         """Called before each training step, with the run's seed and the length of its sequences in tokens. Random
@@ -269,7 +237,7 @@ class PositionalMethod(nn.Module):
 
         Figure 6 of the KERPLE paper (arXiv 2205.09921). Raises ValueError for a method without a bias.
         """
-        if not self.has_bias:
+        if "bias" not in self.hooks:
             raise ValueError(f"{type(self).__name__} has no bias, so it has no effective length")
         device = next((parameter.device for parameter in self.parameters()), None)
         below = self.bias(torch.arange(limit, dtype=torch.float32, device=device)) < threshold
@@ -296,10 +264,8 @@ class PositionalMethod(nn.Module):
 
     @classmethod
     def trained_options(cls, **options: Any) -> dict[str, Any]:
-        """The options without those that evaluation can change: `evaluation_options` and those of `randomized.py`."""
-        from kerple.positional.randomized import OPTIONS  # it imports this module
-
-        changeable = (*cls.evaluation_options, *OPTIONS)
+        """The options without those that evaluation can change: `evaluation_options` and the options of wrappers."""
+        changeable = (*cls.evaluation_options, *WRAPPERS)
         return {name: value for name, value in options.items() if name not in changeable}
 
     @classmethod
@@ -309,13 +275,11 @@ class PositionalMethod(nn.Module):
 
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
-        """Build the method for a model of this shape. The options of `randomized.py` are valid for any method.
+        """Build the method for a model of this shape. The options in `WRAPPERS` are valid for any method.
 
         Raises ValueError for an unknown option or an invalid value.
         """
-        from kerple.positional.randomized import OPTIONS, build_randomized  # it imports this module
-
-        random = {name: options.pop(name) for name in OPTIONS if name in options}
+        wrapping = {name: options.pop(name) for name in WRAPPERS if name in options}
         arguments = set(cls._arguments())
         sizes = {field.name for field in fields(ModelShape)}
         known = sorted(arguments - sizes)
@@ -324,9 +288,53 @@ class PositionalMethod(nn.Module):
                 hint = f"its options are {', '.join(known)}" if known else "it has no options"
                 raise ValueError(f"{cls.__name__} has no option {name!r}; {hint}")
         options |= {name: getattr(shape, name) for name in sizes & arguments}
-        if all(value is None for value in random.values()):
-            return cls(**options)
-        return build_randomized(cls, options, shape.max_positions, random)
+        for name, value in wrapping.items():
+            if value is not None:
+                return WRAPPERS[name](cls, options, shape, wrapping)
+        return cls(**options)
+
+
+# Option that is valid for any method -> function of (class, constructor arguments, shape, values of such options) that
+# builds the method with it. Modules that change any method, such as `randomized.py`, add their options.
+WRAPPERS: dict[
+    str, Callable[[type[PositionalMethod], dict[str, Any], ModelShape, dict[str, Any]], PositionalMethod]
+] = {}
+
+
+class Bias(PositionalMethod):
+    """Adds `bias(distance)` to the scaled scores. All layers share one instance.
+
+    Members: `__init__`, `reset_parameters` and `bias`; `statistics` and `bias_jacobian` are optional.
+    """
+
+    @abstractmethod
+    def bias(self, distance: Tensor) -> Tensor:
+        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter dtype."""
+
+
+class ScoreModifier(PositionalMethod):
+    """Computes the final scores from the scaled scores. Each layer has its own instance.
+
+    Members: `__init__`, `reset_parameters` and `modify_scores`; `table` for values over distance. Three attributes say
+    what the final score of a query-key pair depends on. The defaults are always correct:
+
+        per_pair           only that pair's query, positions and scores (of all heads)
+        shift_invariant    positions are used only for the distances at which `table` is read, so that the table may
+                           begin at another distance, with positions shifted by it
+        lookahead          the number of masked keys after the last query whose presence (not their values) affects the
+                           result. `final_scores` adds them. No more masked keys than that next to a visible one may
+                           affect its score
+    """
+
+    shared = False
+
+    @abstractmethod
+    def modify_scores(self, chunk: Chunk) -> Tensor:
+        """The final scores of a chunk of queries, `[b, h, c, l]`, in the dtype of `chunk.scores`.
+
+        Attention calls this through `final_scores`, for arbitrary chunks of the queries, and again in the backward
+        pass. The result for a query must not depend on the chunk.
+        """
 
 
 def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, PositionalMethod]]:

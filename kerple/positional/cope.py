@@ -14,15 +14,13 @@ Legend: b batch, h heads, c queries, l keys, d head size, p positions.
 import torch
 from torch import Tensor, nn
 
-from kerple.positional.base import PositionalMethod
+from kerple.positional.base import Chunk, ScoreModifier
 from kerple.positional.registry import register
 
 
 @register("cope")
-class Cope(PositionalMethod):
+class Cope(ScoreModifier):
     """Parameter `pos_emb` `[d, p]`. The option `npos_max` is the number of positions, p."""
-
-    shared = False
 
     def __init__(self, head_size: int, npos_max: int = 64):
         super().__init__()
@@ -35,19 +33,12 @@ class Cope(PositionalMethod):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.pos_emb.zero_()
 
-    def modify_scores(
-        self,
-        scores: Tensor,
-        query: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        table: Tensor | None,
-    ) -> Tensor:
-        gates = scores.sigmoid().masked_fill(mask, 0.0)
+    def modify_scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.scores
+        gates = scores.sigmoid().masked_fill(chunk.mask, 0.0)
         # Summing backwards from the query keeps the small sums exact; the large ones are clamped anyway.
         positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.pos_emb.shape[1] - 1)
         below, above = positions.detach().long(), positions.detach().ceil().long()
-        products = query.to(scores.dtype) @ self.pos_emb.to(scores.dtype)
+        products = chunk.query.to(scores.dtype) @ self.pos_emb.to(scores.dtype)
         low, high = products.gather(-1, below), products.gather(-1, above)
         return scores + torch.lerp(low, high, positions - below)

@@ -30,24 +30,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.positional.alibi import Alibi
-from kerple.positional.base import MLPLayer, PositionalMethod
+from kerple.positional.base import Chunk, MLPLayer, PositionalMethod, ScoreModifier
 from kerple.positional.fire import Fire
 from kerple.positional.functional import by_pair, cast_together
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
-from kerple.positional.rotary import Rotary
+from kerple.positional.rotary import Rotary, Rotation
 
 VARIANTS = ("Concat_Residual", "Concat", "Add_Residual")
 NEGATIVE_SLOPE = 0.01  # of LeakyReLU
 
 
-class Adaptive(PositionalMethod):
+class Adaptive(ScoreModifier):
     """Base class of both versions of DAPE: combines the scores, an optional static bias and the output of f.
 
     The layers of f are called `first` and `second`. kernel: the size of their kernels, if they are convolutions.
     """
-
-    shared = False
 
     def __init__(self, num_heads: int, mlp_width: int, variant: str, static: PositionalMethod | None, *kernel: int):
         super().__init__()
@@ -80,26 +78,19 @@ class Adaptive(PositionalMethod):
 
     def table(self, distance: Tensor) -> Tensor | None:
         """The static bias over distance, `[h, n]`; None if there is none, or if it is not a function of distance."""
-        return self.static.bias(distance) if self.static is not None and self.static.has_bias else None
+        return self.static.bias(distance) if self.static is not None and "bias" in self.static.hooks else None
 
     def mapped_table(self, distance: Tensor) -> Tensor | None:
         return self.static.mapped_table(distance) if isinstance(self.static, Fire) else self.table(distance)
 
-    def modify_scores(
-        self,
-        scores: Tensor,
-        query: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        table: Tensor | None,
-    ) -> Tensor:
+    def modify_scores(self, chunk: Chunk) -> Tensor:
         bias = None
         if isinstance(self.static, Fire):
-            bias = self.static.pair_bias(query_positions, key_positions, scores, table)
-        elif table is not None:
-            bias = by_pair(table, query_positions, key_positions).to(scores.dtype)
-        return self.adapt(scores, bias, (mask, self.hidden_mask(mask, query_positions, key_positions)))
+            bias = self.static.pair_bias(chunk.query_positions, chunk.key_positions, chunk.scores, chunk.table)
+        elif chunk.table is not None:
+            bias = by_pair(chunk.table, chunk.query_positions, chunk.key_positions).to(chunk.scores.dtype)
+        hidden_mask = self.hidden_mask(chunk.mask, chunk.query_positions, chunk.key_positions)
+        return self.adapt(chunk.scores, bias, (chunk.mask, hidden_mask))
 
     def adapt(self, scores: Tensor, bias: Tensor | None, masks: tuple[Tensor, Tensor]) -> Tensor:
         """The final scores for scores `[b, h, c, l]` and a static bias `[h, c, l]`. masks: see `apply_weight`, for each
@@ -177,24 +168,14 @@ class DapeFire(DapePerPair):
 
 
 @register("dape_rotary", "rope_dapev1")
-class DapeRotary(DapePerPair):
+class DapeRotary(Rotation, DapePerPair):
     """A + f(A) without a static bias, where A are the scores of rotary queries and keys.
 
     Options `fraction` and `base`: see `Rotary`.
     """
 
-    turns = True
-
     def __init__(
         self, num_heads: int, head_size: int, mlp_width: int = 32, fraction: float = 1.0, base: float = 10_000.0
     ):
         super().__init__(num_heads, mlp_width, VARIANTS[0], None)
-        self.rotary = Rotary(head_size, fraction=fraction, base=base)
-
-    def rotate(
-        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.rotary.rotate(query, key, query_positions, key_positions)
-
-    def stretched(self, factor: float) -> PositionalMethod | None:
-        return self.rotary.stretched(factor)
+        self.angles = Rotary(head_size, fraction=fraction, base=base).angles

@@ -28,7 +28,7 @@ from kerple.positional.dape import VARIANTS, Adaptive, LeakyFire
 from kerple.positional.functional import consecutive, positions_on
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
-from kerple.positional.rotary import Rotary
+from kerple.positional.rotary import Rotary, Rotation
 
 
 class DapeConvolution(Adaptive):
@@ -91,13 +91,11 @@ class DapeV2Fire(DapeConvolution):
 
 
 @register("dape_v2_rotary", "rope_dapev2")
-class DapeV2Rotary(DapeConvolution):
+class DapeV2Rotary(Rotation, DapeConvolution):
     """A + f(A) without a static bias, where A are the scores of rotary queries and keys.
 
     Options `fraction` and `base`: see `Rotary`. The authors' module has twice as many input channels as it gets.
     """
-
-    turns = True
 
     def __init__(
         self,
@@ -109,12 +107,4 @@ class DapeV2Rotary(DapeConvolution):
         base: float = 10_000.0,
     ):
         super().__init__(num_heads, mlp_width, VARIANTS[0], None, kernel_size)
-        self.rotary = Rotary(head_size, fraction=fraction, base=base)
-
-    def rotate(
-        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.rotary.rotate(query, key, query_positions, key_positions)
-
-    def stretched(self, factor: float) -> PositionalMethod | None:
-        return self.rotary.stretched(factor)
+        self.angles = Rotary(head_size, fraction=fraction, base=base).angles

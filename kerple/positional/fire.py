@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.base import MLPLayer, PositionalMethod
+from kerple.positional.base import Chunk, MLPLayer, ScoreModifier
 from kerple.positional.functional import by_pair, cast_together, positions_on
 from kerple.positional.registry import register
 
@@ -23,10 +23,9 @@ EPSILON = 1e-6
 
 
 @register("fire")
-class Fire(PositionalMethod):
+class Fire(ScoreModifier):
     """Parameters `c` and `m` `[1]`, and the layers `first` and `second` of the MLP, initialized as nn.Linear is."""
 
-    shared = False
     per_pair = True
     activation = staticmethod(F.relu)
 
@@ -76,13 +75,5 @@ class Fire(PositionalMethod):
         bias = second_weight @ hidden + second_bias[:, None]
         return bias.view(-1, *relative.shape)
 
-    def modify_scores(
-        self,
-        scores: Tensor,
-        query: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        table: Tensor | None,
-    ) -> Tensor:
-        return scores + self.pair_bias(query_positions, key_positions, scores, table)
+    def modify_scores(self, chunk: Chunk) -> Tensor:
+        return chunk.scores + self.pair_bias(chunk.query_positions, chunk.key_positions, chunk.scores, chunk.table)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kerple.positional.base import PositionalMethod, TableJacobian, bounded, draw, project
+from kerple.positional.base import Bias, TableJacobian, bounded, draw, project
 from kerple.positional.kernels import KERNELS, MAX_EXPONENT, MIN_SCALAR, Scalar, Term, parse_sum
 from kerple.positional.registry import register
 
@@ -30,7 +30,7 @@ SHARING = ("shared", "per-layer")
 Terms = tuple[tuple[str, Term], ...]
 
 
-class Kerple(PositionalMethod):
+class Kerple(Bias):
     """Sums of kernels as bias and as logarithm of the weight. Each scalar is a parameter `[h, 1, 1]`.
 
     `bias_terms` and `weight_terms` are pairs of a prefix of parameter names and a term of the sum.
@@ -47,6 +47,8 @@ class Kerple(PositionalMethod):
         if parameters not in SHARING:
             raise ValueError(f"parameters {parameters!r} must be one of {', '.join(SHARING)}")
         self.shared = parameters == "shared"
+        unused = {name for name, terms in (("bias", self.bias_terms), ("weight", self.weight_terms)) if not terms}
+        self.hooks -= unused
         self.num_heads = num_heads
         self.scalars: dict[str, Scalar] = {
             prefix + name: scalar
@@ -78,14 +80,6 @@ class Kerple(PositionalMethod):
             name: (MIN_SCALAR, self.highest_exponent if scalar.exponent else None)
             for name, scalar in self.scalars.items()
         }
-
-    @property
-    def has_bias(self) -> bool:
-        return bool(self.bias_terms)
-
-    @property
-    def has_weight(self) -> bool:
-        return bool(self.weight_terms)
 
     def bias(self, distance: Tensor) -> Tensor:
         """The sum of the bias terms; zero if there are none."""

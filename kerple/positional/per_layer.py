@@ -8,11 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kerple.positional.base import ModelShape, PositionalMethod
-from kerple.positional.randomized import OPTIONS
+from kerple.positional.base import HOOKS, WRAPPERS, ModelShape, PositionalMethod
 from kerple.positional.registry import build, method_class, register
 
 
@@ -41,7 +37,7 @@ class PerLayer(PositionalMethod):
         names = self.names(methods)
         for name in names:
             cls = method_class(name)
-            if cls.embed is not PositionalMethod.embed or issubclass(cls, PerLayer):
+            if issubclass(cls, PerLayer) or "embed" in cls.hooks:
                 raise ValueError(
                     f"methods contains {name}, which cannot be the method of a layer; use methods that act in attention"
                 )
@@ -49,12 +45,10 @@ class PerLayer(PositionalMethod):
         sizes = (num_heads, head_size, hidden_size, num_layers, max_positions, layer)
         shape = ModelShape(**dict(zip((field.name for field in fields(ModelShape)), sizes, strict=True)))
         self.method = build(names[layer % len(names)], shape, **options)
-        for attribute in ("per_pair", "shift_invariant", "lookahead", "turns", "length_dependent"):
-            setattr(self, attribute, getattr(self.method, attribute))
 
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> PositionalMethod:
-        for name in OPTIONS:
+        for name in WRAPPERS:
             if options.get(name) is not None:
                 raise ValueError(f"{name}: set it in the list, for each method that uses positions")
         return super().from_shape(shape, **options)
@@ -91,60 +85,14 @@ class PerLayer(PositionalMethod):
             raise ValueError(f"methods {methods!r} must be a list of methods, such as [rotary, none]")
         return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
 
-    def __getattr__(self, name: str) -> Any:
-        """Hooks that `PositionalMethod` does not define (bias, weight, decay, modify_scores, scale_qk) are those of the
-        layer's method.
-        """
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "method":
-                raise
-            return getattr(super().__getattr__("method"), name)
 
-    def rotate(
-        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.method.rotate(query, key, query_positions, key_positions)
+def _of_the_layer(name: str) -> Any:
+    return property(lambda self: getattr(self.method, name))
 
-    def stretched(self, factor: float) -> PositionalMethod | None:
-        return self.method.stretched(factor)
 
-    def table(self, distance: Tensor) -> Tensor | None:
-        return self.method.table(distance)
-
-    def mapped_table(self, distance: Tensor) -> Tensor | None:
-        return self.method.mapped_table(distance)
-
-    @property
-    def rotates(self) -> bool:
-        return self.method.rotates
-
-    @property
-    def has_bias(self) -> bool:
-        return self.method.has_bias
-
-    @property
-    def has_weight(self) -> bool:
-        return self.method.has_weight
-
-    @property
-    def modifies_scores(self) -> bool:
-        return self.method.modifies_scores
-
-    @property
-    def scales_qk(self) -> bool:
-        return self.method.scales_qk
-
-    @property
-    def has_decay(self) -> bool:
-        return self.method.has_decay
-
-    def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
-        self.method.begin_step(step, seed, length)
-
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        self.method.reset_parameters(generator)
-
-    def statistics(self) -> dict[str, Tensor]:
-        return self.method.statistics()
+for _name in (
+    *(*HOOKS, "hooks", "segment", "stretched", "table", "mapped_table", "bias_jacobian", "weight_jacobian"),
+    *("per_pair", "shift_invariant", "lookahead", "turns", "length_dependent"),
+    *("begin_step", "reset_parameters", "statistics"),
+):
+    setattr(PerLayer, _name, _of_the_layer(_name))

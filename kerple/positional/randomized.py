@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.positional.base import PositionalMethod, PositionsExceeded
+from kerple.positional.base import WRAPPERS, Chunk, ModelShape, PositionalMethod, PositionsExceeded
 from kerple.positional.functional import by_pair
 
 OPTIONS = ("random_range", "random_length", "random_seed")
@@ -79,6 +79,7 @@ class Randomized(PositionalMethod):
     plain: type[PositionalMethod]
     random: RandomPositions
     step: tuple[int, int, int] | None = None  # step, seed, length of the sequences
+    table_hooks: tuple[str, ...] = ()  # those of bias and weight that the plain method has
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For copies and pickle, which cannot import the class: `_without_state` creates it."""
@@ -141,64 +142,27 @@ class Randomized(PositionalMethod):
                 f"{distance.shape[-1]} tokens need more positions than random_range {self.random.range} has"
             )
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
-        if hasattr(self.plain, "modify_scores"):
+        if "modify_scores" in self.plain.hooks:
             return super().table(distances)
-        values = [hook(distances) for hook in self._tables()]
+        values = [getattr(self, name)(distances) for name in self.table_hooks]
         return torch.stack(values) if values else None
 
     def mapped_table(self, distance: Tensor) -> Tensor | None:
         """None: distances of sampled positions are not mapped."""
         return None
 
-    def _tables(self) -> list[Any]:
-        plain: Any = super()
-        return [getattr(plain, name) for name in ("bias", "weight") if getattr(plain, f"has_{name}")]
-
-    def modify_scores(
-        self,
-        scores: Tensor,
-        query: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        table: Tensor | None,
-    ) -> Tensor:
+    def modify_scores(self, chunk: Chunk) -> Tensor:
         # `lookahead` adds masked keys after the last query, for which there may be no position.
-        key_positions = self.sampled(key_positions.clamp(max=int(query_positions[-1])))
-        query_positions = self.sampled(query_positions)
-        plain: Any = super()
-        if hasattr(self.plain, "modify_scores"):
-            final: Tensor = plain.modify_scores(scores, query, query_positions, key_positions, mask, table)
-            return final
-        assert table is not None
-        values = list(by_pair(table, query_positions, key_positions).to(scores.dtype))
-        if plain.has_weight:
-            scores = scores * values.pop()
-        return scores + values.pop() if plain.has_bias else scores
-
-    @property
-    def embeds(self) -> bool:
-        return self.plain.embed is not PositionalMethod.embed
-
-    @property
-    def rotates(self) -> bool:
-        return self.plain.rotate is not PositionalMethod.rotate
-
-    @property
-    def has_bias(self) -> bool:
-        return False
-
-    @property
-    def has_weight(self) -> bool:
-        return False
-
-    @property
-    def scales_qk(self) -> bool:
-        return hasattr(self.plain, "scale_qk")
-
-    @property
-    def modifies_scores(self) -> bool:
-        return hasattr(self.plain, "modify_scores") or bool(self._tables())
+        key_positions = self.sampled(chunk.key_positions.clamp(max=int(chunk.query_positions[-1])))
+        chunk = chunk._replace(query_positions=self.sampled(chunk.query_positions), key_positions=key_positions)
+        if "modify_scores" in self.plain.hooks:
+            return super().modify_scores(chunk)
+        assert chunk.table is not None
+        scores, tables = chunk.scores, by_pair(chunk.table, chunk.query_positions, chunk.key_positions)
+        values = dict(zip(self.table_hooks, tables.to(scores.dtype), strict=True))
+        if "weight" in values:
+            scores = scores * values["weight"]
+        return scores + values["bias"] if "bias" in values else scores
 
 
 # One class for each plain one.
@@ -208,9 +172,12 @@ _CLASSES: dict[type[PositionalMethod], type[Randomized]] = {}
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     """The subclass of a method's class with random positions. Its parameters have the same names."""
     if plain not in _CLASSES:
-        per_pair = plain.per_pair or not hasattr(plain, "modify_scores")
-        attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
+        per_pair = plain.per_pair or "modify_scores" not in plain.hooks
+        # Sampled positions are not proportional to the position in the text, and distances not constant.
+        flags = {"per_pair": per_pair, "shift_invariant": False, "turns": False}
+        attributes = {"plain": plain, **flags, "__module__": plain.__module__}
         _CLASSES[plain] = type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
+        _CLASSES[plain].hooks = plain.hooks
     return _CLASSES[plain]
 
 
@@ -220,7 +187,7 @@ def _without_state(plain: type[PositionalMethod]) -> Randomized:
 
 
 def build_randomized(
-    plain: type[PositionalMethod], arguments: dict[str, Any], max_positions: int, options: dict[str, Any]
+    plain: type[PositionalMethod], arguments: dict[str, Any], shape: ModelShape, options: dict[str, Any]
 ) -> Randomized:
     """The method with the constructor's arguments and these `OPTIONS`. Raises ValueError if the method has no positions
     to randomize, or if they depend on the length of the text.
@@ -236,14 +203,19 @@ def build_randomized(
             f"random_range: {plain.__name__} needs consecutive positions for its angles, which depend on the length of "
             "the text; remove the option"
         )
-    has_positions = method.embeds or method.modifies_scores
+    method.table_hooks = tuple(name for name in ("bias", "weight") if name in method.hooks)
+    positions = method.hooks & {"embed", "rotate", "bias", "weight", "modify_scores"}
     # DAPE without a static bias, and CoPE and stick-breaking, which count or order the keys of the text.
-    counts_keys = hasattr(plain, "modify_scores") and not plain.per_pair and plain.table is PositionalMethod.table
+    counts_keys = "modify_scores" in positions and not plain.per_pair and plain.table is PositionalMethod.table
     if getattr(method, "static", method) is None or counts_keys:
-        has_positions = False
-    if not (has_positions or method.rotates):
+        positions &= {"rotate"}
+    if not positions:
         raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")
-    length = options.get("random_length") or max_positions
-    method.turns = False  # by positions that may be fractional
+    if method.table_hooks:
+        method.hooks = method.hooks - {"bias", "weight"} | {"modify_scores"}
+    length = options.get("random_length") or shape.max_positions
     method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)
     return method
+
+
+WRAPPERS.update(dict.fromkeys(OPTIONS, build_randomized))

@@ -12,7 +12,7 @@ The option `scaling` changes the frequencies, or the positions:
 
 With dynamic scaling, all angles change with the length of the text, so keys of a shorter text cannot be cached.
 
-Legend: b batch, s query length, t key length, h heads, d head size, r rotated dimensions.
+Legend: b batch, h heads, s positions, d head size, n or r rotated dimensions.
 """
 
 import copy
@@ -39,8 +39,69 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 INTEGER_OPTIONS = ("trained_length",)
 
 
+class Rotation(PositionalMethod):
+    """Turns pairs of dimensions of queries and keys.
+
+    Members: `__init__`, which sets `angles`; and `turn`, for other pairs than (i, i + n/2).
+    """
+
+    turns = True
+    angles: Angles
+
+    def turn(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """States `[b, h, s, d]` after a rotation by angles with these cosines and sines `[s, n/2]`, in their dtype."""
+        turned: Tensor = _HalfSplit.apply(states, cosine, sine)
+        return turned
+
+    def angles_at(self, positions: Tensor) -> Angles:
+        """The angles for a text that ends with the last of these positions."""
+        return self.angles
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        angles = self.angles_at(query_positions)
+        return (
+            self.turn(query, *angles(query_positions, query.device)),
+            self.turn(key, *angles(key_positions, key.device)),
+        )
+
+    def stretched(self, factor: float) -> PositionalMethod | None:
+        if self.angles.size <= 2:
+            return None
+        method = copy.copy(self)
+        method.angles = self.angles.stretched(factor)
+        return method
+
+
+class _HalfSplit(torch.autograd.Function):
+    """Turn the dimensions (i, i + n/2) of `[b, h, s, d]` by angles with these cosines and sines `[s, n/2]`, in at
+    least float32. Dimensions from n on stay.
+
+    The gradient is the rotation by the opposite angle, so autograd does not save the states.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        half = cosine.shape[-1]
+        exact = states.to(torch.promote_types(states.dtype, torch.float32))
+        rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
+        first, second = exact[..., :half], exact[..., half : 2 * half]
+        # On a CPU, writing into the result takes a third of the time of adding two products.
+        torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
+        torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
+        rotated[..., 2 * half :] = exact[..., 2 * half :]
+        return rotated.to(states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _HalfSplit.apply(gradient, cosine, -sine), None, None
+
+
 @register("rotary")
-class Rotary(PositionalMethod):
+class Rotary(Rotation):
     """Rotates dimensions (i, i + r/2) of queries and keys by position * base^(-2i/r).
 
     The first r = `fraction` * d dimensions of each head are rotated (GPT-NeoX's rotary_pct). Any position is valid,
@@ -117,31 +178,16 @@ class Rotary(PositionalMethod):
         elif factor is not None and scaling == "dynamic":
             self.dynamic = DynamicBase(base, factor, length, self.rotated)
         self.scaling = scaling
-        self.length_dependent = self.dynamic is not None
-        self.turns = scaling != "dynamic"
+        self.length_dependent, self.turns = self.dynamic is not None, self.dynamic is None
         self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
         self._longer: Angles | None = None
 
-    def stretched(self, factor: float) -> "Rotary | None":
-        if self.scaling is not None or self.rotated <= 2:
-            return None
-        method = copy.copy(self)
-        method.angles = self.angles.stretched(factor)
-        return method
+    def stretched(self, factor: float) -> PositionalMethod | None:
+        return super().stretched(factor) if self.scaling is None else None
 
-    def rotate(
-        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        angles = self.angles if self.dynamic is None else self._dynamic_angles(self.dynamic, query_positions)
-        return tuple(
-            _Rotate.apply(states, *angles(positions, states.device))
-            for states, positions in ((query, query_positions), (key, key_positions))
-        )
-
-    def _dynamic_angles(self, dynamic: "DynamicBase", positions: Tensor) -> Angles:
-        """The angles for a text that ends with the last of these positions."""
-        length = int(positions[-1]) + 1 if len(positions) else 0
-        if length <= dynamic.trained_length:
+    def angles_at(self, positions: Tensor) -> Angles:
+        dynamic, length = self.dynamic, int(positions[-1]) + 1 if len(positions) else 0
+        if dynamic is None or length <= dynamic.trained_length:
             return self.angles
         if positions[0] > 0:
             raise ValueError(
@@ -152,31 +198,6 @@ class Rotary(PositionalMethod):
         if self._longer is None or (self._longer.base, self._longer.dtype) != (base, dtype):
             self._longer = Angles(self.rotated, base, dtype)  # kept, because all layers use the same angles
         return self._longer
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotate the first r dimensions of `[b, h, s, d]` by cosines and sines `[s, r/2]`, in at least float32.
-
-    The gradient is the rotation by the opposite angle, so autograd does not save the states.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        half = cosine.shape[-1]
-        exact = states.to(torch.promote_types(states.dtype, torch.float32))
-        rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
-        first, second = exact[..., :half], exact[..., half : 2 * half]
-        # On a CPU, writing into the result takes a third of the time of adding two products.
-        torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
-        torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
-        rotated[..., 2 * half :] = exact[..., 2 * half :]
-        return rotated.to(states.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _Rotate.apply(gradient, cosine, -sine), None, None
 
 
 def _check_options(scaling: str | None, options: Mapping[str, int | float | None]) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kerple.positional.base import PositionalMethod
+from kerple.positional.base import Bias
 from kerple.positional.registry import register
 
 # Number of distances per chunk, which limits the memory for their cosines.
@@ -11,7 +11,7 @@ CHUNK = 4096
 
 
 @register("sandwich")
-class Sandwich(PositionalMethod):
+class Sandwich(Bias):
     """Bias (sum_i cos(δ / base^(2i/D)) - D/2) / (8 n / H) for head n = 1 ... H, i = 0 ... D/2 - 1; no parameters.
 
     The sum is the inner product of two sinusoidal embeddings of D dimensions (option `dimensions`, 128 in the paper).

@@ -15,28 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.positional.base import PositionalMethod
+from kerple.positional.base import Chunk, ScoreModifier
 from kerple.positional.functional import positions_on
 from kerple.positional.registry import register
 
 
 @register("stick_breaking")
-class StickBreaking(PositionalMethod):
+class StickBreaking(ScoreModifier):
     """The nearest keys before the query take their shares first; the query's own value gets the rest."""
 
-    def modify_scores(
-        self,
-        scores: Tensor,
-        query: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        table: Tensor | None,
-    ) -> Tensor:
-        positions = [positions_on(part, scores.device) for part in (query_positions, key_positions)]
-        own = positions[1] == positions[0][:, None]
+    shared = True
+
+    def modify_scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.scores
+        query, key = (positions_on(part, scores.device) for part in (chunk.query_positions, chunk.key_positions))
+        own = key == query[:, None]
         # log(1 - sigmoid(z)) = log sigmoid(-z) of the keys that take a share; the sums from a key to the query.
-        left = F.logsigmoid(-scores).masked_fill(mask | own, 0.0)
+        left = F.logsigmoid(-scores).masked_fill(chunk.mask | own, 0.0)
         sums = left.flip(-1).cumsum(-1).flip(-1)
         # log sigmoid(z_ij) = z_ij + log sigmoid(-z_ij), whose second term is in the sum from key j.
         return torch.where(own, sums[..., :1], scores + sums)

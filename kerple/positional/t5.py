@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.base import PositionalMethod, TableJacobian, draw
+from kerple.positional.base import Bias, TableJacobian, draw
 from kerple.positional.functional import DeviceConstant
 from kerple.positional.registry import register
 
@@ -31,7 +31,7 @@ def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
 
 
 @register("rpe")
-class T5(PositionalMethod):
+class T5(Bias):
     """Bias sqrt(d) * weight[bucket(δ), h], with a table `weight` `[buckets, h]`.
 
     GPT-NeoX and the KERPLE authors' code multiply by sqrt(d); checkpoints store the table without it.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.base import PositionalMethod, draw
+from kerple.positional.base import Chunk, ScoreModifier, draw
 from kerple.positional.functional import Angles, by_distance, consecutive
 from kerple.positional.registry import register
 
@@ -23,12 +23,11 @@ class Projection(nn.Linear):
 
 
 @register("transformer_xl", "xl_bias")
-class TransformerXL(PositionalMethod):
+class TransformerXL(ScoreModifier):
     """Parameters per layer: `content_bias` (u) and `position_bias` (v) `[h, 1, d]`, and `relative.weight` (W)
     `[h d, e]`, all drawn from N(0, init_std²).
     """
 
-    shared = False
     per_pair = True
     shift_invariant = True
 
@@ -63,15 +62,8 @@ class TransformerXL(PositionalMethod):
         vectors: Tensor = self.relative(torch.cat((sine, cosine), dim=-1).to(dtype))
         return vectors.view(len(distance), self.num_heads, -1).permute(1, 2, 0)
 
-    def modify_scores(
-        self,
-        scores: Tensor,
-        query: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        table: Tensor | None,
-    ) -> Tensor:
+    def modify_scores(self, chunk: Chunk) -> Tensor:
+        scores, query, query_positions, key_positions, _, table = chunk
         assert table is not None  # `table` above never returns None
         query = query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
         if consecutive(query_positions) and consecutive(key_positions):

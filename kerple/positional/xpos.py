@@ -10,14 +10,12 @@ to the middle of a segment of queries: those of the queries stay near 1 and thos
 Legend: b batch, h heads, s queries, t keys, d head size.
 """
 
-import copy
-
 import torch
 from torch import Tensor
 
-from kerple.positional.base import PositionalMethod
 from kerple.positional.functional import Angles, DeviceConstant, may_cache, positions_on
 from kerple.positional.registry import register
+from kerple.positional.rotary import Rotation
 
 # Smaller factors are set to zero: they would produce denormal numbers, which are slow on a CPU.
 MIN_FACTOR = 1e-18
@@ -26,11 +24,10 @@ SEGMENT = 4
 
 
 @register("xpos")
-class XPos(PositionalMethod):
+class XPos(Rotation):
     """The option `scale_base` is the distance at which the first pair of dimensions has decayed to 0.4 / 1.4."""
 
     CACHE_SIZE = 2
-    turns = True
 
     def __init__(self, head_size: int, base: float = 10_000.0, scale_base: float = 512.0):
         super().__init__()
@@ -49,29 +46,16 @@ class XPos(PositionalMethod):
     def segment(self) -> int:
         return int(SEGMENT * self.scale_base)
 
-    def rotate(
-        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self._rotate(query, query_positions), self._rotate(key, key_positions)
-
-    def stretched(self, factor: float) -> "XPos | None":
-        if self.angles.size <= 2:
-            return None
-        method = copy.copy(self)
-        method.angles = self.angles.stretched(factor)
-        return method
+    def turn(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
+        return rotated.flatten(-2).to(states.dtype)
 
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         query_factors, key_factors = self._factors(query_positions, key_positions, query.device)
         return (query * query_factors).to(query.dtype), (key * key_factors).to(key.dtype)
-
-    def _rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        cosine, sine = self.angles(positions, states.device)
-        even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
-        return rotated.flatten(-2).to(states.dtype)
 
     def _factors(self, queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or float64.

@@ -104,7 +104,7 @@ def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[st
         if not 2 <= index < settings.num_layers + 2:
             continue
         method = _build_method(settings, index - 2)
-        if method.embeds:
+        if "embed" in method.hooks:
             continue
         shards = [read_weights(path) for path in paths]
         parameters = {}
@@ -129,7 +129,7 @@ def head_values(step: Path, settings: ModelSettings) -> dict[str, dict[str, list
     values_by_place: dict[str, dict[str, list[float]]] = {}
     for place, method in positional_methods(step, settings):
         values = {name: values.tolist() for name, values in method.statistics().items()}
-        if method.has_bias:
+        if "bias" in method.hooks:
             values["effective_length"] = method.effective_length().tolist()
         if values:
             values_by_place[place] = values

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.attention import tables
-from kerple.positional import Fire, ModelShape, PositionalMethod, TransformerXL, build_layers, method_class
+from kerple.positional import Chunk, Fire, ModelShape, PositionalMethod, TransformerXL, build_layers, method_class
 from kerple.positional.dape import Adaptive
 from megatron.utils.errors import UserError
 
@@ -71,7 +71,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layer(hidden_size, num_heads) for _ in range(num_layers))
         self.norm = nn.Identity() if original else nn.LayerNorm(hidden_size)
         self.output = nn.Linear(hidden_size, classes)
-        self.dropout = nn.Dropout(DROPOUT if original and methods[0].embeds else 0.0)
+        self.dropout = nn.Dropout(DROPOUT if original and "embed" in methods[0].hooks else 0.0)
         if not original:
             nn.init.normal_(self.embedding.weight, std=hidden_size**-0.5)
             return
@@ -113,16 +113,10 @@ class EncoderLayer(nn.Module):
         qkv = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         query, key = positional.rotate(query, key, positions, positions)
-        if (
-            positional.has_decay
-            or positional.has_bias
-            or positional.has_weight
-            or positional.modifies_scores
-            or positional.scales_qk
-        ):
+        if positional.hooks - {"embed", "rotate"}:
             scores = bidirectional_products(query, key, positional, positions)
             scores = bidirectional_scores(scores, query, positional, positions)
-            if positional.has_decay:
+            if "decay" in positional.hooks:
                 sums = positional.decay(hidden).cumsum(dim=-1)
                 scores = scores - (sums[..., :, None] - sums[..., None, :]).abs()
             context = scores.softmax(dim=-1).to(value.dtype) @ value
@@ -156,7 +150,7 @@ class PostNormLayer(EncoderLayer):
 
 def bidirectional_products(query: Tensor, key: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
     """The scaled products `[b, h, s, s]` of queries and keys, with the method's `scale_qk` in both directions."""
-    if not positional.scales_qk:
+    if "scale_qk" not in positional.hooks:
         return query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
 
     def decaying(first: Tensor, second: Tensor) -> Tensor:
@@ -178,7 +172,7 @@ def bidirectional_scores(scores: Tensor, query: Tensor, positional: PositionalMe
     """
     distances = positions.to(scores.device, torch.float32)
     key_follows = _key_follows(positions, scores)
-    if not positional.modifies_scores:
+    if "modify_scores" not in positional.hooks:
         distance = (positions[:, None] - positions).abs().to(scores.device)
         bias, weight = tables(positional, len(positions), scores.device)
         scores = scores if weight is None else scores * weight[:, distance]
@@ -195,7 +189,7 @@ def bidirectional_scores(scores: Tensor, query: Tensor, positional: PositionalMe
         return positional.adapt(scores, bias, (visible, visible))
 
     def before(scores: Tensor, query: Tensor, table: Tensor | None) -> Tensor:
-        return positional.modify_scores(scores, query, positions, positions, key_follows, table)
+        return positional.modify_scores(Chunk(scores, query, positions, positions, key_follows, table))
 
     causal = before(scores, query, positional.table(distances))
     if positional.per_pair and not positional.shift_invariant:  # the position of the query matters, not only distances

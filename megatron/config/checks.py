@@ -111,7 +111,7 @@ def _positional_method(config: "Config") -> Iterator[str]:
         methods = model.build_on_meta()
     except (ValueError, NotImplementedError):
         return  # a contradiction of the section
-    if any(method.modifies_scores for method in methods) and size > 1:
+    if any("modify_scores" in method.hooks for method in methods) and size > 1:
         yield (
             f"pos_emb {model.pos_emb} computes the scores of all heads together, which "
             f"model_parallel_size {size} splits over ranks; use model_parallel_size 1 (pipeline "

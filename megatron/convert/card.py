@@ -110,9 +110,9 @@ def model_card(
     tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
     comment = "" if architecture else "  # AutoTokenizer reads config.json, and would ask to run this folder's code"
     methods = model.positional_methods().values()
-    only_eager = any(method.modifies_scores or method.scales_qk for method in methods)
-    compiles = not (only_eager or any(method.embeds or method.rotates for method in methods))
-    implementations = "" if any(method.has_weight for method in methods) else "sdpa, "
+    only_eager = any(method.hooks & {"modify_scores", "scale_qk"} for method in methods)
+    compiles = not (only_eager or any(method.hooks & {"embed", "rotate"} for method in methods))
+    implementations = "" if any("weight" in method.hooks for method in methods) else "sdpa, "
     note = SELF_CONTAINED_NOTE.format(
         length=config.model.seq_length,
         window=min(config.model.seq_length, model.settings.windows[0] or config.model.seq_length),

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from kerple.attention import attend_in_mode, parse_mode
 from kerple.positional import PositionalMethod, append_decay
+from kerple.positional.randomized import Randomized
 from megatron.checkpoint.storage import CheckpointError
 
 TEMPLATES = Path(__file__).parent / "self_contained"
@@ -32,7 +33,8 @@ def self_contained_files(method: type[PositionalMethod], **options: Any) -> dict
     Raises CheckpointError if the method imports a part of this project other than `kerple.positional`.
     """
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.py"))}
-    for part in (PositionalMethod, append_decay, attend_in_mode, parse_mode, method, *method.parts(**options)):
+    parts = (PositionalMethod, Randomized, append_decay, attend_in_mode, parse_mode, method, *method.parts(**options))
+    for part in parts:
         _add_source(sys.modules[part.__module__], files)
     stems = sorted(Path(name).stem for name in files if name.startswith(("positional_", "attention_")))
     files[METHOD_FILE] = (

@@ -102,7 +102,7 @@ def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
 def positional_prefixes(model: GPT) -> dict[int, str]:
     """Layer index -> prefix of its positional method's names; one entry if the layers share the method."""
     methods = model.positional_methods()
-    if all(method.shared or method.embeds for method in methods.values()):
+    if all(method.shared or "embed" in method.hooks for method in methods.values()):
         return dict.fromkeys(methods, SHARED_POSITIONAL)
     return {index: LAYER_POSITIONAL.format(block=index - 2) for index in methods}
 

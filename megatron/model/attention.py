@@ -92,9 +92,9 @@ class SelfAttention(nn.Module):
         self.normalizes = settings.qk_norm
         if self.normalizes:
             self.query_norm, self.key_norm = HeadNorm(settings), HeadNorm(settings)
-        if not positional.embeds:
+        if "embed" not in positional.hooks:
             self.rpe = positional
-        self.rotates, self.decays = positional.rotates, positional.has_decay
+        self.rotates, self.decays = "rotate" in positional.hooks, "decay" in positional.hooks
         self.bf16_distances = settings.release_bf16_distances
         self.dropout = settings.attention_dropout
         self.attention = Attention(settings.attention_backend, positional)
@@ -190,7 +190,7 @@ class SelfAttention(nn.Module):
             return PositionTables()
         span = mode.span.within(self.window)
         max_kv_len = span.max_kv_len(length)
-        if method is not None and method.modifies_scores:
+        if method is not None and "modify_scores" in method.hooks:
             distances = max_kv_len if mode.distance_map is None or method.shift_invariant else length
             return PositionTables(scores=score_table(method, distances, device, distance_map=mode.distance_map))
 

@@ -71,7 +71,7 @@ def is_traceable(layer: SelfAttention, device: torch.device) -> bool:
     tables, and methods with `modify_scores` checkpoint chunks of the scores: neither can be traced.
     """
     method = getattr(layer, "rpe", None)
-    if method is not None and (method.rotates or method.modifies_scores):
+    if method is not None and method.hooks & {"rotate", "modify_scores"}:
         return False
     windowed = layer.window is not None
     return layer.attention.training_backend(device, layer.head_size, layer.dropout > 0, windowed=windowed) in TRACEABLE

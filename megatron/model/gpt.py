@@ -67,7 +67,7 @@ class Embedding(nn.Module):
     def __init__(self, settings: ModelSettings, positional: PositionalMethod):
         super().__init__()
         self.word_embeddings = vocab_embedding(settings.padded_vocab_size, settings.hidden_size, tp=settings.tp)
-        self.embeds = positional.embeds
+        self.embeds = "embed" in positional.hooks
         if self.embeds:
             self.position_embeddings = positional
         self.dropout = nn.Dropout(settings.hidden_dropout)

@@ -115,7 +115,7 @@ class GPTPipeline(PipelineModule):
         parameters = [
             parameter
             for method in positional_methods(layers).values()
-            if method.shared and not method.embeds
+            if method.shared and "embed" not in method.hooks
             for parameter in method.parameters()
         ]
         # A stage with only the final norm or the output has no block, so it has no copy and is not in the group.

@@ -93,14 +93,14 @@ def distance_tables(
     distances = torch.arange(num_distances, dtype=torch.float32)
     tables = []
     for label, method in positional_methods(step, settings):
-        if method.has_bias or method.has_weight:
+        if method.hooks & {"bias", "weight"}:
             table = DistanceTable(
                 config.model.pos_emb,
                 label,
                 distances,
-                bias=method.bias(distances) if method.has_bias else None,
-                weight=method.weight(distances) if method.has_weight else None,
-                effective_lengths=method.effective_length(limit) if method.has_bias else None,
+                bias=method.bias(distances) if "bias" in method.hooks else None,
+                weight=method.weight(distances) if "weight" in method.hooks else None,
+                effective_lengths=method.effective_length(limit) if "bias" in method.hooks else None,
             )
             tables.append(table)
     return tables

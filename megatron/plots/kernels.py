@@ -86,7 +86,7 @@ def distance_curves(
     """
     positions = torch.arange(num_distances)
     last = positions[-1:]
-    if method.modifies_scores:
+    if "modify_scores" in method.hooks:
         zeros = torch.zeros(1, shape.num_heads, 1, shape.head_size)
         query, _ = method.rotate(zeros, zeros[:, :, :0], last, positions[:0])
         scores = torch.zeros(1, shape.num_heads, 1, num_distances)
@@ -95,18 +95,18 @@ def distance_curves(
         modified = method.final_scores(scores, query, last, positions, mask, table)[0, :, 0].flip(-1)
         return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
     curves = {}
-    if method.rotates:
+    if "rotate" in method.hooks:
         ones = torch.ones(1, 1, num_distances, shape.head_size)
         query, key = method.eval().rotate(ones[:, :, -1:], ones, last, positions)
-        if method.scales_qk:
+        if "scale_qk" in method.hooks:
             query, key = method.scale_qk(query, key, last, positions)
         curves["dot product of ones"] = (query @ key.transpose(-1, -2))[0, :, 0].flip(-1) / shape.head_size
-    if method.has_bias:
+    if "bias" in method.hooks:
         curves["bias"] = method.bias(positions.float())
-    if method.has_decay:
+    if "decay" in method.hooks:
         decay = method.decay(torch.zeros(1, num_distances, shape.hidden_size))[0]
         curves["bias"] = decay.cumsum(dim=1) - decay[:, :1]
-    if method.has_weight:
+    if "weight" in method.hooks:
         curves["weight"] = method.weight(positions.float())
     return curves
 
@@ -189,10 +189,10 @@ def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[P
             entry += f"\n![{name}](pictures/{path.name})\n"
         if name.startswith("kerple"):
             family = "KERPLE"
-        elif initial.method.modifies_scores:
+        elif "modify_scores" in initial.method.hooks:
             family = "Methods that modify the scores"
         else:
-            family = "Rotary" if initial.method.rotates else "Other biases, and position embeddings"
+            family = "Rotary" if "rotate" in initial.method.hooks else "Other biases, and position embeddings"
         entries[family].append(entry)
     sections = (f"## {family}\n\n{fill(FAMILIES[family])}\n\n" + "\n".join(entries[family]) for family in FAMILIES)
     write_atomically(output, (PAGE + "\n".join(sections)).encode())

@@ -25,9 +25,9 @@ def check_machine(
     with torch.device("meta"):
         methods = positional.build_layers(model.pos_emb, model.shape, **model.positional_options)
     requirements = Requirements(
-        weight=any(method.has_weight for method in methods),
-        modify_scores=any(method.modifies_scores for method in methods),
-        decay=any(method.has_decay for method in methods),
+        weight=any("weight" in method.hooks for method in methods),
+        modify_scores=any("modify_scores" in method.hooks for method in methods),
+        decay=any("decay" in method.hooks for method in methods),
         dropout=model.attention_dropout > 0,
         training=True,
         dtype=DTYPES[config.precision.dtype],

@@ -28,12 +28,12 @@ for name in registered_names():
     hidden = method.embed(torch.randn(2, 16, 32, requires_grad=True), torch.arange(16))
     states = hidden.view(2, 16, 4, 8).transpose(1, 2)
     query, key = method.rotate(states, states, torch.arange(16), torch.arange(16))
-    sums = decay_sums(method.decay(hidden)) if method.has_decay else None
+    sums = decay_sums(method.decay(hidden)) if "decay" in method.hooks else None
     Attention(positional=method)(query, key, states, decay_sums=sums).square().sum().backward()
     assert all(parameter.grad is not None for parameter in method.parameters()), name
     print(name)
 assert type(method := build("constant_slope", shape)) is ConstantSlope
-assert method.has_bias
+assert "bias" in method.hooks
 """
 
 

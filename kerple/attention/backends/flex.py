@@ -48,13 +48,13 @@ def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: i
 
     Raises ValueError for a method that has neither bias nor weight, and for queries beyond the keys.
     """
-    if not (method.has_bias or method.has_weight):
+    if not method.hooks & {"bias", "weight"}:
         hint = ""
-        if method.rotates:
+        if "rotate" in method.hooks:
             hint = "; apply its rotate to queries and keys before attention"
-        if method.modifies_scores:
+        if "modify_scores" in method.hooks:
             hint = "; its modify_scores uses the scores of other heads or keys, which a score_mod cannot access"
-        if method.has_decay:
+        if "decay" in method.hooks:
             hint = "; append its decay to queries, keys and values before attention (kerple.positional.append_decay)"
         raise ValueError(f"{type(method).__name__} has no bias or weight over distance, so it has no score_mod{hint}")
     s, t = query.shape[-2], key.shape[-2]

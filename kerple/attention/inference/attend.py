@@ -67,7 +67,7 @@ def attend_in_mode(
     # A chunk has at most as many keys more than one of its queries as it has queries.
     most_keys = mode.span.max_kv_len(total)
     rows = min(modify_rows(query, min(total, 2 * most_keys)), max(MODIFY_MIN_ROWS, most_keys))
-    if method.scales_qk:
+    if "scale_qk" in method.hooks:
         rows = min(rows, method.segment)
     contexts = []
     with without_autocast(device):
@@ -189,7 +189,7 @@ def _scores(
     products = [
         _range_products(query, key, method, mode, queries, keys, scale) for key, keys in zip(parts, ranges, strict=True)
     ]
-    if not method.modifies_scores:
+    if "modify_scores" not in method.hooks:
         finals = [_with_tables(part, tables_at) for part in products]
     elif method.per_pair or len(products) == 1:
         finals = [_modified(part, method, mode) for part in products]
@@ -270,10 +270,10 @@ def _products(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these positions."""
-    if method.rotates:
+    if "rotate" in method.hooks:
         query, key = mode.rotation(method).rotate(query, key, query_positions, key_positions)
     rotated = query
-    if method.scales_qk:
+    if "scale_qk" in method.hooks:
         query, key = method.scale_qk(query, key, query_positions, key_positions)
     return rotated, _by_kv_head(query, key.transpose(-1, -2)) * scale
 

@@ -134,7 +134,7 @@ class AttentionMode:
         """The mode in a layer with this method, if other layers have positions: without positions, distances and angles
         have no effect.
         """
-        if method.has_positions:
+        if method.hooks:
             return self
         return replace(self, reindexed=False, distance_map=None, dynamic_ntk=None)
 
@@ -166,11 +166,13 @@ class AttentionMode:
                 "has no base that dynamic-ntk could change: it needs a rotation of more than 2 dimensions, without a "
                 "scaling or random positions"
             )
-        if special and method.has_decay and (method.rotates or method.scales_qk):
+        if special and "decay" in method.hooks and method.hooks & {"rotate", "scale_qk"}:
             return (
                 "has both a decay and a rotation, which cannot be computed for keys that are not consecutive; use full"
             )
-        if self.reindexed and (method.modifies_scores or not (method.turns or method.has_bias or method.has_weight)):
+        if self.reindexed and (
+            "modify_scores" in method.hooks or not (method.turns or method.hooks & {"bias", "weight"})
+        ):
             return (
                 "has no distances that could be counted within the cache (it modifies scores, or has absolute "
                 "positions or none); use sinks without reindexed"
@@ -195,7 +197,7 @@ class AttentionMode:
                 "is not supported for models with sliding_window_width: a query attends to no keys outside of its "
                 "layer's window; use full, or window@W with a smaller W"
             )
-        has_positions = any(method.has_positions for method in methods)
+        has_positions = any(method.hooks for method in methods)
         reasons = [(self.for_layer(method) if has_positions else self).unsupported_reason(method) for method in methods]
         for layer, reason in enumerate(reasons):
             if reason is not None:
@@ -211,8 +213,8 @@ class AttentionMode:
                 return None
             return f"rotates by positions, so distance map {name}, which is not linear, cannot apply; use leaky@W,k"
         device = next((parameter.device for parameter in method.parameters()), None)
-        has_table = method.modifies_scores and method.mapped_table(torch.zeros(1, device=device)) is not None
-        if has_table or ((method.has_bias or method.has_weight) and not method.rotates):
+        has_table = "modify_scores" in method.hooks and method.mapped_table(torch.zeros(1, device=device)) is not None
+        if has_table or (method.hooks & {"bias", "weight"} and "rotate" not in method.hooks):
             return None
         return (
             f"is not a function of the distance (absolute or sampled positions, positions that depend on the content, "

@@ -263,8 +263,8 @@ class ModelConfig(ConfigSection):
         try:
             methods = self.build_on_meta()
             requirements = Requirements(
-                weight=any(method.has_weight for method in methods),
-                modify_scores=any(method.modifies_scores for method in methods),
+                weight=any("weight" in method.hooks for method in methods),
+                modify_scores=any("modify_scores" in method.hooks for method in methods),
                 dropout=self.attention_dropout > 0,
                 head_size=self.head_size,
             )

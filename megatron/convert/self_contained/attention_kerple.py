@@ -34,16 +34,16 @@ CHUNK = 128
 
 def is_relative(method, mode):
     """Whether the mode counts the positions of rotated queries and keys as in the text."""
-    return mode is None or not (method.rotates and (mode.reindexed or mode.distance_map is not None))
+    return mode is None or not ("rotate" in method.hooks and (mode.reindexed or mode.distance_map is not None))
 
 
 # Name -> whether it can compute a method's attention in a mode (None: as in training).
 IMPLEMENTATIONS = {
     "eager": lambda method, mode: True,
     "sdpa": lambda method, mode: (
-        not (method.modifies_scores or method.scales_qk or method.has_weight) and is_relative(method, mode)
+        not method.hooks & {"modify_scores", "scale_qk", "weight"} and is_relative(method, mode)
     ),
-    "flex_attention": lambda method, mode: mode is None and not (method.modifies_scores or method.scales_qk),
+    "flex_attention": lambda method, mode: mode is None and not method.hooks & {"modify_scores", "scale_qk"},
 }
 
 
@@ -86,8 +86,8 @@ class Layout:
         batch, new = hidden.shape[:2]
         if mode is not None and any(hasattr(layer, "max_cache_len") for layer in getattr(cache, "layers", ())):
             raise ValueError("static caches are not supported in an inference mode; use a dynamic one")
-        by_text = mode is not None or any(method.modifies_scores or method.scales_qk for method in methods)
-        needs_positions = by_text or any(method.embeds or method.rotates for method in methods)
+        by_text = mode is not None or any(method.hooks & {"modify_scores", "scale_qk"} for method in methods)
+        needs_positions = by_text or any(method.hooks & {"embed", "rotate"} for method in methods)
         # Graphs without breaks, in which values are unknown, are only possible for methods that need no positions.
         traced = torch.compiler.is_compiling() and not needs_positions
         cached = 0 if cache is None else cache.get_seq_length()
@@ -196,7 +196,7 @@ class Layout:
 
     def embed(self, method: nn.Module, hidden: Tensor) -> Tensor:
         """The method's position embeddings added to `hidden` `[b, s, e]`."""
-        if not method.embeds:
+        if "embed" not in method.hooks:
             return hidden
         rows = hidden.split(1) if len(self.positions) > 1 else [hidden]
         return torch.cat([method.embed(row, positions) for row, positions in zip(rows, self.positions, strict=True)])
@@ -207,7 +207,7 @@ class Layout:
         """
         if self.mode is not None:
             return self.mode.scale_query(query, self.positions[:, None]), key
-        if not method.rotates:
+        if "rotate" not in method.hooks:
             return query, key
         rows = zip(query.split(1), key.split(1), strict=True) if len(self.positions) > 1 else [(query, key)]
         rotated = [method.rotate(*row, p, p) for row, p in zip(rows, self.positions, strict=True)]
@@ -216,7 +216,7 @@ class Layout:
 
     def append_decay(self, method, hidden, query, key, value, cache, layer):
         """Query, key and value with the dimensions of the method's decay, if it has one. Padding has no decay."""
-        if not method.has_decay:
+        if "decay" not in method.hooks:
             return query, key, value
         decay, scale = method.decay(hidden), query.shape[3] ** -0.5
         if self.padded is not None:
@@ -245,11 +245,11 @@ class Tables(NamedTuple):
             return cls(None, None)
         distance = torch.arange(layout.total, dtype=torch.float32, device=device)
         with torch.autocast(device.type, enabled=False):
-            if method.modifies_scores:
+            if "modify_scores" in method.hooks:
                 return cls(method.table(distance), None)
             return cls(
-                method.bias(distance) if method.has_bias else None,
-                method.weight(distance) if method.has_weight else None,
+                method.bias(distance) if "bias" in method.hooks else None,
+                method.weight(distance) if "weight" in method.hooks else None,
             )
 
 
@@ -263,7 +263,7 @@ def attend(query, key, value, method, tables, layout, dropout, implementation, o
     if layout.texts:
         return attend_to_texts(query, key, value, method, tables, layout, dropout, implementation, output_attentions)
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
-    extra = extra_dimensions(key.dtype, query.shape[1] // key.shape[1]) if method.has_decay else 0
+    extra = extra_dimensions(key.dtype, query.shape[1] // key.shape[1]) if "decay" in method.hooks else 0
     scale = (query.shape[3] - extra) ** -0.5
     if layout.mode is not None:
         if dropout:
@@ -327,16 +327,16 @@ def eager_attention(query, key, value, method, tables, layout, dropout, places, 
     keys, values = (repeat_kv(states, query.shape[1] // key.shape[1]).to(dtype) for states in (key, value))
     contexts, all_probabilities = [], []
     rows = new if places else CHUNK
-    rows = min(rows, method.segment) if method.scales_qk else rows
+    rows = min(rows, method.segment) if "scale_qk" in method.hooks else rows
     for part, end, distance, mask in chunks(layout, new, rows, query.device):
         query_rows, key_rows = query[:, :, part], keys[:, :, :end]
-        if method.scales_qk or method.modifies_scores:
+        if method.hooks & {"scale_qk", "modify_scores"}:
             query_positions = torch.arange(end - (part.stop - part.start), end, device="cpu")
             key_positions = torch.arange(end, device="cpu")
-        if method.scales_qk:
+        if "scale_qk" in method.hooks:
             query_rows, key_rows = method.scale_qk(query_rows, key_rows, query_positions, key_positions)
         scores = query_rows.to(dtype) @ key_rows.transpose(-1, -2) * scale
-        if method.modifies_scores:
+        if "modify_scores" in method.hooks:
             scores = modified_scores(
                 method, tables.bias, scores, query_rows, query_positions, key_positions, mask, layout.starts
             )
@@ -406,7 +406,7 @@ def sdpa_in_mode(query, key, value, method, mode, *, start, scale):
         for part in key_ranges(mode, queries):
             pairs, places = Pairs.of(mode, queries, part, device), stored(part, mode, missing)
             rotated = key[:, :, places]
-            if method.rotates:
+            if "rotate" in method.hooks:
                 positions = pairs.query_positions, pairs.key_positions
                 rotated_rows, rotated = mode.rotation(method).rotate(rows, rotated, *positions)
             with torch.autocast(device.type, enabled=False):

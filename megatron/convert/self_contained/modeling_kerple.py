@@ -85,7 +85,7 @@ def one_cache(cache, past_key_values):
 
 def is_shared(method):
     """Whether one instance of the method serves all layers."""
-    return method.shared or method.embeds
+    return method.shared or "embed" in method.hooks
 
 
 def check_loaded(method, device):

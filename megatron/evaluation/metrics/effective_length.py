@@ -27,7 +27,7 @@ def effective_lengths(planned: Record, methods: Iterable[tuple[str, PositionalMe
     methods: (label, method) pairs from `megatron.checkpoint.inspection.positional_methods`. Methods without a bias
     are skipped; if none is left, the record has a note.
     """
-    by_label = {label: method.effective_length(LIMIT).tolist() for label, method in methods if method.has_bias}
+    by_label = {label: method.effective_length(LIMIT).tolist() for label, method in methods if "bias" in method.hooks}
     note = (
         None
         if by_label

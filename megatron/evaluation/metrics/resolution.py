@@ -162,7 +162,7 @@ class ScoreRecorder:
         s, t = query.shape[2], key.shape[2]
         method = self._attention.positional
         rows = max(MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t)))
-        if method is not None and method.scales_qk:
+        if method is not None and "scale_qk" in method.hooks:
             rows = min(rows, method.segment)
         max_kv_len = span.max_kv_len(t)
         self._reserve(query, t)
@@ -171,7 +171,7 @@ class ScoreRecorder:
             begin, end = span.first_key(t - s + first), t - s + last
             queries, keys = query[:, :, first:last], key[:, :, begin:end]
             query_positions, key_positions = torch.arange(t - s + first, end), torch.arange(begin, end)
-            if method is not None and method.scales_qk:
+            if method is not None and "scale_qk" in method.hooks:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
             keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
@@ -180,7 +180,7 @@ class ScoreRecorder:
                 of_queries, of_keys = decay_sums[..., t - s + first : end], decay_sums[..., begin:end]
                 scores = scores + (of_queries.unsqueeze(-1) - of_keys.unsqueeze(-2)).to(dtype)
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
-            if method is not None and method.modifies_scores:
+            if method is not None and "modify_scores" in method.hooks:
                 positions = query_positions + dropped, key_positions + dropped
                 scores = method.final_scores(scores, queries, *positions, mask, tables.scores)
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.

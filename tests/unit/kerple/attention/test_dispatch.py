@@ -200,15 +200,15 @@ def test_methods_with_modify_scores_but_without_a_table(name):
 
 def test_modify_scores_excludes_other_hooks():
     class Both(PositionalMethod):
-        def modify_scores(self, scores, *context):
-            return scores
+        def modify_scores(self, chunk):
+            return chunk.scores
 
         def bias(self, distance):
             return distance
 
     class Scaled(XPos):
-        def modify_scores(self, scores, *context):
-            return scores
+        def modify_scores(self, chunk):
+            return chunk.scores
 
     message = " defines modify_scores, so it must not define bias, weight, decay or scale_qk"
     with pytest.raises(ValueError, match=f"Both{message}"):
@@ -371,9 +371,10 @@ def test_scale_replaces_the_root_of_the_head_size(method):
 
 
 # `test_decay.py` tests methods with a decay.
-@pytest.mark.parametrize(
-    "name", [name for name in primary_names() if not (build(name, SHAPE).embeds or build(name, SHAPE).has_decay)]
-)
+WITHOUT_DECAY = [name for name in primary_names() if not build(name, SHAPE).hooks & {"embed", "decay"}]
+
+
+@pytest.mark.parametrize("name", WITHOUT_DECAY)
 def test_grouped_queries_of_every_method(name):
     """4 query heads share 2 key/value heads, compared with a copy of its key/value head for each query head: all
     gradients, fewer queries than keys as with a KV cache, windows and blocks.

@@ -31,9 +31,9 @@ class RootWeight(Root):
 class RootScores(Root):
     bias = None
 
-    def modify_scores(self, scores, query, query_positions, key_positions, mask, table):
-        distance = (query_positions[:, None] - key_positions).clamp(min=0)
-        return scores - (self.slope[:, None] * distance).sqrt()
+    def modify_scores(self, chunk):
+        distance = (chunk.query_positions[:, None] - chunk.key_positions).clamp(min=0)
+        return chunk.scores - (self.slope[:, None] * distance).sqrt()
 
 
 def test_sqrt_at_distance_0():

@@ -9,6 +9,7 @@ from torch import nn
 from kerple.attention import Attention, jacobians, non_finite_gradients, score_table, tables
 from kerple.positional import (
     Alibi,
+    Chunk,
     KerpleLog,
     ModelShape,
     PositionalMethod,
@@ -52,17 +53,17 @@ def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
     assert method.embed(torch.empty(1, 6, 16, device="meta"), positions).is_meta
     query, key = torch.empty(2, 1, 2, 6, 8, device="meta").unbind(0)
     query, key = method.rotate(query, key, positions, positions)
-    if method.scales_qk:
+    if "scale_qk" in method.hooks:
         query, key = method.scale_qk(query, key, positions, positions)
     assert query.is_meta
     assert key.is_meta
-    if method.has_bias:
+    if "bias" in method.hooks:
         assert method.bias(distance).is_meta
-    if method.has_weight:
+    if "weight" in method.hooks:
         assert method.weight(distance).is_meta
-    if method.modifies_scores:
+    if "modify_scores" in method.hooks:
         scores, mask = torch.empty(1, 2, 6, 6, device="meta"), torch.empty(6, 6, dtype=torch.bool, device="meta")
-        assert method.modify_scores(scores, query, positions, positions, mask, method.table(distance)).is_meta
+        assert method.final_scores(scores, query, positions, positions, mask, method.table(distance)).is_meta
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -148,7 +149,7 @@ def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch
     positions = torch.arange(FAR)
     embedded = method.embed(hidden, positions).unflatten(-1, (2, 8)).transpose(1, 2)
     query, key, value = embedded.unsqueeze(1).unbind(0)
-    sums = decay_sums(method.decay(hidden[:1])) if method.has_decay else None
+    sums = decay_sums(method.decay(hidden[:1])) if "decay" in method.hooks else None
     query, _ = method.rotate(query[:, :, -LAST:], key[:, :, :0], positions[-LAST:], positions[:0])
     _, key = method.rotate(query[:, :, :0], key, positions[:0], positions)
     return Attention("auto", method)(query, key, value, decay_sums=sums)
@@ -173,17 +174,17 @@ def scores_at(name: str, first_position: int) -> torch.Tensor:
     query, key = torch.randn(2, 1, 2, length, 8, generator=generator).unbind(0)
     method, positions = METHODS[name], torch.arange(length) + first_position
     query, key = method.rotate(query, key, positions, positions)
-    if method.scales_qk:
+    if "scale_qk" in method.hooks:
         query, key = method.scale_qk(query, key, positions, positions)
     scores = query @ key.transpose(-1, -2) / 8**0.5
     mask = positions > positions[:, None]
-    if method.modifies_scores:
+    if "modify_scores" in method.hooks:
         table = score_table(method, length, "cpu")
-        scores = method.modify_scores(scores, query, positions, positions, mask, table)
+        scores = method.modify_scores(Chunk(scores, query, positions, positions, mask, table))
     return scores.masked_fill(mask, 0.0)
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.rotates or method.modifies_scores])
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].hooks & {"rotate", "modify_scores"}])
 def test_relative_methods_are_shift_invariant(name):
     near, far = scores_at(name, 0), scores_at(name, 60_000)
     if "fire" in name:  # FIRE divides by the query's position beyond its threshold

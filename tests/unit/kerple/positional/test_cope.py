@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kerple.positional import Cope
+from kerple.positional import Chunk, Cope
 from tests.support.attention import assert_is_formula
 
 
@@ -33,9 +33,8 @@ def test_initially_the_scores_do_not_change():
     assert method.pos_emb.shape == (8, 64)
     scores = torch.randn(1, 2, 3, 3)
     position = torch.arange(3)
-    adapted = method.modify_scores(
-        scores, torch.randn(1, 2, 3, 8), position, position, position > position[:, None], None
-    )
+    chunk = Chunk(scores, torch.randn(1, 2, 3, 8), position, position, position > position[:, None])
+    adapted = method.modify_scores(chunk)
     assert torch.equal(adapted, scores)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kerple.positional import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary, ModelShape, Rotary, build
+from kerple.positional import Chunk, Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary, ModelShape, Rotary, build
 from tests.support.attention import assert_is_formula
 from tests.support.dape_release import load_release
 from tests.unit.kerple.positional.test_fire import fire_bias
@@ -73,7 +73,7 @@ def test_released_module(name):
     position = torch.arange(scores.shape[-1])
     mask = position > position[:, None]
     table = method.table(position.float())
-    actual = method.modify_scores(scores, None, position, position, mask, table)
+    actual = method.modify_scores(Chunk(scores, None, position, position, mask, table))
     torch.testing.assert_close(actual.masked_fill(mask, 0.0), final, rtol=0, atol=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_both_inputs_of_the_mlp_get_gradients():
     position = torch.arange(4)
     mask = position > position[:, None]
     table = method.table(torch.arange(4.0))
-    (method.modify_scores(scores, None, position, position, mask, table) - scores).square().sum().backward()
+    (method.modify_scores(Chunk(scores, None, position, position, mask, table)) - scores).square().sum().backward()
     assert (scores.grad != 0).all()
     assert (method.static.bias_p.grad != 0).all()
     assert (method.static.bias_a.grad != 0).all()

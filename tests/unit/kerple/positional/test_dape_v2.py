@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from kerple.positional import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary, ModelShape, Rotary, build
+from kerple.positional import (
+    Chunk,
+    DapeV2,
+    DapeV2Alibi,
+    DapeV2Fire,
+    DapeV2Kerple,
+    DapeV2Rotary,
+    ModelShape,
+    Rotary,
+    build,
+)
 from tests.support.attention import assert_is_formula
 from tests.support.dape_release import load_release
 from tests.unit.kerple.positional.test_dape import HEADS, SIZE, static_bias
@@ -93,7 +103,7 @@ def test_released_module(name):
     position = torch.arange(length)
     mask = position > position[:, None]
     table = method.table(position.float())
-    actual = method.modify_scores(scores, None, position, position, mask, table)
+    actual = method.modify_scores(Chunk(scores, None, position, position, mask, table))
     torch.testing.assert_close(actual.masked_fill(mask, 0.0), final, rtol=0, atol=1e-5)
     # As attention calls it, only the scores of the last k // 2 queries differ: the release has no hidden units after
     # the last key of the sequence.
@@ -149,10 +159,10 @@ def test_masked_scores_do_not_influence_others():
     scores = torch.randn(1, HEADS, 9, 9, dtype=torch.float64)
     table = method.table(torch.arange(9.0))
     changed = torch.where(mask, torch.randn_like(scores) * 100, scores)
-    before, after = (method.modify_scores(s, None, position, position, mask, table) for s in (scores, changed))
+    before, after = (method.modify_scores(Chunk(s, None, position, position, mask, table)) for s in (scores, changed))
     assert torch.equal(before.masked_fill(mask, 0), after.masked_fill(mask, 0))
     # Two convolutions: a key's score depends on those of the two keys on either side.
     scores.requires_grad_()
-    out = method.modify_scores(scores, None, position, position, mask, table)
+    out = method.modify_scores(Chunk(scores, None, position, position, mask, table))
     (gradient,) = torch.autograd.grad(out[0, 0, 8, 4], scores)
     assert (gradient[0].abs().sum(0)[8] > 0).tolist() == [False, False, True, True, True, True, True, False, False]

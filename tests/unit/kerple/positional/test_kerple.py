@@ -104,7 +104,7 @@ def test_values_and_gradients_follow_the_paper(cls, options, bias, weight, dtype
     assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == dict.fromkeys(
         names, (5, 1, 1)
     )
-    assert (method.has_bias, method.has_weight) == (bool(bias), bool(weight))
+    assert method.hooks == {name for name, terms in (("bias", bias), ("weight", weight)) if terms}
     distance = torch.tensor(DISTANCES, dtype=torch.float32)
     for terms, hook, outer in ((bias, method.bias, lambda sums: sums), (weight, method.weight, np.exp)):
         if not terms:
@@ -151,11 +151,10 @@ def test_every_method_is_conditionally_positive_definite(cls, options, bias, wei
 def test_distances_of_any_shape(cls):
     method = cls(num_heads=3)
     distance = torch.arange(12.0).reshape(3, 4)
-    for hook in ("bias", "weight"):
-        if getattr(method, f"has_{hook}"):
-            table = getattr(method, hook)(distance)
-            assert table.shape == (3, 3, 4)
-            assert torch.equal(table.reshape(3, 12), getattr(method, hook)(distance.flatten()))
+    for hook in method.hooks:
+        table = getattr(method, hook)(distance)
+        assert table.shape == (3, 3, 4)
+        assert torch.equal(table.reshape(3, 12), getattr(method, hook)(distance.flatten()))
 
 
 @pytest.mark.parametrize(
@@ -247,9 +246,7 @@ def test_projected_training_follows_the_rule_of_the_release(cls):
             parameter.data = parameter.data.clamp(min=0.01, max=2 if has_upper_bound else None)
             met[name].update(parameter.flatten().tolist())
             torch.testing.assert_close(method.get_parameter(name), parameter, rtol=1e-5, atol=1e-5)
-        hooks = [
-            hook for hook, is_used in ((method.bias, method.has_bias), (method.weight, method.has_weight)) if is_used
-        ]
+        hooks = [getattr(method, name) for name in sorted(method.hooks)]
         direction = -1 if 60 <= step < 200 else 1
         for optimizer, tables in (
             (ours, [hook(distance) for hook in hooks]),

@@ -23,17 +23,7 @@ def test_each_layer_is_its_own_method():
     layers = build_layers("per_layer", SHAPE, methods=METHODS)
     assert len(layers) == 5
     states = torch.randn(3, 1, 2, LENGTH, 8)
-    flags = (
-        "embeds",
-        "rotates",
-        "has_bias",
-        "has_weight",
-        "modifies_scores",
-        "scales_qk",
-        "per_pair",
-        "shift_invariant",
-        "lookahead",
-    )
+    flags = ("hooks", "per_pair", "shift_invariant", "lookahead")
     for layer, (method, name) in enumerate(
         zip(layers, ("rotary", "kerple_log", "dape_kerple", "xpos", "rotary"), strict=True)
     ):

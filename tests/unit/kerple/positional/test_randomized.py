@@ -97,9 +97,9 @@ def test_attention_at_sampled_positions(name):
     query, key = plain.rotate(*states[:2], positions, positions)
     scores = query @ key.transpose(-1, -2) / 8**0.5
     distance = (positions[:, None] - positions).clamp(min=0).float()
-    if plain.has_weight:
+    if "weight" in plain.hooks:
         scores = scores * plain.weight(distance)
-    if plain.has_bias:
+    if "bias" in plain.hooks:
         scores = scores + plain.bias(distance)
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()
     expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
@@ -183,7 +183,7 @@ def test_embeddings_and_rotations_at_sampled_positions(name):
     method.begin_step(0)
     positions = copy.copy(method).sampled(POSITIONS)
     hidden, states = torch.randn(1, LENGTH, 16), torch.randn(1, 2, LENGTH, 8)
-    assert not method.modifies_scores
+    assert "modify_scores" not in method.hooks
     assert torch.equal(method.embed(hidden, POSITIONS), plain.embed(hidden, positions))
     rotated, expected = (part.rotate(states, states, p, p)[0] for part, p in ((method, POSITIONS), (plain, positions)))
     assert torch.equal(rotated, expected)

@@ -12,57 +12,57 @@ SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_p
 METHODS = {
     # pos-emb: class, hooks
     "none": ("NoPositions", set()),
-    "learned": ("Learned", {"embeds"}),
-    "sinusoidal": ("Sinusoidal", {"embeds"}),
-    "rotary": ("Rotary", {"rotates"}),
-    "p_rope": ("PRope", {"rotates"}),
-    "forgetting": ("Forgetting", {"has_decay"}),
-    "fox": ("Forgetting", {"has_decay"}),
-    "cable": ("Cable", {"has_decay"}),
-    "rpe": ("T5", {"has_bias"}),
-    "alibi": ("Alibi", {"has_bias"}),
-    "kerple_log": ("KerpleLog", {"has_bias"}),
-    "kerple_log_rotary": ("KerpleLogRotary", {"rotates", "has_bias"}),
-    "kerple_power_ap_": ("KerplePower", {"has_bias"}),
-    "kerple_power": ("KerplePower", {"has_bias"}),
-    "kerple_power__ap": ("KerpleWeight", {"has_weight"}),
-    "kerple_power_ap_ap": ("KerpleBiasWeight", {"has_bias", "has_weight"}),
-    "kerple_bias_wht": ("KerpleBiasWeight", {"has_bias", "has_weight"}),
-    "kerple_power_original": ("KerplePowerOriginal", {"has_bias"}),
-    "kerple": ("KerpleSum", {"has_bias"}),
-    "kerple_log3": ("KerpleLog3", {"has_bias"}),
-    "kerple_3_para_log": ("KerpleLog3", {"has_bias"}),
-    "kerple_gaussian": ("KerpleGaussian", {"has_bias"}),
-    "kerple_2_para_bias": ("KerpleGaussian", {"has_bias"}),
-    "kerple_gaussian3": ("KerpleGaussian3", {"has_bias"}),
-    "kerple_3_para_bias": ("KerpleGaussian3", {"has_bias"}),
-    "kerple_square__a": ("KerpleSquareWeight", {"has_weight"}),
-    "kerple_1_para_wht": ("KerpleSquareWeight", {"has_weight"}),
-    "kerple_2_para_wht": ("KerpleWeight", {"has_weight"}),
-    "sandwich": ("Sandwich", {"has_bias"}),
-    "xpos": ("XPos", {"rotates", "scales_qk"}),
-    "fire": ("Fire", {"modifies_scores"}),
-    "cope": ("Cope", {"modifies_scores"}),
-    "transformer_xl": ("TransformerXL", {"rotates", "modifies_scores"}),
-    "dape": ("Dape", {"modifies_scores"}),
-    "dape_kerple": ("DapeKerple", {"modifies_scores"}),
-    "kerple_c": ("DapeKerple", {"modifies_scores"}),
-    "dape_alibi": ("DapeAlibi", {"modifies_scores"}),
-    "alibi_c": ("DapeAlibi", {"modifies_scores"}),
-    "dape_fire": ("DapeFire", {"modifies_scores"}),
-    "fire_c": ("DapeFire", {"modifies_scores"}),
-    "dape_v2": ("DapeV2", {"modifies_scores"}),
-    "dape_v2_kerple": ("DapeV2Kerple", {"modifies_scores"}),
-    "dape_v2_alibi": ("DapeV2Alibi", {"modifies_scores"}),
-    "dape_v2_fire": ("DapeV2Fire", {"modifies_scores"}),
-    "nope_c": ("Dape", {"modifies_scores"}),
-    "dape_rotary": ("DapeRotary", {"rotates", "modifies_scores"}),
-    "rope_dapev1": ("DapeRotary", {"rotates", "modifies_scores"}),
-    "dape_v2_rotary": ("DapeV2Rotary", {"rotates", "modifies_scores"}),
-    "rope_dapev2": ("DapeV2Rotary", {"rotates", "modifies_scores"}),
-    "kerple_dapev2": ("DapeV2Kerple", {"modifies_scores"}),
-    "alibi_dapev2": ("DapeV2Alibi", {"modifies_scores"}),
-    "fire_dapev2": ("DapeV2Fire", {"modifies_scores"}),
+    "learned": ("Learned", {"embed"}),
+    "sinusoidal": ("Sinusoidal", {"embed"}),
+    "rotary": ("Rotary", {"rotate"}),
+    "p_rope": ("PRope", {"rotate"}),
+    "forgetting": ("Forgetting", {"decay"}),
+    "fox": ("Forgetting", {"decay"}),
+    "cable": ("Cable", {"decay"}),
+    "rpe": ("T5", {"bias"}),
+    "alibi": ("Alibi", {"bias"}),
+    "kerple_log": ("KerpleLog", {"bias"}),
+    "kerple_log_rotary": ("KerpleLogRotary", {"rotate", "bias"}),
+    "kerple_power_ap_": ("KerplePower", {"bias"}),
+    "kerple_power": ("KerplePower", {"bias"}),
+    "kerple_power__ap": ("KerpleWeight", {"weight"}),
+    "kerple_power_ap_ap": ("KerpleBiasWeight", {"bias", "weight"}),
+    "kerple_bias_wht": ("KerpleBiasWeight", {"bias", "weight"}),
+    "kerple_power_original": ("KerplePowerOriginal", {"bias"}),
+    "kerple": ("KerpleSum", {"bias"}),
+    "kerple_log3": ("KerpleLog3", {"bias"}),
+    "kerple_3_para_log": ("KerpleLog3", {"bias"}),
+    "kerple_gaussian": ("KerpleGaussian", {"bias"}),
+    "kerple_2_para_bias": ("KerpleGaussian", {"bias"}),
+    "kerple_gaussian3": ("KerpleGaussian3", {"bias"}),
+    "kerple_3_para_bias": ("KerpleGaussian3", {"bias"}),
+    "kerple_square__a": ("KerpleSquareWeight", {"weight"}),
+    "kerple_1_para_wht": ("KerpleSquareWeight", {"weight"}),
+    "kerple_2_para_wht": ("KerpleWeight", {"weight"}),
+    "sandwich": ("Sandwich", {"bias"}),
+    "xpos": ("XPos", {"rotate", "scale_qk"}),
+    "fire": ("Fire", {"modify_scores"}),
+    "cope": ("Cope", {"modify_scores"}),
+    "transformer_xl": ("TransformerXL", {"rotate", "modify_scores"}),
+    "dape": ("Dape", {"modify_scores"}),
+    "dape_kerple": ("DapeKerple", {"modify_scores"}),
+    "kerple_c": ("DapeKerple", {"modify_scores"}),
+    "dape_alibi": ("DapeAlibi", {"modify_scores"}),
+    "alibi_c": ("DapeAlibi", {"modify_scores"}),
+    "dape_fire": ("DapeFire", {"modify_scores"}),
+    "fire_c": ("DapeFire", {"modify_scores"}),
+    "dape_v2": ("DapeV2", {"modify_scores"}),
+    "dape_v2_kerple": ("DapeV2Kerple", {"modify_scores"}),
+    "dape_v2_alibi": ("DapeV2Alibi", {"modify_scores"}),
+    "dape_v2_fire": ("DapeV2Fire", {"modify_scores"}),
+    "nope_c": ("Dape", {"modify_scores"}),
+    "dape_rotary": ("DapeRotary", {"rotate", "modify_scores"}),
+    "rope_dapev1": ("DapeRotary", {"rotate", "modify_scores"}),
+    "dape_v2_rotary": ("DapeV2Rotary", {"rotate", "modify_scores"}),
+    "rope_dapev2": ("DapeV2Rotary", {"rotate", "modify_scores"}),
+    "kerple_dapev2": ("DapeV2Kerple", {"modify_scores"}),
+    "alibi_dapev2": ("DapeV2Alibi", {"modify_scores"}),
+    "fire_dapev2": ("DapeV2Fire", {"modify_scores"}),
 }
 
 
@@ -76,9 +76,8 @@ def test_every_name_builds_its_method_with_its_hooks(name):
     cls, hooks = METHODS[name]
     method = build(name, SHAPE)
     assert type(method) is getattr(positional, cls)
-    flags = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk", "has_decay")
-    assert {flag for flag in flags if getattr(method, flag)} == hooks
-    assert method.shared == (not hooks & {"modifies_scores", "has_decay"})
+    assert method.hooks == hooks
+    assert method.shared == (not hooks & {"modify_scores", "decay"})
     assert all(value.shape == (4,) and not value.requires_grad for value in method.statistics().values())
 
 
@@ -124,8 +123,7 @@ def test_a_plugin_file_adds_a_method(tmp_path):
     load_plugin(path)
     load_plugin(str(path))
     method = build("toy_step", SHAPE, step=3.0)
-    assert method.has_bias
-    assert not method.has_weight
+    assert method.hooks == {"bias"}
     assert method.bias(torch.tensor([8.0, 9.0])).tolist() == [[0.0, -3.0]] * 4
 
 

@@ -29,7 +29,7 @@ def test_a_released_checkpoint(method):
         assert description["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     (positional,) = model.positional_methods().values()
     expected = {name: values.tolist() for name, values in positional.statistics().items()}
-    if positional.has_bias:
+    if "bias" in positional.hooks:
         expected["effective_length"] = positional.effective_length().tolist()
     assert description["kernels"] == ({"all layers": expected} if expected else {})
 

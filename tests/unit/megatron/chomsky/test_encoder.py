@@ -30,8 +30,8 @@ def test_encoder_attends_to_both_sides(pos_emb):
             for n in range(7):
                 score = (qkv[:, m, 0, head] * qkv[:, n, 1, head]).sum(-1) / 8**0.5
                 delta = torch.tensor([float(abs(m - n))])
-                score = score * method.weight(delta)[head] if method.has_weight else score
-                scores.append(score + method.bias(delta)[head] if method.has_bias else score)
+                score = score * method.weight(delta)[head] if "weight" in method.hooks else score
+                scores.append(score + method.bias(delta)[head] if "bias" in method.hooks else score)
             probabilities = torch.stack(scores, dim=1).softmax(dim=1)
             context[:, m, head] = torch.einsum("bn,bnd->bd", probabilities, qkv[:, :, 2, head])
     hidden = hidden + layer.projection(context.reshape(2, 7, 16))

@@ -101,7 +101,7 @@ def test_unsupported_calls_are_rejected():
         attend(*states, dropout_p=0.5, backend="flex")
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.has_bias or method.has_weight])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.hooks & {"bias", "weight"}])
 @pytest.mark.parametrize("queries", [24, 5])
 @torch.no_grad()
 def test_score_mod_in_flex_attention(name, queries):

@@ -28,7 +28,7 @@ def test_supported_methods(name):
     assert (MAP.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE)
     assert (LOG.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE | ROTATIONS)
     assert (NTK.unsupported_reason(method) is None) == (name in ROTATIONS)
-    if method.modifies_scores or name in WITHOUT_DISTANCE:
+    if "modify_scores" in method.hooks or name in WITHOUT_DISTANCE:
         assert "use sinks without reindexed" in str(REINDEXED.unsupported_reason(method))
     else:
         assert REINDEXED.unsupported_reason(method) is None

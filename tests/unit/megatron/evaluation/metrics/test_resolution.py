@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kerple.attention import FULL, AttentionMode, Span
+from kerple.positional import Chunk
 from megatron.evaluation.metrics.resolution import plan_resolution, sum_by_distance
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
@@ -44,27 +45,26 @@ def scores_of(model, layer, tokens, span):
     if method is None:
         return query @ key.mT / math.sqrt(size)
     query, key = (states[0] for states in method.rotate(query[None], key[None], positions, positions))
-    if method.scales_qk:
+    if "scale_qk" in method.hooks:
         query, key = (states[0] for states in method.scale_qk(query[None], key[None], positions, positions))
     scores = query @ key.mT / math.sqrt(size)
     distance = (positions[:, None] - positions).clamp(min=0)
-    if method.has_weight:
+    if "weight" in method.hooks:
         scores = scores * method.weight(distance.float()).double()
     if model.settings.pos_emb == "kerple_log":  # the paper's formula
         p, a = (getattr(method, name).double().clamp(min=0.01).view(-1, 1, 1) for name in ("bias_p", "bias_a"))
         scores = scores - p * torch.log(1 + a * distance)
-    elif method.has_bias:
+    elif "bias" in method.hooks:
         scores = scores + method.bias(distance.float()).double()
-    if method.has_decay:
+    if "decay" in method.hooks:
         decay = method.decay(inputs[0])[0]
         for i in range(LENGTH):
             for j in range(i):
                 scores[:, i, j] += decay[:, j + 1 : i + 1].sum(dim=1)
-    if method.modifies_scores:
+    if "modify_scores" in method.hooks:
         mask = torch.tensor([[not attends(span, i, j) for j in range(LENGTH)] for i in range(LENGTH)])
-        scores = method.modify_scores(
-            scores[None], query[None], positions, positions, mask, method.table(positions.float())
-        )[0]
+        chunk = Chunk(scores[None], query[None], positions, positions, mask, method.table(positions.float()))
+        scores = method.modify_scores(chunk)[0]
     return scores
 
 

@@ -53,7 +53,7 @@ def requested(monkeypatch) -> list[tuple[bool, int | None]]:
     [
         pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ())
         for name, method in METHODS.items()
-        if method.has_bias or method.has_weight
+        if method.hooks & {"bias", "weight"}
     ],
 )
 def test_parameters_of_every_method_get_their_gradients(name):
