@@ -173,9 +173,7 @@ def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     """The subclass of a method's class with random positions. Its parameters have the same names."""
     if plain not in _CLASSES:
         per_pair = plain.per_pair or "modify_scores" not in plain.hooks
-        # Sampled positions are not proportional to the position in the text, and distances not constant.
-        flags = {"per_pair": per_pair, "shift_invariant": False, "turns": False}
-        attributes = {"plain": plain, **flags, "__module__": plain.__module__}
+        attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
         _CLASSES[plain] = type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
         _CLASSES[plain].hooks = plain.hooks
     return _CLASSES[plain]
@@ -213,6 +211,7 @@ def build_randomized(
         raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")
     if method.table_hooks:
         method.hooks = method.hooks - {"bias", "weight"} | {"modify_scores"}
+    method.turns = False  # by positions that may be fractional
     length = options.get("random_length") or shape.max_positions
     method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)
     return method

@@ -1,6 +1,8 @@
 """Properties of all positional methods: hooks and options, table derivatives, far positions."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from kerple.positional import (
     decay_sums,
     outermost,
     primary_names,
+    registry,
 )
 from tests.support.conversion import make_model, random_tokens
 
@@ -70,6 +73,19 @@ def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
 def test_gradients_are_finite_also_at_distance_0(name):
     """For example, the derivative of sqrt at 0 is infinite: the first training step would make all weights nan."""
     assert non_finite_gradients(build(name, SHAPE), SHAPE) == []
+
+
+def test_the_example_in_the_documentation(monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    text = (Path(__file__).parents[4] / "docs/adding-a-method.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(example, "docs/adding-a-method.md", "exec"), {"__name__": __name__})
+    method = build("square_root", SHAPE, highest=0.5)
+    assert method.hooks == {"bias"}
+    assert 0 < method.slope.min() <= method.slope.max() < 0.5
+    distance = torch.tensor([[0.0, 9.0]])
+    assert torch.equal(method.bias(distance), -method.slope[:, None, None] * torch.tensor([[0.0, 3.0]]))
+    assert non_finite_gradients(method, SHAPE) == []
 
 
 # Jacobians: a table's derivatives with respect to a few parameters per head.
