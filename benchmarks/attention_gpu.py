@@ -7,7 +7,7 @@ and with all scores and MLP values in memory.
 
 12 heads of 64 in bfloat16; the batch size falls from 32 with the length. Forward, and forward + backward including the
 gradients of the methods' parameters. TFLOP/s count the causal half: 4 b h s^2 d / 2 forward, 3.5 times that with the
-backward pass. `--tune` measures other tiles of the fused kernels instead.
+backward pass. `--tune` measures other tiles of the fused kernels instead, and their errors.
 """
 
 import contextlib
@@ -199,19 +199,23 @@ def check(bench: Bench) -> bool:
 
 
 def tune(bench: Bench) -> None:
-    """Measure forward, and forward + backward, with one tile changed at a time."""
-    candidates = {
+    """Measure forward, forward + backward, and errors, with one field of `Tiles` changed at a time.
+
+    Tiles of `key_value` with four warps let two or more programs share a multiprocessor.
+    """
+    half_candidates: dict[str, list[Any]] = {
         "forward": [Tile(128, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)],
-        "key_value": [Tile(64, 128, 8, 1), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)],
+        "key_value": [Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 2), Tile(64, 128, 8, 1)],
         "query": [Tile(64, 64, 4, 2), Tile(128, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 32, 4, 2)],
         "tables": [Tile(128, 128, 8, 2), Tile(128, 128, 16, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 3)],
     }
     length = 128 if bench.dry else 4096
     default_tiles_for = launch.tiles_for
-    for name in ("kerple_log", "kerple_bias_wht"):
+    candidates = ((half_dtype(bench), half_candidates), (torch.float32, {"precision": ["tf32x3"]}))
+    for name, (dtype, slots) in itertools.product(("kerple_log", "kerple_bias_wht"), candidates):
         batch = 1 if bench.dry else 8
         query, key, value, upstream = random_states(
-            batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
+            batch, HEADS, length, length, SIZE, dtype=dtype, device=bench.device
         )
         method = make_method(bench.device, name, length)
         leaves = [query, key, value, *method.parameters()]
@@ -222,7 +226,11 @@ def tune(bench: Bench) -> None:
         def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
             torch.autograd.grad(forward(), leaves, upstream)
 
-        for slot, tiles in {"default": [None], **candidates}.items():
+        def errors(method=method, tensors=(query, key, value, upstream), dtype=dtype) -> list[float]:
+            *states, grad = (tensor[:1] for tensor in tensors)
+            return [error for _, error in table_errors(method, states, grad, None, TOLERANCES[dtype])]
+
+        for slot, tiles in {"default": [None], **slots}.items():
             for tile in tiles[: 1 if bench.dry else None]:
 
                 def tiles_for(*args, slot=slot, tile=tile, **options):
@@ -230,12 +238,13 @@ def tune(bench: Bench) -> None:
                     return tiles if tile is None else type(tiles)(**{**vars(tiles), slot: tile})
 
                 launch.tiles_for = tiles_for
-                row = {"tune": name, "slot": slot, "tile": str(tile)}
+                row = {"tune": name, "dtype": str(dtype), "slot": slot, "tile": str(tile)}
                 bench.attempt(
                     row,
-                    lambda forward=forward, both=forward_backward: {
+                    lambda forward=forward, both=forward_backward, errors=errors: {
                         "forward_ms": bench.measure(torch.no_grad()(forward))[0] * 1e3,
                         "both_ms": bench.measure(both)[0] * 1e3,
+                        "errors": errors(),
                     },
                 )
     launch.tiles_for = default_tiles_for

@@ -114,7 +114,7 @@ def compiled(kernel, tile: Tile, case: Case):
         "GRAD_BIAS": case.table,
         "GRAD_WEIGHT": case.weight,
         "MARGIN": kernels.MARGIN,
-        "PRECISION": "ieee" if case.dtype == "fp32" else "tf32",
+        "PRECISION": case.tiles.precision,
         "BLOCK": tile.queries,
         "BLOCK_M": tile.queries,
         "BLOCK_N": tile.keys,

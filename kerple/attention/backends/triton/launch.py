@@ -143,7 +143,7 @@ class Launcher:
             "SIZE": self.head_size,
             "BLOCK_D": self.block_d,
             "MARGIN": self.kernels.MARGIN,
-            "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32",
+            "PRECISION": self.tiles.precision,
             "HAS_WEIGHT": has_weight,
             "HAS_DECAY": self.has_decay,
         }

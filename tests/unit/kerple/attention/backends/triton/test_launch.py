@@ -1,5 +1,6 @@
 """The fused backend as models use it: the gradients of methods, by tables or by jacobians, and what it rejects."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,6 +191,25 @@ def test_a_single_input_may_require_a_gradient():
         result = attend(backend="fused", **leaves)
         result.backward(upstream_gradient(result))
         torch.testing.assert_close(leaves[required].grad.double(), expected[required], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", [None, "tf32x3"])
+def test_kernels_multiply_in_the_precision_of_the_tiles(precision, monkeypatch):
+    """The interpreter ignores it, so this records what the kernels are launched with."""
+    launched, run = [], launch.Launcher._launch
+
+    def record(launcher, *arguments, **options):
+        launched.append(options.get("PRECISION"))
+        run(launcher, *arguments, **options)
+
+    monkeypatch.setattr(launch.Launcher, "_launch", record)
+    if precision is not None:
+        gpu = launch.Gpu.of(torch.device("cpu"))
+        tiles = replace(launch.tiles_for(gpu, torch.float32, 16, weight=True), precision=precision)
+        monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: tiles)
+    run_attend("fused", random_attend_arguments(1, 1, 8, 8, 16, device=DEVICE))
+    # Forward, key and value, query, tables; the other two kernels have no matrix products.
+    assert [name for name in launched if name is not None] == [precision or "ieee"] * 4
 
 
 @pytest.mark.parametrize(
