@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kerple.attention.tables import NO_TABLES, PositionTables
+from kerple.attention.documents import Documents
+from kerple.attention.tables import NO_TABLES, PositionTables, pair_distances
 from kerple.positional import append_decay
 
 # A positional method's `modify_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
@@ -84,7 +85,10 @@ class Span:
         start = min(queries.start, keys.start)
         positions = torch.arange(start, max(queries.stop, keys.stop), device=device)
         query = positions[queries.start - start : queries.stop - start, None]
-        key = positions[keys.start - start : keys.stop - start]
+        return self.mask_pairs(query, positions[keys.start - start : keys.stop - start])
+
+    def mask_pairs(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether keys are masked, for positions of queries and keys that can be broadcast to each other."""
         mask = key > query
         return mask if self == FULL else mask | ((key < self.first_key(query)) & (key >= self.sinks))
 
@@ -132,6 +136,7 @@ class AttentionCall:
         decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None. The scores of
             query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.
+        documents: those of the t tokens of each row, or None for one. Scores with `modify_scores` ignore them.
         dropout_p: probability of dropping an attention probability.
     """
 
@@ -143,6 +148,7 @@ class AttentionCall:
     modify_scores: ModifyScores | None = None
     decay_sums: Tensor | None = None
     span: Span = FULL
+    documents: Documents | None = None
     dropout_p: float = 0.0
 
     @property
@@ -172,6 +178,22 @@ class AttentionCall:
     def max_kv_len(self) -> int:
         """The largest number of keys that a query attends to: the tables cover the distances below it."""
         return self.span.max_kv_len(self.kv_len)
+
+    def first_key(self, position: int) -> int:
+        """The first key that the query at this position may attend to."""
+        return 0 if self.documents is not None else self.span.first_key(position)
+
+    def pairs(self, queries: range, keys: range) -> tuple[Tensor, Tensor]:
+        """(mask, distance) for ranges of positions: `[c, l]`, and with documents `[b, 1, c, l]` and `[b, c, l]`. True
+        is masked. The distance of masked pairs is 0, so every pair has an entry in a table.
+        """
+        if self.documents is None:
+            mask = self.span.mask(queries, keys, self.query.device)
+            return mask, pair_distances(queries, keys, mask)
+        query_ids, key_ids = (self.documents.ids[:, part.start : part.stop] for part in (queries, keys))
+        query, key = (self.documents.positions[:, part.start : part.stop] for part in (queries, keys))
+        mask = self.span.mask_pairs(query[:, :, None], key[:, None]) | (query_ids[:, :, None] != key_ids[:, None])
+        return mask[:, None], (query[:, :, None] - key[:, None]).masked_fill_(mask, 0)
 
     @property
     def has_tables(self) -> bool:
@@ -210,13 +232,24 @@ class AttentionCall:
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
             *[None if tensor is None else tensor.shape for tensor in optional],
             torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
-            *(self.span, self.scale, self.dropout_p),
+            *(self.span, self.scale, self.dropout_p, self.documents is not None),
         )
 
     def validate(self) -> "AttentionCall":
         """Return the call itself. Raises ValueError for shapes, dtypes or a dropout probability that do not fit."""
         query, key, value = (list(states.shape) for states in (self.query, self.key, self.value))
+        if not len(query) == len(key) == len(value) == 4:
+            raise ValueError(
+                f"query {query}, key {key} and value {value} must have 4 dimensions: [b, h, s, d], [b, g, t, d] and "
+                "[b, g, t, d]; for one sample, add a dimension with query[None]"
+            )
         heads = query[1]
+        rows = {len(table) for table in (self.tables.bias, self.tables.weight) if table is not None}
+        if rows == {query[2]} != {heads}:
+            raise ValueError(
+                f"query {query} seems to be [b, s, h, d], because the tables have {query[2]} heads; pass "
+                "query.transpose(1, 2), and the same for key and value"
+            )
         if key != value or (query[0], query[3]) != (key[0], key[3]):
             raise ValueError(
                 f"query {query}, key {key} and value {value} do not fit together: they must be [b, h, s, d], "
@@ -238,6 +271,11 @@ class AttentionCall:
             )
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be at least 0 and below 1; got {self.dropout_p}")
+        if self.documents is not None and list(self.documents.ids.shape) != [query[0], self.kv_len]:
+            raise ValueError(
+                f"document_ids {list(self.documents.ids.shape)} must be {[query[0], self.kv_len]}: the document of "
+                "each key"
+            )
         tables = self.tables
         for name, table in (("bias", tables.bias), ("weight", tables.weight)):
             if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):

@@ -1,6 +1,6 @@
 """The entry point of attention: `attend`, `Attention` for a positional method, and the choice of the backend.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, n blocks, B block size.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.attention import self_check
+from kerple.attention import parts, self_check
 from kerple.attention.backends.chunked import CHUNKED
 from kerple.attention.backends.flex import FLEX
 from kerple.attention.backends.reference import REFERENCE
@@ -28,6 +28,7 @@ from kerple.attention.call import (
     modify_budget,
     without_autocast,
 )
+from kerple.attention.documents import Documents
 from kerple.attention.tables import PositionTables, position_tables
 from kerple.positional import PositionalMethod, TableJacobian
 
@@ -74,6 +75,7 @@ def attend(
     decay_sums: Tensor | None = None,
     window: int | None = None,
     block: int | None = None,
+    document_ids: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
@@ -94,6 +96,9 @@ def attend(
             query i and key j get the bias c_i - c_j, in addition to `bias_table`. Without weight and modify_scores.
         window: a query attends to the last `window` keys, including its own position.
         block: a query attends to its own block of positions and to the previous one (see `Span`).
+        document_ids: integers `[b, t]`, for several documents in a row: a query attends only to keys with its own
+            number. Window, blocks and distances count the tokens of the document. Of padding, with negative numbers,
+            only finite values are guaranteed. See `ids_of_sequences` for `cu_seqlens`.
         dropout_p: probability of dropping an attention probability.
         scale: factor of q.k, 1 / sqrt(d) by default.
         backend: one of `backend_names()`.
@@ -107,7 +112,7 @@ def attend(
         query=query,
         key=key,
         value=value,
-        scale=query.shape[3] ** -0.5 if scale is None else scale,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
         tables=PositionTables(
             bias=bias_table,
             weight=weight_table,
@@ -118,6 +123,7 @@ def attend(
         modify_scores=modify_scores,
         decay_sums=decay_sums,
         span=Span(window, block),
+        documents=None if document_ids is None else Documents(document_ids),
         dropout_p=dropout_p,
     )
     return _run(call.validate(), backend)
@@ -125,9 +131,11 @@ def attend(
 
 def _run(call: AttentionCall, backend: str) -> Tensor:
     """Run a validated call."""
+    if call.documents is not None and not _masks_documents(call, backend):
+        return parts.run_documents(call, call.documents, partial(_run, backend=backend))
     if call.span.block is not None and call.modify_scores is None:
         if call.kv_len > 2 * call.span.block:
-            return _run_blockwise(call, call.span.block, backend)
+            return parts.run_blocks(call, call.span.block, partial(_run, backend=backend))
         # All keys are in the first two blocks, so every query attends to all keys up to its own position.
         call = replace(call, span=FULL)
     return _compute(call, _checked_choice(call, backend))
@@ -156,6 +164,8 @@ def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> st
     """The backend itself, or the fastest for `auto`."""
     if backend != "auto":
         return backend
+    if call.documents is not None:
+        return "sdpa" if call.tables.weight is None else "chunked"
     plain = call.span == FULL and call.q_len == call.kv_len
     return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
 
@@ -186,38 +196,13 @@ def _fused_is_fastest(requirements: Requirements, q_len: int) -> bool:
     return on_gpu and q_len > 1 and _unsupported_reason("fused", requirements) is None
 
 
-def _run_blockwise(call: AttentionCall, block: int, backend: str) -> Tensor:
-    """Blockwise causal attention as ordinary causal calls, one per block of queries.
-
-    The keys of a block of queries are its own block and the previous one. All complete blocks have the same shape, so
-    they form one call, with the blocks in the batch dimension.
+def _masks_documents(call: AttentionCall, backend: str) -> bool:
+    """Whether a mask separates the documents. It costs the scores of masked pairs, but needs one call and no values of
+    the ids on the host.
     """
-    offset, end = call.offset, call.kv_len
-    contexts = []
-    first = offset
-    while first < end:
-        number = first // block
-        first_key = call.span.first_key(first)
-        complete = (end - first) // block if number and first % block == 0 else 0
-        last = first + complete * block if complete else min((number + 1) * block, end)
-        query = call.query[:, :, first - offset : last - offset]
-        key, value = call.key[:, :, first_key:last], call.value[:, :, first_key:last]
-        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:last]
-        if complete > 1:
-            query = _stack_blocks(query, block, block)
-            key, value = _stack_blocks(key, 2 * block, block), _stack_blocks(value, 2 * block, block)
-            sums = None if sums is None else _stack_blocks(sums[..., None], 2 * block, block).squeeze(3)
-        context = _run(replace(call, query=query, key=key, value=value, decay_sums=sums, span=FULL), backend)
-        if complete > 1:  # [b n, h, B, d] -> [b, h, n B, d]
-            context = context.unflatten(0, (len(call.query), -1)).transpose(1, 2).flatten(2, 3)
-        contexts.append(context)
-        first = last
-    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
-
-
-def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
-    """`[b, h, s, d]` -> `[b n, h, size, d]`: blocks of `size` positions, one starting every `step` positions."""
-    return states.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+    if call.modify_scores is not None or call.span.block is not None or backend in ("flex", "fused"):
+        return False
+    return call.q_len < call.kv_len or torch.compiler.is_compiling()
 
 
 class Attention:
@@ -372,6 +357,7 @@ class Attention:
         decay_sums: Tensor | None = None,
         window: int | None = None,
         block: int | None = None,
+        documents: Documents | None = None,
         dropout_p: float = 0.0,
         scale: float | None = None,
         dropped: int = 0,
@@ -382,7 +368,9 @@ class Attention:
             tables: the method's tables for the distances below `Span.max_kv_len(t)` (see `position_tables`), which
                 layers and steps without an update can share. They are computed if None.
             decay_sums: required if the method has a decay.
-            dropped: the position of the first key, if earlier ones are outside of the window of every query.
+            documents: those of `attend`'s document_ids, which layers can share.
+            dropped: the position of the first key, if earlier ones are outside of the window of every query. Not with
+                documents.
 
         Raises ValueError also if tables or decay sums do not fit the method.
         """
@@ -420,16 +408,22 @@ class Attention:
             query=query,
             key=key,
             value=value,
-            scale=query.shape[3] ** -0.5 if scale is None else scale,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
             tables=tables,
             modify_scores=modify_scores,
             decay_sums=decay_sums,
             span=span,
+            documents=documents,
             dropout_p=dropout_p,
         )
+        if documents is not None and dropped:
+            raise ValueError("dropped must be 0 with documents: each document's positions start at its first key")
         if self.positional is not None and "scale_qk" in self.positional.hooks:
-            return _run_scaled(call.validate(), self.positional, self.backend, dropped)
-        if block is not None or torch.compiler.is_compiling():
+            run = partial(
+                parts.run_scaled, method=self.positional, dropped=dropped, run=partial(_run, backend=self.backend)
+            )
+            return run(call.validate()) if documents is None else parts.run_documents(call.validate(), documents, run)
+        if block is not None or documents is not None or torch.compiler.is_compiling():
             return _run(call.validate(), self.backend)
         # A failed self-check changes what is chosen.
         kind = call.kind, self_check.rejections()
@@ -455,25 +449,3 @@ def _final_scores(
 ) -> Tensor:
     """The method's final scores, for positions that are counted from the first key, which is at position `dropped`."""
     return method.final_scores(scores, query, query_positions + dropped, key_positions + dropped, mask, table)
-
-
-def _run_scaled(call: AttentionCall, method: PositionalMethod, backend: str, dropped: int) -> Tensor:
-    """Attention with queries and keys scaled by the method's `scale_qk`.
-
-    Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.
-    """
-    contexts = []
-    for first in range(0, call.q_len, method.segment):
-        last = min(first + method.segment, call.q_len)
-        # With blocks, this is the start of a block, so block boundaries stay in place.
-        first_key, end = call.span.first_key(call.offset + first), call.offset + last
-        query, key = method.scale_qk(
-            call.query[:, :, first:last],
-            call.key[:, :, first_key:end],
-            torch.arange(call.offset + first, end, device="cpu") + dropped,
-            torch.arange(first_key, end, device="cpu") + dropped,
-        )
-        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:end]
-        part = replace(call, query=query, key=key, value=call.value[:, :, first_key:end], decay_sums=sums)
-        contexts.append(_run(part, backend))
-    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]

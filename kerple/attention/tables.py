@@ -155,3 +155,9 @@ def pair_distances(queries: range, keys: range, mask: Tensor) -> Tensor:
     query = torch.arange(queries.start, queries.stop, device=mask.device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=mask.device)
     return (query - key).masked_fill_(mask, 0)
+
+
+def lookup(table: Tensor, distance: Tensor) -> Tensor:
+    """The values of a table `[h, n]` at distances `[c, l]` or `[b, c, l]`: `[h, c, l]` or `[b, h, c, l]`."""
+    values = table[:, distance]
+    return values if distance.dim() == 2 else values.transpose(0, 1)

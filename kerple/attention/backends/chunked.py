@@ -38,8 +38,8 @@ MIN_WEIGHT = 1e-10
 
 def chunked_attention(call: AttentionCall) -> Tensor:
     """Like `attend`. Scores and softmax are float32 (float64 for float64 inputs)."""
-    if call.modify_scores is not None:
-        return _attend_with_modified_scores(call)
+    if call.modify_scores is not None or call.documents is not None or torch.compiler.is_compiling():
+        return _attend_in_chunks(call)
     if call.q_len == 1 and not call.dropout_p:
         return _attend_to_single_query(call)
     inputs = (call.query, call.key, call.value, call.tables.bias, call.tables.weight)
@@ -47,8 +47,8 @@ def chunked_attention(call: AttentionCall) -> Tensor:
     return context
 
 
-def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
-    """Attention for a method with `modify_scores`, which may mix heads and keys: autograd recomputes each chunk."""
+def _attend_in_chunks(call: AttentionCall) -> Tensor:
+    """Attention with any scores and masks: autograd recomputes each chunk."""
     rows = modify_rows(call.query, call.kv_len)
     if call.query.device.type != "cpu":
         rows = -(-call.q_len // -(-call.q_len // rows))  # chunks of equal size
@@ -56,7 +56,7 @@ def _attend_with_modified_scores(call: AttentionCall) -> Tensor:
     for first in range(0, call.q_len, rows):
         last = min(first + rows, call.q_len)
         first_query, end = call.offset + first, call.offset + last
-        first_key = call.span.first_key(first_query)
+        first_key = call.first_key(first_query)
         chunk = partial(attend_to_chunk, call=call, first_query=first_query, first_key=first_key)
         keys = slice(first_key, end)
         states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.tables.scores)

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention.call import AttentionCall, Backend
-from kerple.attention.tables import pair_distances
+from kerple.attention.tables import lookup
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
     """Like `attend`, with `[b, h, s, t]` scores in memory."""
-    first_key = call.span.first_key(call.offset) if call.modify_scores is not None else 0
+    first_key = call.first_key(call.offset) if call.modify_scores is not None else 0
     key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
     return attend_to_chunk(
         call.query, key, value, call.tables.scores, call=call, first_query=call.offset, first_key=first_key
@@ -45,17 +45,16 @@ def attend_to_chunk(
     flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
     scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
     scores = scores.view(*query.shape[:3], len(keys))
-    mask = call.span.mask(queries, keys, query.device)
+    mask, distance = call.pairs(queries, keys)
     if call.modify_scores is not None:
         query_positions = torch.arange(queries.start, queries.stop, device="cpu")
         key_positions = torch.arange(keys.start, keys.stop, device="cpu")
         scores = call.modify_scores(scores, query, query_positions, key_positions, mask, score_table)
-    elif call.has_tables:
-        distance = pair_distances(queries, keys, mask)
+    else:
         if call.tables.weight is not None:
-            scores = scores * call.tables.weight[:, distance]
+            scores = scores * lookup(call.tables.weight, distance)
         if call.tables.bias is not None:
-            scores = scores + call.tables.bias[:, distance]
+            scores = scores + lookup(call.tables.bias, distance)
     probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
     probabilities = F.dropout(probabilities, call.dropout_p)
     context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, len(keys)), flat_value)

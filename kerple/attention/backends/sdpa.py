@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.call import AttentionCall, Backend
-from kerple.attention.tables import pair_distances
+from kerple.attention.call import FULL, AttentionCall, Backend
+from kerple.attention.tables import lookup
 
 # Queries per call of PyTorch's kernel if it needs a mask: bounds the memory of the mask.
 MASK_ROWS = 128
@@ -26,20 +26,19 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     bias.
     """
     query, key, value, bias_table = call.query, call.key, call.value, call.tables.bias
-    if bias_table is None and call.span.window is None and call.q_len == call.kv_len:
+    if bias_table is None and call.span == FULL and call.documents is None and call.q_len == call.kv_len:
         return _attend(call, query, key, value, is_causal=True)
     mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
     contexts = []
     for first in range(0, call.q_len, MASK_ROWS):
         last = min(first + MASK_ROWS, call.q_len)
-        first_key, end = call.span.first_key(call.offset + first), call.offset + last
-        queries, keys = range(call.offset + first, end), range(first_key, end)
-        mask = call.span.mask(queries, keys, query.device)
+        first_key, end = call.first_key(call.offset + first), call.offset + last
+        mask, distance = call.pairs(range(call.offset + first, end), range(first_key, end))
         if bias_table is None:
             attn_mask = ~mask
         else:
-            bias = bias_table[:, pair_distances(queries, keys, mask)]
-            attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)[None]
+            bias = lookup(bias_table, distance).masked_fill(mask, float("-inf")).to(mask_dtype)
+            attn_mask = bias if bias.dim() == 4 else bias[None]
         contexts.append(
             _attend(
                 call, query[:, :, first:last], key[:, :, first_key:end], value[:, :, first_key:end], attn_mask=attn_mask
@@ -56,7 +55,7 @@ def _attend(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """PyTorch's kernel for some of a call's queries and keys, and a mask `[s, t]` or `[1, h, s, t]`."""
+    """PyTorch's kernel for some of a call's queries and keys, and a mask `[s, t]` or `[b or 1, h or 1, s, t]`."""
     attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, is_causal=is_causal, scale=call.scale)
     if call.queries_per_kv == 1:
         return attend(query, key, value, attn_mask)
@@ -65,7 +64,7 @@ def _attend(
     # A call for the first query head of each key/value head, one for the second, and so on.
     group = (call.kv_heads, call.queries_per_kv)
     queries = query.unflatten(1, group).unbind(2)
-    if attn_mask is None or attn_mask.dim() == 2:
+    if attn_mask is None or attn_mask.dim() == 2 or attn_mask.shape[1] == 1:
         masks = [attn_mask] * len(queries)
     else:
         masks = attn_mask.unflatten(1, group).unbind(2)

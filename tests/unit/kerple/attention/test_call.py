@@ -55,6 +55,14 @@ def jacobian(*shape: int) -> TableJacobian:
             r"query \[1, 2, 6, 4\], key \[1, 2, 6, 5\] and value .* do not fit together",
         ),
         ({"key": torch.randn(2, 2, 6, 4), "value": torch.randn(2, 2, 6, 4)}, "do not fit together"),
+        ({"query": torch.randn(2, 6, 4)}, r"query \[2, 6, 4\].* 4 dimensions"),
+        (
+            {
+                **{name: torch.randn(1, 6, 2, 4) for name in ("query", "key", "value")},
+                "bias_table": torch.zeros(2, 6),
+            },
+            r"query \[1, 6, 2, 4\] .*transpose\(1, 2\)",
+        ),
         ({"value": torch.randn(1, 1, 6, 4)}, r"key \[1, 2, 6, 4\] and value \[1, 1, 6, 4\] do not fit together"),
         (
             {"key": torch.randn(1, 3, 6, 4), "value": torch.randn(1, 3, 6, 4)},

@@ -148,6 +148,38 @@ def test_a_configured_backend_runs(calls, backend):
     assert [name for name, *_ in calls] == [backend]
 
 
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
+def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
+    """With all gradients."""
+    torch._dynamo.reset()
+    arguments = attend_arguments(method, batch=2, heads=2, s=40, t=40, size=4)
+    ids = torch.arange(40).expand(2, -1) // 15 if documents else None
+    expected = run_attend("reference", arguments, document_ids=ids)
+
+    def run(*tensors):
+        return attend(**dict(zip(arguments, tensors, strict=True)), backend=backend, document_ids=ids)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    result = compiled(*arguments.values())
+    leaves = [leaf for leaf in arguments.values() if isinstance(leaf, torch.Tensor)]
+    actual = [result, *torch.autograd.grad(result, leaves, upstream_gradient(result))]
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap"])
+def test_the_reference_backend_can_be_differentiated_twice(method):
+    arguments = attend_arguments(method, batch=1, heads=2, s=5, t=5, size=3)
+    leaves = [leaf for leaf in arguments.values() if isinstance(leaf, torch.Tensor)]
+
+    def run(*tensors):
+        values = dict(zip([name for name in arguments if name != "window"], tensors, strict=False))
+        return attend(backend="reference", **values)
+
+    assert torch.autograd.gradgradcheck(run, leaves, eps=1e-3, atol=1e-2, rtol=1e-2)
+
+
 def test_unknown_backends_are_rejected():
     assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
     with pytest.raises(

@@ -1,0 +1,95 @@
+"""Attention as several calls: one per block of queries, per size of documents, or per segment with its own scales.
+
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, n blocks, B block size.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kerple.attention.call import FULL, AttentionCall
+from kerple.attention.documents import Documents
+from kerple.positional import PositionalMethod
+
+Run = Callable[[AttentionCall], Tensor]
+
+
+def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
+    """Blockwise causal attention as ordinary causal calls, one per block of queries.
+
+    The keys of a block of queries are its own block and the previous one. All complete blocks have the same shape, so
+    they form one call, with the blocks in the batch dimension.
+    """
+    offset, end = call.offset, call.kv_len
+    contexts = []
+    first = offset
+    while first < end:
+        number = first // block
+        first_key = call.span.first_key(first)
+        complete = (end - first) // block if number and first % block == 0 else 0
+        last = first + complete * block if complete else min((number + 1) * block, end)
+        query = call.query[:, :, first - offset : last - offset]
+        key, value = call.key[:, :, first_key:last], call.value[:, :, first_key:last]
+        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:last]
+        if complete > 1:
+            query = _stack_blocks(query, block, block)
+            key, value = _stack_blocks(key, 2 * block, block), _stack_blocks(value, 2 * block, block)
+            sums = None if sums is None else _stack_blocks(sums[..., None], 2 * block, block).squeeze(3)
+        context = run(replace(call, query=query, key=key, value=value, decay_sums=sums, span=FULL))
+        if complete > 1:  # [b n, h, B, d] -> [b, h, n B, d]
+            context = context.unflatten(0, (len(call.query), -1)).transpose(1, 2).flatten(2, 3)
+        contexts.append(context)
+        first = last
+    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
+
+
+def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
+    """`[b, h, s, d]` -> `[b n, h, size, d]`: blocks of `size` positions, one starting every `step` positions."""
+    return states.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+
+def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor:
+    """Attention as one call for all documents of equal size, without the other documents; zero for padding."""
+    batch, heads, q_len, _ = call.query.shape
+    tokens = [states.transpose(1, 2).flatten(0, 1) for states in (call.query, call.key, call.value)]
+    sums = None if call.decay_sums is None else call.decay_sums.transpose(1, 2).flatten(0, 1)
+    context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
+    for queries, keys in documents.groups(q_len):
+        query, key, value = (
+            states[index].transpose(1, 2) for states, index in zip(tokens, (queries, keys, keys), strict=True)
+        )
+        part = replace(
+            call,
+            query=query,
+            key=key,
+            value=value,
+            decay_sums=None if sums is None else sums[keys].transpose(1, 2),
+            documents=None,
+        )
+        context = context.index_copy(0, queries.flatten(), run(part).transpose(1, 2).flatten(0, 1))
+    return context.view(batch, q_len, heads, -1).transpose(1, 2)
+
+
+def run_scaled(call: AttentionCall, method: PositionalMethod, dropped: int, run: Run) -> Tensor:
+    """Attention with queries and keys scaled by the method's `scale_qk`.
+
+    Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.
+    dropped: the position of the first key.
+    """
+    contexts = []
+    for first in range(0, call.q_len, method.segment):
+        last = min(first + method.segment, call.q_len)
+        # With blocks, this is the start of a block, so block boundaries stay in place.
+        first_key, end = call.span.first_key(call.offset + first), call.offset + last
+        query, key = method.scale_qk(
+            call.query[:, :, first:last],
+            call.key[:, :, first_key:end],
+            torch.arange(call.offset + first, end, device="cpu") + dropped,
+            torch.arange(first_key, end, device="cpu") + dropped,
+        )
+        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:end]
+        part = replace(call, query=query, key=key, value=call.value[:, :, first_key:end], decay_sums=sums)
+        contexts.append(run(part))
+    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
