@@ -2,9 +2,8 @@
 
 from kerple.attention.backends.flex import score_mod
 from kerple.attention.backends.triton.operator import prepare_tables
-from kerple.attention.call import FULL, Requirements, Span
+from kerple.attention.call import FULL, Documents, Requirements, Span, document_positions, ids_of_sequences
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
-from kerple.attention.documents import Documents, document_positions, ids_of_sequences
 from kerple.attention.gradients import non_finite_gradients
 from kerple.attention.inference.attend import attend_in_mode
 from kerple.attention.inference.grammar import FULL_MODE, SPANS, Mode, grammar, parse_mode

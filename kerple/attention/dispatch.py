@@ -22,13 +22,13 @@ from kerple.attention.call import (
     FULL,
     AttentionCall,
     Backend,
+    Documents,
     ModifyScores,
     Requirements,
     Span,
     modify_budget,
     without_autocast,
 )
-from kerple.attention.documents import Documents
 from kerple.attention.tables import PositionTables, position_tables
 from kerple.positional import PositionalMethod, TableJacobian
 

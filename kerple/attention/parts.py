@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kerple.attention.call import FULL, AttentionCall
-from kerple.attention.documents import Documents
+from kerple.attention.call import FULL, AttentionCall, Documents
 from kerple.positional import PositionalMethod
 
 Run = Callable[[AttentionCall], Tensor]

@@ -7,7 +7,7 @@ with a class decorated by `@register`. The explicit imports below are only for t
 import importlib
 import pkgutil
 
-from kerple.positional.absolute import Learned, Sinusoidal
+from kerple.positional.absolute import Learned, NoPositions, Sinusoidal
 from kerple.positional.alibi import Alibi, KerplePowerOriginal
 from kerple.positional.base import (
     Bias,
@@ -39,7 +39,6 @@ from kerple.positional.kerple import (
     KerpleWeight,
 )
 from kerple.positional.kerple_log_rotary import KerpleLogRotary
-from kerple.positional.none import NoPositions
 from kerple.positional.p_rope import PRope
 from kerple.positional.per_layer import PerLayer
 from kerple.positional.randomized import OPTIONS as RANDOM_OPTIONS

@@ -1,4 +1,4 @@
-"""Absolute positions, added to the token embeddings: sinusoidal (arXiv 1706.03762) and learned.
+"""Absolute positions, added to the token embeddings: sinusoidal (arXiv 1706.03762) and learned; and none.
 
 Legend: b batch, s tokens, e hidden size.
 """
@@ -51,3 +51,8 @@ class Learned(PositionalMethod):
                 f"position {last} is needed; shorten the sequence, or use a relative method such as kerple_log"
             )
         return hidden + F.embedding(positions_on(positions, self.weight.device), self.weight).to(hidden.dtype)
+
+
+@register("none")
+class NoPositions(PositionalMethod):
+    """No positional information (NoPE): only the causal mask makes the model aware of order."""

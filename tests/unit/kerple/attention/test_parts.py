@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kerple.attention import Attention, Span, attend
+from kerple.attention import FULL, Attention, Documents, Span, attend, document_positions, ids_of_sequences
+from kerple.positional import ModelShape, build, decay_sums, primary_names
 from tests.support.attention import DecayingXPos, attend_arguments, run_attend, upstream_gradient
 from tests.support.attention import random_states as float64_states
 
@@ -66,3 +67,154 @@ def test_blockwise_attention(method, backends, block, s, t):
     for backend in ("reference", *backends):
         for actual, expected_tensor in zip(run_attend(backend, arguments, block=block), expected, strict=True):
             torch.testing.assert_close(actual, expected_tensor, rtol=1e-9, atol=1e-11)
+
+
+# Ragged documents; of equal size; with padding on both sides; with padding inside, as after right-padded prompts.
+IDS = torch.tensor(
+    [
+        [0] * 3 + [1] * 7 + [2] * 5 + [3] * 2,
+        [0] * 7 + [1] * 7 + [2] * 3,
+        [-1] * 4 + [5] * 9 + [-1] * 4,
+        [8] * 5 + [-1] * 6 + [8] * 6,
+    ]
+)
+BATCH, LENGTH = IDS.shape
+SHAPE = ModelShape(num_heads=4, head_size=6, hidden_size=24, num_layers=1, max_positions=LENGTH)
+
+# Methods with each way of using positions, for the calls with a window or blocks.
+SPANNED = ("kerple_log", "kerple_power_ap_ap", "rotary", "xpos", "dape_v2_kerple", "fire", "forgetting")
+
+
+def by_document(method, states, decays, s, span):
+    """Attention `[b, h, s, d]` of the last s queries, document by document, each at positions from 0 on; zero for
+    padding.
+    """
+    context = torch.zeros_like(states[0])
+    for row in range(BATCH):
+        for number in IDS[row].unique().tolist():
+            if number < 0:
+                continue
+            tokens = (IDS[row] == number).nonzero().flatten()
+            query, key, value = (part[row : row + 1, :, tokens] for part in states)
+            positions = torch.arange(len(tokens))
+            query, key = method.rotate(query, key, positions, positions)
+            sums = None if decays is None else decay_sums(decays[row : row + 1, :, tokens])
+            options = {"window": span.window, "block": span.block, "decay_sums": sums}
+            part = Attention("reference", method)(query, key, value, **options)
+            index = torch.zeros(LENGTH, dtype=torch.long)
+            index[tokens] = torch.arange(len(tokens))
+            is_token = (IDS[row] == number)[None, :, None]
+            context = torch.where(
+                (torch.arange(BATCH) == row)[:, None, None, None] & is_token, part[:, :, index], context
+            )
+    return context[:, :, LENGTH - s :]
+
+
+def backends(method):
+    if "modify_scores" in method.hooks:
+        return ("auto", "reference", "chunked")
+    return ("auto", "reference", "chunked", *(() if "weight" in method.hooks else ("sdpa",)))
+
+
+@pytest.mark.parametrize("s", [LENGTH, 3])
+@pytest.mark.parametrize(
+    ("name", "span"),
+    [
+        *((name, FULL) for name in primary_names()),
+        *((name, Span(window=3)) for name in SPANNED),
+        *((name, Span(block=2)) for name in SPANNED),
+    ],
+)
+def test_a_document_is_attended_to_as_if_it_were_alone(name, s, span):
+    """Values, and gradients of the states and the method's parameters, of complete rows and with a KV cache. Tables and
+    angles are float32.
+    """
+    torch.manual_seed(0)
+    method = build(name, SHAPE).double()
+    states = float64_states(4, 6, LENGTH, batch=BATCH, kv_heads=2)
+    is_text = (IDS >= 0)[:, None]
+    decays = None
+    if "decay" in method.hooks:
+        decays = -torch.rand(BATCH, 4, LENGTH, dtype=torch.float64) * is_text
+    expected = by_document(method, states, decays, s, span)
+    upstream = upstream_gradient(expected) * is_text[:, :, LENGTH - s :, None]
+    leaves = [*states, *method.parameters()]
+    expected_grads = torch.autograd.grad(expected, leaves, upstream, allow_unused=True)
+
+    documents = Documents(IDS)
+    rows = [
+        method.rotate(states[0][row : row + 1], states[1][row : row + 1], positions, positions)
+        for row, positions in enumerate(document_positions(IDS))
+    ]
+    query, key = (torch.cat(part) for part in zip(*rows, strict=True))
+    for backend in backends(method):
+        context = Attention(backend, method)(
+            query[:, :, LENGTH - s :],
+            key,
+            states[2],
+            decay_sums=None if decays is None else decay_sums(decays),
+            window=span.window,
+            block=span.block,
+            documents=documents,
+        )
+        is_query = is_text[:, :, LENGTH - s :, None]
+        torch.testing.assert_close(context * is_query, expected * is_query, rtol=1e-5, atol=1e-6)
+        assert context.isfinite().all()
+        grads = torch.autograd.grad(context, leaves, upstream, retain_graph=True, allow_unused=True)
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            if expected_grad is not None:
+                torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("s", [LENGTH, 3])
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap"])
+def test_it_follows_the_definition(method, s):
+    """softmax(weight * q.k / sqrt(d) + bias) v with an explicit mask; in flex without gradients."""
+    arguments = attend_arguments(method, BATCH, 4, s, LENGTH, 8, kv_heads=4)
+    query, key, value, bias, weight, _ = arguments.values()
+    positions = torch.tensor([[(row[:i] == row[i]).sum() for i in range(LENGTH)] for row in IDS])
+    distance = positions[:, LENGTH - s :, None] - positions[:, None]
+    mask = (IDS[:, LENGTH - s :, None] != IDS[:, None]) | (distance < 0)
+    distance = distance.clamp(min=0)
+    scores = query @ key.transpose(2, 3) / 8**0.5
+    if weight is not None:
+        scores = scores * weight[:, distance].transpose(0, 1)
+    scores = scores + bias[:, distance].transpose(0, 1)
+    expected = scores.masked_fill(mask[:, None], float("-inf")).softmax(-1) @ value
+    is_text = (IDS[:, LENGTH - s :] >= 0)[:, None, :, None]
+    supported = ["reference", "chunked"] if weight is not None else ["reference", "chunked", "sdpa"]
+    for backend in supported:
+        actual = attend(backend=backend, document_ids=IDS, **arguments)
+        torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
+    with torch.no_grad():
+        actual = attend(backend="flex", document_ids=IDS, **arguments)
+    torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
+
+
+def test_one_document_per_row_changes_nothing():
+    arguments = attend_arguments("kerple_log", 2, 4, 9, 9, 8)
+    ids = torch.tensor([[4] * 9, [0] * 9])
+    assert torch.equal(attend(document_ids=ids, **arguments), attend(**arguments))
+
+
+def test_documents_of_equal_size_are_one_group():
+    groups = Documents(torch.tensor([[0, 0, 0, 1, 1], [7, 7, 8, 8, 8]])).groups(q_len=5)
+    sizes = sorted((tuple(queries.shape), tuple(keys.shape)) for queries, keys in groups)
+    assert sizes == [((2, 2), (2, 2)), ((2, 3), (2, 3))]
+
+
+def test_positions_count_the_tokens_of_a_document():
+    ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
+    assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]
+
+
+def test_ids_of_sequences_with_lengths():
+    assert ids_of_sequences(torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [[0, 0, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "value"), [(torch.zeros(2, 8, dtype=torch.int64), "8"), (torch.zeros(2, 9), "float32"), (IDS[0], "17")]
+)
+def test_ids_that_do_not_fit(ids, value):
+    with pytest.raises(ValueError, match=rf"document_ids .*{value}"):
+        attend(document_ids=ids, **attend_arguments("alibi", 2, 4, 9, 9, 8))

@@ -1,11 +1,13 @@
-"""Sinusoidal and learned positions."""
+"""Sinusoidal and learned positions, and none."""
 
 import math
 
 import pytest
 import torch
 
-from kerple.positional import Learned, PositionsExceeded, Sinusoidal
+from kerple.positional import Learned, ModelShape, PositionsExceeded, Sinusoidal, build
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
 
 
 def test_sinusoidal_adds_sines_then_cosines():
@@ -56,3 +58,23 @@ def test_learned_is_drawn_from_a_normal_distribution():
     method = Learned(hidden_size=200, max_positions=100)
     method.reset_parameters(torch.Generator().manual_seed(1))
     assert method.weight.std().item() == pytest.approx(0.02, rel=0.03)
+
+
+def test_none_has_no_hooks_and_no_parameters():
+    method = build("none", ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=8))
+    assert not method.hooks
+    assert list(method.parameters()) == []
+
+
+def test_the_order_of_earlier_tokens_does_not_matter():
+    """Without positions, the last token of a one-layer model sees the earlier tokens as a set."""
+    settings = ModelSettings(
+        num_layers=1, hidden_size=16, num_heads=2, padded_vocab_size=32, max_positions=8, pos_emb="none"
+    )
+    torch.manual_seed(0)
+    model = GPT(settings).eval()
+    first = torch.tensor([[3, 1, 4, 15, 9]])
+    second = torch.tensor([[15, 4, 3, 1, 9]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(first)[:, -1], model(second)[:, -1])
+        assert not torch.allclose(model(first)[:, -2], model(second)[:, -2])
