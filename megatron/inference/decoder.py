@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -29,19 +30,23 @@ MODE_BACKENDS = ("auto", "chunked", "reference")
 # The RoPE types of transformers whose angles depend on the length of the text ("su": Phi-3's first name of longrope).
 LENGTH_DEPENDENT_ROPE = re.compile(r"dynamic|longrope|^su$")
 
+PROBE_TOKENS = 8  # of the short text from which it is learned how a transformers model can be read
+
 
 class Decoder(Protocol):
     """The interface of a model for evaluation and generation.
 
     Attributes:
-        cached: whether it has a KV cache.
         vocab_size: token ids must be below it; None if unknown.
         pos_emb: its positional method with options; None if unknown.
     """
 
-    cached: bool
     vocab_size: int | None
     pos_emb: str | None
+
+    @property
+    def cached(self) -> bool:
+        """Whether it has a KV cache."""
 
     def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
         """An empty cache for `batch_size` rows of up to `max_length` tokens (None: any) in a mode; None if not
@@ -102,30 +107,27 @@ class CallableDecoder:
 
     def __init__(self, model: Callable[..., Any]):
         self._model = model
-        self._name = getattr(model, "__name__", type(model).__name__)
         try:
             signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
             self._arguments = set(signature.parameters)
         except (TypeError, ValueError):  # some built-in callables have no signature
             self._arguments = set()
+        self._is_causal = False  # until the first text is read
 
     def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> None:
         return None
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
         if mode != AttentionMode(mode.span) or mode.span.sinks:
-            return f"needs a model of this project, and {self._name} is none; use full, window@W or blockwise@L"
+            return f"needs a model of this project, and {_name(self._model)} is none; use full, window@W or blockwise@L"
         missing = sorted(_span_sizes(mode.span).keys() - self._arguments)
-        return f"needs a model with a `{missing[0]}` argument; {self._name} has none" if missing else None
+        return f"needs a model with a `{missing[0]}` argument; {_name(self._model)} has none" if missing else None
 
     def hidden(self, tokens: Tensor, cache: None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
-        output = self._model(tokens, **_span_sizes(mode.span))
-        logits = getattr(output, "logits", output)
-        if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
-            actual = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise TypeError(
-                f"the model must return logits [batch, seq, vocabulary] for tokens {tuple(tokens.shape)}, not {actual}"
-            )
+        logits = _logits(self._model, tokens, **_span_sizes(mode.span))
+        if not self._is_causal and tokens.shape[1] > 1:
+            check_causal(self._model, tokens[:1])
+            self._is_causal = True
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -144,7 +146,11 @@ class TransformersDecoder:
         self._model = model
         self.vocab_size: int | None = model.get_input_embeddings().num_embeddings
         config = model.config
-        self.cached = not any(LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config))
+        if config.is_encoder_decoder:
+            raise UserError(
+                f"{type(model).__name__} has an encoder and a decoder; evaluate a causal language model instead"
+            )
+        self._length_dependent = any(LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config))
         method = getattr(config, "positional_method", None)  # an exported model of this project
         self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
         limit = getattr(config, "max_position_embeddings", None)
@@ -155,6 +161,16 @@ class TransformersDecoder:
         ]
         has_table = limit is not None and any(size >= limit for size in table_sizes)
         self._max_positions: int | None = limit if has_table else None
+
+    @cached_property
+    def cached(self) -> bool:
+        """Whether texts can be fed in chunks, as learned from a short text. Raises UserError if it is not causal."""
+        assert self.vocab_size is not None
+        middle = self.vocab_size // 2  # special tokens, such as padding, are at the ends of vocabularies
+        tokens = torch.arange(middle, middle + PROBE_TOKENS, device=model_device(self._model))[None] % self.vocab_size
+        with inference(self._model):
+            check_causal(self._model, tokens)
+        return not self._length_dependent
 
     def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
         if not self.cached:
@@ -183,7 +199,7 @@ class TransformersDecoder:
         if not self.cached:
             # Dynamic angles stay those of the longest text until a short one resets them.
             self._model(tokens[:, :1], use_cache=False)
-        logits: Tensor = self._model(tokens, past_key_values=cache, use_cache=cache is not None).logits
+        logits = _logits(self._model, tokens, past_key_values=cache, use_cache=cache is not None)
         if cache is not None and cache.get_seq_length() != end:
             raise UserError(
                 f"{type(self._model).__name__} with transformers {version('transformers')} does not write to the cache "
@@ -194,6 +210,40 @@ class TransformersDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+def check_causal(model: Callable[..., Any], tokens: Tensor) -> None:
+    """Raises UserError if the last of the tokens `[1, s]` changes the logits of earlier ones."""
+    changed = tokens.clone()
+    changed[:, -1] = 1 if tokens[0, -1] == 0 else tokens[0, -1] - 1
+    before, after = (_logits(model, text)[:, :-1] for text in (tokens, changed))
+    if _differ(before, after, 0.75):
+        raise UserError(
+            f"{_name(model)} is not causal: the last token of a text changes its logits at earlier tokens; evaluate a "
+            "causal language model (in transformers, some models need is_decoder=True)"
+        )
+
+
+def _differ(first: Tensor, second: Tensor, power: float) -> bool:
+    """Whether logits differ by more than their rounding error, the dtype's `eps` to this power times the largest."""
+    eps: float = torch.finfo(torch.result_type(first, 1.0)).eps
+    return bool((first - second).abs().max() > eps**power * first.abs().max())
+
+
+def _logits(model: Callable[..., Any], tokens: Tensor, **keywords: Any) -> Tensor:
+    """The logits of a model. Raises TypeError if their shape is not that of the tokens and the vocabulary."""
+    output = model(tokens, **keywords)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
+        actual = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(
+            f"the model must return logits [batch, seq, vocabulary] for tokens {tuple(tokens.shape)}, not {actual}"
+        )
+    return logits
+
+
+def _name(model: Callable[..., Any]) -> str:
+    return getattr(model, "__name__", type(model).__name__)
 
 
 def _rope_types(config: Any) -> set[str]:

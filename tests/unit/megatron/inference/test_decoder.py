@@ -9,6 +9,7 @@ from kerple.positional import PositionsExceeded
 from kerple.positional.distance_maps import Clip
 from megatron.evaluation.runner import evaluate_extrapolation
 from megatron.inference.decoder import CallableDecoder, NativeDecoder, TransformersDecoder, as_decoder, inference
+from megatron.utils.errors import UserError
 from tests.support.language_models import VOCABULARY, direct_losses, random_tokens, small_gpt
 
 
@@ -86,6 +87,50 @@ def test_a_function_supports_the_spans_it_has_arguments_for():
 def test_other_shapes_than_logits_are_rejected(output):
     with pytest.raises(TypeError, match=r"must return logits \[batch, seq, vocabulary\] for tokens \(2, 5\)"):
         as_decoder(lambda tokens: output).hidden(torch.zeros(2, 5, dtype=torch.long))
+
+
+BERT_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm", "cpmant", "function"])
+def test_models_that_see_later_tokens_are_rejected(family):
+    """BERT with `is_decoder` is causal."""
+    import transformers
+
+    torch.manual_seed(0)
+    if family == "bert":
+        config = transformers.BertConfig(vocab_size=VOCABULARY, **BERT_SIZES)
+        model = transformers.BertForMaskedLM(config)
+        config = transformers.BertConfig(vocab_size=VOCABULARY, **BERT_SIZES, is_decoder=True)
+        assert evaluate(transformers.BertLMHeadModel(config))["loss"] > 0
+    elif family == "xlm":
+        config = transformers.XLMConfig(vocab_size=VOCABULARY, emb_dim=32, n_layers=1, n_heads=2)
+        model = transformers.XLMWithLMHeadModel(config)
+    elif family == "cpmant":
+        sizes = {"dim_head": 16, "num_attention_heads": 2, "dim_ff": 32, "num_hidden_layers": 1}
+        config = transformers.CpmAntConfig(vocab_size=VOCABULARY, hidden_size=32, prompt_length=4, **sizes)
+        model = transformers.CpmAntForCausalLM(config)
+    else:
+
+        def model(tokens):
+            return nn.functional.one_hot(tokens, VOCABULARY).float().cumsum(1).flip(1)
+
+    with pytest.raises(UserError, match="is not causal"):
+        evaluate(model)
+
+
+def test_models_with_an_encoder_and_a_decoder_are_rejected():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    with pytest.raises(UserError, match=r"T5ForConditionalGeneration .*encoder"):
+        evaluate(T5ForConditionalGeneration(config))
+
+
+def evaluate(model, **options):
+    """The record of one length, 24 tokens."""
+    (row,) = evaluate_extrapolation(model, random_tokens(49), [24], query_chunk=7, progress=False, **options)
+    return row
 
 
 def test_a_table_of_positions_is_detected():
