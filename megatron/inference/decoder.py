@@ -72,9 +72,19 @@ def as_decoder(model: Callable[[Tensor], Any]) -> Decoder:
     if all(hasattr(model, name) for name in ("new_cache", "hidden", "logits")):
         return NativeDecoder(model)
     transformers = sys.modules.get("transformers")  # already imported if the model is from transformers
-    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
-        return TransformersDecoder(model)
+    if transformers is not None:
+        inner: Any = model
+        while inner is not None and not isinstance(inner, transformers.PreTrainedModel):
+            inner = inner.get_base_model() if hasattr(inner, "get_base_model") else _wrapped(inner)
+        if inner is not None:
+            return TransformersDecoder(model, inner)
     return CallableDecoder(model)
+
+
+def _wrapped(model: Any) -> nn.Module | None:
+    """The module in a wrapper such as DataParallel or the result of torch.compile; None if there is none."""
+    inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    return inner if isinstance(inner, nn.Module) else None
 
 
 class NativeDecoder:
@@ -142,8 +152,10 @@ class TransformersDecoder:
     an index out of range would make the device unusable for the rest of the process.
     """
 
-    def __init__(self, model: Any):
-        self._model = model
+    def __init__(self, model: Any, inner: Any):
+        """inner: the model in the wrapper `model` (peft, DataParallel, torch.compile), or the model itself."""
+        self._model, self._inner = model, inner
+        model = inner
         self.vocab_size: int | None = model.get_input_embeddings().num_embeddings
         config = model.config
         if config.is_encoder_decoder:
@@ -177,10 +189,10 @@ class TransformersDecoder:
             return None
         from transformers import DynamicCache
 
-        return DynamicCache(config=self._model.config)
+        return DynamicCache(config=self._inner.config)
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
-        own = getattr(self._model.config, "inference_mode", None)  # of an exported model of this project
+        own = getattr(self._inner.config, "inference_mode", None)  # of an exported model of this project
         if own not in (None, "full"):
             return f"is not possible: the model was loaded with inference_mode {own}; load it with inference_mode=None"
         if mode == DEFAULT_MODE:
@@ -188,13 +200,13 @@ class TransformersDecoder:
         name = "a `block` argument" if mode.span.block is not None else "a `window` argument"
         if mode != AttentionMode(mode.span) or mode.span.sinks:
             name = "this project's attention (convert it: tools/ckpts/convert.py from-hf)"
-        return f"needs a model with {name}; {type(self._model).__name__} has none"
+        return f"needs a model with {name}; {type(self._inner).__name__} has none"
 
     def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         end = tokens.shape[1] + (cache.get_seq_length() if cache is not None else 0)
         if self._max_positions is not None and end > self._max_positions:
             raise PositionsExceeded(
-                f"{type(self._model).__name__} has a table of {self._max_positions} positions, but {end} are needed"
+                f"{type(self._inner).__name__} has a table of {self._max_positions} positions, but {end} are needed"
             )
         if not self.cached:
             # Dynamic angles stay those of the longest text until a short one resets them.
@@ -202,7 +214,7 @@ class TransformersDecoder:
         logits = _logits(self._model, tokens, past_key_values=cache, use_cache=cache is not None)
         if cache is not None and cache.get_seq_length() != end:
             raise UserError(
-                f"{type(self._model).__name__} with transformers {version('transformers')} does not write to the cache "
+                f"{type(self._inner).__name__} with transformers {version('transformers')} does not write to the cache "
                 "that it gets as past_key_values, so it would not see earlier tokens; install the version of "
                 "transformers for which the model's code was written"
             )

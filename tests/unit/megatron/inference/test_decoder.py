@@ -195,6 +195,24 @@ def test_angles_that_depend_on_the_length_are_not_cached(model_type, rope, keys)
     assert losses == {chunk: pytest.approx(by_hand, abs=1e-5) for chunk in losses}
 
 
+@pytest.mark.parametrize("wrapper", ["peft", "DataParallel", "compile"])
+def test_wrapped_models_are_read_like_the_model(wrapper):
+    """The configuration is that of the model: dynamic angles are not cached. The wrapper is called."""
+    model = rope_model("llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0})
+    expected = evaluate(model)["loss"]
+    if wrapper == "peft":
+        peft = pytest.importorskip("peft")
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    else:
+        wrapped = nn.DataParallel(model) if wrapper == "DataParallel" else torch.compile(model, backend="eager")
+    assert not as_decoder(wrapped).cached
+    calls = []
+    wrapped.register_forward_pre_hook(lambda *_: calls.append(None))
+    with torch.compiler.set_stance("force_eager"):  # compiling takes long
+        assert evaluate(wrapped)["loss"] == pytest.approx(expected, abs=1e-6)
+    assert calls
+
+
 def test_constant_angles_are_cached():
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
     assert as_decoder(rope_model("llama", rope)).cached
