@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints, overload
 
 from pydantic import FailFast, TypeAdapter
-from typing_extensions import TypedDict  # pydantic does not accept that of `typing` before Python 3.12
+from typing_extensions import NotRequired, TypedDict  # pydantic does not accept that of `typing` before Python 3.12
 
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file
@@ -70,6 +70,8 @@ class Record(TypedDict):
         measurement: digest of everything except the weights that determines the value, e.g. the scored tokens. A record
             with the same digest does not have to be measured again.
         environment: None if it is not known, e.g. for results of `evaluate_extrapolation`.
+        complete_segments: why a transformers model read complete segments instead of chunks through its KV cache; the
+            key is missing otherwise.
     """
 
     kind: Name
@@ -84,6 +86,7 @@ class Record(TypedDict):
     note: Text | None
     measurement: Name
     environment: Environment | None
+    complete_segments: NotRequired[Text]
 
 
 class DocumentGroups(TypedDict):

@@ -214,6 +214,9 @@ def run_eval_tasks(
                 bar.update(completed + cost * tokens, amount=world_size * tokens)
 
             results = task.run(context, share, advance)
+            if decoder.complete_segments is not None:
+                for record in results:
+                    record["complete_segments"] = decoder.complete_segments
             records += results
             if on_record is not None:
                 for record in results:

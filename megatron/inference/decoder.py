@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +46,10 @@ class Decoder(Protocol):
     @property
     def cached(self) -> bool:
         """Whether it has a KV cache."""
+
+    @property
+    def complete_segments(self) -> str | None:
+        """Why a transformers model reads complete segments, not chunks through a KV cache; None if it does not."""
 
     def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
         """An empty cache for `batch_size` rows of up to `max_length` tokens (None: any) in a mode; None if not
@@ -90,6 +93,8 @@ def _wrapped(model: Any) -> nn.Module | None:
 class NativeDecoder:
     """A model of this project. It is not cached if the positional method is `length_dependent`."""
 
+    complete_segments: str | None = None
+
     def __init__(self, model: Any):
         methods = model.positional_methods().values() if hasattr(model, "positional_methods") else ()
         self.cached = not any(method.length_dependent for method in methods)
@@ -112,6 +117,7 @@ class CallableDecoder:
     """
 
     cached = False
+    complete_segments: str | None = None
     vocab_size: int | None = None
     pos_emb: str | None = None
 
@@ -136,7 +142,7 @@ class CallableDecoder:
     def hidden(self, tokens: Tensor, cache: None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         logits = _logits(self._model, tokens, **_span_sizes(mode.span))
         if not self._is_causal and tokens.shape[1] > 1:
-            check_causal(self._model, tokens[:1])
+            check_causal(self._model, tokens[:1], _name(self._model))
             self._is_causal = True
         return logits
 
@@ -145,8 +151,9 @@ class CallableDecoder:
 
 
 class TransformersDecoder:
-    """A causal model of the transformers library, with its own cache, unless its angles depend on the length of the
-    text (RoPE types `dynamic` and `longrope`).
+    """A causal model of the transformers library. It is cached if its `forward` has a cache argument, it has no other
+    state, its angles do not depend on the length of the text (RoPE types `dynamic` and `longrope`), and two chunks of a
+    short text have the same logits as one pass.
 
     A table of absolute positions is detected in advance, and a length beyond its end raises PositionsExceeded: on a GPU
     an index out of range would make the device unusable for the rest of the process.
@@ -163,6 +170,10 @@ class TransformersDecoder:
                 f"{type(model).__name__} has an encoder and a decoder; evaluate a causal language model instead"
             )
         self._length_dependent = any(LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config))
+        self._arguments = set(inspect.signature(model.forward).parameters)
+        # `cache` since transformers 5.
+        names = [name for name in ("cache", "past_key_values") if name in self._arguments]
+        self._cache_argument = None if not names or getattr(model, "_is_stateful", False) else names[0]
         method = getattr(config, "positional_method", None)  # an exported model of this project
         self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
         limit = getattr(config, "max_position_embeddings", None)
@@ -175,21 +186,44 @@ class TransformersDecoder:
         self._max_positions: int | None = limit if has_table else None
 
     @cached_property
-    def cached(self) -> bool:
-        """Whether texts can be fed in chunks, as learned from a short text. Raises UserError if it is not causal."""
+    def complete_segments(self) -> str | None:
+        """See `Decoder`. Learned from a short text. Raises UserError if the model is not causal."""
         assert self.vocab_size is not None
         middle = self.vocab_size // 2  # special tokens, such as padding, are at the ends of vocabularies
         tokens = torch.arange(middle, middle + PROBE_TOKENS, device=model_device(self._model))[None] % self.vocab_size
         with inference(self._model):
-            check_causal(self._model, tokens)
-        return not self._length_dependent
+            check_causal(self._forward, tokens, type(self._inner).__name__)
+            if self._length_dependent:
+                return "its rotary angles depend on the length of the text"
+            if self._cache_argument is None:
+                return "it has no KV cache"
+            expected = self._forward(tokens)
+            try:
+                cache = self._empty_cache()
+                chunks = [self._forward(chunk, cache) for chunk in tokens.split(PROBE_TOKENS // 2, dim=1)]
+            except Exception as error:  # of any kind, from the model's own code
+                return f"its KV cache fails: {type(error).__name__}"
+            return "its KV cache changes its logits" if _differ(expected, torch.cat(chunks, dim=1), 0.5) else None
 
-    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
-        if not self.cached:
-            return None
+    @property
+    def cached(self) -> bool:
+        return self.complete_segments is None
+
+    def _empty_cache(self) -> Any:
         from transformers import DynamicCache
 
         return DynamicCache(config=self._inner.config)
+
+    def _forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        keywords: dict[str, Any] = {}
+        if "use_cache" in self._arguments:
+            keywords["use_cache"] = cache is not None
+        if cache is not None:
+            keywords[str(self._cache_argument)] = cache
+        return _logits(self._model, tokens, **keywords)
+
+    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
+        return self._empty_cache() if self.cached else None
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
         own = getattr(self._inner.config, "inference_mode", None)  # of an exported model of this project
@@ -208,30 +242,23 @@ class TransformersDecoder:
             raise PositionsExceeded(
                 f"{type(self._inner).__name__} has a table of {self._max_positions} positions, but {end} are needed"
             )
-        if not self.cached:
+        if not self.cached and self._length_dependent:
             # Dynamic angles stay those of the longest text until a short one resets them.
-            self._model(tokens[:, :1], use_cache=False)
-        logits = _logits(self._model, tokens, past_key_values=cache, use_cache=cache is not None)
-        if cache is not None and cache.get_seq_length() != end:
-            raise UserError(
-                f"{type(self._inner).__name__} with transformers {version('transformers')} does not write to the cache "
-                "that it gets as past_key_values, so it would not see earlier tokens; install the version of "
-                "transformers for which the model's code was written"
-            )
-        return logits
+            self._forward(tokens[:, :1])
+        return self._forward(tokens, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
-def check_causal(model: Callable[..., Any], tokens: Tensor) -> None:
+def check_causal(model: Callable[..., Any], tokens: Tensor, name: str) -> None:
     """Raises UserError if the last of the tokens `[1, s]` changes the logits of earlier ones."""
     changed = tokens.clone()
     changed[:, -1] = 1 if tokens[0, -1] == 0 else tokens[0, -1] - 1
     before, after = (_logits(model, text)[:, :-1] for text in (tokens, changed))
     if _differ(before, after, 0.75):
         raise UserError(
-            f"{_name(model)} is not causal: the last token of a text changes its logits at earlier tokens; evaluate a "
+            f"{name} is not causal: the last token of a text changes its logits at earlier tokens; evaluate a "
             "causal language model (in transformers, some models need is_decoder=True)"
         )
 

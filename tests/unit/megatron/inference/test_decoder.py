@@ -213,9 +213,43 @@ def test_wrapped_models_are_read_like_the_model(wrapper):
     assert calls
 
 
+TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+GPT_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+MAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "use_mamba_kernels": False, "num_experts": 1}
+STATEFUL = {
+    "rwkv": {**TINY, "attention_hidden_size": 32, "context_length": 64},
+    "mamba": {**TINY, "state_size": 8},
+    "jamba": {**TINY, **HEADS, **MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "openai-gpt": GPT_SIZES,
+    "minimax": {**TINY, **HEADS, "head_dim": 8, "num_local_experts": 2, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("family", [*STATEFUL, "ignores its cache"])
+def test_models_with_another_state_read_complete_segments(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family if family in STATEFUL else "gpt2", **STATEFUL.get(family, GPT_SIZES))
+    config.initializer_range = 0.5
+    model = AutoModelForCausalLM.from_config(config).eval()
+    if family not in STATEFUL:
+        forward = model.forward
+        model.forward = lambda tokens, cache=None, **_: forward(tokens)
+    record, text = evaluate(model), random_tokens(49)
+    with torch.no_grad():
+        logits = model(torch.stack((text[:24], text[24:48]))).logits
+    losses = direct_losses(logits, torch.stack((text[1:25], text[25:])))
+    assert record["loss"] == pytest.approx(losses.mean().item(), abs=1e-4)
+    assert record["complete_segments"]
+
+
 def test_constant_angles_are_cached():
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
-    assert as_decoder(rope_model("llama", rope)).cached
+    model = rope_model("llama", rope)
+    assert as_decoder(model).cached
+    assert "complete_segments" not in evaluate(model)
 
 
 def test_inference_restores_the_mode_of_every_module():

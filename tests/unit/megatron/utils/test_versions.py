@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from kerple.positional.functional import may_cache
 from megatron.config import UserError
 from megatron.config.yaml_files import parse_override
-from megatron.inference.decoder import as_decoder
 from megatron.model.parallel import column_linear
 from megatron.model.settings import TensorParallel
 from megatron.optimizers import build_optimizer
@@ -88,16 +86,6 @@ def test_yaml_needs_the_overridden_function_of_pyyaml(monkeypatch):
     monkeypatch.delattr(yaml.composer.Composer, "compose_node")
     with pytest.raises(UserError, match=r"PyYAML \d.*compose_node"):
         parse_override("seed=1")
-
-
-def test_a_model_that_ignores_its_cache_is_rejected():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=16, n_embd=16, n_layer=1, n_head=2)).eval()
-    decoder, tokens = as_decoder(model), torch.ones(1, 4, dtype=torch.long)
-    decoder.hidden(tokens, decoder.new_cache(1, 16))
-    forward = model.forward
-    model.forward = lambda tokens, cache=None, **keywords: forward(tokens, past_key_values=cache)
-    with pytest.raises(UserError, match=r"GPT2LMHeadModel with transformers \d.* past_key_values"):
-        decoder.hidden(tokens, decoder.new_cache(1, 16))
 
 
 def test_renamed_parameters_are_an_error():
