@@ -68,7 +68,8 @@ def trained_engine(config: Config) -> Engine:
 
 
 def checkpoint_tensors(engine: Engine) -> dict[str, object]:
-    weights = {index: layer_state(layer) for index, layer in weight_layers(engine.layers(), engine.settings).items()}
+    layers = weight_layers(engine.layers(), engine.config.model)
+    weights = {index: layer_state(layer) for index, layer in layers.items()}
     return {"weights": weights, "optimizer": optimizer_state(engine)}
 
 

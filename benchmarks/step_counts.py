@@ -152,7 +152,7 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         engine = training.engine
         parameters = count_parameters(engine.layers(), engine.settings)
         tokens = engine.global_batch * engine.seq_length
-        model_flops = tokens * flops_per_token(parameters["outside_embedding"], engine.settings, engine.seq_length)
+        model_flops = tokens * flops_per_token(parameters["outside_embedding"], engine.config.model, engine.seq_length)
     launches = device.launches
     kernels, traffic = Counter[str](), Counter[str]()
     details: dict[tuple[str, str], list[int]] = {}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.materialized import MATERIALIZED, use_materialized_logits, use_original_attention
-from benchmarks.support.models import PlainDecoder, initialized_gpt
+from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import dispatch
 from megatron.model.compiled import compile_blocks
@@ -45,16 +45,8 @@ ORIGINAL_LIMIT = 1 / 1.5
 
 
 def bench_model(pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpoint_every: int = 0) -> GPT:
-    settings = ModelSettings(
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        num_heads=HEADS,
-        padded_vocab_size=VOCABULARY,
-        max_positions=LENGTH,
-        pos_emb=pos_emb,
-        attention_backend=backend,
-    )
-    return initialized_gpt(settings, checkpoint_every=checkpoint_every)
+    config = PlainConfig(layers, HIDDEN, HEADS, LENGTH, pos_emb=pos_emb, attention_backend=backend)
+    return initialized_gpt(ModelSettings(config, VOCABULARY), checkpoint_every=checkpoint_every)
 
 
 def training_step(model: nn.Module, groups: list[dict], tokens: Tensor, labels: Tensor) -> Callable[[], None]:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
-from benchmarks.support.models import PlainDecoder, initialized_gpt
+from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
 from megatron.model import fused_block, loss
 from megatron.model.compiled import compile_blocks
@@ -38,15 +38,8 @@ COMPILED = COMPARED = ("kerple_log", "kerple_bias_wht")
 
 def model_settings(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
     layers, hidden, heads, vocabulary, length = (1, 32, 2, 96, 16) if dry else (12, 768, 12, 50_304, 512)
-    return ModelSettings(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        padded_vocab_size=vocabulary,
-        max_positions=length,
-        pos_emb=pos_emb,
-        attention_backend=backend,
-    )
+    config = PlainConfig(layers, hidden, heads, length, pos_emb=pos_emb, attention_backend=backend)
+    return ModelSettings(config, vocabulary)
 
 
 def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -116,9 +109,10 @@ def main() -> int:
 
         def measure(settings=settings, name=name, backend=backend, batch=batch) -> dict[str, object]:
             torch.manual_seed(1234)
-            length = settings.max_positions
+            config = settings.config
+            length = config.shape.max_positions
             text = torch.randint(settings.padded_vocab_size, (batch, length + 1)).to(bench.device)
-            sizes = (settings.padded_vocab_size, settings.num_layers, settings.hidden_size, settings.num_heads)
+            sizes = (settings.padded_vocab_size, config.num_layers, config.hidden_size, config.num_attention_heads)
             if backend is None:
                 model = PlainDecoder(*sizes).to(bench.device)
                 outside = sum(
@@ -143,7 +137,7 @@ def main() -> int:
             return {
                 "seconds_per_step": seconds,
                 "tokens_per_second": per_second,
-                "mfu": None if peak is None else per_second * flops_per_token(outside, settings, length) / peak,
+                "mfu": None if peak is None else per_second * flops_per_token(outside, config, length) / peak,
                 "peak_gib": None if bench.dry else torch.cuda.max_memory_allocated() / 2**30,
                 "ratio_to_plain": seconds / baseline["plain"],
             }

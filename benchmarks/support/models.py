@@ -3,12 +3,46 @@
 Legend: b batch, s tokens, h heads, d head size, e hidden size, v vocabulary.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kerple.positional import ModelShape
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
+
+
+class PlainConfig(SimpleNamespace):
+    """The attributes of `ModelConfig` that the model reads, for machines without pydantic.
+
+    An option that is not listed is off (None), which is the default of most. A test compares it with `ModelConfig`.
+    """
+
+    norm, norm_epsilon, activation_function, attention_backend = "layernorm", 1e-5, "gelu", "auto"
+    use_bias_in_norms = use_bias_in_attn_linear = use_bias_in_attn_output = use_bias_in_mlp = no_weight_tying = True
+    hidden_dropout = attention_dropout = 0.0
+
+    def __init__(self, num_layers: int, hidden_size: int, num_attention_heads: int, seq_length: int, **options: Any):
+        head_size = hidden_size // num_attention_heads
+        super().__init__(
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_attention_heads=num_attention_heads,
+            num_kv_heads=num_attention_heads,
+            head_size=head_size,
+            mlp_features=4 * hidden_size,
+            windows=(None,) * num_layers,
+            shape=ModelShape(num_attention_heads, head_size, hidden_size, num_layers, seq_length),
+            positional_options={},
+            **options,
+        )
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):  # of protocols such as copying
+            raise AttributeError(name)
 
 
 def initialized_gpt(settings: ModelSettings, *, checkpoint_every: int = 0) -> GPT:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from kerple.positional import build_layers, method_class, registered_names
+from kerple.positional import method_class, registered_names
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
+from megatron.config.schema.model import ModelConfig
 from megatron.config.yaml_files import read_file
-from megatron.model.settings import ModelSettings
 from megatron.utils.errors import UserError
 
 # Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write files, that the
@@ -33,18 +33,18 @@ IGNORED_KEYS = (
 # Sizes that must match if the configuration of an evaluation sets them.
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
-# Settings that change the model's output but not the sizes of its tensors: field of ModelSettings -> configuration key.
+# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig -> configuration key.
 OUTPUT_SETTINGS = {
-    "num_heads": "num_attention_heads",
+    "num_attention_heads": "num_attention_heads",
     "num_kv_heads": "num_kv_heads",
     "head_size": "head_size",
     "window": "sliding_window_width",
     "norm": "norm",
     "norm_epsilon": "layernorm_epsilon (or rms_norm_epsilon)",
-    "activation": "activation (with bias_gelu_fusion)",
-    "parallel_residual": "gpt_j_residual",
-    "tied_embeddings": "no_weight_tying",
-    "pos_emb_options": "the options of pos_emb",
+    "activation_function": "activation (with bias_gelu_fusion)",
+    "gpt_j_residual": "gpt_j_residual",
+    "no_weight_tying": "no_weight_tying",
+    "positional_options": "the options of pos_emb",
 }
 
 
@@ -74,24 +74,23 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
     evaluation: ignore options of the positional method that may be changed after training (its `evaluation_options`),
     such as rotary scaling, and compare the sizes that `config` sets.
     """
-    before = ModelSettings.from_config(saved, padded_vocab_size=1)
-    after = ModelSettings.from_config(config, padded_vocab_size=1)
+    before, after = saved.model, config.model
     differences = []
     for key in SIZES if evaluation else ():
-        sizes = getattr(saved.model, key), getattr(config.model, key)
+        sizes = getattr(before, key), getattr(after, key)
         if key in config.to_flat() and sizes[0] != sizes[1]:
             differences.append(f"{key} {sizes[0]} in the checkpoint, {sizes[1]} here")
     same_method = method_class(before.pos_emb) is method_class(after.pos_emb)
     if not same_method:
         differences.append(f"pos_emb {before.pos_emb} in the checkpoint, {after.pos_emb} here")
 
-    def options(settings: ModelSettings) -> dict[str, object]:
+    def options(config: ModelConfig) -> dict[str, object]:
         method = method_class(before.pos_emb)
-        complete = {**method.default_options(), **dict(settings.pos_emb_options)}
+        complete = {**method.default_options(), **config.positional_options}
         return method.trained_options(**complete) if evaluation else complete
 
     for field, key in OUTPUT_SETTINGS.items():
-        if field == "pos_emb_options":
+        if field == "positional_options":
             if not same_method:
                 continue  # another method has other options
             values = options(before), options(after)
@@ -107,16 +106,15 @@ def replaces_positional_method(saved: Config, config: Config) -> bool:
     that the checkpoint's positional parameters cannot be used.
     """
 
-    def parameters(settings: ModelSettings) -> tuple[bool, list[dict[str, torch.Size]]]:
-        with torch.device("meta"):
-            methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
+    def parameters(config: ModelConfig) -> tuple[bool, list[dict[str, torch.Size]]]:
+        methods = config.build_on_meta()
         shapes = [{name: parameter.shape for name, parameter in method.named_parameters()} for method in methods]
         return methods[0].shared, shapes
 
-    before, after = (ModelSettings.from_config(each, padded_vocab_size=1) for each in (saved, config))
+    before, after = saved.model, config.model
     if method_class(before.pos_emb) is not method_class(after.pos_emb):
         return True
-    return before.pos_emb_options != after.pos_emb_options and parameters(before) != parameters(after)
+    return before.positional_options != after.positional_options and parameters(before) != parameters(after)
 
 
 def evaluated_method(config: Config) -> str:

@@ -5,6 +5,7 @@ Legend: h heads.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron.checkpoint.directory import (
 )
 from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards
 from megatron.checkpoint.storage import CheckpointError, read_weights
-from megatron.model.settings import ModelSettings
+from megatron.config.schema.model import ModelConfig
 
 # Tensors that tensor parallelism splits: those of column- and row-parallel layers and of the vocabulary.
 SLICED = re.compile(
@@ -30,11 +31,11 @@ SLICED = re.compile(
 )
 
 
-def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any]:
+def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
     """A checkpoint as plain values: `step`, `iteration`, `manifest`, `files`, `bytes`, `parameters`, `layers`,
-    `tensor_parallel`, `dtypes`, `optimizer`, `training`, `shape`; and, if `settings` is given, `pos_emb` and `kernels`.
+    `tensor_parallel`, `dtypes`, `optimizer`, `training`, `shape`; and, if `config` is given, `pos_emb` and `kernels`.
 
-    settings: of the model, from the checkpoint's configuration. manifest: "whole", "none", or the damage. kernels: see
+    config: the model section of the checkpoint's configuration. manifest: "whole", "none", or the damage. kernels: see
     `head_values`. Raises CheckpointError if a file cannot be read safely.
     """
     layers = layer_files(step)
@@ -45,7 +46,7 @@ def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any
     optimizer = "the release's" if isinstance(saved.get("optimizer"), dict) else "none"
     if optimizer_files:
         optimizer = f"per parameter, in {optimizer_files} file{'s' * (optimizer_files > 1)}"
-    counts, dtypes = _parameter_counts(layers, shared=settings is None or _build_method(settings).shared)
+    counts, dtypes = _parameter_counts(layers, shared=config is None or _build_method(config).shared)
     description = {
         "step": str(step),
         "iteration": saved.get("iteration") or iteration_of(step),
@@ -60,9 +61,9 @@ def describe(step: Path, settings: ModelSettings | None = None) -> dict[str, Any
         "training": saved.get("training"),
         "shape": saved.get("shape"),
     }
-    if settings is not None:
-        description["pos_emb"] = settings.pos_emb
-        description["kernels"] = head_values(step, settings)
+    if config is not None:
+        description["pos_emb"] = config.pos_emb
+        description["kernels"] = head_values(step, config)
     return description
 
 
@@ -92,18 +93,18 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
     return counts, dtypes
 
 
-def _build_method(settings: ModelSettings, layer: int = 0) -> PositionalMethod:
-    return build(settings.pos_emb, settings.shape(layer), **dict(settings.pos_emb_options))
+def _build_method(config: ModelConfig, layer: int = 0) -> PositionalMethod:
+    return build(config.pos_emb, replace(config.shape, layer=layer), **config.positional_options)
 
 
-def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[str, PositionalMethod]]:
+def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
     """The positional methods of a checkpoint with their parameters: ("all layers", method) if the layers share one, or
     ("layer I", method) for each layer. Reads only the positional parameters.
     """
     for index, paths in layer_files(step).items():
-        if not 2 <= index < settings.num_layers + 2:
+        if not 2 <= index < config.num_layers + 2:
             continue
-        method = _build_method(settings, index - 2)
+        method = _build_method(config, index - 2)
         if "embed" in method.hooks:
             continue
         shards = [read_weights(path) for path in paths]
@@ -120,14 +121,14 @@ def positional_methods(step: Path, settings: ModelSettings) -> Iterator[tuple[st
             break
 
 
-def head_values(step: Path, settings: ModelSettings) -> dict[str, dict[str, list[float]]]:
+def head_values(step: Path, config: ModelConfig) -> dict[str, dict[str, list[float]]]:
     """ "all layers" or "layer I" -> parameter name -> its value for each head, as the method uses it.
 
     Methods with a bias add `effective_length`, the smallest distance whose bias is below -2 (Figure 6 of the KERPLE
     paper), or 20,480 if there is none.
     """
     values_by_place: dict[str, dict[str, list[float]]] = {}
-    for place, method in positional_methods(step, settings):
+    for place, method in positional_methods(step, config):
         values = {name: values.tolist() for name, values in method.statistics().items()}
         if "bias" in method.hooks:
             values["effective_length"] = method.effective_length().tolist()

@@ -14,6 +14,7 @@ from kerple.positional import PositionalMethod
 from megatron.checkpoint.directory import layer_file, layer_files
 from megatron.checkpoint.neox_layout import Origin, own_layout, own_names
 from megatron.checkpoint.storage import CheckpointError, read_weights
+from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT, TransformerBlock
 from megatron.model.settings import ModelSettings
 
@@ -39,14 +40,14 @@ COMPUTED_BUFFERS = (
 LayerStates = Mapping[int, Sequence[Mapping[str, Tensor]]]
 
 
-def tied_output(settings: ModelSettings) -> int | None:
+def tied_output(config: ModelConfig) -> int | None:
     """Index of the output layer if it uses the embedding's weights; it then has no file."""
-    return settings.num_layers + 4 if settings.tied_embeddings else None
+    return None if config.no_weight_tying else config.num_layers + 4
 
 
-def weight_layers(layers: Mapping[int, nn.Module], settings: ModelSettings) -> dict[int, nn.Module]:
+def weight_layers(layers: Mapping[int, nn.Module], config: ModelConfig) -> dict[int, nn.Module]:
     """The layers that have files: all but an output layer that uses the embedding's weights."""
-    return {index: layer for index, layer in layers.items() if index != tied_output(settings)}
+    return {index: layer for index, layer in layers.items() if index != tied_output(config)}
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -171,38 +172,39 @@ def check_sizes(
         index: [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
         for index, shards in files.items()
     }
-    check_dimensions(states, settings, step)
+    config = settings.config
+    check_dimensions(states, config, step)
     with torch.device("meta"):
-        layers = weight_layers(GPT(settings).layers(), settings)
+        layers = weight_layers(GPT(settings).layers(), config)
     origin = Origin(step)
     for index, layer in layers.items():
         _merge_layer(index, layer, states, origin, tensor_size=1, positional=positional)
-    output = tied_output(settings)
+    output = tied_output(config)
     if output is not None and output in files:
         _check_tied_output(files[0], files[output], layer_file(step, output, 0))
     if positional:
-        _check_shared_method(layers, files, settings, step)
+        _check_shared_method(layers, files, config.pos_emb, step)
 
 
-def check_dimensions(states: LayerStates, settings: ModelSettings, step: Path) -> None:
+def check_dimensions(states: LayerStates, config: ModelConfig, step: Path) -> None:
     """Compare the number of layers and the hidden size with the checkpoint's, before the model is built. Raises
     CheckpointError, naming both sides of a difference.
     """
     # A checkpoint may contain the output layer even if the model uses the embedding's weights for it.
-    last = settings.num_layers + (3 if settings.tied_embeddings else 4)
-    if max(states) not in (last, settings.num_layers + 4):
+    last = config.num_layers + (4 if config.no_weight_tying else 3)
+    if max(states) not in (last, config.num_layers + 4):
         raise CheckpointError(
             f"{step}: the last layer file has index {max(states)}, but the configured model would have {last}; "
             "num-layers (or no-weight-tying) differs"
         )
-    for index in (0, *range(2, settings.num_layers + 2), settings.num_layers + 3):
+    for index in (0, *range(2, config.num_layers + 2), config.num_layers + 3):
         if index not in states:
             raise CheckpointError(
                 f"{layer_file(step, index, 0)}: no such file; num-layers differs, or the checkpoint is incomplete"
             )
     rows = embedding_rows(states, step)
     shards = [shard[EMBEDDING].to("meta") for shard in states[0]]
-    merge_shards(EMBEDDING, shards, torch.Size((rows, settings.hidden_size)), layer_file(step, 0, 0))
+    merge_shards(EMBEDDING, shards, torch.Size((rows, config.hidden_size)), layer_file(step, 0, 0))
 
 
 def embedding_rows(states: LayerStates, step: Path) -> int:
@@ -229,9 +231,7 @@ def _check_tied_output(
         )
 
 
-def _check_shared_method(
-    layers: Mapping[int, nn.Module], files: LayerStates, settings: ModelSettings, step: Path
-) -> None:
+def _check_shared_method(layers: Mapping[int, nn.Module], files: LayerStates, pos_emb: str, step: Path) -> None:
     """Raises CheckpointError if layers that share the parameters of a positional method have different ones."""
     first: dict[str, Tensor] = {}
     for index, layer in layers.items():
@@ -244,7 +244,7 @@ def _check_shared_method(
             per_layer = (
                 '"pos_emb_options": {"parameters": "per-layer"}'
                 if "parameters" in method.default_options()
-                else f'"pos_emb": "per_layer", "pos_emb_options": {{"methods": ["{settings.pos_emb}"]}}'
+                else f'"pos_emb": "per_layer", "pos_emb_options": {{"methods": ["{pos_emb}"]}}'
             )
             check_copies(
                 (first.setdefault(name, copy), copy),

@@ -114,7 +114,7 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
     """
     settings = config.checkpoint
     new_method = _new_positional_method(step, config)
-    check_sizes(step, ModelSettings.from_config(config, vocab_size), positional=not new_method)
+    check_sizes(step, ModelSettings(config.model, vocab_size), positional=not new_method)
     # The same weights fit several models; the checkpoint's configuration tells them apart.
     try:
         saved = _saved_config(step, config)
@@ -155,7 +155,7 @@ def check_save_folder(config: Config) -> None:
         return
     try:
         rows = embedding_rows(open_layers(step, [0]), step)  # another padding is not another model
-        check_sizes(step, ModelSettings.from_config(config, rows), positional=False)
+        check_sizes(step, ModelSettings(config.model, rows), positional=False)
     except CheckpointError as error:
         problem = str(error)
     else:
@@ -269,7 +269,7 @@ def load_weights(engine: TrainingEngine, step: Path, *, positional: bool = True)
     parameters as they are. Raises CheckpointError before changing a layer whose file does not fit.
     """
     layout = engine.layout
-    for index, layer in weight_layers(engine.layers(), engine.settings).items():
+    for index, layer in weight_layers(engine.layers(), engine.config.model).items():
         with gathered(engine, layer, modifier_rank=0):
             load_layers(
                 {index: layer},
@@ -346,7 +346,7 @@ def _resume_released(
         reason = f"it is Adam's, but the optimizer is {config.optimizer.name}"
     else:
         state_tensors = config.optimizer.spec.state_tensors
-        optimizer, reason = read_released_optimizer(saved, step, tied_output(engine.settings), state_tensors)
+        optimizer, reason = read_released_optimizer(saved, step, tied_output(engine.config.model), state_tensors)
         if reason is None:
             load_optimizer(engine, optimizer, step)
             report(f"{step}: not saved by this project; loaded weights, iteration and optimizer state")

@@ -127,7 +127,7 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
 
     A collective, with ZeRO, for optimizers of whole parameters: it gathers the float32 weights of split parameters.
     """
-    parameters = parameter_names(engine.layers(), tied_output(engine.settings))
+    parameters = parameter_names(engine.layers(), tied_output(engine.config.model))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
     optimizer = wrapped_optimizer(engine.deepspeed)
     has_masters = engine.config.precision.dtype != "fp32"
@@ -166,7 +166,7 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
     not in it, from the layer files of `step`. Raises CheckpointError if a parameter is missing.
     """
     layout = engine.layout
-    parameters = parameter_names(engine.layers(), tied_output(engine.settings))
+    parameters = parameter_names(engine.layers(), tied_output(engine.config.model))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
     optimizer, states = wrapped_optimizer(engine.deepspeed), fragments
     if isinstance(optimizer, WholeParameterOptimizer):
@@ -209,7 +209,7 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
     # has rounded.
     places = {
         id(parameter): (index, name)
-        for index, layer in weight_layers(engine.layers(), engine.settings).items()
+        for index, layer in weight_layers(engine.layers(), engine.config.model).items()
         for name, parameter in layer.named_parameters()
     }
     by_layer: dict[int, list[str]] = {}

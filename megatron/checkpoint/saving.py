@@ -190,7 +190,7 @@ def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> 
     until the next file is requested.
     """
     layout, settings = engine.layout, config.checkpoint
-    for index, layer in weight_layers(engine.layers(), engine.settings).items():
+    for index, layer in weight_layers(engine.layers(), engine.config.model).items():
         with gathered(engine, layer):
             if layout.data_rank == 0:
                 yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.chomsky.experiment import TEST_SEED, Experiment, Result
 from megatron.chomsky.length_tasks import IGNORED, LENGTH_TASKS
+from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 
@@ -23,16 +24,15 @@ class DecoderExperiment(Experiment):
 
     def build(self) -> nn.Module:
         settings, self.task = self.settings, LENGTH_TASKS[self.name]
-        return GPT(
-            ModelSettings(
-                num_layers=settings.num_layers,
-                hidden_size=settings.hidden_size,
-                num_heads=settings.num_heads,
-                padded_vocab_size=self.task.symbols,
-                max_positions=settings.test_longest,
-                pos_emb=self.pos_emb,
-            )
+        config = ModelConfig(
+            num_layers=settings.num_layers,
+            hidden_size=settings.hidden_size,
+            num_attention_heads=settings.num_heads,
+            seq_length=settings.test_longest,
+            pos_emb=self.pos_emb,
+            no_weight_tying=True,
         )
+        return GPT(ModelSettings(config, self.task.symbols))
 
     @property
     def shortest(self) -> int:

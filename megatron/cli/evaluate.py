@@ -49,7 +49,6 @@ from megatron.evaluation.runner import (
 )
 from megatron.evaluation.text import Text, check_ids, corpus_name, evaluation_text, text_by_document
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
 from megatron.preparation.input_files import file_format, find_files
@@ -269,8 +268,7 @@ def _measure_effective_lengths(model: EvaluatedModel, corpus: str | None, result
     """Reads only the positional parameters."""
     planned = plan_effective_lengths(model.provenance, corpus)
     if results.find(planned) is None:
-        settings = ModelSettings.from_config(model.saved, padded_vocab_size=1)
-        record = effective_lengths(planned, positional_methods(model.step, settings))
+        record = effective_lengths(planned, positional_methods(model.step, model.saved.model))
         results.add(record)
         if record["note"] is not None:
             print(f"{model.folder}: {record['note']}", flush=True)

@@ -256,15 +256,15 @@ def cache_bytes(model: GPT, mode: Mode, rows: int, longest: int, maximum_tokens:
 
     Layers with a window store at most two windows, the sinks, and the tokens that are fed at once.
     """
-    settings = model.settings
+    config = model.settings.config
     # Keys and values; a decay adds a float64 number per query head.
-    layer_bytes = 2 * settings.num_kv_heads * settings.head_size * next(model.parameters()).element_size()
+    layer_bytes = 2 * config.num_kv_heads * config.head_size * next(model.parameters()).element_size()
     total = 0
     for layer, block in zip(model.new_cache(mode=mode.attention).layers, model.blocks, strict=True):
         tokens = longest + maximum_tokens - 1  # the last token is never fed
         if layer.window is not None:
             tokens = min(tokens, 2 * layer.window + min(longest, PROMPT_CHUNK)) + min(tokens, layer.sinks)
-        total += tokens * (layer_bytes + 8 * settings.num_heads * block.attention.decays)
+        total += tokens * (layer_bytes + 8 * config.num_attention_heads * block.attention.decays)
     return rows * total
 
 

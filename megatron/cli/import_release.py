@@ -130,7 +130,7 @@ def verify(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "padded_vocab_size": model.settings.padded_vocab_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "positional_parameters": sum(parameter.numel() for method in methods for parameter in method.parameters()),
-        "kernels": head_values(step, model.settings),
+        "kernels": head_values(step, model.settings.config),
         "sample": sample_loss(model, config, options),
     }
 

@@ -24,9 +24,7 @@ from megatron.checkpoint.directory import (
     write_manifest_of_folder,
 )
 from megatron.checkpoint.inspection import describe, differences
-from megatron.checkpoint.layers import embedding_rows, open_layers
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.model.settings import ModelSettings
 from megatron.utils.command_line import OptionParser, integer
 
 
@@ -72,7 +70,7 @@ def describe_with_config(step: Path, pos_emb_module: str | None = None) -> dict[
         config = checkpoint_config(step, {"pos_emb_module": pos_emb_module} if pos_emb_module else None)
     except CheckpointError as error:
         return {**describe(step), "configuration": str(error)}
-    return describe(step, ModelSettings.from_config(config, embedding_rows(open_layers(step, [0]), step)))
+    return describe(step, config.model)
 
 
 def readable(report: dict[str, Any]) -> str:

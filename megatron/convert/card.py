@@ -115,7 +115,7 @@ def model_card(
     implementations = "" if any("weight" in method.hooks for method in methods) else "sdpa, "
     note = SELF_CONTAINED_NOTE.format(
         length=config.model.seq_length,
-        window=min(config.model.seq_length, model.settings.windows[0] or config.model.seq_length),
+        window=min(config.model.seq_length, config.model.windows[0] or config.model.seq_length),
         mode=mode,
         tested=TESTED,
         limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",

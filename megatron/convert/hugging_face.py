@@ -97,7 +97,7 @@ def to_hugging_face(
             "generate with the checkpoint itself"
         )
     import_transformers()
-    settings, stock = model.settings, stock_type(config)
+    padded_vocab_size, stock = model.settings.padded_vocab_size, stock_type(config)
     mode = FULL_MODE if inference_mode is None else mode_of(inference_mode, model, config)
     if stock is not None and mode != FULL_MODE:
         report(f"{output}: transformers' {stock} has no inference modes, so the model is exported with its own code")
@@ -105,13 +105,13 @@ def to_hugging_face(
     report_exact_distances(config, str(output), report)
     with new_folder(output) as folder:
         if stock is not None:
-            values = stock_config(config, settings, stock)
+            values = stock_config(config.model, padded_vocab_size, stock)
         else:
-            values = self_contained_config(config, settings)
+            values = self_contained_config(config.model, padded_vocab_size)
             values["inference_mode"] = None if mode == FULL_MODE else mode.name
         values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer is not None:
-            ids = write_tokenizer(tokenizer, folder, settings.padded_vocab_size)
+            ids = write_tokenizer(tokenizer, folder, padded_vocab_size)
             values.update(ids)
             write_json(folder / "generation_config.json", ids)
         else:
@@ -124,7 +124,7 @@ def to_hugging_face(
             for index, method in model.positional_methods().items():
                 buffers = method.named_buffers()
                 tensors.update({prefixes[index] + name: cast(buffer, dtype) for name, buffer in buffers})
-            sources = self_contained_files(method_class(settings.pos_emb), **dict(settings.pos_emb_options))
+            sources = self_contained_files(method_class(config.model.pos_emb), **config.model.positional_options)
             for name, text in sources.items():
                 (folder / name).write_text(text, encoding="utf-8")
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
@@ -155,7 +155,7 @@ def mode_of(name: str, model: GPT, config: Config) -> Mode:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     methods = list(model.positional_methods().values())
-    reason = mode.attention.unsupported_by(methods, model.settings.windows, config.model.pos_emb)
+    reason = mode.attention.unsupported_by(methods, config.model.windows, config.model.pos_emb)
     if reason is not None:
         raise CheckpointError(f"inference mode {mode.name} {reason}")
     return mode
@@ -202,7 +202,7 @@ def from_hugging_face(
         if with_tokenizer:
             values.update(copy_tokenizer(source, folder, output, values["padded_vocab_size"]))
         config = Config.from_flat(values, source=str(source / "config.json"))
-        settings = ModelSettings.from_config(config, values["padded_vocab_size"])
+        settings = ModelSettings(config.model, values["padded_vocab_size"])
         with torch.device("meta"):
             model = GPT(settings).eval()
         file_dtype = dtype or common_dtype(tensors.values())

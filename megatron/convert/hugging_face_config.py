@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
+from megatron.config.schema.model import ModelConfig
 from megatron.convert import llama
-from megatron.model.settings import ModelSettings
 from megatron.utils.errors import first_problem
 
 # Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the embedding.
@@ -28,13 +28,13 @@ SAME_VALUE = {
 BLOCK_SETTINGS = {
     "num_kv_heads": "num_key_value_heads",
     "head_size": "head_dim",
-    "intermediate_size": "intermediate_size",
+    "mlp_features": "intermediate_size",
     "norm": "norm",
-    "norm_bias": "norm_bias",
-    "attention_bias": "attention_bias",
-    "attention_output_bias": "attention_output_bias",
-    "mlp_bias": "mlp_bias",
-    "qk_norm": "qk_norm",
+    "use_bias_in_norms": "norm_bias",
+    "use_bias_in_attn_linear": "attention_bias",
+    "use_bias_in_attn_output": "attention_output_bias",
+    "use_bias_in_mlp": "mlp_bias",
+    "use_qk_layernorm": "qk_norm",
     "window": "attention_window",
 }
 
@@ -134,16 +134,15 @@ def stock_type(config: Config) -> str | None:
     model, scaling = config.model, config.model.pos_emb_options.get("scaling")
     if model.pos_emb != "rotary" or not (scaling is None or scaling in SCALINGS):
         return None
-    settings = ModelSettings.from_config(config, padded_vocab_size=1)
-    other = set(options_beyond_2022(config, settings)) - {"intermediate_size"}
-    if settings.attention_bias == settings.attention_output_bias:
+    other = set(options_beyond_2022(model)) - {"intermediate_size"}
+    if model.use_bias_in_attn_linear == model.use_bias_in_attn_output:
         other -= {"use_bias_in_attn_linear"}
     return "gpt_neox" if model.norm == "layernorm" and not other else llama.family_of(config)
 
 
-def stock_config(config: Config, settings: ModelSettings, model_type: str) -> dict[str, Any]:
+def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) -> dict[str, Any]:
     """config.json of transformers' own model, with the rotary keys of both transformers 5 and 4."""
-    options = config.model.positional_options
+    options = model.positional_options
     rotary = {"rotary_pct": options["fraction"], "rotary_emb_base": options["base"]}
     scaling = options.get("scaling")
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -151,18 +150,18 @@ def stock_config(config: Config, settings: ModelSettings, model_type: str) -> di
         values = {name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None}
         values = {**REQUIRED.get(scaling, {}), **values}
         if "trained_length" in SCALINGS[scaling]:
-            values.setdefault("trained_length", config.model.max_position_embeddings)
+            values.setdefault("trained_length", model.max_position_embeddings)
         rope = {"rope_type": scaling, **{SCALINGS[scaling][name]: value for name, value in values.items()}}
     if model_type == "gpt_neox":
-        names, own = ROTARY, _common_config(config, settings)
+        names, own = ROTARY, _common_config(model, padded_vocab_size)
         own |= {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
-        own |= {"attention_bias": settings.attention_bias, "intermediate_size": settings.intermediate_size}
+        own |= {"attention_bias": model.use_bias_in_attn_linear, "intermediate_size": model.mlp_features}
     else:
         names = {"rotary_emb_base": LLAMA_ROTARY["rotary_emb_base"]}  # all dimensions are rotated
-        own = llama.config_json(config, settings, model_type)
+        own = llama.config_json(model, padded_vocab_size, model_type)
         own["rope_scaling"] = rope if scaling is not None else None
     if scaling == "dynamic":
-        own["max_position_embeddings"] = options.get("trained_length") or config.model.max_position_embeddings
+        own["max_position_embeddings"] = options.get("trained_length") or model.max_position_embeddings
     return {
         **own,
         "rope_parameters": {**rope, **{inside: rotary[ours] for ours, (inside, _, _) in names.items()}},
@@ -170,9 +169,9 @@ def stock_config(config: Config, settings: ModelSettings, model_type: str) -> di
     }
 
 
-def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
+def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
     """config.json of a self-contained model. Raises CheckpointError if its positional method cannot cache keys."""
-    if dict(settings.pos_emb_options).get("scaling") == "dynamic":
+    if model.positional_options.get("scaling") == "dynamic":
         raise CheckpointError(
             "pos_emb rotary with scaling dynamic: transformers has no model with this structure, and the exported code "
             "cannot cache keys whose angles depend on the length; export the model without the scaling"
@@ -186,39 +185,38 @@ def self_contained_config(config: Config, settings: ModelSettings) -> dict[str, 
             "AutoModelForSequenceClassification": "modeling_kerple.KerpleForSequenceClassification",
         },
         "model_type": "kerple",
-        **_common_config(config, settings),
-        **{theirs: getattr(settings, ours) for ours, theirs in BLOCK_SETTINGS.items()},
-        "training_length": config.model.seq_length,
-        "positional_method": config.model.pos_emb,
-        "positional_options": dict(settings.pos_emb_options),
+        **_common_config(model, padded_vocab_size),
+        **{theirs: getattr(model, ours) for ours, theirs in BLOCK_SETTINGS.items()},
+        "training_length": model.seq_length,
+        "positional_method": model.pos_emb,
+        "positional_options": model.positional_options,
     }
 
 
-def options_beyond_2022(config: Config, settings: ModelSettings) -> list[str]:
+def options_beyond_2022(model: ModelConfig) -> list[str]:
     """The keys that give blocks another structure than those of the KERPLE release (GPT-NeoX, 2022)."""
     changed = {
-        "activation (gated MLP)": config.model.gated,
-        "intermediate_size": not config.model.gated and settings.intermediate_size != 4 * settings.hidden_size,
-        "num_kv_heads": settings.num_kv_heads != settings.num_heads,
-        "head_size": settings.head_size * settings.num_heads != settings.hidden_size,
-        "use_bias_in_norms": settings.norm == "layernorm" and not settings.norm_bias,
-        "use_bias_in_attn_linear": not settings.attention_bias,
-        "use_bias_in_attn_output": not settings.attention_output_bias and settings.attention_bias,
-        "use_bias_in_mlp": not settings.mlp_bias,
-        "use_qk_layernorm": settings.qk_norm,
-        "sliding_window_width": settings.window is not None,
+        "activation (gated MLP)": model.gated,
+        "intermediate_size": not model.gated and model.mlp_features != 4 * model.hidden_size,
+        "num_kv_heads": model.num_kv_heads != model.num_attention_heads,
+        "head_size": model.head_size * model.num_attention_heads != model.hidden_size,
+        "use_bias_in_norms": model.norm == "layernorm" and not model.use_bias_in_norms,
+        "use_bias_in_attn_linear": not model.use_bias_in_attn_linear,
+        "use_bias_in_attn_output": not model.use_bias_in_attn_output and model.use_bias_in_attn_linear,
+        "use_bias_in_mlp": not model.use_bias_in_mlp,
+        "use_qk_layernorm": model.use_qk_layernorm,
+        "sliding_window_width": model.window is not None,
     }
     return [name for name, is_changed in changed.items() if is_changed]
 
 
-def _common_config(config: Config, settings: ModelSettings) -> dict[str, Any]:
-    model = config.model
+def _common_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
     return {
         **{theirs: getattr(model, ours) for ours, theirs in SAME_VALUE.items()},
-        "vocab_size": settings.padded_vocab_size,
+        "vocab_size": padded_vocab_size,
         "hidden_act": ACTIVATIONS[model.activation, model.activation == "gelu" and model.bias_gelu_fusion][0],
         "layer_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": settings.tied_embeddings,
+        "tie_word_embeddings": not model.no_weight_tying,
         "use_cache": True,
     }
 

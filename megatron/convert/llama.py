@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
-from megatron.model.settings import ModelSettings
+from megatron.config.schema.model import ModelConfig
 
 # model_type -> class of transformers.
 ARCHITECTURES = {
@@ -91,58 +91,57 @@ class Structure(NamedTuple):
     window: int | None
 
     @classmethod
-    def of(cls, settings: ModelSettings) -> "Structure":
+    def of(cls, model: ModelConfig) -> "Structure":
         return cls(
-            bool(settings.attention_output_bias),
-            settings.attention_bias,
-            settings.mlp_bias,
-            settings.qk_norm,
-            settings.windows[0],  # exports have the same window in all layers
+            model.use_bias_in_attn_output,
+            model.use_bias_in_attn_linear,
+            model.use_bias_in_mlp,
+            model.use_qk_layernorm,
+            model.windows[0],  # exports have the same window in all layers
         )
 
 
 def family_of(config: Config) -> str | None:
     """The model_type that can represent a model with rotary positions; None if there is none."""
-    model, settings = config.model, ModelSettings.from_config(config, padded_vocab_size=1)
+    model = config.model
     if model.norm != "rmsnorm" or not model.gated or model.gpt_j_residual:
         return None
     if model.positional_options["fraction"] != 1:
         return None
-    output, attention, mlp, norms, window = Structure.of(settings)
+    output, attention, mlp, norms, window = Structure.of(model)
     if norms:
         return "qwen3" if output == attention and not mlp else None
     if output != attention:
-        default_size = settings.head_size * settings.num_heads == settings.hidden_size
+        default_size = model.head_size * model.num_attention_heads == model.hidden_size
         return "qwen2" if attention and not mlp and default_size else None
     if window is None:
         return "llama"
     return None if attention or mlp else "mistral"
 
 
-def config_json(config: Config, settings: ModelSettings, family: str) -> dict[str, Any]:
+def config_json(model: ModelConfig, padded_vocab_size: int, family: str) -> dict[str, Any]:
     """config.json without the keys of rotary positions."""
-    model = config.model
     values = {theirs: getattr(model, ours) for ours, theirs in SAME_VALUE.items()}
     values |= {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
-        "vocab_size": settings.padded_vocab_size,
-        "head_dim": settings.head_size,
-        "intermediate_size": settings.intermediate_size,
-        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == settings.activation),
-        "tie_word_embeddings": settings.tied_embeddings,
+        "vocab_size": padded_vocab_size,
+        "head_dim": model.head_size,
+        "intermediate_size": model.mlp_features,
+        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == model.activation_function),
+        "tie_word_embeddings": not model.no_weight_tying,
         "use_cache": True,
     }
     if family in ("llama", "qwen3"):
-        values["attention_bias"] = settings.attention_bias
+        values["attention_bias"] = model.use_bias_in_attn_linear
     if family == "llama":
-        values["mlp_bias"] = settings.mlp_bias
+        values["mlp_bias"] = model.use_bias_in_mlp
     else:
-        values["sliding_window"] = settings.window
+        values["sliding_window"] = model.window
     if family in ("qwen2", "qwen3"):
-        windowed = settings.window is not None
-        values |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else settings.num_layers}
-        values["layer_types"] = [WINDOWED if windowed else FULL] * settings.num_layers
+        windowed = model.window is not None
+        values |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else model.num_layers}
+        values["layer_types"] = [WINDOWED if windowed else FULL] * model.num_layers
     return values
 
 
@@ -215,7 +214,7 @@ def _window(values: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -
     return window if kinds == {WINDOWED} else None
 
 
-def split_tensors(tensors: Mapping[str, Tensor], settings: ModelSettings) -> dict[str, Tensor]:
+def split_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Tensors under the names of these models, from those of a model under GPT-NeoX's names."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -227,7 +226,7 @@ def split_tensors(tensors: Mapping[str, Tensor], settings: ModelSettings) -> dic
         if not inner.startswith("attention.query_key_value."):
             renamed[prefix + BLOCK_NAMES[inner]] = tensor
             continue
-        groups = tensor.unflatten(0, (settings.num_kv_heads, -1, settings.head_size))  # [g, h / g + 2, d, ...]
+        groups = tensor.unflatten(0, (model.num_kv_heads, -1, model.head_size))  # [g, h / g + 2, d, ...]
         parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
         for projection, part in zip(PROJECTIONS, parts, strict=True):
             kind = inner.rpartition(".")[2]
@@ -235,7 +234,7 @@ def split_tensors(tensors: Mapping[str, Tensor], settings: ModelSettings) -> dic
     return renamed
 
 
-def merge_tensors(tensors: Mapping[str, Tensor], settings: ModelSettings) -> dict[str, Tensor]:
+def merge_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The inverse of `split_tensors`. Raises KeyError for another name."""
     top = {theirs: ours for ours, theirs in TOP_NAMES.items()}
     inside = {theirs: ours for ours, theirs in BLOCK_NAMES.items()}
@@ -250,7 +249,7 @@ def merge_tensors(tensors: Mapping[str, Tensor], settings: ModelSettings) -> dic
             merged[prefix + inside[inner]] = tensor
         elif inner.startswith("self_attn.q_proj."):
             rows = [
-                tensors[name.replace("q_proj", projection)].unflatten(0, (settings.num_kv_heads, -1))
+                tensors[name.replace("q_proj", projection)].unflatten(0, (model.num_kv_heads, -1))
                 for projection in PROJECTIONS
             ]
             kind = inner.rpartition(".")[2]

@@ -25,6 +25,7 @@ from megatron.utils.locks import Lock
 
 # Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
 TOLERANCE = 1e-4
+SIZE_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 MAX_COMPARED_LENGTH = 512
 MAX_LONGER_LENGTH = 2560
 
@@ -98,10 +99,7 @@ def write_checkpoint(
         for rank, state in enumerate(states):
             torch.save(state, layer_file(step, index, rank))
     sizes = {
-        "num_layers": settings.num_layers,
-        "hidden_size": settings.hidden_size,
-        "num_attention_heads": settings.num_heads,
-        "max_position_embeddings": settings.max_positions,
+        **{key: getattr(settings.config, key) for key in SIZE_KEYS},
         "padded_vocab_size": settings.padded_vocab_size,
         "model_parallel_size": ranks,
     }

@@ -106,19 +106,19 @@ def to_release(
     tensor-parallel size that does not divide the heads and the vocabulary, or if the written model gives different
     logits.
     """
-    settings = model.settings
-    if names := options_beyond_2022(config, settings):
+    vocabulary = model.settings.padded_vocab_size
+    if names := options_beyond_2022(config.model):
         raise CheckpointError(
             f"the release's blocks do not support {', '.join(names)}; its format cannot store this model"
         )
-    config_values = release_config(config, settings, tensor_parallel)
-    for name, size in (("heads", settings.num_heads), ("rows of the vocabulary", settings.padded_vocab_size)):
+    config_values = release_config(config, vocabulary, tensor_parallel)
+    for name, size in (("heads", config.model.num_attention_heads), ("rows of the vocabulary", vocabulary)):
         if size % tensor_parallel:
             raise CheckpointError(f"tensor-parallel size {tensor_parallel} does not divide the {size} {name}")
     source = rounded(model, dtype)
     report_exact_distances(config, f"{output}: release layout", report)
-    summed = ROW_PARALLEL_BIASES if settings.parallel_residual else ()
-    norm_names = {ours: theirs for theirs, ours in SCALE_NAMES.items()} if settings.norm == "rmsnorm" else {}
+    summed = ROW_PARALLEL_BIASES if config.model.gpt_j_residual else ()
+    norm_names = {ours: theirs for theirs, ours in SCALE_NAMES.items()} if config.model.norm == "rmsnorm" else {}
 
     def states() -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         for index, layer in layers_with_weights(model).items():
@@ -129,15 +129,15 @@ def to_release(
 
     with new_folder(output) as folder:
         entries = deepspeed_state(iteration, tensor_parallel)
-        step = write_checkpoint(folder, iteration, states(), config_values, settings, entries)
-        written_settings = ModelSettings.from_config(checkpoint_config(step), settings.padded_vocab_size)
+        step = write_checkpoint(folder, iteration, states(), config_values, model.settings, entries)
+        written_settings = ModelSettings(checkpoint_config(step).model, vocabulary)
         check_sizes(step, written_settings)
         written = GPT(written_settings).eval()
         load_layers(layers_with_weights(written), step)
-        check_same_logits(source, written, settings.padded_vocab_size, config, f"{output}: release layout", report)
+        check_same_logits(source, written, vocabulary, config, f"{output}: release layout", report)
 
 
-def release_config(config: Config, settings: ModelSettings, tensor_parallel: int) -> dict[str, Any]:
+def release_config(config: Config, padded_vocab_size: int, tensor_parallel: int) -> dict[str, Any]:
     """The configuration in the release's keys. Raises CheckpointError for what they cannot express."""
     method = method_class(config.model.pos_emb)
     name = next((name for name in METHODS if method_class(name) is method), None)
@@ -155,10 +155,10 @@ def release_config(config: Config, settings: ModelSettings, tensor_parallel: int
         **values,
         "pos_emb": name,
         "activation": ACTIVATIONS[config.model.activation],
-        "max_position_embeddings": settings.max_positions,
-        "hidden_dropout": settings.hidden_dropout,
-        "attention_dropout": settings.attention_dropout,
-        "padded_vocab_size": settings.padded_vocab_size,
+        "max_position_embeddings": config.model.max_position_embeddings,
+        "hidden_dropout": config.model.hidden_dropout,
+        "attention_dropout": config.model.attention_dropout,
+        "padded_vocab_size": padded_vocab_size,
         "pipe_parallel_size": 1,
         "model_parallel_size": tensor_parallel,
         "output_layer_parallelism": "column",
@@ -195,8 +195,8 @@ def release_buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
         return 1.0 / base ** (torch.arange(0, size, 2).float() / size)
 
     if pos_emb == "sinusoidal" and index == 0:
-        return {"position_embeddings.inv_freq": inverse_frequencies(model.settings.hidden_size)}
-    if not 2 <= index < model.settings.num_layers + 2:
+        return {"position_embeddings.inv_freq": inverse_frequencies(model.settings.config.hidden_size)}
+    if not 2 <= index < model.settings.config.num_layers + 2:
         return {}
     if pos_emb == "rotary":
         return {"attention.rotary_emb.inv_freq": inverse_frequencies(method.rotated)}

@@ -15,7 +15,6 @@ from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, op
 from megatron.checkpoint.storage import CheckpointError, read_json, read_weights
 from megatron.convert import llama
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
 
 # Layer 0.
 EMBEDDING_NAMES = {"word_embeddings.weight": "gpt_neox.embed_in.weight"}
@@ -72,12 +71,11 @@ POSITIONAL = re.compile(r"gpt_neox\.(layers\.\d+\.attention\.)?positional\..*")
 SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 
 
-def layer_names(index: int, settings: ModelSettings) -> dict[str, str]:
+def layer_names(index: int, num_layers: int) -> dict[str, str]:
     """Our names -> Hugging Face's, of the tensors in the layer of this index."""
-    if 2 <= index < settings.num_layers + 2:
+    if 2 <= index < num_layers + 2:
         return {ours: theirs.format(block=index - 2) for ours, theirs in BLOCK_NAMES.items()}
-    last = settings.num_layers
-    return {0: EMBEDDING_NAMES, last + 3: FINAL_NORM_NAMES, last + 4: OUTPUT_NAMES}[index]
+    return {0: EMBEDDING_NAMES, num_layers + 3: FINAL_NORM_NAMES, num_layers + 4: OUTPUT_NAMES}[index]
 
 
 def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
@@ -87,7 +85,7 @@ def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
     prefixes = positional_prefixes(model)
     names = {}
     for index, layer in layers_with_weights(model).items():
-        table = layer_names(index, model.settings)
+        table = layer_names(index, model.settings.config.num_layers)
         for name in tensors_of(layer):
             prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
             if prefix is not None:
@@ -108,7 +106,7 @@ def positional_prefixes(model: GPT) -> dict[int, str]:
 
 
 def layers_with_weights(model: GPT) -> dict[int, nn.Module]:
-    return weight_layers(model.layers(), model.settings)
+    return weight_layers(model.layers(), model.settings.config)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,7 +132,7 @@ def hugging_face_tensors(model: GPT, dtype: torch.dtype, model_type: str = "gpt_
     layers = layers_with_weights(model)
     names = hugging_face_names(model).items()
     tensors = {theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names}
-    return llama.split_tensors(tensors, model.settings) if model_type in llama.ARCHITECTURES else tensors
+    return llama.split_tensors(tensors, model.settings.config) if model_type in llama.ARCHITECTURES else tensors
 
 
 def read_hugging_face(folder: Path, model_type: str = "gpt_neox") -> dict[str, Tensor]:
@@ -177,9 +175,9 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
     expected = {theirs: tensors_of(layers[index])[ours] for (index, ours), theirs in hugging_face_names(model).items()}
     output = OUTPUT_NAMES["final_linear.weight"]
     if model_type in llama.ARCHITECTURES:
-        expected, output = llama.split_tensors(expected, model.settings), llama.TOP_NAMES[output]
+        expected, output = llama.split_tensors(expected, model.settings.config), llama.TOP_NAMES[output]
     missing = [name for name in expected if name not in tensors]
-    known = {*expected, *((output,) if model.settings.tied_embeddings else ())}
+    known = {*expected, *(() if model.settings.config.no_weight_tying else (output,))}
     unknown = [name for name in tensors if name not in known]
     if missing or unknown:
         parts = [f"lacks {_shortened(missing)}"] if missing else []
@@ -195,7 +193,7 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
             raise CheckpointError(f"{source}: {theirs} has dtype {value.dtype}, but the model needs {target.dtype}")
         if not torch.isfinite(value).all():
             raise CheckpointError(f"{source}: {theirs} contains values that are not finite (NaN or infinite)")
-    if model.settings.tied_embeddings and output in tensors:
+    if not model.settings.config.no_weight_tying and output in tensors:
         embedding = EMBEDDING_NAMES["word_embeddings.weight"]
         embedding = llama.TOP_NAMES[embedding] if model_type in llama.ARCHITECTURES else embedding
         if not torch.equal(tensors[embedding], tensors[output]):
@@ -209,7 +207,7 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
 def fill(model: GPT, tensors: dict[str, Tensor], model_type: str = "gpt_neox") -> None:
     """Copy tensors under the names of a model_type, which `check_tensors` has accepted, into the model."""
     if model_type in llama.ARCHITECTURES:
-        tensors = llama.merge_tensors(tensors, model.settings)
+        tensors = llama.merge_tensors(tensors, model.settings.config)
     layers = layers_with_weights(model)
     for (index, ours), theirs in hugging_face_names(model).items():
         tensors_of(layers[index])[ours].copy_(tensors[theirs])

@@ -386,8 +386,8 @@ class HarnessModel(TemplateLM):
 
     def _too_long(self, reason: object) -> UserError:
         return UserError(
-            f"a text is too long for pos_emb {self._model.settings.pos_emb}: {reason}. Set --max-length N to truncate "
-            "longer prompts on the left and to read longer documents in windows"
+            f"a text is too long for pos_emb {self._model.settings.config.pos_emb}: {reason}. Set --max-length N to "
+            "truncate longer prompts on the left and to read longer documents in windows"
         )
 
 

@@ -7,7 +7,6 @@ from kerple.attention import parse_mode as parse
 from kerple.positional import build_layers
 from megatron.config import Config
 from megatron.inference.decoder import unsupported_reason
-from megatron.model.settings import ModelSettings
 from megatron.utils.errors import UserError
 
 # The start of `unsupported_reason`, and so of the note of a record in a mode that the model does not support.
@@ -30,10 +29,10 @@ def supported_modes(
     supported: set[str] = set()
     first_reasons: dict[str, str | None] = {}
     for config in configs:
-        settings = ModelSettings.from_config(config, padded_vocab_size=1)
-        methods = build_layers(settings.pos_emb, settings.shape(), **dict(settings.pos_emb_options))
-        modes = {name: parse_mode(name, config.model.seq_length) for name in names}
-        reasons = {name: unsupported_reason(mode.attention, methods, settings) for name, mode in modes.items()}
+        model = config.model
+        methods = build_layers(model.pos_emb, model.shape, **model.positional_options)
+        modes = {name: parse_mode(name, model.seq_length) for name in names}
+        reasons = {name: unsupported_reason(mode.attention, methods, model) for name, mode in modes.items()}
         supported |= {name for name, reason in reasons.items() if reason is None}
         unsupported = {modes[name].name: reason for name, reason in reasons.items() if reason is not None}
         first_reasons = {**reasons, **first_reasons}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kerple.attention import DEFAULT_MODE, AttentionMode, Span
 from kerple.positional import PositionalMethod, PositionsExceeded
 from megatron.checkpoint.configuration import describe_method
-from megatron.model.settings import ModelSettings
+from megatron.config.schema.model import ModelConfig
 from megatron.utils.errors import UserError
 
 # The backends for modes that `attend_in_mode` computes.
@@ -103,12 +103,14 @@ class NativeDecoder:
         self.logits = model.logits
         settings = getattr(model, "settings", None)
         self.vocab_size: int | None = None if settings is None else settings.padded_vocab_size
-        self.pos_emb = None if settings is None else describe_method(settings.pos_emb, dict(settings.pos_emb_options))
-        self._settings = settings
+        self._config: ModelConfig | None = None if settings is None else settings.config
+        self.pos_emb = None
+        if self._config is not None:
+            self.pos_emb = describe_method(self._config.pos_emb, self._config.positional_options)
         self._methods = list(methods)
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
-        return unsupported_reason(mode, self._methods, self._settings)
+        return unsupported_reason(mode, self._methods, self._config)
 
 
 class CallableDecoder:
@@ -294,7 +296,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def unsupported_reason(
-    mode: AttentionMode, methods: Iterable[PositionalMethod], settings: ModelSettings | None
+    mode: AttentionMode, methods: Iterable[PositionalMethod], config: ModelConfig | None
 ) -> str | None:
     """Why a model of this project does not support a mode, and what to do instead, as the rest of a sentence about the
     mode; None if it does.
@@ -302,8 +304,8 @@ def unsupported_reason(
     methods = list(methods)
     windows: tuple[int | None, ...] = ()
     name, backend = ", ".join(sorted({type(method).__name__ for method in methods})), "auto"
-    if settings is not None:
-        windows, name, backend = settings.windows, settings.pos_emb, settings.attention_backend
+    if config is not None:
+        windows, name, backend = config.windows, config.pos_emb, config.attention_backend
     reason = mode.unsupported_by(methods, windows, name)
     if reason is None and backend not in MODE_BACKENDS and any(map(mode.is_explicit, methods)):
         return (

@@ -55,11 +55,11 @@ def load_model(
     step = find_valid_step(directory, iteration, fallback=fallback)
     config = checkpoint_config(step, overrides)
     states = open_layers(step)
-    settings = ModelSettings.from_config(config, embedding_rows(states, step))
+    settings = ModelSettings(config.model, embedding_rows(states, step))
     check_sizes(step, settings, states)
     _check_memory(step, states)
     model = GPT(settings)
-    load_layers(weight_layers(model.layers(), settings), step, states=states)
+    load_layers(weight_layers(model.layers(), config.model), step, states=states)
     return model.to(device=device, dtype=dtype).eval(), config
 
 

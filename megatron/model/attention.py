@@ -81,24 +81,25 @@ class SelfAttention(nn.Module):
     def __init__(self, settings: ModelSettings, positional: PositionalMethod, layer: int = 0):
         """layer: the index of the block."""
         super().__init__()
-        hidden, tp, bias = settings.hidden_size, settings.tp, settings.attention_bias
-        queries, keys = (heads * settings.head_size for heads in (settings.num_heads, settings.num_kv_heads))
-        self.head_size = settings.head_size
-        self.queries_per_key = settings.num_heads // settings.num_kv_heads
-        self.window = settings.windows[layer]
+        config, tp = settings.config, settings.tp
+        hidden, bias = config.hidden_size, config.use_bias_in_attn_linear
+        queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_kv_heads))
+        self.head_size = config.head_size
+        self.queries_per_key = config.num_attention_heads // config.num_kv_heads
+        self.window = config.windows[layer]
         self.tp = tp
-        self.local_heads = tp.heads(settings.num_heads)
+        self.local_heads = tp.heads(config.num_attention_heads)
         self.query_key_value = column_linear(hidden, queries + 2 * keys, bias=bias, tp=tp)
-        self.normalizes = settings.qk_norm
+        self.normalizes = config.use_qk_layernorm
         if self.normalizes:
             self.query_norm, self.key_norm = HeadNorm(settings), HeadNorm(settings)
         if "embed" not in positional.hooks:
             self.rpe = positional
         self.rotates, self.decays = "rotate" in positional.hooks, "decay" in positional.hooks
-        self.bf16_distances = settings.release_bf16_distances
-        self.dropout = settings.attention_dropout
-        self.attention = Attention(settings.attention_backend, positional)
-        self.dense = row_linear(queries, hidden, bias=bool(settings.attention_output_bias), tp=tp)
+        self.bf16_distances = config.release_bf16_distances
+        self.dropout = config.attention_dropout
+        self.attention = Attention(config.attention_backend, positional)
+        self.dense = row_linear(queries, hidden, bias=config.use_bias_in_attn_output, tp=tp)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ Legend: b batch, s tokens, e hidden size, v padded vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -38,12 +39,12 @@ class TransformerBlock(nn.Module):
     def __init__(self, settings: ModelSettings, positional: PositionalMethod, layer: int = 0):
         """layer: the index of the block."""
         super().__init__()
-        self.input_layernorm = make_norm(settings)
+        self.input_layernorm = make_norm(settings.config)
         self.attention = SelfAttention(settings, positional, layer)
-        self.post_attention_layernorm = make_norm(settings)
+        self.post_attention_layernorm = make_norm(settings.config)
         self.mlp = make_mlp(settings)
-        self.dropout = nn.Dropout(settings.hidden_dropout)
-        self.parallel_residual = settings.parallel_residual
+        self.dropout = nn.Dropout(settings.config.hidden_dropout)
+        self.parallel_residual = settings.config.gpt_j_residual
 
     def forward(
         self,
@@ -66,11 +67,11 @@ class Embedding(nn.Module):
 
     def __init__(self, settings: ModelSettings, positional: PositionalMethod):
         super().__init__()
-        self.word_embeddings = vocab_embedding(settings.padded_vocab_size, settings.hidden_size, tp=settings.tp)
+        self.word_embeddings = vocab_embedding(settings.padded_vocab_size, settings.config.hidden_size, tp=settings.tp)
         self.embeds = "embed" in positional.hooks
         if self.embeds:
             self.position_embeddings = positional
-        self.dropout = nn.Dropout(settings.hidden_dropout)
+        self.dropout = nn.Dropout(settings.config.hidden_dropout)
 
     def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
         """`offset`: the position of the first token."""
@@ -86,7 +87,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        self.norm = make_norm(settings)
+        self.norm = make_norm(settings.config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
@@ -117,11 +118,11 @@ class Output(nn.Module):
         self.in_loss = False
         if self.tp.size == 1:
             self.final_linear: nn.Module = VocabularyLinear(
-                settings.hidden_size, settings.padded_vocab_size, bias=False
+                settings.config.hidden_size, settings.padded_vocab_size, bias=False
             )
         else:
             self.final_linear = column_linear(
-                settings.hidden_size, settings.padded_vocab_size, bias=False, tp=settings.tp
+                settings.config.hidden_size, settings.padded_vocab_size, bias=False, tp=settings.tp
             )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -157,14 +158,15 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
 
     Layers built in one process share one instance of the positional method, unless the method is per layer.
     """
-    methods: list[PositionalMethod] = []
+    config, methods = settings.config, list[PositionalMethod]()
 
     def positional(layer: int = 0) -> PositionalMethod:
         if not (methods and methods[0].shared):
-            methods.append(build(settings.pos_emb, settings.shape(layer), **dict(settings.pos_emb_options)))
+            shape = replace(config.shape, layer=layer)
+            methods.append(build(config.pos_emb, shape, **config.positional_options))
         return methods[-1]
 
-    last = settings.num_layers
+    last = config.num_layers
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
     for layer in range(last):
         factories[layer + 2] = partial(lambda layer: TransformerBlock(settings, positional(layer), layer), layer)
@@ -198,7 +200,7 @@ class GPT(nn.Module):
         self.checkpoint_every = checkpoint_every
         for index, factory in layer_factories(settings).items():
             self.add_module(str(index), factory())
-        if settings.tied_embeddings:
+        if not settings.config.no_weight_tying:
             self.output.final_linear.weight = self.embedding.word_embeddings.weight
 
     @property
@@ -207,11 +209,11 @@ class GPT(nn.Module):
 
     @property
     def blocks(self) -> list[TransformerBlock]:
-        return [cast(TransformerBlock, self.get_submodule(str(2 + i))) for i in range(self.settings.num_layers)]
+        return [cast(TransformerBlock, self.get_submodule(str(2 + i))) for i in range(self.settings.config.num_layers)]
 
     @property
     def output(self) -> Output:
-        return cast(Output, self.get_submodule(str(self.settings.num_layers + 4)))
+        return cast(Output, self.get_submodule(str(self.settings.config.num_layers + 4)))
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer."""
@@ -229,7 +231,7 @@ class GPT(nn.Module):
         batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a window, it drops
         keys that no later query attends to.
         """
-        return KVCache([mode.span.within(window) for window in self.settings.windows], max_length)
+        return KVCache([mode.span.within(window) for window in self.settings.config.windows], max_length)
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.
@@ -249,7 +251,7 @@ class GPT(nn.Module):
                 hidden = checkpoint(_run_blocks, blocks[group], hidden, tables[group], use_reentrant=False)
         else:
             hidden = _run_blocks(blocks, hidden, tables)
-        return self.get_submodule(str(self.settings.num_layers + 3))(hidden)
+        return self.get_submodule(str(self.settings.config.num_layers + 3))(hidden)
 
     def shared_tables(
         self, hidden: Tensor, length: int, mode: AttentionMode = DEFAULT_MODE

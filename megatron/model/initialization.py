@@ -75,12 +75,13 @@ def initialize(
 
     A positional method fills its own parameters (`reset_parameters`).
     """
+    config = settings.config
     fill_reader, fill_writer = (
-        initializer(name, std=std, num_layers=settings.num_layers, hidden_size=settings.hidden_size)
+        initializer(name, std=std, num_layers=config.num_layers, hidden_size=config.hidden_size)
         for name in (init_method, output_init_method)
     )
     for index, layer in layers.items():
-        if settings.tied_embeddings and index == settings.num_layers + 4:
+        if index == config.num_layers + 4 and not config.no_weight_tying:
             continue  # its weight is the embedding's
         positional_ids: set[int] = set()
         for name, method in outermost(layer):

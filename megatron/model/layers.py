@@ -4,6 +4,7 @@ Legend: b batch, s tokens, h heads of this rank, d head size, e hidden size, f f
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
 from megatron.model.settings import ModelSettings
+
+if TYPE_CHECKING:  # GPU benchmarks run without pydantic
+    from megatron.config.schema.model import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -23,13 +27,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 
-def make_norm(settings: ModelSettings) -> nn.Module:
+def make_norm(config: "ModelConfig") -> nn.Module:
     """The configured norm layer over the hidden size. An RMS norm has no bias."""
-    if settings.norm == "layernorm":
-        return nn.LayerNorm(settings.hidden_size, eps=settings.norm_epsilon, bias=settings.norm_bias)
-    if settings.norm == "rmsnorm":
-        return nn.RMSNorm(settings.hidden_size, eps=settings.norm_epsilon)
-    raise ValueError(f"norm {settings.norm!r} is unknown; choose layernorm or rmsnorm")
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon, bias=config.use_bias_in_norms)
+    return nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
 
 
 class HeadNorm(nn.Module):
@@ -40,11 +42,12 @@ class HeadNorm(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        self.tp = settings.tp
-        self.epsilon = settings.norm_epsilon
-        self.centers = settings.norm == "layernorm"
-        self.weight = nn.Parameter(torch.ones(settings.head_size))
-        self.bias = nn.Parameter(torch.zeros(settings.head_size)) if self.centers and settings.norm_bias else None
+        config, self.tp = settings.config, settings.tp
+        self.epsilon = config.norm_epsilon
+        self.centers = config.norm == "layernorm"
+        self.weight = nn.Parameter(torch.ones(config.head_size))
+        has_bias = self.centers and config.use_bias_in_norms
+        self.bias = nn.Parameter(torch.zeros(config.head_size)) if has_bias else None
 
     def forward(self, states: Tensor) -> Tensor:
         weight = sum_head_gradients(self.weight, self.tp)
@@ -59,11 +62,12 @@ class MLP(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        hidden, features, tp, bias = settings.hidden_size, settings.intermediate_size, settings.tp, settings.mlp_bias
+        config, tp = settings.config, settings.tp
+        hidden, features, bias = config.hidden_size, config.mlp_features, config.use_bias_in_mlp
         self.dense_h_to_4h = column_linear(hidden, features, bias=bias, tp=tp)
         self.dense_4h_to_h = row_linear(features, hidden, bias=bias, tp=tp)
-        self.activation_name = settings.activation
-        self.activation = ACTIVATIONS[settings.activation]
+        self.activation_name = config.activation_function
+        self.activation = ACTIVATIONS[self.activation_name]
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
@@ -77,11 +81,12 @@ class GatedMLP(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        hidden, features, tp, bias = settings.hidden_size, settings.intermediate_size, settings.tp, settings.mlp_bias
+        config, tp = settings.config, settings.tp
+        hidden, features, bias = config.hidden_size, config.mlp_features, config.use_bias_in_mlp
         self.w1 = column_linear(hidden, features, bias=bias, tp=tp)
         self.w3 = column_linear(hidden, features, bias=bias, tp=tp)
         self.w2 = row_linear(features, hidden, bias=bias, tp=tp)
-        self.activation_name = GATES[settings.activation]
+        self.activation_name = GATES[config.activation]
         self.activation = ACTIVATIONS[self.activation_name]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -90,4 +95,4 @@ class GatedMLP(nn.Module):
 
 def make_mlp(settings: ModelSettings) -> MLP | GatedMLP:
     """The MLP for the configured activation."""
-    return GatedMLP(settings) if settings.activation in GATES else MLP(settings)
+    return GatedMLP(settings) if settings.config.gated else MLP(settings)

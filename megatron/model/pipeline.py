@@ -54,13 +54,13 @@ class GPTPipeline(PipelineModule):
         """topology: a DeepSpeed PipeModelDataParallelTopology. partition_method: DeepSpeed's, such as "parameters" or
         "type:TransformerBlock". checkpoint_every: as for `GPT`.
         """
-        factories = layer_factories(settings)
+        factories, num_layers = layer_factories(settings), settings.config.num_layers
         specs: list[object] = []
-        for index in range(settings.num_layers + 5):
+        for index in range(num_layers + 5):
             if index not in factories:
                 specs.append(_identity)
                 continue
-            layer_type = TransformerBlock if 2 <= index < settings.num_layers + 2 else nn.Module
+            layer_type = TransformerBlock if 2 <= index < num_layers + 2 else nn.Module
             specs.append(_FactorySpec(f"layer {index}", layer_type, factories[index]))
         self.settings = settings
         super().__init__(
@@ -79,7 +79,7 @@ class GPTPipeline(PipelineModule):
     @property
     def output(self) -> Output | None:
         """The output layer; None on all stages but the last."""
-        return cast("Output | None", self.layers().get(self.settings.num_layers + 4))
+        return cast("Output | None", self.layers().get(self.settings.config.num_layers + 4))
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer, for the layers of this stage."""
@@ -127,7 +127,7 @@ class GPTPipeline(PipelineModule):
             # DeepSpeed counts a replicated parameter only once in the gradient norm.
             self._mark_replicated(parameter, self.stage_id != block_stages[0])
         shared = [(parameter, group) for parameter in parameters]
-        if self.settings.tied_embeddings:
+        if not self.settings.config.no_weight_tying:
             group = self._group_of_stages([0, self.num_stages - 1])
             if 0 in layers:
                 shared.append((cast(Embedding, layers[0]).word_embeddings.get_parameter("weight"), group))

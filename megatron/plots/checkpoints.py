@@ -29,7 +29,6 @@ from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.evaluation.records import fingerprint_of
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import slug
@@ -89,10 +88,9 @@ def distance_tables(
     """
     step = find_step(directory, iteration)
     config = checkpoint_config(step)
-    settings = ModelSettings.from_config(config, padded_vocab_size=1)
     distances = torch.arange(num_distances, dtype=torch.float32)
     tables = []
-    for label, method in positional_methods(step, settings):
+    for label, method in positional_methods(step, config.model):
         if method.hooks & {"bias", "weight"}:
             table = DistanceTable(
                 config.model.pos_emb,

@@ -69,7 +69,7 @@ def trained_methods(folders: Sequence[str | Path]) -> dict[str, MethodOfModel]:
         names.add(name)
         model, _ = load_model(folder)
         if layer_methods := model.positional_methods():
-            methods[name] = MethodOfModel(next(iter(layer_methods.values())), model.settings.shape())
+            methods[name] = MethodOfModel(next(iter(layer_methods.values())), model.settings.config.shape)
     return methods
 
 

@@ -65,7 +65,7 @@ class Engine:
         """
         training, model = config.training, config.model
         self.config, self.layout = config, layout
-        self.settings = ModelSettings.from_config(config, padded_vocab_size, layout.tensor_parallel)
+        self.settings = ModelSettings(config.model, padded_vocab_size, layout.tensor_parallel)
         self.is_pipeline = layout.pipeline_size > 1
         self.seq_length = model.seq_length
         deepspeed_settings = deepspeed_dict(config, layout.data_size)
@@ -144,7 +144,7 @@ class Engine:
         if self.zero_stage == 3:
             _register_positional_parameters(self.model)
         if isinstance(optimizer, WholeParameterOptimizer):
-            attach(optimizer, self.deepspeed, parameter_names(self.layers(), tied_output(self.settings)), layout)
+            attach(optimizer, self.deepspeed, parameter_names(self.layers(), tied_output(config.model)), layout)
             if optimizer.num_exchanged:
                 report(
                     f"optimizer: it updates whole parameters; {optimizer.num_exchanged:,} elements of parameters that "
@@ -336,7 +336,7 @@ class Engine:
         with GatheredParameters(parameters, enabled=self.zero_stage == 3):
             state = {name: tensor.detach().float().cpu() for name, tensor in method.state_dict().items()}
         with torch.random.fork_rng(devices=[]):  # new methods draw initial weights
-            copy = build(self.config.model.pos_emb, self.settings.shape(), **self.config.model.positional_options)
+            copy = build(self.config.model.pos_emb, self.config.model.shape, **self.config.model.positional_options)
         copy.load_state_dict(state)
         return copy
 

@@ -14,6 +14,7 @@ from megatron.model.gpt import positional_methods
 from megatron.model.settings import ModelSettings
 
 if TYPE_CHECKING:
+    from megatron.config.schema.model import ModelConfig
     from megatron.training.distributed import Layout
 
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The longest match counts.
@@ -83,17 +84,17 @@ def count_parameters(
         dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
         counts = dict(zip(counts, values.tolist(), strict=True))
     embedding = counts.pop("embedding")
-    counts["outside_embedding"] = counts["total"] - (0 if settings.tied_embeddings else embedding)
+    counts["outside_embedding"] = counts["total"] - (embedding if settings.config.no_weight_tying else 0)
     return counts
 
 
-def flops_per_token(outside_embedding: int, settings: ModelSettings, seq_length: int) -> float:
+def flops_per_token(outside_embedding: int, config: "ModelConfig", seq_length: int) -> float:
     """Floating-point operations of forward and backward pass per token, for the MFU.
 
     6 per parameter outside the input embedding, and 12 x layers x heads x head size x mean number of keys per query for
     causal attention, where this number is half the sequence length without a window. Activation recomputation is not
     counted.
     """
-    windows = [min(window or seq_length, seq_length) for window in settings.windows]
+    windows = [min(window or seq_length, seq_length) for window in config.windows]
     mean_keys = sum(window * (1 - window / (2 * seq_length)) for window in windows)  # of all layers
-    return 6.0 * outside_embedding + 12.0 * settings.num_heads * settings.head_size * mean_keys
+    return 6.0 * outside_embedding + 12.0 * config.num_attention_heads * config.head_size * mean_keys

@@ -19,7 +19,6 @@ from kerple.attention import non_finite_gradients
 from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
-from megatron.model.settings import ModelSettings
 from megatron.reporting.training_log import METRICS
 from megatron.training.distributed import Layout
 from megatron.training.flops import peak_flops
@@ -351,9 +350,8 @@ def _advice(config: Config) -> str:
     diverged.
     """
     model = config.model
-    shape = ModelSettings.from_config(config, padded_vocab_size=1).shape()
-    method = positional.build(model.pos_emb, shape, **model.positional_options)
-    broken = non_finite_gradients(method, shape)
+    method = positional.build(model.pos_emb, model.shape, **model.positional_options)
+    broken = non_finite_gradients(method, model.shape)
     if broken:
         return (
             f"The cause is pos_emb {model.pos_emb}: the gradient of {', '.join(broken)} is not finite even at the "

@@ -238,7 +238,7 @@ class Trainer:
         """
         training, saves = self.config.training, self.config.checkpoint.saves
         state, length, has_trained = self.state, 0, False
-        flops = partial(flops_per_token, self.outside_embedding, self.engine.settings)
+        flops = partial(flops_per_token, self.outside_embedding, self.config.model)
         log = StepLog(self.config, self.engine, self.logger, flops, state)
         if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
             self._save()

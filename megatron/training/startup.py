@@ -1,7 +1,6 @@
 """Checks before anything is built: whether folders are writable, no other run saves to `save`, and checkpoints fit."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import shutil
@@ -161,13 +160,9 @@ def checkpoint_bytes(config: Config, padded_vocab_size: int) -> tuple[int, str]:
     Counts weights and optimizer state. The positional method, which may be the user's own, is not built: its
     parameters are few.
     """
-    settings = dataclasses.replace(
-        ModelSettings.from_config(config, padded_vocab_size),
-        pos_emb="none",
-        pos_emb_options=(),
-        attention_backend="auto",
-        release_bf16_distances=False,
-    )
+    without_positions = {"pos_emb": "none", "pos_emb_options": {}, "attention_backend": "auto"}
+    model_config = config.model.model_copy(update={**without_positions, "release_bf16_distances": False})
+    settings = ModelSettings(model_config, padded_vocab_size)
     with torch.device("meta"):
         parameters = count_parameters(GPT(settings).layers(), settings)["total"]
     dtype = DTYPES[config.precision.dtype]

@@ -58,7 +58,7 @@ class Validator:
         if method is None or not engine.layout.is_main:
             return
         num_distances = max(NUM_DISTANCES, 4 * engine.seq_length)
-        stages = {f"iteration {iteration:,}": MethodOfModel(method, engine.settings.shape(), num_distances)}
+        stages = {f"iteration {iteration:,}": MethodOfModel(method, engine.config.model.shape, num_distances)}
         try:
             picture = method_picture(engine.config.model.pos_emb, stages)
         except Exception as error:  # the method may be the user's own, and have no values for these distances

@@ -12,7 +12,7 @@ from tests.support.simulated_cuda import SimulatedCuda
 def kernels_and_memory(method: str, layers: int, batch: int = 32, length: int = 512) -> tuple[int, int]:
     """Kernel launches and peak bytes of a forward and backward pass of the 162M recipe's model."""
     with SimulatedCuda() as device:
-        model = cuda_model(replace(settings_for(method), num_layers=layers, padded_vocab_size=128)).train()
+        model = cuda_model(replace(settings_for(method, "auto", f"num-layers={layers}"), padded_vocab_size=128)).train()
         tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
         model.loss(tokens, tokens).backward()  # fills caches
         model.zero_grad(set_to_none=True)

@@ -41,7 +41,7 @@ def settings_for(method: str, backend: str = "auto", *overrides: str) -> ModelSe
     """The 162M recipe with two layers, or four where they have different methods."""
     files, layers = ["small_bf16.yml", f"pos_emb/{method}.yml"], 4 if method == "per_layer" else 2
     config = load_config(files, ROOT / "configs", [f"num-layers={layers}", f"attention-backend={backend}", *overrides])
-    return ModelSettings.from_config(config, 50304)
+    return ModelSettings(config.model, 50304)
 
 
 def one_layer(method: str, backend: str = "auto") -> ModelSettings:
@@ -185,7 +185,7 @@ def test_grouped_queries(method, backend, dtype):
     if not supports(backend, method):
         return
     with SimulatedCuda() as device:
-        positional = move_to_cuda(build(method, settings_for(method).shape()), DTYPES[dtype])
+        positional = move_to_cuda(build(method, settings_for(method).config.shape), DTYPES[dtype])
         for s, span in ((300, Span()), (1, Span()), (300, Span(window=100)), (300, Span(block=64))):
             query, key, value = (
                 torch.empty(2, heads, length, 64, dtype=DTYPES[dtype], device="cuda", requires_grad=True)
@@ -222,5 +222,5 @@ def test_a_tensor_on_the_wrong_device_fails():
         assert len(device.synchronizations) == 2
         assert len(device.blocking_copies) == 1
         assert device.kernels["add"] == device.kernels["sum"] == 1
-        model = build("alibi", settings_for("alibi").shape())
+        model = build("alibi", settings_for("alibi").config.shape)
         assert model.bias(torch.zeros(3, device="cuda")).device.type == "cuda"

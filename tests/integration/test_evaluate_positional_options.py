@@ -40,9 +40,7 @@ def rows_in(folder):
 
 def loss_with(model, data, **options) -> float:
     """From one call, with these options and the same weights."""
-    other = small_gpt(
-        "rotary", max_positions=TRAIN_LENGTH, padded_vocab_size=VOCABULARY, pos_emb_options=tuple(options.items())
-    )
+    other = small_gpt("rotary", max_positions=TRAIN_LENGTH, padded_vocab_size=VOCABULARY, pos_emb_options=options)
     other.load_state_dict(model.state_dict())
     text = torch.from_numpy(validation_stream(data, "2,1,0"))[None, : LENGTH + 1]
     with torch.no_grad():

@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.support.gpu import Bench, print_results
+from benchmarks.support.models import PlainConfig, initialized_gpt
 from kerple.doctor import run_in_processes
+from megatron.config.schema.model import ModelConfig
+from megatron.model.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ["kerple.doctor", "attention_gpu", "train_step_gpu", "engine_gpu", "benchmarks.support.gpu"]
@@ -81,3 +85,15 @@ def test_the_time_limit_begins_after_the_check(tmp_path, monkeypatch):
     assert not bench.expired
     bench.record_check(True)
     assert bench.expired
+
+
+@pytest.mark.parametrize("pos_emb", ["none", "rotary", "kerple_log", "learned"])
+def test_their_model_is_that_of_the_configuration(pos_emb):
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "pos_emb": pos_emb}
+    configs = PlainConfig(**sizes), ModelConfig(**sizes, no_weight_tying=True)
+    plain, configured = (initialized_gpt(ModelSettings(config, 64)) for config in configs)
+    assert str(plain) == str(configured)
+    tokens = torch.arange(32).view(2, 16)
+    assert torch.equal(plain.loss(tokens, tokens), configured.loss(tokens, tokens))
+    read = {name: getattr(configs[1], name) for name in {**vars(configs[0]), **vars(PlainConfig)} if name[0] != "_"}
+    assert {name: getattr(configs[0], name) for name in read} == {**read, "positional_options": {}}

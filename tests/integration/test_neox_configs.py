@@ -301,13 +301,13 @@ def llama_config(name: str) -> Config:
 def test_llama_s_files(name):
     keys, features = LLAMA_FILES[name]
     config = llama_config(name)
-    settings = ModelSettings.from_config(config, padded_vocab_size=32_000)
-    assert settings.intermediate_size == features
-    assert settings.num_kv_heads == keys.get("num_kv_heads", settings.num_heads)
-    assert settings.window == (4097 if name == "mistral/7B" else None)
-    assert (settings.norm_bias, settings.attention_bias) == (False, False)
+    model = config.model
+    assert model.mlp_features == features
+    assert model.num_kv_heads == keys.get("num_kv_heads", model.num_attention_heads)
+    assert model.window == (4097 if name == "mistral/7B" else None)
+    assert (model.use_bias_in_norms, model.use_bias_in_attn_linear) == (False, False)
     notices = [notice for notice in config.notices if " is ignored: " not in notice]
-    smaller = features < 2 * settings.hidden_size
+    smaller = features < 2 * model.hidden_size
     assert smaller == name.startswith(("llama2/codellama", "llemma", "mistral"))
     assert [f"the gated MLP has {features:,} features, a third of" in notice for notice in notices] == [True] * smaller
 
@@ -316,7 +316,7 @@ def test_llama_s_sizes():
     """Parameters of Llama 7B, and of Llama 2 70B plus the biases of the MLP, which llama2's files do not turn off."""
     biases = 80 * (2 * 28672 + 8192)
     for name, expected in (("llama/7B", 6_738_415_616), ("llama2/70B", 68_976_648_192 + biases)):
-        settings = ModelSettings.from_config(llama_config(name), padded_vocab_size=32_000)
+        settings = ModelSettings(llama_config(name).model, padded_vocab_size=32_000)
         with torch.device("meta"):
             assert sum(parameter.numel() for parameter in GPT(settings).parameters()) == expected
 

@@ -73,26 +73,26 @@ def copy_weights(model: GPT, theirs: torch.nn.Module) -> None:
         assert parameter.shape == value.shape
         parameter.copy_(value)
 
-    settings = model.settings
+    config = model.settings.config
     fill(0, "word_embeddings.weight", state["model.embed_tokens.weight"])
-    fill(settings.num_layers + 3, "norm.weight", state["model.norm.weight"])
-    fill(settings.num_layers + 4, "final_linear.weight", state["lm_head.weight"])
-    for layer in range(settings.num_layers):
+    fill(config.num_layers + 3, "norm.weight", state["model.norm.weight"])
+    fill(config.num_layers + 4, "final_linear.weight", state["lm_head.weight"])
+    for layer in range(config.num_layers):
         block = {
             name.removeprefix(f"model.layers.{layer}."): value
             for name, value in state.items()
             if name.startswith(f"model.layers.{layer}.")
         }
-        groups = settings.num_kv_heads
+        groups = config.num_kv_heads
         rows = [block[f"self_attn.{name}_proj.weight"].unflatten(0, (groups, -1)) for name in "qkv"]
         fill(layer + 2, "attention.query_key_value.weight", torch.cat(rows, dim=1).flatten(0, 1))
         fill(layer + 2, "attention.dense.weight", block["self_attn.o_proj.weight"])
         for ours, name in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-            for kind in ("weight", "bias") if settings.mlp_bias else ("weight",):
+            for kind in ("weight", "bias") if config.use_bias_in_mlp else ("weight",):
                 fill(layer + 2, f"mlp.{ours}.{kind}", block[f"mlp.{name}_proj.{kind}"])
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             fill(layer + 2, name, block[name])
-        if settings.qk_norm:
+        if config.use_qk_layernorm:
             fill(layer + 2, "attention.query_norm.weight", block["self_attn.q_norm.weight"])
             fill(layer + 2, "attention.key_norm.weight", block["self_attn.k_norm.weight"])
 
@@ -106,7 +106,7 @@ def test_losses_are_those_of_transformers(family):
     for parameter_name, parameter in theirs.named_parameters():
         if parameter_name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
-    settings = ModelSettings.from_config(Config.from_flat({**KEYS, **our_keys}), padded_vocab_size=64)
+    settings = ModelSettings(Config.from_flat({**KEYS, **our_keys}).model, padded_vocab_size=64)
     ours = GPT(settings).train()
     copy_weights(ours, theirs)
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())

@@ -21,7 +21,7 @@ def make_model(pos_emb: str, *, seed: int = 0, **keys: object) -> tuple[GPT, Con
     """A model with random weights, and its configuration."""
     flat = settings_of(pos_emb, "nowhere", padded_vocab_size=VOCABULARY, **keys)
     config = Config.from_flat(flat)
-    model = GPT(ModelSettings.from_config(config, VOCABULARY))
+    model = GPT(ModelSettings(config.model, VOCABULARY))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

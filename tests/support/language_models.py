@@ -9,16 +9,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 
 VOCABULARY = 61
 
 
-def small_gpt(pos_emb: str, *, seed: int = 0, max_positions: int = 4096, **settings: object) -> GPT:
+def model_settings(*, padded_vocab_size: int = VOCABULARY, max_positions: int = 4096, **keys: object) -> ModelSettings:
+    """Settings of a model with two layers; unless `keys` say otherwise, without positions and tied embeddings."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": max_positions}
+    config = ModelConfig(**{**sizes, "pos_emb": "none", "no_weight_tying": True, **keys})
+    return ModelSettings(config, padded_vocab_size)
+
+
+def small_gpt(pos_emb: str, *, seed: int = 0, **keys: object) -> GPT:
     """A randomly initialized model in evaluation mode. Its predictions depend strongly on the context."""
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "padded_vocab_size": VOCABULARY}
-    model = GPT(ModelSettings(**{**sizes, "max_positions": max_positions, "pos_emb": pos_emb, **settings}))
+    model = GPT(model_settings(pos_emb=pos_emb, **keys))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -32,9 +39,10 @@ def small_gpt(pos_emb: str, *, seed: int = 0, max_positions: int = 4096, **setti
 @torch.no_grad()
 def with_repeated_heads(model: GPT) -> GPT:
     """The same model without grouped-query attention: a head of keys and values for each head of queries."""
-    settings = model.settings
-    groups, size = settings.num_kv_heads, settings.head_size
-    repeated = GPT(replace(settings, num_kv_heads=settings.num_heads)).eval()
+    config = model.settings.config
+    groups, size = config.num_kv_heads, config.head_size
+    repeated_config = config.model_copy(update={"num_kv_heads": config.num_attention_heads})
+    repeated = GPT(replace(model.settings, config=repeated_config)).eval()
     state = model.state_dict()
     for name, values in state.items():
         if "query_key_value" in name:

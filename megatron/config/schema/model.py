@@ -82,7 +82,7 @@ class ModelConfig(ConfigSection):
     rms_norm_epsilon: float = field(1e-8, "Epsilon of rmsnorm, added to the mean square.", gt=0)
     use_bias_in_norms: bool = field(True, "False: layernorm without biases. rmsnorm never has any.")
     use_bias_in_attn_linear: bool = field(True, "False: attention's two projections have no biases.")
-    use_bias_in_attn_output: bool | None = field(
+    use_bias_in_attn_output: bool = field(
         None,
         """False: attention's output projection has no bias, even if that of queries, keys and values has one, as in
         Qwen2. Default: use_bias_in_attn_linear.""",
@@ -178,11 +178,15 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="wrap")
     @classmethod
     def _fill_in_sizes(cls, values: Any, handler: ModelWrapValidatorHandler["ModelConfig"]) -> "ModelConfig":
-        """Fill in the sizes whose defaults depend on other keys. They do not become part of `model_fields_set`."""
+        """Fill in the defaults that depend on other keys. They do not become part of `model_fields_set`."""
         if not isinstance(values, dict):
             return handler(values)
         hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-        defaults = {"max_position_embeddings": values.get("seq_length"), "num_kv_heads": heads}
+        defaults = {
+            "max_position_embeddings": values.get("seq_length"),
+            "num_kv_heads": heads,
+            "use_bias_in_attn_output": values.get("use_bias_in_attn_linear", True),
+        }
         if isinstance(hidden, int | float) and isinstance(heads, int | float) and hidden >= 1 and heads >= 1:
             defaults |= {"head_size": max(1, int(hidden // heads)), "intermediate_size": 4 * int(hidden)}
         given = {name: value for name, value in values.items() if value is not None or name not in defaults}
@@ -367,6 +371,19 @@ class ModelConfig(ConfigSection):
         """
         windows = tuple(width and width + 1 for width in self.sliding_window_width or (None,))
         return windows[0] if len(set(windows)) == 1 else windows
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each block."""
+        pattern = self.window if isinstance(self.window, tuple) else (self.window,)
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
+
+    @property
+    def activation_function(self) -> str:
+        """The activation that the MLP computes: gelu_tanh is the approximation of GPT-NeoX's fused bias+GELU kernel,
+        which evaluation must use too.
+        """
+        return "gelu_tanh" if self.activation == "gelu" and self.bias_gelu_fusion else self.activation
 
     @property
     def norm_epsilon(self) -> float:

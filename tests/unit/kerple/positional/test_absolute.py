@@ -7,7 +7,7 @@ import torch
 
 from kerple.positional import Learned, ModelShape, PositionsExceeded, Sinusoidal, build
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
+from tests.support.language_models import model_settings
 
 
 def test_sinusoidal_adds_sines_then_cosines():
@@ -68,9 +68,7 @@ def test_none_has_no_hooks_and_no_parameters():
 
 def test_the_order_of_earlier_tokens_does_not_matter():
     """Without positions, the last token of a one-layer model sees the earlier tokens as a set."""
-    settings = ModelSettings(
-        num_layers=1, hidden_size=16, num_heads=2, padded_vocab_size=32, max_positions=8, pos_emb="none"
-    )
+    settings = model_settings(num_layers=1, hidden_size=16, num_attention_heads=2)
     torch.manual_seed(0)
     model = GPT(settings).eval()
     first = torch.tensor([[3, 1, 4, 15, 9]])

@@ -10,12 +10,11 @@ from megatron.checkpoint.inspection import check_finite, describe, differences, 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert import to_release
 from megatron.inference import load_model
-from megatron.model.settings import ModelSettings
 from tests.support.release import METHODS, checkpoints
 
 
 def settings_of(step):
-    return ModelSettings.from_config(checkpoint_config(step), 128)
+    return checkpoint_config(step).model
 
 
 @pytest.mark.parametrize("method", METHODS)

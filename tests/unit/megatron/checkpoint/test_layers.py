@@ -26,7 +26,7 @@ WHERE = Path("global_step1/layer_02-model_00-model_states.pt")
 
 def save(model, step: Path) -> Path:
     step.mkdir()
-    for index, layer in weight_layers(model.layers(), model.settings).items():
+    for index, layer in weight_layers(model.layers(), model.settings.config).items():
         torch.save(layer_state(layer), layer_file(step, index, 0))
     return step
 
@@ -72,7 +72,7 @@ def test_a_model_is_filled_from_its_files(pos_emb, tmp_path):
     step = save(source, tmp_path / "global_step1")
     assert embedding_rows(open_layers(step), step) == source.settings.padded_vocab_size
     check_sizes(step, target.settings)
-    load_layers(weight_layers(target.layers(), target.settings), step)
+    load_layers(weight_layers(target.layers(), target.settings.config), step)
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
 
 
@@ -113,7 +113,7 @@ def write_layer(step: Path, index: int, *states: dict[str, torch.Tensor]) -> Non
 
 
 def test_an_output_layer_that_the_configured_model_ties_must_equal_the_embedding(tmp_path):
-    untied, tied = small_gpt("none"), small_gpt("none", tied_embeddings=True)
+    untied, tied = small_gpt("none"), small_gpt("none", no_weight_tying=False)
     step = save(untied, tmp_path / "global_step1")
     with pytest.raises(CheckpointError, match=r'layer_06.* other weights than the embedding.* "no-weight-tying": true'):
         check_sizes(step, tied.settings)
@@ -139,4 +139,4 @@ def test_layers_that_share_a_method_must_have_the_same_parameters(pos_emb, fix, 
         check_sizes(step, model.settings)
     check_sizes(step, model.settings, positional=False)
     if pos_emb == "kerple_log":
-        check_sizes(step, small_gpt(pos_emb, pos_emb_options=(("parameters", "per-layer"),)).settings)
+        check_sizes(step, small_gpt(pos_emb, pos_emb_options={"parameters": "per-layer"}).settings)

@@ -19,7 +19,7 @@ NEOX_STATE = {"iteration": 1, "dp_world_size": 1}
 def save_shards(model: GPT, step: Path, ranks: int, state_file: dict[str, object] | None = NEOX_STATE) -> Path:
     """Write the layers' tensors for each tensor-parallel rank."""
     step.mkdir()
-    for index, layer in weight_layers(model.layers(), model.settings).items():
+    for index, layer in weight_layers(model.layers(), model.settings.config).items():
         state = layer_state(layer)
         pieces = {name: state[name].chunk(ranks, dim) for name, dim in PARTITION_DIM.items() if name in state}
         for rank in range(ranks):
@@ -41,7 +41,7 @@ def loaded(model: GPT, step: Path) -> GPT:
     """Another model of the same settings, filled from the checkpoint."""
     target = GPT(model.settings).eval()
     check_sizes(step, target.settings)
-    load_layers(weight_layers(target.layers(), target.settings), step)
+    load_layers(weight_layers(target.layers(), target.settings.config), step)
     return target
 
 
@@ -57,7 +57,7 @@ def by_kind(rows: Tensor, groups: int, size: int) -> Tensor:
 
 @pytest.mark.parametrize("parallel_residual", [True, False])
 def test_biases_that_ranks_add_before_their_sum(parallel_residual, tmp_path):
-    model = small_gpt("none", parallel_residual=parallel_residual)
+    model = small_gpt("none", gpt_j_residual=parallel_residual)
     step = save_shards(model, tmp_path / "global_step1", 2)
     for name in ("attention_dense_bias", "mlp_dense_4h_to_h_bias") if parallel_residual else ():
         for rank, factor in ((0, 0.25), (1, 0.75)):
@@ -109,7 +109,7 @@ def test_grouped_query_attention_in_the_order_of_gpt_neox(ranks, tmp_path):
             path = layer_file(step, index, rank)
             state = torch.load(path, weights_only=True)
             for name in ("attention.query_key_value.weight", "attention.query_key_value.bias"):
-                state[name] = by_kind(state[name], 2 // ranks, model.settings.head_size)
+                state[name] = by_kind(state[name], 2 // ranks, model.settings.config.head_size)
             torch.save(state, path)
     tokens = torch.arange(40)[None]
     assert torch.equal(loaded(model, step)(tokens), model(tokens))

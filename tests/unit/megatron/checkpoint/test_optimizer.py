@@ -38,9 +38,9 @@ def test_every_parameter_has_one_name(pos_emb):
 
 
 def test_tied_output_weights_have_the_name_of_the_embedding():
-    model = small_gpt("none", tied_embeddings=True)
+    model = small_gpt("none", no_weight_tying=False)
     last_stage = {index: layer for index, layer in model.layers().items() if index > 2}
-    names = parameter_names(last_stage, model.settings.num_layers + 4)
+    names = parameter_names(last_stage, model.settings.config.num_layers + 4)
     assert names["0.word_embeddings.weight"] is model.output.final_linear.weight
 
 

@@ -319,7 +319,7 @@ def test_a_file_of_prompts_overrides_the_type(tmp_path, configuration, capsys):
         ("rotary", "window@100", 600, {}),
         ("kerple_log", "sinks@3+12", 9, {}),
         ("kerple_log", "sinks@3+100", 600, {}),
-        ("kerple_log", "full", 9, {"window": (12, None)}),
+        ("kerple_log", "full", 9, {"sliding_window_width": [11, None]}),
     ],
 )
 def test_the_size_of_the_cache(pos_emb, mode, longest, keys, monkeypatch):

@@ -226,7 +226,7 @@ def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
     def wrong(*arguments):
         model, tensors = arguments[0], right(*arguments)
         name = "gpt_neox.layers.1.attention.query_key_value.weight"
-        heads = model.settings.num_heads
+        heads = model.settings.config.num_attention_heads
         # The mistake of GPT-NeoX's early converters: all queries, then all keys, then all values.
         tensors[name] = tensors[name].view(heads, 3, -1, 32).transpose(0, 1).reshape(tensors[name].shape).contiguous()
         return tensors

@@ -44,9 +44,9 @@ def test_configurations_survive_a_round_trip(pos_emb, keys, stock):
     model, config = make_model(pos_emb, **keys)
     assert stock_type(config) == stock
     if stock is None:
-        written = self_contained_config(config, model.settings)
+        written = self_contained_config(config.model, model.settings.padded_vocab_size)
     else:
-        written = stock_config(config, model.settings, stock)
+        written = stock_config(config.model, model.settings.padded_vocab_size, stock)
     values = config_from(written, "config.json")
     returned = type(config).from_flat(values)
     for name in (

@@ -209,7 +209,7 @@ def test_a_context_of_white_space(models):
 def test_log_likelihoods_of_a_length_dependent_method_do_not_depend_on_the_batch():
     """With dynamic scaling, padding would change the angles of a shorter text."""
     options = {"scaling": "dynamic", "factor": 4.0, "trained_length": 16}
-    model = small_gpt("rotary", padded_vocab_size=512, pos_emb_options=tuple(options.items()))
+    model = small_gpt("rotary", padded_vocab_size=512, pos_emb_options=options)
     harness = HarnessModel(model, CharLevelTokenizer(), rolling_length=400, report=quiet)
     requests = [Instance("loglikelihood", {}, (PYTHON[: length - 1] + "x", " end"), 0) for length in (90, 24, 23)]
     together = harness.loglikelihood(requests)

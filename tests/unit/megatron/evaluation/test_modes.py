@@ -22,7 +22,7 @@ def test_invalid_names():
     ("settings", "mode"),
     [
         ({"pos_emb": "learned"}, "full+clip@8"),
-        ({"pos_emb": "rotary", "window": 4}, "window@8"),
+        ({"pos_emb": "rotary", "sliding_window_width": 3}, "window@8"),
         ({"pos_emb": "alibi", "attention_backend": "sdpa"}, "sinks@2+8"),
     ],
 )

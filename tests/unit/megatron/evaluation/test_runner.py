@@ -181,7 +181,7 @@ def test_an_overflowing_perplexity_is_none():
 
 def test_models_with_a_sliding_window():
     """A wider window and blocks are rejected."""
-    model = small_gpt("kerple_log", window=6)
+    model = small_gpt("kerple_log", sliding_window_width=5)
     losses = [
         [row["loss"] for row in evaluate_extrapolation(model, STREAM, [16], modes=[mode], progress=False)]
         for mode in ("full", "window@6", "window@3")
@@ -240,7 +240,7 @@ def test_records_name_the_method_of_the_model():
 
     assert method_of(small_gpt("kerple_log")) == "kerple_log"
     assert method_of(small_gpt("kerple_log"), pos_emb="mine") == "mine"
-    assert method_of(small_gpt("rotary", pos_emb_options=(("fraction", 0.5),))) == "rotary (fraction 0.5)"
+    assert method_of(small_gpt("rotary", pos_emb_options={"fraction": 0.5})) == "rotary (fraction 0.5)"
     assert method_of(gpt_neox()) is None
     exported = gpt_neox()
     exported.config.positional_method, exported.config.positional_options = "a_plugin", {"floor": 0.5}

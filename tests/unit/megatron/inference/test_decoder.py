@@ -26,8 +26,8 @@ def test_a_model_of_this_project():
 
 def test_modes_of_models_with_windows():
     """A window that changes no layer, and sinks and blocks, which windows exclude, are rejected."""
-    for window, widths in ((8, {8: True, 9: False}), ((8, 4), {8: True, 9: False}), ((8, None), {9: True})):
-        decoder = as_decoder(small_gpt("alibi", window=window))
+    for window, widths in ((7, {8: True, 9: False}), ([7, 3], {8: True, 9: False}), ([7, None], {9: True})):
+        decoder = as_decoder(small_gpt("alibi", sliding_window_width=window))
         for width, supported in widths.items():
             assert (decoder.unsupported_reason(AttentionMode(Span(window=width))) is None) == supported
         for span in (Span(window=4, sinks=2), Span(block=8)):
@@ -47,7 +47,7 @@ def test_layers_without_positions_support_all_distances(mode):
     torch.manual_seed(0)
 
     def per_layer(*methods):
-        return small_gpt("per_layer", pos_emb_options=(("methods", methods),))
+        return small_gpt("per_layer", pos_emb_options={"methods": methods})
 
     model, tokens = per_layer("rotary", "none"), random_tokens(24)[None]
     decoder = as_decoder(model)

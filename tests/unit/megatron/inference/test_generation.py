@@ -54,7 +54,7 @@ def test_greedy_generation(method):
 
 def test_dynamic_scaling_needs_the_complete_text():
     options = {"scaling": "dynamic", "factor": 2, "trained_length": 16}
-    model = small_gpt("rotary", pos_emb_options=tuple(options.items())).double()
+    model = small_gpt("rotary", pos_emb_options=options).double()
     with pytest.raises(UserError, match=r"pos_emb rotary \(scaling dynamic.*: generate with recompute"):
         generate(model, PROMPTS, maximum_tokens=20)
     expected = [one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)]
@@ -371,7 +371,7 @@ def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
         patch.setattr(GPT, "hidden", recorded_hidden)
         bounded = generate(model, PROMPTS[-1:], maximum_tokens=tokens, mode=mode, **SAMPLED)[0]
     assert len(sizes) == tokens
-    heads_and_size = 2 * model.settings.hidden_size
+    heads_and_size = 2 * model.settings.config.hidden_size
     assert max(sizes[30:]) == min(sizes[30:]) <= heads_and_size * (len(PROMPTS[-1]) + 12 + 4)
     monkeypatch.setattr(GPT, "new_cache", lambda *_: KVCache([FULL]))
     assert bounded.tokens == generate(model, PROMPTS[-1:], maximum_tokens=tokens, mode=mode, **SAMPLED)[0].tokens

@@ -6,13 +6,12 @@ import torch
 from kerple.attention import AttentionMode, Span
 from kerple.positional import build
 from megatron.model.attention import SelfAttention, split_heads
-from megatron.model.settings import ModelSettings
+from tests.support.language_models import model_settings
 
 
 def layer(**changes) -> SelfAttention:
-    sizes = {"num_layers": 1, "hidden_size": 12, "num_heads": 4, "padded_vocab_size": 8, "max_positions": 32}
-    settings = ModelSettings(**{**sizes, "head_size": 6, **changes})
-    attention = SelfAttention(settings, build(settings.pos_emb, settings.shape()))
+    settings = model_settings(**{"num_layers": 1, "hidden_size": 12, "head_size": 6, **changes})
+    attention = SelfAttention(settings, build(settings.config.pos_emb, settings.config.shape))
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.5)
@@ -36,8 +35,8 @@ def test_split_heads(groups):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_layer_against_its_formula(groups, window, norm):
-    changes = {"num_kv_heads": groups, "window": window, "qk_norm": True, "norm": norm, "attention_bias": False}
-    attention = layer(**changes)
+    changes = {"num_kv_heads": groups, "norm": norm, "use_qk_layernorm": True, "use_bias_in_attn_linear": False}
+    attention = layer(**changes, sliding_window_width=window and window - 1)
     assert {name for name, _ in attention.named_parameters() if "bias" in name} == (
         {"query_norm.bias", "key_norm.bias"} if norm == "layernorm" else set()
     )
@@ -57,7 +56,7 @@ def test_layer_against_its_formula(groups, window, norm):
 
 def test_the_narrower_of_two_windows_applies():
     hidden = torch.randn(1, 9, 12, dtype=torch.float64)
-    attention = layer(window=3)
+    attention = layer(sliding_window_width=2)
     assert torch.equal(attention(hidden, mode=AttentionMode(Span(window=5))), attention(hidden))
     narrower = attention(hidden, mode=AttentionMode(Span(window=2)))
     assert not torch.allclose(narrower, attention(hidden))

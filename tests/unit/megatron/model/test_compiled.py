@@ -6,15 +6,15 @@ import torch
 from megatron.model.compiled import compile_blocks, is_traceable
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
-from megatron.model.settings import ModelSettings
+from tests.support.language_models import model_settings
 
 # All tests use blocks and micro-batches of the same sizes, so each is compiled once.
 pytestmark = pytest.mark.usefixtures("empty_inductor_cache")
 
 
 def small_model(pos_emb: str, checkpoint_every: int, **keys: object) -> GPT:
-    sizes = {"num_layers": 10, "hidden_size": 32, "num_heads": 4, "padded_vocab_size": 64, "max_positions": 32}
-    settings = ModelSettings(**sizes, pos_emb=pos_emb, **keys)
+    sizes = {"num_layers": 10, "padded_vocab_size": 64, "max_positions": 32}
+    settings = model_settings(**sizes, pos_emb=pos_emb, **keys)
     model = GPT(settings, checkpoint_every=checkpoint_every)
     initialize(model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.1)
     return model

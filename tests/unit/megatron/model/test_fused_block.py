@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from megatron.model import fused_block
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
-from megatron.model.settings import ModelSettings
+from tests.support.language_models import model_settings
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -21,8 +21,8 @@ def kernels(monkeypatch) -> None:
 
 def small_model(dtype: torch.dtype, *, checkpoint_every: int = 0, num_layers: int = 2, **keys: object) -> GPT:
     """Random norms and biases too."""
-    sizes = {"num_layers": num_layers, "hidden_size": 24, "num_heads": 2, "padded_vocab_size": 32, "max_positions": 8}
-    settings = ModelSettings(**sizes, **{"pos_emb": "kerple_log", **keys})
+    sizes = {"num_layers": num_layers, "hidden_size": 24, "num_attention_heads": 2, "padded_vocab_size": 32}
+    settings = model_settings(**sizes, **{"pos_emb": "kerple_log", **keys})
     model = GPT(settings, checkpoint_every=checkpoint_every)
     initialize(model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.3)
     generator = torch.Generator().manual_seed(2)
@@ -55,12 +55,18 @@ def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol
     "keys",
     [
         {},
-        {"norm": "rmsnorm", "activation": "gelu_tanh"},
-        {"parallel_residual": True, "activation": "silu"},
-        {"norm_bias": False, "attention_bias": False, "mlp_bias": False},
-        {"norm": "rmsnorm", "activation": "swiglu", "attention_bias": False, "num_kv_heads": 1},
-        {"norm": "rmsnorm", "activation": "geglu", "parallel_residual": True, "qk_norm": True, "window": 3},
-        {"activation": "swiglu", "mlp_bias": False, "intermediate_size": 20},
+        {"norm": "rmsnorm", "bias_gelu_fusion": True},
+        {"gpt_j_residual": True, "activation": "silu"},
+        {"use_bias_in_norms": False, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
+        {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_attn_linear": False, "num_kv_heads": 1},
+        {
+            "norm": "rmsnorm",
+            "activation": "geglu",
+            "gpt_j_residual": True,
+            "use_qk_layernorm": True,
+            "sliding_window_width": 2,
+        },
+        {"activation": "swiglu", "use_bias_in_mlp": False, "intermediate_size": 60},
         {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
         {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
     ],
@@ -74,7 +80,12 @@ def test_half_precision(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, {"parallel_residual": True}, {"activation": "swiglu", "attention_bias": False, "mlp_bias": False}]
+    "keys",
+    [
+        {},
+        {"gpt_j_residual": True},
+        {"activation": "swiglu", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
+    ],
 )
 def test_dropout_is_that_of_pytorch(keys, monkeypatch):
     """The same masks: in float32, since random numbers depend on the dtype."""
@@ -90,8 +101,8 @@ def test_dropout_is_that_of_pytorch(keys, monkeypatch):
     [
         {},
         {"norm": "rmsnorm", "activation": "silu"},
-        {"norm_bias": False},
-        {"norm": "rmsnorm", "activation": "swiglu", "mlp_bias": False},
+        {"use_bias_in_norms": False},
+        {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_mlp": False},
         {"activation": "relu"},
     ],
 )

@@ -16,17 +16,17 @@ from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
-from tests.support.language_models import VOCABULARY, random_tokens, small_gpt, with_repeated_heads
+from tests.support.language_models import VOCABULARY, model_settings, random_tokens, small_gpt, with_repeated_heads
 from tests.support.methods import methods_and_slow_variants
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON
 
-SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "padded_vocab_size": 128, "max_positions": 64}
+SMALL = {"padded_vocab_size": 128, "max_positions": 64}
 INIT = {"init_method": "normal", "output_init_method": "scaled_normal", "std": 0.02}
 
 
 def small_model(pos_emb: str = "kerple_log", seed: int = 5, **changes) -> GPT:
-    settings = ModelSettings(**{**SMALL, "pos_emb": pos_emb, **changes})
+    settings = model_settings(**{**SMALL, "pos_emb": pos_emb, **changes})
     model = GPT(settings)
     initialize(model.layers(), settings, seed=seed, **INIT)
     return model.eval()
@@ -40,7 +40,7 @@ def tokens():
 @pytest.mark.parametrize("method", METHODS)
 def test_the_paper_s_model_has_162_322_944_parameters_besides_positional_ones(method):
     config = load_config([f"configs/{name}" for name in ("small_bf16.yml", f"pos_emb/{method}.yml")])
-    settings = ModelSettings.from_config(config, padded_vocab_size=50_304)
+    settings = ModelSettings(config.model, padded_vocab_size=50_304)
     with torch.device("meta"):
         counts = count_parameters(GPT(settings).layers(), settings)
     assert counts["total"] - counts["positional"] == 162_322_944
@@ -52,7 +52,7 @@ def test_the_paper_s_model_has_162_322_944_parameters_besides_positional_ones(me
 
 def test_the_modern_model_has_161_630_976_parameters_besides_positional_ones():
     config = load_config(["configs/modern_162M.yml", "configs/pos_emb/kerple_log.yml"])
-    settings = ModelSettings.from_config(config, padded_vocab_size=50_304)
+    settings = ModelSettings(config.model, padded_vocab_size=50_304)
     with torch.device("meta"):
         counts = count_parameters(GPT(settings).layers(), settings)
     assert counts["total"] - counts["positional"] == 161_630_976
@@ -68,7 +68,7 @@ def test_all_layers_share_the_kernel_parameters():
     assert model.blocks[0].attention.rpe is model.blocks[1].attention.rpe
 
 
-@pytest.mark.parametrize(("options", "times"), [((), 1), ((("parameters", "per-layer"),), 2)])
+@pytest.mark.parametrize(("options", "times"), [({}, 1), ({"parameters": "per-layer"}, 2)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_layers_that_share_a_method_share_its_tables(options, times, recompute, tokens, monkeypatch):
     """They are computed once, even with activation recomputation; gradients are those of separate tables."""
@@ -115,7 +115,7 @@ def test_cache_selects_rows(tokens):
 
 
 def test_with_parallel_residuals_attention_and_mlp_read_the_same_input(tokens):
-    sequential, parallel = small_model(), small_model(parallel_residual=True)
+    sequential, parallel = small_model(), small_model(gpt_j_residual=True)
     block = parallel.blocks[0]
     hidden = parallel.embedding(tokens)
     expected = (
@@ -126,7 +126,7 @@ def test_with_parallel_residuals_attention_and_mlp_read_the_same_input(tokens):
 
 
 def test_tied_embeddings_are_one_parameter(tokens):
-    model = small_model(tied_embeddings=True)
+    model = small_model(no_weight_tying=False)
     untied = small_model()
     assert model.output.final_linear.weight is model.embedding.word_embeddings.weight
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in model.parameters()) == 128 * 32
@@ -136,7 +136,7 @@ def test_tied_embeddings_are_one_parameter(tokens):
 @pytest.mark.parametrize("checkpoint_every", [1, 2])
 def test_activation_recomputation_changes_no_gradient(checkpoint_every, tokens):
     def gradients(checkpoint_every: int) -> list[torch.Tensor]:
-        settings = ModelSettings(**{**SMALL, "pos_emb": "kerple_log"})
+        settings = model_settings(**{**SMALL, "pos_emb": "kerple_log"})
         model = GPT(settings, checkpoint_every=checkpoint_every).train()
         initialize(model.layers(), settings, seed=5, **INIT)
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -156,10 +156,10 @@ def test_the_loss_ignores_tokens_without_weight(tokens):
 
 
 def test_per_layer_kernels_have_their_own_parameters():
-    options = (("bias", "log + power"), ("parameters", "per-layer"))
+    options = {"bias": "log + power", "parameters": "per-layer"}
     model = small_model("kerple", pos_emb_options=options)
     methods = model.positional_methods()
-    assert len(methods) == model.settings.num_layers
+    assert len(methods) == model.settings.config.num_layers
     initial = [method.bias_1_log_p.flatten().tolist() for method in methods.values()]
     assert initial[0] != initial[1]
     model(torch.randint(0, 16, (1, 6))).square().sum().backward()
@@ -221,7 +221,7 @@ def test_random_positions(pos_emb):
     """Each step has its own positions. Evaluation does not depend on steps, and a cache changes nothing, also if it
     drops keys.
     """
-    options = (("random_range", 200), ("random_length", 40))
+    options = {"random_range": 200, "random_length": 40}
     model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(60).view(2, 30)
     losses = {True: [], False: []}
     for step in (1, 2, 1):
@@ -244,7 +244,7 @@ def test_random_positions(pos_emb):
 @pytest.mark.parametrize("pos_emb", primary_names())
 def test_the_cache_of_a_window_is_bounded(pos_emb):
     """For every method. The logits are those with all keys in memory."""
-    options = (("threshold", 5.0),) if pos_emb == "fire" else ()  # beyond it, the bias depends on the query's position
+    options = {"threshold": 5.0} if pos_emb == "fire" else {}  # beyond it, the bias depends on the query's position
     model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(120).view(2, 60)
     mode = AttentionMode(Span(window=5))
     cache, complete = model.new_cache(mode=mode), KVCache([FULL] * 2)
@@ -260,7 +260,7 @@ def test_the_cache_of_a_window_is_bounded(pos_emb):
 def test_windows_per_layer(pos_emb):
     """Loss and gradients are those of blocks that attend in different spans. A cache drops the keys of the windows."""
     windows, sizes = (5, None, 5), {"num_layers": 3, "pos_emb": pos_emb}
-    model = small_gpt(**sizes, window=(5, None)).double()
+    model = small_gpt(**sizes, sliding_window_width=[4, None]).double()
     plain = small_gpt(**sizes).double()
     plain.load_state_dict(model.state_dict())
     tokens = random_tokens(60).view(2, 30)
@@ -287,8 +287,8 @@ def test_windows_per_layer(pos_emb):
 
 
 LLAMA = {
-    **{"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 2},
-    **{"attention_bias": False, "mlp_bias": False, "qk_norm": True, "window": 7},
+    **{"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 144, "num_kv_heads": 2},
+    **{"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "use_qk_layernorm": True, "sliding_window_width": 6},
 }
 
 
@@ -317,7 +317,7 @@ def test_llama_style_blocks_with_every_method(pos_emb):
 @pytest.mark.parametrize("span", [FULL, Span(window=9), Span(block=8)])
 @torch.no_grad()
 def test_grouped_heads_are_repeated_heads(pos_emb, span):
-    model, tokens = small_gpt(pos_emb, num_kv_heads=2, qk_norm=True), random_tokens(60).view(2, 30)
+    model, tokens = small_gpt(pos_emb, num_kv_heads=2, use_qk_layernorm=True), random_tokens(60).view(2, 30)
     torch.testing.assert_close(
         model(tokens, mode=AttentionMode(span)), with_repeated_heads(model)(tokens, mode=AttentionMode(span))
     )

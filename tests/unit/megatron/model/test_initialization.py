@@ -5,14 +5,14 @@ import torch
 
 from megatron.model.gpt import GPT, layer_factories
 from megatron.model.initialization import initialize, initializer
-from megatron.model.settings import ModelSettings
+from tests.support.language_models import model_settings
 
-SIZES = {"num_layers": 2, "num_heads": 4, "max_positions": 64, "pos_emb": "kerple_log"}
+SIZES = {"max_positions": 64, "pos_emb": "kerple_log"}
 INIT = {"init_method": "normal", "output_init_method": "scaled_normal", "std": 0.02}
 
 
 def initialized(seed: int, hidden_size: int = 32, vocabulary: int = 128) -> GPT:
-    settings = ModelSettings(**SIZES, hidden_size=hidden_size, padded_vocab_size=vocabulary)
+    settings = model_settings(**SIZES, hidden_size=hidden_size, padded_vocab_size=vocabulary)
     model = GPT(settings)
     initialize(model.layers(), settings, seed=seed, **INIT)
     return model
@@ -44,7 +44,9 @@ def test_initial_weights_are_those_of_gpt_neox():
 
 
 def test_initial_weights_of_a_gated_mlp():
-    settings = ModelSettings(**SIZES, hidden_size=256, padded_vocab_size=128, activation="swiglu", qk_norm=True)
+    settings = model_settings(
+        **SIZES, hidden_size=256, padded_vocab_size=128, activation="swiglu", use_qk_layernorm=True
+    )
     model = GPT(settings)
     initialize(model.layers(), settings, seed=5, **INIT)
     block = model.blocks[0]

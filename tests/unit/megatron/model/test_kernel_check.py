@@ -99,7 +99,7 @@ def test_a_stage_without_blocks_takes_part(ranks):
 def test_what_is_checked(ranks, dropout, training, with_gradients):
     checks = ranks([], [])
     run(small_gpt("kerple_log", attention_dropout=dropout), training=training)
-    run(small_gpt("kerple_log", attention_dropout=dropout, num_kv_heads=2, window=9), training=training)
+    run(small_gpt("kerple_log", attention_dropout=dropout, num_kv_heads=2, sliding_window_width=8), training=training)
     expected = (DEVICE, torch.bfloat16, 4, 8, with_gradients)
     assert checks == [(*expected, 4, False), (*expected, 2, True)]
 

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from megatron.model.layers import GatedMLP, HeadNorm, make_mlp, make_norm
 from megatron.model.settings import ModelSettings
+from tests.support.language_models import model_settings
 
 
 def settings(**changes) -> ModelSettings:
-    sizes = {"num_layers": 1, "hidden_size": 12, "num_heads": 2, "padded_vocab_size": 8, "max_positions": 8}
-    return ModelSettings(**{**sizes, **changes})
+    return model_settings(hidden_size=12, num_attention_heads=2, **changes)
 
 
 def randomize(module: torch.nn.Module) -> torch.nn.Module:
@@ -27,7 +27,7 @@ def sigmoid(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_gated_mlp(activation, bias):
-    mlp = randomize(make_mlp(settings(activation=activation, intermediate_size=20, mlp_bias=bias)))
+    mlp = randomize(make_mlp(settings(activation=activation, intermediate_size=60, use_bias_in_mlp=bias)))
     assert isinstance(mlp, GatedMLP)
     assert sum(p.numel() for p in mlp.parameters()) == 3 * 12 * 20 + bias * (20 + 20 + 12)
     x = torch.randn(2, 3, 12, dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_gated_mlp(activation, bias):
 
 
 def test_mlp_without_bias_and_with_another_size():
-    mlp = make_mlp(settings(intermediate_size=20, mlp_bias=False))
+    mlp = make_mlp(settings(intermediate_size=20, use_bias_in_mlp=False))
     assert {name: tuple(p.shape) for name, p in mlp.named_parameters()} == {
         "dense_h_to_4h.weight": (20, 12),
         "dense_4h_to_h.weight": (12, 20),
@@ -49,16 +49,11 @@ def test_mlp_without_bias_and_with_another_size():
 def test_norms(norm, bias):
     """Over the hidden size, and over each head."""
     centers = norm == "layernorm"
-    changes = {"norm": norm, "norm_bias": bias, "norm_epsilon": 0.1}
-    for module, size in ((make_norm(settings(**changes)), 12), (HeadNorm(settings(**changes)), 6)):
+    changes = {"norm": norm, "use_bias_in_norms": bias, "layernorm_epsilon": 0.1, "rms_norm_epsilon": 0.1}
+    for module, size in ((make_norm(settings(**changes).config), 12), (HeadNorm(settings(**changes)), 6)):
         randomize(module)
         assert (getattr(module, "bias", None) is not None) == (centers and bias)
         x = torch.randn(2, 3, 5, size, dtype=torch.float64)
         centered = x - x.mean(-1, keepdim=True) * centers
         expected = module.weight * centered / (centered.square().mean(-1, keepdim=True) + 0.1).sqrt()
         torch.testing.assert_close(module(x), expected + (module.bias if centers and bias else 0))
-
-
-def test_an_unknown_norm_is_rejected():
-    with pytest.raises(ValueError, match="norm 'scalenorm' is unknown"):
-        make_norm(settings(norm="scalenorm"))

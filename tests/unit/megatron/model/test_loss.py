@@ -12,7 +12,8 @@ from megatron.model import gpt, loss
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.loss import chunk_rows, kernel_failure, linear_cross_entropy, token_losses
-from megatron.model.settings import ONE_RANK, ModelSettings
+from megatron.model.settings import ONE_RANK
+from tests.support.language_models import model_settings
 
 
 @pytest.fixture
@@ -133,9 +134,7 @@ def test_the_self_check_fails(launch, message, kernel, monkeypatch):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_model_s_loss_and_gradients_are_the_same_in_chunks_and_with_the_kernel(masked, tied, monkeypatch):
-    settings = ModelSettings(
-        num_layers=1, hidden_size=16, num_heads=2, padded_vocab_size=64, max_positions=12, tied_embeddings=tied
-    )
+    settings = model_settings(num_layers=1, hidden_size=16, padded_vocab_size=64, no_weight_tying=not tied)
     model = GPT(settings)
     initialize(model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.3)
     text = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(0))

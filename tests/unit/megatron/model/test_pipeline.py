@@ -12,11 +12,11 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.model.gpt import GPT, TransformerBlock
 from megatron.model.initialization import initialize
 from megatron.model.pipeline import GPTPipeline
-from megatron.model.settings import ModelSettings
 from megatron.training.deepspeed_patches import disable_shared_memory_collectives
+from tests.support.language_models import model_settings
 
-SETTINGS = ModelSettings(
-    num_layers=3, hidden_size=16, num_heads=2, padded_vocab_size=32, max_positions=12, pos_emb="kerple_log"
+SETTINGS = model_settings(
+    num_layers=3, hidden_size=16, num_attention_heads=2, padded_vocab_size=32, max_positions=12, pos_emb="kerple_log"
 )
 
 

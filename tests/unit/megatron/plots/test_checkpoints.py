@@ -130,11 +130,11 @@ LENGTH, HEADS, SIZE = 40, 4, 8
 
 
 def small_model(pos_emb: str, **options: object):
-    return small_gpt(pos_emb, seed=3, max_positions=16, pos_emb_options=tuple(options.items()))
+    return small_gpt(pos_emb, seed=3, max_positions=16, pos_emb_options=options)
 
 
 def test_scores_of_grouped_heads_in_a_window():
-    model = small_gpt("dape_kerple", num_kv_heads=2, qk_norm=True, window=5)
+    model = small_gpt("dape_kerple", num_kv_heads=2, use_qk_layernorm=True, sliding_window_width=4)
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
     grouped, repeated = (query_scores(variant, tokens) for variant in (model, with_repeated_heads(model)))
     assert grouped.scores.shape == (HEADS, 5)

@@ -1,7 +1,5 @@
 """Peak throughput and floating-point operations. Counts of whole models are tested with the model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -37,14 +35,17 @@ def test_the_peak_follows_from_the_name_of_the_device(name, expected, monkeypatc
 
 def test_flops_per_token_follow_the_formula():
     model = small_gpt("kerple_log")
-    settings = model.settings
-    outside = count_parameters(model.layers(), settings)["outside_embedding"]
-    attention = 6 * settings.num_layers * settings.hidden_size * 100
-    assert flops_per_token(outside, settings, 100) == 6 * outside + attention
-    assert flops_per_token(outside, replace(settings, window=100), 100) == 6 * outside + attention
+    config = model.settings.config
+    outside = count_parameters(model.layers(), model.settings)["outside_embedding"]
+    attention = 6 * config.num_layers * config.hidden_size * 100
+    assert flops_per_token(outside, config, 100) == 6 * outside + attention
+    assert (
+        flops_per_token(outside, config.model_copy(update={"sliding_window_width": (99,)}), 100)
+        == 6 * outside + attention
+    )
     # On average, 20 keys of 100 tokens except for the first 20: 20 * (1 - 20 / 200).
-    windowed = flops_per_token(outside, replace(settings, window=20), 100) - 6 * outside
-    assert windowed == 12 * settings.num_layers * settings.hidden_size * 18
+    windowed = flops_per_token(outside, config.model_copy(update={"sliding_window_width": (19,)}), 100) - 6 * outside
+    assert windowed == 12 * config.num_layers * config.hidden_size * 18
     # In the first of two layers 18 keys, in the other 50.
-    mixed = flops_per_token(outside, replace(settings, window=(20, None)), 100) - 6 * outside
-    assert mixed == 12 * settings.hidden_size * (18 + 50)
+    mixed = flops_per_token(outside, config.model_copy(update={"sliding_window_width": (19, None)}), 100) - 6 * outside
+    assert mixed == 12 * config.hidden_size * (18 + 50)

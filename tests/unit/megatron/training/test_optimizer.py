@@ -16,6 +16,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.training.loop import train
 from megatron.training.optimizer import Schedule, parameter_groups
 from megatron.utils.errors import UserError
+from tests.support.language_models import model_settings
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
 LR, MIN_LR = 6e-4, 6e-5
@@ -119,7 +120,7 @@ def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
 
 
 def test_only_matrices_of_a_method_have_weight_decay():
-    shape = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "padded_vocab_size": 16, "max_positions": 8}
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
     for pos_emb, expected in (
         ("dape_kerple", {"first.weight", "second.weight"}),
         ("dape_v2", {"first.weight", "second.weight"}),
@@ -129,15 +130,15 @@ def test_only_matrices_of_a_method_have_weight_decay():
         ("rpe", set()),
         ("kerple_log", set()),
     ):
-        model = GPT(ModelSettings(**shape, pos_emb=pos_emb))
+        model = GPT(model_settings(**shape, pos_emb=pos_emb))
         decayed = {id(parameter) for parameter in parameter_groups(model, 0.1)[0]["params"]}
         names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
         assert {name.split(".rpe.")[1] for name in names if ".rpe." in name} == expected
 
 
 def test_parameters_with_the_same_bounds_are_a_group():
-    shape = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "padded_vocab_size": 16, "max_positions": 8}
-    model = GPT(ModelSettings(**shape, pos_emb="kerple_bias_wht"))
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
+    model = GPT(model_settings(**shape, pos_emb="kerple_bias_wht"))
     names = {id(parameter): name.rpartition(".rpe.")[2] for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, 0.1)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
@@ -171,8 +172,8 @@ def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
 
 
 def test_groups_of_positional_parameters_with_their_own_learning_rate():
-    shape = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "padded_vocab_size": 16, "max_positions": 8}
-    model = GPT(ModelSettings(**shape, pos_emb="dape_kerple"))
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
+    model = GPT(model_settings(**shape, pos_emb="dape_kerple"))
     groups = parameter_groups(model, 0.1, 10.0)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert [(group["weight_decay"], group.get("lr_factor"), group.get("bounds")) for group in groups] == [
@@ -254,7 +255,7 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
     train(config)
     losses = metrics(tmp_path)
 
-    model = GPT(ModelSettings.from_config(config, padded_vocab_size=512))
+    model = GPT(ModelSettings(config.model, padded_vocab_size=512))
     load_layers(model.layers(), tmp_path / "checkpoints/global_step0")
     parameters = {
         f"{index}.{name}": parameter

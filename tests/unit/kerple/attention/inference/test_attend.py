@@ -17,6 +17,7 @@ from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from tests.support.attention import peak_memory
+from tests.support.language_models import model_settings
 
 LENGTH, HEADS, HEAD_SIZE = 150, 2, 8
 
@@ -202,22 +203,22 @@ MODES = {
     ],
 }
 OPTIONS = {
-    "xpos": (("scale_base", 16.0),),
-    "fire": (("threshold", 5.0),),
-    "transformer_xl": (("init_std", 0.3),),
-    "dape_v2_alibi": (("kernel_size", 5),),
+    "xpos": {"scale_base": 16.0},
+    "fire": {"threshold": 5.0},
+    "transformer_xl": {"init_std": 0.3},
+    "dape_v2_alibi": {"kernel_size": 5},
 }
 
 
 def small_settings(pos_emb: str, **keys) -> ModelSettings:
-    return ModelSettings(
+    return model_settings(
         num_layers=1,
         hidden_size=HEADS * HEAD_SIZE,
-        num_heads=HEADS,
+        num_attention_heads=HEADS,
         padded_vocab_size=64,
         max_positions=32,
         pos_emb=pos_emb,
-        pos_emb_options=OPTIONS.get(pos_emb, ()),
+        pos_emb_options=OPTIONS.get(pos_emb, {}),
         **keys,
     )
 
@@ -251,10 +252,10 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
 @pytest.mark.parametrize("pos_emb", primary_names())
 def test_without_sinks_and_maps_it_computes_what_the_backends_compute(pos_emb, monkeypatch):
     """Every method with grouped heads: in the mode of training, with a window, and with blocks."""
-    settings = ModelSettings(
+    settings = model_settings(
         num_layers=1,
         hidden_size=HEADS * HEAD_SIZE,
-        num_heads=HEADS,
+        num_attention_heads=HEADS,
         num_kv_heads=1,
         padded_vocab_size=64,
         max_positions=32,

@@ -37,7 +37,7 @@ def test_windows_per_layer(flat):
     """A list repeats. A list of equal widths is a number."""
     config = Config.from_flat({**flat, "num-layers": 5, "sliding-window-width": [7, 7.0, None]})
     assert config.model.window == (8, 8, None)
-    assert ModelSettings.from_config(config, 128).windows == (8, 8, None, 8, 8)
+    assert config.model.windows == (8, 8, None, 8, 8)
     assert Config.from_flat({**flat, "sliding-window-width": [7, 7]}).model.window == 8
     for value, message in (
         ([], r"must have at least 1 item\(s\)"),
@@ -58,9 +58,9 @@ def test_the_bias_of_the_output_projection_follows_that_of_the_others(flat):
         ({"use-bias-in-attn-output": False}, (True, False)),
         ({**keys, "use-bias-in-attn-output": True}, (False, True)),
     ):
-        settings = ModelSettings.from_config(Config.from_flat({**flat, **changes}), 128)
-        assert (settings.attention_bias, settings.attention_output_bias) == biases
-        attention = SelfAttention(settings, build("none", settings.shape()))
+        model = Config.from_flat({**flat, **changes}).model
+        assert (model.use_bias_in_attn_linear, model.use_bias_in_attn_output) == biases
+        attention = SelfAttention(ModelSettings(model, 128), build("none", model.shape))
         assert (attention.query_key_value.bias is not None, attention.dense.bias is not None) == biases
 
 
@@ -109,3 +109,20 @@ def test_release_rounding_is_only_for_methods_of_the_release(flat):
 
 def test_swish_is_silu(flat):
     assert Config.from_flat({**flat, "activation": "swish"}).model.activation == "silu"
+
+
+@pytest.mark.parametrize(
+    ("keys", "activation"),
+    [
+        ({}, "gelu"),
+        ({"bias-gelu-fusion": True}, "gelu_tanh"),
+        ({"activation": "silu", "bias-gelu-fusion": True}, "silu"),
+    ],
+)
+def test_fused_gelu_is_the_tanh_approximation(flat, keys, activation):
+    assert Config.from_flat({**flat, **keys}).model.activation_function == activation
+
+
+def test_the_shape_for_positional_methods(flat):
+    shape = Config.from_flat({**flat, "max-position-embeddings": 64}).model.shape
+    assert (shape.num_heads, shape.head_size, shape.num_layers, shape.max_positions) == (4, 8, 2, 64)

@@ -38,7 +38,7 @@ def scores_of(model, layer, tokens, span):
     hook = attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     model.hidden(tokens[None], mode=AttentionMode(span))
     hook.remove()
-    heads, size = model.settings.num_heads, model.settings.head_size
+    heads, size = model.settings.config.num_attention_heads, model.settings.config.head_size
     states = attention.query_key_value(inputs[0])[0].view(LENGTH, heads, 3, size)
     query, key = states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
     method, positions = getattr(attention, "rpe", None), torch.arange(LENGTH)
@@ -51,7 +51,7 @@ def scores_of(model, layer, tokens, span):
     distance = (positions[:, None] - positions).clamp(min=0)
     if "weight" in method.hooks:
         scores = scores * method.weight(distance.float()).double()
-    if model.settings.pos_emb == "kerple_log":  # the paper's formula
+    if model.settings.config.pos_emb == "kerple_log":  # the paper's formula
         p, a = (getattr(method, name).double().clamp(min=0.01).view(-1, 1, 1) for name in ("bias_p", "bias_a"))
         scores = scores - p * torch.log(1 + a * distance)
     elif "bias" in method.hooks:
@@ -119,7 +119,7 @@ def test_against_every_pair(method):
 @pytest.mark.parametrize(("method", "mode"), [("alibi", "full"), ("fire", "window@9")])
 def test_chunks_and_batches_do_not_change_the_result_or_the_model(method, mode):
     """FIRE's scores depend on the positions of queries beyond the threshold, also after keys were dropped."""
-    model = small_gpt(method, pos_emb_options=(("threshold", 5.0),) if method == "fire" else ())
+    model = small_gpt(method, pos_emb_options={"threshold": 5.0} if method == "fire" else {})
     attentions = [block.attention.attention for block in model.blocks]
     in_one_call, in_chunks = (
         measure(model, [mode], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
