@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerple.attention import DEFAULT_MODE, AttentionMode, Span
 from kerple.positional import PositionalMethod, PositionsExceeded
@@ -157,8 +158,8 @@ class TransformersDecoder:
     state, its angles do not depend on the length of the text (RoPE types `dynamic` and `longrope`), and two chunks of a
     short text have the same logits as one pass.
 
-    A table of absolute positions is detected in advance, and a length beyond its end raises PositionsExceeded: on a GPU
-    an index out of range would make the device unusable for the rest of the process.
+    The first text of each length shows whether the model has positions for it. If it fails, `hidden` raises
+    PositionsExceeded.
     """
 
     def __init__(self, model: Any, inner: Any):
@@ -178,14 +179,7 @@ class TransformersDecoder:
         self._cache_argument = None if not names or getattr(model, "_is_stateful", False) else names[0]
         method = getattr(config, "positional_method", None)  # an exported model of this project
         self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
-        limit = getattr(config, "max_position_embeddings", None)
-        table_sizes = [
-            module.num_embeddings
-            for module in model.modules()
-            if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
-        ]
-        has_table = limit is not None and any(size >= limit for size in table_sizes)
-        self._max_positions: int | None = limit if has_table else None
+        self._longest = PROBE_TOKENS  # of the texts that were read
 
     @cached_property
     def complete_segments(self) -> str | None:
@@ -240,17 +234,45 @@ class TransformersDecoder:
 
     def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         end = tokens.shape[1] + (cache.get_seq_length() if cache is not None else 0)
-        if self._max_positions is not None and end > self._max_positions:
-            raise PositionsExceeded(
-                f"{type(self._inner).__name__} has a table of {self._max_positions} positions, but {end} are needed"
-            )
         if not self.cached and self._length_dependent:
             # Dynamic angles stay those of the longest text until a short one resets them.
             self._forward(tokens[:, :1])
-        return self._forward(tokens, cache)
+        if end <= self._longest:
+            return self._forward(tokens, cache)
+        try:
+            with _CheckedLookups():
+                logits = self._forward(tokens, cache)
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise PositionsExceeded(
+                f"{type(self._inner).__name__} cannot read {end:,} tokens: {type(error).__name__}: {reason}"
+            ) from error
+        self._longest = end
+        return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+class _CheckedLookups(TorchDispatchMode):
+    """Raises IndexError for an index beyond the end of a tensor before it is looked up. On a GPU, the lookup would make
+    the device unusable for the rest of the process.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, lookups = torch.ops.aten, []
+        if func.overloadpacket is aten.embedding:
+            lookups = [(args[1], len(args[0]))]
+        elif func.overloadpacket in (aten.gather, aten.index_select):
+            lookups = [(args[2], args[0].shape[args[1]])]
+        elif func.overloadpacket is aten.index and all(i is None or i.dtype == torch.int64 for i in args[1]):
+            lookups = [(i, size) for i, size in zip(args[1], args[0].shape, strict=False) if i is not None]
+        for index, size in lookups:
+            if index.numel() and int(index.max()) >= size:
+                raise IndexError(f"index {int(index.max())} is beyond the end of a table of {size} positions")
+        return func(*args, **(kwargs or {}))
 
 
 def check_causal(model: Callable[..., Any], tokens: Tensor, name: str) -> None:

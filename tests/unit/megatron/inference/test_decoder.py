@@ -133,18 +133,43 @@ def evaluate(model, **options):
     return row
 
 
-def test_a_table_of_positions_is_detected():
-    from transformers import GPT2Config, GPT2LMHeadModel
+TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+GPT_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+GPT_SIZES |= {"rotary_dim": 8}
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    decoder = as_decoder(GPT2LMHeadModel(config).eval())
-    assert isinstance(decoder, TransformersDecoder)
-    assert decoder.unsupported_reason(AttentionMode(Span(window=8)))
-    tokens = torch.ones(1, 10, dtype=torch.long)
-    cache = decoder.new_cache(1, 20)
-    assert decoder.hidden(tokens, cache).shape == (1, 10, VOCABULARY)
-    with pytest.raises(PositionsExceeded, match="GPT2LMHeadModel has a table of 16 positions, but 20 are needed"):
-        decoder.hidden(tokens, cache)
+
+@pytest.mark.parametrize("family", ["gpt2", "gptj", "codegen", "ctrl"])
+def test_a_text_beyond_a_table_of_positions_has_a_note(family):
+    """Tables in weights (GPT-2) and in buffers. The shorter texts before and after it are measured."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**GPT_SIZES, "n_head": 4} if family == "codegen" else {**GPT_SIZES, "dff": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    assert isinstance(as_decoder(model), TransformersDecoder)
+    rows = evaluate_extrapolation(model, random_tokens(49), [16, 24, 8], query_chunk=7, progress=False)
+    assert [row["loss"] is None for row in rows] == [False, True, False]
+    assert "cannot read" in rows[1]["note"]
+    with pytest.raises(PositionsExceeded, match="IndexError"), torch.inference_mode():
+        as_decoder(model).hidden(random_tokens(24)[None])
+
+
+def test_a_failure_within_the_lengths_that_were_read_is_an_error():
+    decoder, tokens = as_decoder(rope_model("llama", None)), random_tokens(16)[None]
+    decoder.hidden(tokens)
+    decoder._forward = lambda *_: tokens[:, 99]
+    with pytest.raises(IndexError):
+        decoder.hidden(tokens)
+
+
+def test_other_large_embeddings_do_not_limit_the_length():
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_kv_shared_layers": 0}
+    inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2}
+    other = {"laurel_rank": 4, "activation_sparsity_pattern": None, "max_position_embeddings": 16}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
+    model = Gemma3nForCausalLM(Gemma3nTextConfig(**TINY, **heads, **inputs, **other, **layers))
+    assert evaluate(model)["loss"] > 0
 
 
 def rope_model(model_type, rope_parameters, **keys):
@@ -213,15 +238,13 @@ def test_wrapped_models_are_read_like_the_model(wrapper):
     assert calls
 
 
-TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-GPT_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
 MAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "use_mamba_kernels": False, "num_experts": 1}
 STATEFUL = {
     "rwkv": {**TINY, "attention_hidden_size": 32, "context_length": 64},
     "mamba": {**TINY, "state_size": 8},
     "jamba": {**TINY, **HEADS, **MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "openai-gpt": GPT_SIZES,
+    "openai-gpt": {**GPT_SIZES, "n_positions": 64},
     "minimax": {**TINY, **HEADS, "head_dim": 8, "num_local_experts": 2, "block_size": 8},
 }
 
@@ -231,7 +254,9 @@ def test_models_with_another_state_read_complete_segments(family):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family if family in STATEFUL else "gpt2", **STATEFUL.get(family, GPT_SIZES))
+    config = AutoConfig.for_model(
+        family if family in STATEFUL else "gpt2", **STATEFUL.get(family, {**GPT_SIZES, "n_positions": 64})
+    )
     config.initializer_range = 0.5
     model = AutoModelForCausalLM.from_config(config).eval()
     if family not in STATEFUL:
