@@ -19,7 +19,7 @@ from torch import Tensor
 from kerple.attention.tables import NO_TABLES, PositionTables, pair_distances
 from kerple.positional import append_decay
 
-# A positional method's `modify_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
+# A positional method's `final_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
 ModifyScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Position = TypeVar("Position", int, Tensor)
 # For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
@@ -196,7 +196,7 @@ class AttentionCall:
         key, value: `[b, g, t, d]`; g divides h.
         scale: factor of q.k.
         tables: a positional method's tables over distance.
-        modify_scores: a positional method's hook that computes the final scores with `tables.scores`, or None.
+        modify_scores: a positional method's `final_scores`, which reads `tables.scores`, or None.
         decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None. The scores of
             query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.

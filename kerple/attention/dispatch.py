@@ -90,7 +90,7 @@ def attend(
             head i // (h/g). Only uncompiled FlexAttention (see `flex.py`) repeats them in memory.
         bias_table, weight_table: float32 `[h, >= Span.max_kv_len(t)]` over distance (see `tables`). Their gradients
             are exact.
-        modify_scores: a positional method's hook that computes the final scores. It replaces bias and weight.
+        modify_scores: computes the final scores: a positional method's `final_scores`. It replaces bias and weight.
         table: what `modify_scores` needs for the distances below `Span.max_kv_len(t)` (see `score_table`).
         decay_sums: `[b, h, t]`, prefix sums c of a method's `decay` (see `kerple.positional.decay_sums`): the scores of
             query i and key j get the bias c_i - c_j, in addition to `bias_table`. Without weight and modify_scores.
@@ -270,10 +270,8 @@ class Attention:
         verdicts = []
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             for window, length in itertools.product(windows, lengths):
-                query, key = (
-                    torch.empty(1, count, length, head_size, dtype=dtype, device=device, requires_grad=training)
-                    for count in (heads, kv_heads or heads)
-                )
+                query = torch.empty(1, heads, length, head_size, dtype=dtype, device=device, requires_grad=training)
+                key = query.new_empty(1, kv_heads or heads, length, head_size).requires_grad_(training)
                 call = AttentionCall(
                     query=query if training else query[:, :, self_check.ALIGNMENT :],
                     key=key,

@@ -56,14 +56,11 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
     sums = None if call.decay_sums is None else call.decay_sums.transpose(1, 2).flatten(0, 1)
     context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
     for queries, keys in documents.groups(q_len):
-        query, key, value = (
-            states[index].transpose(1, 2) for states, index in zip(tokens, (queries, keys, keys), strict=True)
-        )
         part = replace(
             call,
-            query=query,
-            key=key,
-            value=value,
+            query=tokens[0][queries].transpose(1, 2),
+            key=tokens[1][keys].transpose(1, 2),
+            value=tokens[2][keys].transpose(1, 2),
             decay_sums=None if sums is None else sums[keys].transpose(1, 2),
             documents=None,
         )

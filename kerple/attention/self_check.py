@@ -68,17 +68,16 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, call: AttentionCall) -> "Variant":
         gradients = call.requirements.training
-        bias, weight = (
-            0 if jacobian is None or not gradients else jacobian.coefficients.shape[1]
-            for jacobian in (call.tables.bias_jacobian, call.tables.weight_jacobian)
-        )
+        directions = (0, 0)
+        if gradients:
+            directions = (_coefficients(call.tables.bias_jacobian), _coefficients(call.tables.weight_jacobian))
         return cls(
             dtype=call.query.dtype,
             head_size=call.query.shape[3],
             bias=call.tables.bias is not None,
             weight=call.tables.weight is not None,
             decay=call.decay_sums is not None,
-            directions=(bias, weight),
+            directions=directions,
             window=call.max_kv_len < call.kv_len,
             grouped=call.queries_per_kv > 1,
             gradients=gradients,
@@ -97,6 +96,10 @@ class Variant(NamedTuple):
         }
         parts += [text for name, text in names.items() if getattr(self, name)]
         return ", ".join(parts if self.aligned else [*parts, f"lengths that are not multiples of {ALIGNMENT}"])
+
+
+def _coefficients(jacobian: TableJacobian | None) -> int:
+    return 0 if jacobian is None else jacobian.coefficients.shape[1]
 
 
 @dataclass(frozen=True)

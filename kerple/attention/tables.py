@@ -109,7 +109,8 @@ def tables(
     bias = method.bias(distance) if "bias" in method.hooks else None
     weight = method.weight(distance) if "weight" in method.hooks else None
     if rounded:
-        bias, weight = (None if table is None else table.bfloat16().float() for table in (bias, weight))
+        bias = None if bias is None else bias.bfloat16().float()
+        weight = None if weight is None else weight.bfloat16().float()
     return bias, weight
 
 

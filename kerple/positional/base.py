@@ -248,19 +248,18 @@ class PositionalMethod(nn.Module):
     def _arguments(cls) -> dict[str, inspect.Parameter]:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(cls.__init__).parameters.values()
-        return {
-            argument.name: argument for argument in parameters if argument.kind in named and argument.name != "self"
-        }
+        arguments = {argument.name: argument for argument in parameters if argument.kind in named}
+        arguments.pop("self", None)
+        return arguments
 
     @classmethod
     def default_options(cls) -> dict[str, Any]:
         """Option -> default value, for the options that have one."""
-        sizes = {field.name for field in fields(ModelShape)}
-        return {
-            name: argument.default
-            for name, argument in cls._arguments().items()
-            if name not in sizes and argument.default is not inspect.Parameter.empty
-        }
+        arguments = cls._arguments()
+        for size in fields(ModelShape):
+            arguments.pop(size.name, None)
+        defaults = {name: argument.default for name, argument in arguments.items()}
+        return {name: default for name, default in defaults.items() if default is not inspect.Parameter.empty}
 
     @classmethod
     def trained_options(cls, **options: Any) -> dict[str, Any]:

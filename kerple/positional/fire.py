@@ -59,9 +59,8 @@ class Fire(ScoreModifier):
         mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is mapped like a
         distance: it is the distance to the first token.
         """
-        query, key = (
-            positions_on(positions, like.device, like.dtype) for positions in (query_positions, key_positions)
-        )
+        query = positions_on(query_positions, like.device, like.dtype)
+        key = positions_on(key_positions, like.device, like.dtype)
         parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias(), self.c, self.m
         first_weight, first_bias, second_weight, second_bias, c, m = cast_together(parameters, like.dtype)
         if mapped is None:

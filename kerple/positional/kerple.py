@@ -50,11 +50,10 @@ class Kerple(Bias):
         unused = {name for name, terms in (("bias", self.bias_terms), ("weight", self.weight_terms)) if not terms}
         self.hooks -= unused
         self.num_heads = num_heads
-        self.scalars: dict[str, Scalar] = {
-            prefix + name: scalar
-            for prefix, term in (*self.bias_terms, *self.weight_terms)
-            for name, scalar in KERNELS[term.kernel].scalars.items()
-        }
+        self.scalars: dict[str, Scalar] = {}
+        for prefix, term in (*self.bias_terms, *self.weight_terms):
+            for name, scalar in KERNELS[term.kernel].scalars.items():
+                self.scalars[prefix + name] = scalar
         if highest_exponent is not None and not any(scalar.exponent for scalar in self.scalars.values()):
             raise ValueError(
                 f"highest_exponent {highest_exponent}: no kernel of this method has an exponent; remove the option"
@@ -76,10 +75,8 @@ class Kerple(Bias):
         project(self)
 
     def bounds(self) -> dict[str, tuple[float, float | None]]:
-        return {
-            name: (MIN_SCALAR, self.highest_exponent if scalar.exponent else None)
-            for name, scalar in self.scalars.items()
-        }
+        highest = {True: self.highest_exponent, False: None}
+        return {name: (MIN_SCALAR, highest[scalar.exponent]) for name, scalar in self.scalars.items()}
 
     def bias(self, distance: Tensor) -> Tensor:
         """The sum of the bias terms; zero if there are none."""

@@ -60,12 +60,10 @@ class PerLayer(PositionalMethod):
     @classmethod
     def trained_options(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> dict[str, Any]:
         """The list as {name: trained options of this method}. Raises ValueError for an invalid list."""
-        return {
-            "methods": [
-                {name: method_class(name).trained_options(**cls._entry_options(entry))}
-                for name, entry in zip(cls.names(methods), methods, strict=True)
-            ]
-        }
+        entries = []
+        for name, entry in zip(cls.names(methods), methods, strict=True):
+            entries.append({name: method_class(name).trained_options(**cls._entry_options(entry))})
+        return {"methods": entries}
 
     @staticmethod
     def _entry_options(entry: str | Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any]:

@@ -34,10 +34,9 @@ class Sandwich(Bias):
         exponents = torch.arange(half, dtype=torch.float64, device=distance.device) / half
         frequencies = self.base**-exponents
         # cos x - 1 = -2 sin(x/2)^2, which is accurate for small x.
-        sums = [
-            -2 * ((chunk[:, None] * frequencies) / 2).sin().square().sum(dim=1)
-            for chunk in distance.flatten().double().split(CHUNK)
-        ]
+        sums = []
+        for chunk in distance.flatten().double().split(CHUNK):
+            sums.append(-2 * ((chunk[:, None] * frequencies) / 2).sin().square().sum(dim=1))
         heads = torch.arange(1, self.num_heads + 1, dtype=torch.float64, device=distance.device)
         ratio = (8 * heads / self.num_heads).reshape(-1, *[1] * distance.dim())
         return (torch.cat(sums).reshape(distance.shape) / ratio).float()

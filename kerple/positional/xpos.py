@@ -69,16 +69,12 @@ class XPos(Rotation):
         with torch.inference_mode(False), torch.no_grad():
             log_zeta = self.log_zeta(device) / self.scale_base
             middle = float(queries[0] + queries[-1]) / 2
-            query_offsets, key_offsets = (
-                positions_on(positions, device, torch.float64) - middle for positions in (queries, keys)
-            )
-            query_factors, key_factors = (
-                torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
-                .float()
-                .repeat_interleave(2, dim=-1)
-                for offsets in (query_offsets, -key_offsets)
-            )
-            cached = queries.clone(), keys.clone(), device, (query_factors, key_factors)
+            both = []
+            for positions, sign in ((queries, 1), (keys, -1)):
+                offsets = sign * (positions_on(positions, device, torch.float64) - middle)
+                powers = torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
+                both.append(powers.float().repeat_interleave(2, dim=-1))
+            cached = queries.clone(), keys.clone(), device, (both[0], both[1])
         if may_cache():
             self._cache = [cached, *self._cache[: self.CACHE_SIZE - 1]]
-        return query_factors, key_factors
+        return cached[3]

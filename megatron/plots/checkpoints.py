@@ -4,6 +4,7 @@
 Legend: h heads, n distances or keys.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,11 +115,7 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
     figures = []
     quantities: tuple[tuple[Literal["bias", "weight"], str], ...] = (("bias", "bias"), ("weight", "score weight"))
     for quantity, long_name in quantities:
-        panels = [
-            (table, values)
-            for table in tables
-            if (values := table.bias if quantity == "bias" else table.weight) is not None
-        ]
+        panels = [(table, getattr(table, quantity)) for table in tables if getattr(table, quantity) is not None]
         if not panels:
             continue
         num_layers, panels = len(panels), panels[:MAX_LAYERS]
@@ -217,10 +214,10 @@ def effective_length_figure(
         limit: the effective length of heads whose bias never falls below the threshold.
         numbers: those of the line styles by label (default: in order).
     """
-    below = (
-        f"{label}: {sum(length < limit for length in head_lengths)} of {len(head_lengths)} heads below {limit:,}"
-        for label, head_lengths in lengths.items()
-    )
+    below = []
+    for label, head_lengths in lengths.items():
+        count = sum(length < limit for length in head_lengths)
+        below.append(f"{label}: {count} of {len(head_lengths)} heads below {limit:,}")
     return ReportFigure(
         slug("effective-lengths", name),
         f"Effective lengths: {model}",
@@ -378,11 +375,10 @@ def add_weight_figures(sources: Sources) -> None:
     `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they come from the
     records if available.
     """
-    recorded_lengths = {
-        fingerprint_of(record): [length for layer in record["effective_lengths"] for length in layer]
-        for record in sources.records
-        if record["kind"] == "effective_length"
-    }
+    recorded_lengths = {}
+    for record in sources.records:
+        if record["kind"] == "effective_length":
+            recorded_lengths[fingerprint_of(record)] = list(itertools.chain(*record["effective_lengths"]))
     weight_figures, length_figures = sources.weight_figures, sources.length_figures
     lengths: dict[Setting, dict[str, list[int]]] = {}
     lowest_seeds: dict[tuple[Setting, str], AnyRecord] = {}
@@ -419,10 +415,9 @@ def add_weight_figures(sources: Sources) -> None:
             lengths.setdefault(setting, {})[name] = head_lengths
     pos_embs = dict.fromkeys(method_of(record).pos_emb for record in sources.records)
     numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
-    length_figures += [
-        effective_length_figure(by_method, model=corpus_name(setting.corpus), name=setting.name, numbers=numbers)
-        for setting, by_method in lengths.items()
-    ]
+    for setting, by_method in lengths.items():
+        model = corpus_name(setting.corpus)
+        length_figures.append(effective_length_figure(by_method, model=model, name=setting.name, numbers=numbers))
 
     named_lengths: dict[str, list[int]] = {}
     for folder in sources.checkpoints:
@@ -446,6 +441,5 @@ def add_weight_figures(sources: Sources) -> None:
 
 def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
     """The effective lengths of all heads, of all layers if the layers differ."""
-    return [
-        length for table in tables if table.effective_lengths is not None for length in table.effective_lengths.tolist()
-    ]
+    lengths = [table.effective_lengths.tolist() for table in tables if table.effective_lengths is not None]
+    return list(itertools.chain(*lengths))

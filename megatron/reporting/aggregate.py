@@ -81,9 +81,9 @@ class Measurements:
     def __init__(self, frame: DataFrame):
         self.frame = frame
         cells = frame.groupby(["setting", "method", "length"], sort=False)
-        self._values: dict[tuple[Setting, Method, int], Series] = {
-            key: cell.set_index("seed")["value"] for key, cell in cells
-        }
+        self._values: dict[tuple[Setting, Method, int], Series] = {}
+        for key, cell in cells:
+            self._values[key] = cell.set_index("seed")["value"]
         self.lines = list(dict.fromkeys((setting, method) for setting, method, _ in self._values))
         self.settings = list(dict.fromkeys(setting for setting, _ in self.lines))
         self.methods = list(dict.fromkeys(method for _, method in self.lines))
@@ -181,9 +181,13 @@ def comparable_means(cells: Iterable[Series | None]) -> list[float]:
     """The mean of each cell over its seeds; NaN if they are not those of the first cell with most seeds, because means
     over different seeds also differ because of the seeds.
     """
-    known = [None if cell is None else cell.dropna() for cell in cells]
-    most = max((set(cell.index) for cell in known if cell is not None), key=len, default=set())
-    return [math.nan if cell is None or set(cell.index) != most else float(cell.mean()) for cell in known]
+    known = [cell.dropna() for cell in cells if cell is not None]
+    most = max((set(cell.index) for cell in known), key=len, default=set())
+    means = []
+    for cell in cells:
+        has_all = cell is not None and set(cell.dropna().index) == most
+        means.append(float(cell.mean()) if cell is not None and has_all else math.nan)
+    return means
 
 
 def p_value(first: Series, second: Series) -> float | None:

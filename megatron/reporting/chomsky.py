@@ -19,12 +19,12 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
     methods = list(dict.fromkeys(result["pos_emb"] for result in results))
     rows = []
     for task in _tasks_of(results):
-        scores = [
-            [100 * result["score"] for result in results if (result["task"], result["pos_emb"]) == (task, method)]
-            for method in methods
-        ]
-        texts = [format_mean(values, digits=3) for values in scores]
-        means = [statistics.fmean(values) if values else math.nan for values in scores]
+        scores: dict[str, list[float]] = {method: [] for method in methods}
+        for result in results:
+            if result["task"] == task:
+                scores[result["pos_emb"]].append(100 * result["score"])
+        texts = [format_mean(values, digits=3) for values in scores.values()]
+        means = [statistics.fmean(values or [math.nan]) for values in scores.values()]
         cells = map(Cell, texts, best_texts(means, texts, "highest"))
         rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
     note = (

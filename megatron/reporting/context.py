@@ -47,7 +47,8 @@ def context_tables(records: Iterable[AnyRecord]) -> list[Table]:
         rows = []
         for method, by_context in gains.items():
             missing = NOT_MEASURED if by_context else NOT_AVAILABLE
-            texts = [format_difference(*by_context[size]) if size in by_context else missing for size in contexts]
+            known = {size: format_difference(*difference) for size, difference in by_context.items()}
+            texts = [known.get(size, missing) for size in contexts]
             rows.append(Row((display_name(method),), tuple(map(Cell, texts))))
         tables.append(
             Table(
@@ -126,17 +127,12 @@ def _gains(records: Iterable[AnyRecord]) -> dict[tuple[Setting, int], tuple[Gain
         for method in load_published("kerple-3").ordered(by_method):
             own = by_method[method].values()
             measured = [record for record in own if record["differences"]]
-            gains[method] = {
-                size: _gain(
-                    [
-                        (record["differences"][index], record["stderrs"][index])
-                        for record in measured
-                        for index, other in enumerate(record["contexts"])
-                        if other == size
-                    ]
-                )
-                for size in sorted({size for record in measured for size in record["contexts"]})
-            }
+            by_size: dict[int, list[tuple[float, float | None]]] = {}
+            for record in measured:
+                columns = record["contexts"], record["differences"], record["stderrs"]
+                for size, difference, stderr in zip(*columns, strict=True):
+                    by_size.setdefault(size, []).append((difference, stderr))
+            gains[method] = {size: _gain(by_size[size]) for size in sorted(by_size)}
             reasons = dict.fromkeys(str(record["note"]) for record in own if not record["differences"])
             notes += [f"{NOT_AVAILABLE}: {display_name(method)}: {reason}." for reason in reasons]
         found[key] = gains, notes

@@ -63,10 +63,9 @@ class ReportFigure:
     @property
     def page_size(self) -> tuple[int, int]:
         """Width and height on an HTML page, in CSS pixels."""
-        width, height = (
-            round(PAGE_ZOOM * 96 / SCREEN.dpi * pixels) for pixels in struct.unpack_from(">II", self.page_png, 16)
-        )
-        return width, height
+        width, height = struct.unpack_from(">II", self.page_png, 16)
+        zoom = PAGE_ZOOM * 96 / SCREEN.dpi
+        return round(zoom * width), round(zoom * height)
 
 
 # -- perplexity by length ---------------------------------------------------------------------------------------------

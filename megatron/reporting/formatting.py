@@ -60,9 +60,9 @@ def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowe
     known = [index for index, mean in enumerate(means) if not math.isnan(mean)]
     if len(known) < 2:
         return [False] * len(means)
-    printed = [
-        float(text.partition(" ±")[0].replace(",", "")) if i in known else math.nan for i, text in enumerate(texts)
-    ]
+    printed = [math.nan] * len(texts)
+    for index in known:
+        printed[index] = float(texts[index].partition(" ±")[0].replace(",", ""))
     limit = sign * printed[min(known, key=lambda index: sign * means[index])]
     return [sign * number <= limit for number in printed]
 

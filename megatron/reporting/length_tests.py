@@ -60,8 +60,10 @@ def _table(
         cells: dict[str, list[Cell]] = {method: [] for method in by_method}
         for column in columns:
             values = [[seed[column] for seed in seeds if column in seed] for seeds in by_method.values()]
-            texts = [format_mean(seeds, 3, standard_error=True) if seeds else NOT_MEASURED for seeds in values]
-            means = [statistics.fmean(seeds) if seeds else float("nan") for seeds in values]
+            texts, means = [NOT_MEASURED] * len(values), [float("nan")] * len(values)
+            for index, seeds in enumerate(values):
+                if seeds:
+                    texts[index], means[index] = format_mean(seeds, 3, standard_error=True), statistics.fmean(seeds)
             for method, text, best in zip(cells, texts, best_texts(means, texts, "highest"), strict=True):
                 cells[method].append(Cell(text, best))
         lines += [Row((method,), tuple(row)) for method, row in cells.items()]

@@ -229,10 +229,10 @@ def best_notes(records: Iterable[AnyRecord]) -> list[str]:
     """The best combinations, one sentence each, and how they were chosen."""
     best = best_combinations(list(records))
     several = len({found.setting for found in best}) > 1
-    notes = [
-        f"Best at length {found.length:,}{f' ({setting_title(found.setting)})' if several else ''}: {found}."
-        for found in best
-    ]
+    notes = []
+    for found in best:
+        place = f" ({setting_title(found.setting)})" if several else ""
+        notes.append(f"Best at length {found.length:,}{place}: {found}.")
     return [*notes, BEST_NOTE] if notes else []
 
 

@@ -81,13 +81,10 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
                 rows[method] = pairs
         if rows:
             counts = {method: losses.seeds(pairs) for method, pairs in rows.items()}
-            lines = [
-                Row(
-                    (display_name(method) + seed_label(counts[method], max(counts.values())),),
-                    tuple(Cell(losses.text(*pair)) for pair in pairs),
-                )
-                for method, pairs in rows.items()
-            ]
+            lines = []
+            for method, pairs in rows.items():
+                label = display_name(method) + seed_label(counts[method], max(counts.values()))
+                lines.append(Row((label,), tuple(Cell(losses.text(*pair)) for pair in pairs)))
             title = f"Loss minus that of {display_name(reference)}, {setting_title(setting)}"
             tables.append(
                 Table(
@@ -108,10 +105,10 @@ def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
     """
     resolutions = [record for record in records if record["kind"] == "resolution"]
     negative = {_resolution_cell(record) for record in resolutions if (record.get("resolution") or 0) < 0}
-    shown = [
-        {**record, "resolution": None, "note": NEGATIVE} if _resolution_cell(record) in negative else record
-        for record in resolutions
-    ]
+    shown = []
+    for record in resolutions:
+        hidden = {"resolution": None, "note": NEGATIVE} if _resolution_cell(record) in negative else {}
+        shown.append({**record, **hidden})
     groups = _groups(measurements(shown, "resolution", "resolution"))
     return [_table("lex-resolution", group, group.methods, None, rows="methods", best="highest") for group in groups]
 

@@ -139,11 +139,10 @@ def position_plot(
     """
     columns = style.columns(len(panels), 20)
     figure, all_axes = new_figure(style, len(panels), columns, sharex=True)
-    names = {
-        (title, method): display_name(Method(method.pos_emb) if method.mode == title else method)
-        for title, curves in panels.items()
-        for method in curves
-    }
+    names = {}
+    for title, curves in panels.items():
+        for method in curves:
+            names[title, method] = display_name(Method(method.pos_emb) if method.mode == title else method)
     numbers = line_numbers({name: method.pos_emb for (_, method), name in names.items()}, pos_embs)
     handles: dict[str, Any] = {}
     for index, (axes, (title, curves)) in enumerate(zip(all_axes, panels.items(), strict=True)):

@@ -119,10 +119,11 @@ def _with_unique_names(chapters: Iterable[Chapter]) -> list[Chapter]:
         used[key] = used.get(key, 0) + 1
         return item if used[key] == 1 else replace(item, name=f"{item.name}-{used[key]}")
 
-    return [
-        replace(chapter, tables=list(map(unique, chapter.tables)), figures=list(map(unique, chapter.figures)))
-        for chapter in chapters
-    ]
+    renamed = []
+    for chapter in chapters:
+        tables, figures = list(map(unique, chapter.tables)), list(map(unique, chapter.figures))
+        renamed.append(replace(chapter, tables=tables, figures=figures))
+    return renamed
 
 
 def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:

@@ -12,7 +12,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from megatron.reporting.aggregate import AnyRecord, Method
 from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
-from megatron.reporting.published import corpus_name, load_published
+from megatron.reporting.published import Published, corpus_name, load_published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.reporting.training_log import METRICS, read_log
 from megatron.utils.errors import UserError
@@ -91,14 +91,13 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
     by_model: dict[tuple[int, int, int], list[StepTime]] = {}
     for time in times:
         by_model.setdefault(time.model, []).append(time)
+    papers: dict[tuple[int, ...], Published] = {}
+    for published in (load_published("kerple-4"), load_published("dape-speed")):
+        papers.setdefault((*published.model, published.train_length), published)
+
     tables = []
     for (layers, hidden_size, length), group in by_model.items():
-        same_size = (
-            paper
-            for paper in map(load_published, ("kerple-4", "dape-speed"))
-            if (*paper.model, paper.train_length) == (layers, hidden_size, length)
-        )
-        paper = next(same_size, None)
+        paper = papers.get((layers, hidden_size, length))
         layout = paper or load_published("kerple-4")
         methods = layout.ordered(dict.fromkeys(Method(time.pos_emb) for time in group))
         lines: list[Row | Section] = []
@@ -141,25 +140,27 @@ def read_benchmarks(path: str | Path) -> Benchmarks:
 def benchmark_tables(path: str | Path) -> list[Table]:
     """The step times in a JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
     content = read_benchmarks(path)
-    processor, benchmarks = content["hardware"]["processor"], content["tables"]
-    return [
-        Table(
+    note = (
+        f"Seconds: medians over steps that alternated in one process, on {content['hardware']['processor']}. Ratios: "
+        "geometric means of the ratios of steps that followed one another, so they can differ from those of the "
+        "medians."
+    )
+    paper, tables = load_published("kerple-4"), []
+    for index, (title, rows) in enumerate(content["tables"].items(), start=1):
+        if not rows:
+            continue
+        seconds = [Cell(format_number(row["median"])) for row in rows]
+        ratios = [Cell(format_number(_ratio(row, rows[0]))) for row in rows]
+        table = Table(
             name=slug(Path(path).stem, index),
             title=title.capitalize(),
             label_columns=("",),
-            columns=tuple(load_published("kerple-4").name(Method(row["name"])) for row in rows),
-            lines=(
-                Row(("sec/step",), tuple(Cell(format_number(row["median"])) for row in rows)),
-                Row((f"ratio to {rows[0]['name']}",), tuple(Cell(format_number(_ratio(row, rows[0]))) for row in rows)),
-            ),
-            notes=(
-                f"Seconds: medians over steps that alternated in one process, on {processor}. Ratios: geometric means "
-                "of the ratios of steps that followed one another, so they can differ from those of the medians.",
-            ),
+            columns=tuple(paper.name(Method(row["name"])) for row in rows),
+            lines=(Row(("sec/step",), tuple(seconds)), Row((f"ratio to {rows[0]['name']}",), tuple(ratios))),
+            notes=(note,),
         )
-        for index, (title, rows) in enumerate(benchmarks.items(), start=1)
-        if rows
-    ]
+        tables.append(table)
+    return tables
 
 
 def _ratio(row: Benchmark, first: Benchmark) -> float:

@@ -124,7 +124,10 @@ def render(draw: Callable[[Style], Figure], style: Style = SCREEN, format: Liter
         for text in figure.findobj(Text):
             text.set_parse_math(False)
             lines = text.get_text().split("\n")
-            text.set_text("\n".join(line if len(line) <= longest else f"{line[: longest - 1]}…" for line in lines))
+            for index, line in enumerate(lines):
+                if len(line) > longest:
+                    lines[index] = f"{line[: longest - 1]}…"
+            text.set_text("\n".join(lines))
         figure.savefig(stream, format=format, metadata={"Software" if format == "png" else "CreationDate": None})
     return stream.getvalue()
 

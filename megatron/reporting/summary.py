@@ -130,15 +130,17 @@ def check_comparison(records: Sequence[AnyRecord], compare_with: str | None) -> 
     """Raises UserError if no method in the summary of these records has the name `compare_with`. Values of the records
     are not read, so this can be checked before they are measured.
     """
-    names, methods = (
-        dict.fromkeys(method_of(record).pos_emb for record in each if record["kind"] == "extrapolation")
-        for each in (_label_checkpoints(records), records)
-    )
+    names, methods = _method_names(_label_checkpoints(records)), _method_names(records)
     if compare_with is not None and compare_with not in names:
         reason, remedy = "none of the checkpoints has this method", "add a checkpoint of it to --checkpoint"
         if compare_with in methods:
             reason, remedy = "several checkpoints have this method and the same seed", "name them with --label"
         raise UserError(f"--compare-with {compare_with}: {reason}; choose one of {', '.join(names)}, or {remedy}")
+
+
+def _method_names(records: Sequence[AnyRecord]) -> list[str]:
+    names = [method_of(record).pos_emb for record in records if record["kind"] == "extrapolation"]
+    return list(dict.fromkeys(names))
 
 
 def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with: str | None = None) -> Table:
@@ -157,11 +159,10 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
     check_comparison(records, compare_with)
     records = _label_checkpoints(records)
     measured = {name: measurements(records, measure.kind, measure.value) for name, measure in MEASURES.items()}
-    sections = {
-        name: values.over_depths() if MEASURES[name].kind == "passkey" else values
-        for name, values in measured.items()
-        if name == PERPLEXITY or values.frame["value"].notna().any()
-    }
+    sections = {}
+    for name, values in measured.items():
+        if name == PERPLEXITY or values.frame["value"].notna().any():
+            sections[name] = values.over_depths() if MEASURES[name].kind == "passkey" else values
     perplexities = sections[PERPLEXITY]
 
     # Columns: labels, lengths, and the ratio of the longest length to the training length.
@@ -170,7 +171,7 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
     label_columns = _label_columns(lines, list(sections.values()))
     train_lengths = {setting.train_length for setting, _ in lines}
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
-    columns = [f"{length:,}*" if length == train_length else f"{length:,}" for length in lengths]
+    columns = [f"{length:,}{'*' * (length == train_length)}" for length in lengths]
     has_star, longest = train_length in perplexities.lengths, max(perplexities.lengths, default=0)
     has_ratio = train_length is not None and has_star and longest > train_length
     if has_ratio:
@@ -305,12 +306,12 @@ def _label_checkpoints(records: Iterable[AnyRecord]) -> list[AnyRecord]:
     records = list(records)
     keys = ("kind", "pos_emb", "seed", "mode", "train_length", "protocol", "corpus", "length", "depth")
     checkpoints: dict[tuple[object, ...], object] = {}
-    ambiguous = {
-        record["pos_emb"]
-        for record in records
-        if record.get("checkpoint")
-        and checkpoints.setdefault(tuple(record.get(key) for key in keys), record["checkpoint"]) != record["checkpoint"]
-    }
+    ambiguous = set()
+    for record in records:
+        if record.get("checkpoint"):
+            first = checkpoints.setdefault(tuple(record.get(key) for key in keys), record["checkpoint"])
+            if first != record["checkpoint"]:
+                ambiguous.add(record["pos_emb"])
     labeled = []
     for record in records:
         if record["pos_emb"] in ambiguous and record.get("checkpoint"):

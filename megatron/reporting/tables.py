@@ -112,7 +112,7 @@ def markdown(table: Table, heading: str = "##") -> str:
             lines.append(line([f"**{escape_markdown(entry.title)}**", *[""] * (len(table.headers) - 1)]))
             continue
         texts = [*map(escape_markdown, entry.labels), *(_marked(cell, "**") for cell in entry.cells)]
-        lines.append(line([f"*{text}*" if entry.published and text else text for text in texts]))
+        lines.append(line([_italic(text) for text in texts] if entry.published else texts))
     if table.notes:
         lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines) + "\n"
@@ -181,7 +181,7 @@ def latex(table: Table) -> str:
             text += rf"{{\tiny$\pm${deviation}}}" if deviation else ""
             texts.append(text + (_LATEX[DAGGER] if cell.worse else ""))
         if entry.published:
-            texts = [rf"{{\itshape {text}}}" if text else "" for text in texts]
+            texts = [rf"{{\itshape {text}}}" * bool(text) for text in texts]
         lines.append(line(texts))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
@@ -195,6 +195,10 @@ def escape_markdown(text: str) -> str:
     math. Underscores inside words (`kerple_log`) are not markup, so they are kept.
     """
     return re.sub(r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)", r"\\\g<0>", text)
+
+
+def _italic(text: str) -> str:
+    return f"*{text}*" if text else text
 
 
 def _marked(cell: Cell, strong: str) -> str:

@@ -75,10 +75,11 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group = (call.kv_heads, call.queries_per_kv)
     query = call.query.squeeze(2).unflatten(1, group)
-    bias, weight = (
-        None if table is None else table[:, :max_kv_len].flip(-1).unflatten(0, group)
-        for table in (call.tables.bias, call.tables.weight)
-    )
+    bias, weight = call.tables.bias, call.tables.weight
+    if bias is not None:
+        bias = bias[:, :max_kv_len].flip(-1).unflatten(0, group)
+    if weight is not None:
+        weight = weight[:, :max_kv_len].flip(-1).unflatten(0, group)
     if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
         # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a float32 mask with it.
         mask = None if bias is None else bias.to(dtype)
@@ -270,9 +271,9 @@ def _chunked_backward(
             shape = (len(queries), chunk.rows, chunk.keys)
             chunk_query = scores.reversed_rows(queries, chunk)
             chunk_grad_context = scores.reversed_rows(grad_contexts, chunk)
-            chunk_key, chunk_value, chunk_grad_key, chunk_grad_value = (
-                states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values, grad_keys, grad_values)
-            )
+            key_states = [keys, values, grad_keys, grad_values]
+            key_states = [states.narrow(1, chunk.first_key, chunk.keys) for states in key_states]
+            chunk_key, chunk_value, chunk_grad_key, chunk_grad_value = key_states
             products = scores.products(chunk_query, chunk_key, out=products_workspace(*shape))
             probabilities = scores.probabilities(head, products, out=weighted_workspace(*shape))
 
@@ -302,10 +303,11 @@ def _chunked_backward(
             scores.write_reversed(grad_queries, chunk, rows.view(*shape[:2], head_size))
             _add_product(chunk_grad_key, grad_rows, chunk_query, call.scale, overwrite, states_workspace)
 
-    grad_tables = (
-        None if grad is None or table is None else grad.to_table(table.shape[1]).to(table.dtype)
-        for grad, table in ((grad_bias, call.tables.bias), (grad_weight, call.tables.weight))
-    )
+    grad_tables: list[Tensor | None] = [None, None]
+    if grad_bias is not None and call.tables.bias is not None:
+        grad_tables[0] = grad_bias.to_table(call.tables.bias.shape[1]).to(call.tables.bias.dtype)
+    if grad_weight is not None and call.tables.weight is not None:
+        grad_tables[1] = grad_weight.to_table(call.tables.weight.shape[1]).to(call.tables.weight.dtype)
     return *(grad.to(call.query.dtype) for grad in grads), *grad_tables
 
 

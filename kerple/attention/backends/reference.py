@@ -36,10 +36,8 @@ def attend_to_chunk(
     queries, keys = range(first_query, first_query + query.shape[2]), range(first_key, first_key + key.shape[2])
     dtype = call.compute_dtype
     # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once more.
-    queries_keys_values = (
-        states.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1) for states in (query, key, value)
-    )
-    flat_query, flat_key, flat_value = queries_keys_values
+    contiguous = [states.to(dtype, memory_format=torch.contiguous_format) for states in (query, key, value)]
+    flat_query, flat_key, flat_value = (states.flatten(0, 1) for states in contiguous)
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * len(queries)
     flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])

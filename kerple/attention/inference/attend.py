@@ -186,9 +186,9 @@ def _scores(
     """The final scores of a chunk `[b, h, c, l]`, -inf for masked pairs, for all ranges of keys together. parts: the
     keys of each range.
     """
-    products = [
-        _range_products(query, key, method, mode, queries, keys, scale) for key, keys in zip(parts, ranges, strict=True)
-    ]
+    products = []
+    for key, keys in zip(parts, ranges, strict=True):
+        products.append(_range_products(query, key, method, mode, queries, keys, scale))
     if "modify_scores" not in method.hooks:
         finals = [_with_tables(part, tables_at) for part in products]
     elif method.per_pair or len(products) == 1:

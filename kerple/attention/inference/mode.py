@@ -198,7 +198,8 @@ class AttentionMode:
                 "layer's window; use full, or window@W with a smaller W"
             )
         has_positions = any(method.hooks for method in methods)
-        reasons = [(self.for_layer(method) if has_positions else self).unsupported_reason(method) for method in methods]
+        modes = [self.for_layer(method) for method in methods] if has_positions else [self] * len(methods)
+        reasons = [mode.unsupported_reason(method) for mode, method in zip(modes, methods, strict=True)]
         for layer, reason in enumerate(reasons):
             if reason is not None:
                 place = f" in layer {layer} (counted from 0)" if None in reasons else ""

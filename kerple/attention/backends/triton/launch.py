@@ -277,11 +277,12 @@ class Launcher:
         sample_tiles = self.batch * -(-self.s // side)
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
-        grads = [None if table is None else table.new_zeros(table.shape, dtype=torch.float32) for table in tables]
-        workspaces = [
-            self.query.new_empty((1,) if grad is None else (group_heads, parts, count, side, side), dtype=torch.float32)
-            for grad in grads
-        ]
+        grads: list[Tensor | None] = [None, None]
+        workspaces = [self.query.new_empty(1, dtype=torch.float32)] * 2
+        for index, table in enumerate(tables):
+            if table is not None:
+                grads[index] = table.new_zeros(table.shape, dtype=torch.float32)
+                workspaces[index] = workspaces[index].new_empty(group_heads, parts, count, side, side)
         for first_head in range(0, self.heads, group_heads):
             heads = min(group_heads, self.heads - first_head)
             self._launch(
@@ -311,10 +312,10 @@ class Launcher:
                     num_warps=4,
                     num_stages=1,
                 )
-        return [
-            None if grad is None or table is None else grad.to(table.dtype)
-            for grad, table in zip(grads, tables, strict=True)
-        ]
+        for index, (grad, table) in enumerate(zip(grads, tables, strict=True)):
+            if grad is not None and table is not None:
+                grads[index] = grad.to(table.dtype)
+        return grads
 
 
 def _strides(*states: Tensor) -> list[int]:

@@ -321,7 +321,7 @@ def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
     states = dict(zip(("query", "key", "value"), leaves, strict=True))
     with Transfers() as transfers:
         for span in (FULL, Span(window=10), Span(block=8)):
-            call = AttentionCall(**states, scale=0.5, modify_scores=method.modify_scores, tables=tables, span=span)
+            call = AttentionCall(**states, scale=0.5, modify_scores=method.final_scores, tables=tables, span=span)
             torch.autograd.grad(chunked.chunked_attention(call).sum(), leaves)
         assert transfers.names == []
         torch.ones(2).to("meta")
