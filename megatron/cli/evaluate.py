@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -324,19 +324,29 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 
 
 def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
-    """The text of --text, or of the split; for --document-aware, as many rows of it as the budget needs."""
-    if options.text is not None:
-        return _text_of_file(options.text, tokenizer_of(config))
+    """The text of --text, or of the split; for --document-aware, as many rows of it as the budget needs. Its `bos` is
+    that of --bos.
+    """
     tokenizer = None
     try:
         tokenizer = tokenizer_of(config)
     except UserError as error:
+        if options.text is not None or options.bos == "always":
+            raise
         report(f"bits per byte is not measured: {error}")
+    bos = None
+    if tokenizer is not None and options.bos != "never":
+        bos = tokenizer.first if options.bos == "always" else tokenizer.bos
+    if options.text is not None:
+        assert tokenizer is not None
+        return replace(_text_of_file(options.text, tokenizer), bos=bos)
     if options.document_aware:
         longest, rows = max(lengths_of(config, options)), rows_of_budget(config, options)
         max_tokens = None if rows is None else rows * longest
-        return text_by_document(config, longest, max_tokens, tokenizer, options.split, quiet=quiet)
-    return evaluation_text(config, tokenizer, options.split)
+        text = text_by_document(config, longest, max_tokens, tokenizer, options.split, quiet=quiet)
+    else:
+        text = evaluation_text(config, tokenizer, options.split)
+    return replace(text, bos=bos)
 
 
 def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:

@@ -43,6 +43,7 @@ EXTRAPOLATION_OPTIONS = (
     "--text",
     "--split",
     "--document-aware",
+    "--bos",
     "--by-position",
     "--resolution",
     "--context-utilization",
@@ -128,6 +129,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--document-aware",
         action="store_true",
         help="take each text of the longest length from a single document; concatenate documents that are too short",
+    )
+    measurement.add_argument(
+        "--bos",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="replace the first token of each text, which is not scored, by the beginning-of-text token; auto: if the "
+        "tokenizer adds one; always: otherwise by the end-of-document token (default: %(default)s)",
     )
     further = parser.add_argument_group("further measures")
     further.add_argument(

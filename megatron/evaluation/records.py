@@ -72,6 +72,7 @@ class Record(TypedDict):
         environment: None if it is not known, e.g. for results of `evaluate_extrapolation`.
         complete_segments: why a transformers model read complete segments instead of chunks through its KV cache; the
             key is missing otherwise.
+        bos: the token that replaced the first one of each segment; the key is missing if there was none.
     """
 
     kind: Name
@@ -87,6 +88,7 @@ class Record(TypedDict):
     measurement: Name
     environment: Environment | None
     complete_segments: NotRequired[Text]
+    bos: NotRequired[Count]
 
 
 class DocumentGroups(TypedDict):
@@ -247,11 +249,19 @@ class Provenance:
     environment: Environment | None = None
 
     def record(
-        self, kind: str, *, corpus: str | None, mode: str, protocol: str, length: int, determined_by: object
+        self,
+        kind: str,
+        *,
+        corpus: str | None,
+        mode: str,
+        protocol: str,
+        length: int,
+        determined_by: object,
+        bos: int | None = None,
     ) -> Record:
         """A record without values. `determined_by` and `settings` together determine the values."""
         digest = hashlib.sha256(repr((determined_by, self.settings)).encode()).hexdigest()[:16]
-        return Record(
+        record = Record(
             kind=kind,
             corpus=corpus,
             checkpoint=self.checkpoint,
@@ -265,6 +275,9 @@ class Provenance:
             measurement=digest,
             environment=self.environment,
         )
+        if bos is not None:
+            record["bos"] = bos
+        return record
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -89,7 +89,7 @@ class ExtrapolationTask(EvalTask):
         sums = LossAccumulator(self.text, self.segments, context.rank, context.world_size)
         note = None
         try:
-            for chunk in context.reader.losses(self.text.tokens, share, self.mode.attention):
+            for chunk in context.reader.losses(self.text.tokens, share, self.mode.attention, self.text.bos):
                 sums.add(chunk)
                 advance(chunk.losses.numel())
         except PositionsExceeded as error:
@@ -154,7 +154,12 @@ def plan_extrapolation(
         for mode in parsed_modes:
             for segments, digest in zip(segments_by_length, digests, strict=True):
                 planned = partial(
-                    provenance.record, corpus=text.corpus, mode=mode.name, protocol=name, length=segments.length
+                    provenance.record,
+                    corpus=text.corpus,
+                    mode=mode.name,
+                    protocol=name,
+                    length=segments.length,
+                    bos=text.bos,
                 )
                 records = [planned("extrapolation", determined_by=digest)]
                 if bins is not None:

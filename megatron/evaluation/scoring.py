@@ -66,12 +66,17 @@ class SegmentReader:
     batch_tokens: int
 
     def hidden_states(
-        self, tokens: Tensor | TokenStream, segments: Segments, mode: AttentionMode = DEFAULT_MODE
+        self,
+        tokens: Tensor | TokenStream,
+        segments: Segments,
+        mode: AttentionMode = DEFAULT_MODE,
+        bos: int | None = None,
     ) -> Iterator[HiddenChunk]:
         """The hidden states of segments of `tokens` `[n]`, in order. All chunks of a batch of segments precede the next
         batch. Raises what the model raises, e.g. PositionsExceeded.
 
         mode: for texts of the segments' length.
+        bos: the token that replaces the first one of each segment; None: no token.
         """
         length = segments.length
         mode = mode.at_length(length)
@@ -81,16 +86,22 @@ class SegmentReader:
         for segment in range(0, len(segments.starts), batch):
             starts = torch.tensor(segments.starts[segment : segment + batch])
             text = tokens[starts[:, None] + offsets].to(self.device)
+            if bos is not None:
+                text[:, 0] = bos
             cache = self.decoder.new_cache(len(starts), length, mode) if chunk < length else None
             for position in range(0, length, chunk):
                 inputs = text[:, position : min(position + chunk, length)]
                 yield HiddenChunk(segment, position, text, self.decoder.hidden(inputs, cache, mode))
 
     def losses(
-        self, tokens: Tensor | TokenStream, segments: Segments, mode: AttentionMode = DEFAULT_MODE
+        self,
+        tokens: Tensor | TokenStream,
+        segments: Segments,
+        mode: AttentionMode = DEFAULT_MODE,
+        bos: int | None = None,
     ) -> Iterator[LossChunk]:
         """The losses of the scored tokens, as they are computed. Arguments and exceptions as for `hidden_states`."""
-        for chunk in self.hidden_states(tokens, segments, mode):
+        for chunk in self.hidden_states(tokens, segments, mode, bos):
             end = chunk.position + chunk.hidden.shape[1]
             if end <= segments.first:
                 continue

@@ -41,6 +41,7 @@ class Text:
         corpus: its name.
         tokenizer_is_known: whether the data name their tokenizer, so that the tokens determine `token_bytes`.
         source: where it is from, for error messages; None if not known.
+        bos: the token that replaces the first one of each segment, which is only context; None: no token.
     """
 
     tokens: Tensor | TokenStream
@@ -50,6 +51,7 @@ class Text:
     corpus: str | None = None
     tokenizer_is_known: bool = False
     source: str | None = None
+    bos: int | None = None
     _read: dict[bytes, "_Read"] = field(default_factory=dict, repr=False, compare=False)
 
     def plan(self, protocol: Protocol, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
@@ -68,13 +70,15 @@ class Text:
         return UserError(problem if self.source is None else f"{self.source} ({len(self.tokens):,} tokens): {problem}")
 
     def digest(self, segments: Segments) -> str:
-        """16 hexadecimal digits that identify what is scored: the tokens that are read, the segments, and the number of
-        bytes of the tokens.
+        """16 hexadecimal digits that identify what is scored: the tokens that are read, the segments, `bos`, and the
+        number of bytes of the tokens.
         """
         starts = np.asarray(segments.starts, dtype=np.int64)
         digest = self._read_digest(_merged(np.unique(starts), segments.length + 1))
         digest.update(starts.tobytes())
         digest.update(repr((segments.length, segments.first, self.token_bytes is not None)).encode())
+        if self.bos is not None:
+            digest.update(f"bos {self.bos}".encode())
         if self.token_bytes is not None and not self.tokenizer_is_known:
             digest.update(self.token_bytes.tobytes())
         return digest.hexdigest()[:16]
@@ -105,7 +109,8 @@ class Text:
     def check_ids(self, vocab_size: int | None) -> None:
         """Raises UserError if a token of the segments passed to `digest` is negative or not below `vocab_size`."""
         for read in self._read.values():
-            check_range(read.low, read.high, vocab_size)
+            bos = read.low if self.bos is None else self.bos
+            check_range(min(read.low, bos), max(read.high, bos), vocab_size)
 
     def document_shares(self, segments: Segments) -> FloatArray | None:
         """The fraction of the scored tokens that each document with a scored token provides, largest first; None if

@@ -51,7 +51,7 @@ class ContextTask(EvalTask):
         try:
             for segments, accumulator in zip(plans, sums, strict=True):
                 part = segments.shard(rank, world_size)
-                for chunk in context.reader.losses(self.text.tokens, part, self.mode.attention):
+                for chunk in context.reader.losses(self.text.tokens, part, self.mode.attention, self.text.bos):
                     accumulator.add(chunk)
                     read += chunk.losses.numel() / segments.targets * segments.length / tokens
                     advance(int(read * self.segments.targets) - advanced)
@@ -106,6 +106,7 @@ def plan_context(
             planned = provenance.record(
                 "context",
                 corpus=text.corpus,
+                bos=text.bos,
                 mode=mode.name,
                 protocol=f"last-k@{TARGETS}" + (" by document" if text.row is not None else ""),
                 length=length,

@@ -55,7 +55,7 @@ class ResolutionTask(EvalTask):
         totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
         try:
             with record_scores(model) as recorders:
-                for chunk in context.reader.hidden_states(self.text.tokens, share, self.mode.attention):
+                for chunk in context.reader.hidden_states(self.text.tokens, share, self.mode.attention, self.text.bos):
                     advance(chunk.hidden.shape[0] * chunk.hidden.shape[1])
                     if chunk.position + chunk.hidden.shape[1] == share.length:
                         totals += torch.stack([layer.resolution().mean(dim=1).sum() for layer in recorders]).cpu()
@@ -107,6 +107,7 @@ def plan_resolution(
             planned = provenance.record(
                 "resolution",
                 corpus=text.corpus,
+                bos=text.bos,
                 mode=mode.name,
                 protocol=f"first@{texts}" + (" by document" if text.row is not None else ""),
                 length=length,

@@ -1,5 +1,6 @@
 """evaluate.py on small checkpoints and data."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -8,12 +9,14 @@ import pytest
 import torch
 
 from kerple.attention import FULL, AttentionMode, Span
+from megatron.cli import evaluate
 from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.streams import validation_stream
 from megatron.evaluation.records import read_results
 from megatron.evaluation.results_file import ResultsFile
+from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.corpora import json_lines, manifest_of
@@ -482,3 +485,16 @@ def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
     main([*words, "tokenizer-type=HFTokenizer", "vocab-file=nowhere"])  # no usable tokenizer
     assert "bits per byte is not measured: vocab-file nowhere" in capsys.readouterr().out
     assert rows_in(output)[0]["loss"] > 0
+
+
+@pytest.mark.parametrize(("choice", "token"), [("auto", 5), ("always", 5), ("never", None)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_token_at_the_beginning(choice, token, adds, tmp_path, monkeypatch):
+    """Without a token of the tokenizer, `always` chooses its end-of-document token."""
+    train_bpe(["a text"] * 3, 270).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    tokenizer.bos = 5 if adds else None
+    monkeypatch.setattr(evaluate, "tokenizer_of", lambda config: tokenizer)
+    (tmp_path / "text.txt").write_text("a text")
+    text = evaluate._read_text(None, argparse.Namespace(text=tmp_path / "text.txt", bos=choice), print, quiet=True)
+    assert text.bos == (token if adds else {"always": tokenizer.eod}.get(choice))

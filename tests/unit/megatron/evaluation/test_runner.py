@@ -79,6 +79,26 @@ def test_tokens_may_be_a_list_or_an_array(convert):
     assert rows == evaluate_extrapolation(AlibiByHand(), STREAM, [64], progress=False)
 
 
+def test_a_token_at_the_beginning_of_each_segment():
+    """It replaces the first token, which is not scored, so the scored tokens remain the same."""
+    model, records = AlibiByHand(), []
+    keywords = {"position_bins": 2, "progress": False, "on_record": records.append}
+    (row,) = evaluate_extrapolation(model, Text(STREAM[:49], bos=3), [16], **keywords)
+    losses = []
+    for start in range(0, 48, 16):
+        text = STREAM[None, start : start + 17].clone()
+        text[:, 0] = 3
+        losses.append(direct_losses(model(text[:, :-1]), text[:, 1:]))
+    assert row["loss"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-12)
+    assert [record["bos"] for record in records] == [3, 3]
+    (plain,) = evaluate_extrapolation(model, Text(STREAM[:49]), [16], progress=False)
+    assert "bos" not in plain
+    assert (plain["targets"], plain["tokens"]) == (row["targets"], row["tokens"])
+    assert plain["measurement"] != row["measurement"]
+    with pytest.raises(UserError, match="token id 64 is outside"):
+        evaluate_extrapolation(gpt_neox(), Text(STREAM, bos=64), [16], progress=False)
+
+
 def test_a_plain_function():
     def uniform(tokens):
         return torch.zeros(*tokens.shape, 100)
