@@ -45,7 +45,7 @@ from megatron.utils.errors import shortened
 Batch = dict[str, Tensor]  # tokens and labels int64 [b, s], and optionally loss_mask float32 [b, s]
 
 
-class TrainableGPT(GPT):
+class GPTWithLoss(GPT):
     """A GPT whose forward returns the training loss, which is what DeepSpeed's engine wraps."""
 
     def forward(  # type: ignore[override]  # DeepSpeed's engine calls forward for the loss
@@ -88,7 +88,7 @@ class Engine:
                     checkpoint_every=checkpoint_every,
                 )
         else:
-            self.model = TrainableGPT(self.settings, checkpoint_every=checkpoint_every)
+            self.model = GPTWithLoss(self.settings, checkpoint_every=checkpoint_every)
         initialize(
             self.model.layers(),
             self.settings,

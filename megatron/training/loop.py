@@ -193,7 +193,7 @@ class Trainer:
                 logger.info(f"notice: {notice}")
         self.outside_embedding = parameters["outside_embedding"]
         # Random tokens int64 [micro-batch, s + 1], on which the weights are checked before they are saved.
-        self.probe = torch.randint(
+        self.finite_check_batch = torch.randint(
             tokenizer.vocab_size,
             (self.engine.micro_batch, self.engine.seq_length + 1),
             generator=torch.Generator().manual_seed(config.training.seed),
@@ -280,7 +280,7 @@ class Trainer:
                 with log.paused():
                     log.check(state.iteration)
                     # Weights whose loss is not finite must not replace a good checkpoint.
-                    batch = {"tokens": self.probe[:, :-1], "labels": self.probe[:, 1:]}
+                    batch = {"tokens": self.finite_check_batch[:, :-1], "labels": self.finite_check_batch[:, 1:]}
                     if not math.isfinite(self.engine.validate(iter([batch]), 1)):
                         raise non_finite_loss(self.config, f"after iteration {state.iteration}")
                     state.unlogged_losses = log.unlogged()

@@ -43,7 +43,7 @@ class SimulatedTraining:
         device.scalar = 0  # no overflow
         self.config = load_config(files, ROOT / "configs", list(overrides))
         dtype = DTYPES[self.config.precision.dtype]
-        build = engine.TrainableGPT
+        build = engine.GPTWithLoss
 
         def on_meta(*arguments: object, **options: object) -> torch.nn.Module:
             with torch.device("meta"):
@@ -57,7 +57,7 @@ class SimulatedTraining:
         casts = {name: (lambda module: module) for name in ("bfloat16", "half", "float")}
         with (
             patch.multiple(torch.nn.Module, to=to_device, **casts),
-            patch.multiple(engine, TrainableGPT=on_meta, initialize=lambda *_, **__: None),
+            patch.multiple(engine, GPTWithLoss=on_meta, initialize=lambda *_, **__: None),
         ):
             self.engine = engine.Engine(self.config, VOCABULARY, layout, lambda line: None)
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron.config import Config, UserError
 from megatron.training.cuda_graphs import capture
-from megatron.training.engine import TrainableGPT
+from megatron.training.engine import GPTWithLoss
 from megatron.training.loop import train
 from tests.support.language_models import small_gpt
 from tests.support.runs import training_settings
@@ -14,7 +14,7 @@ from tests.support.runs import training_settings
 def test_the_graphed_loss_replaces_forward(monkeypatch):
     """It is captured with copies of the batch, without the model's hooks, and draws no random numbers."""
     model = small_gpt("kerple_log")
-    model.__class__ = TrainableGPT
+    model.__class__ = GPTWithLoss
     model.register_forward_pre_hook(lambda *_: pytest.fail("DeepSpeed's hook"))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     captured = []

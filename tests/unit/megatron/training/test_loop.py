@@ -11,7 +11,7 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.data import build_datasets
 from megatron.tokenizer import build_tokenizer
-from megatron.training.engine import TrainableGPT
+from megatron.training.engine import GPTWithLoss
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
@@ -194,10 +194,10 @@ def test_a_sequence_length_schedule(tmp_path, data_path, capsys):
         seen.append(tokens)
         return forward(model, tokens, labels, mask)
 
-    forward = TrainableGPT.forward
+    forward = GPTWithLoss.forward
     keys = {"save_interval": 1, "pos_emb": "rotary", "hidden_dropout": 0.1, "gradient_accumulation_steps": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainableGPT, "forward", recorded)
+        patch.setattr(GPTWithLoss, "forward", recorded)
         trained(tmp_path / "constant", data_path, **keys, eval_iters=0, save=None)
         trained(tmp_path / "whole", data_path, **keys, curriculum_learning=CURRICULUM)
     for full, short, length in zip(seen[:12], seen[12:], [8] * 4 + [16] * 4 + [32] * 4, strict=True):
