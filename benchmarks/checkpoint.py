@@ -31,7 +31,7 @@ from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
 from megatron.training import distributed
-from megatron.training.engine import Engine
+from megatron.training.engine import Engine, build_engine
 from megatron.utils.command_line import run_main
 
 MIN_RELATIVE_RATE = 0.7
@@ -61,7 +61,7 @@ def configuration(folder: Path) -> Config:
 def trained_engine(config: Config) -> Engine:
     """An engine after one step, so that the optimizer has state."""
     layout = distributed.initialize(config)
-    engine = Engine(config, config.model.padded_vocab_size, layout, lambda text: None)
+    engine = build_engine(config, config.model.padded_vocab_size, layout, lambda text: None)
     tokens = torch.randint(0, config.model.padded_vocab_size, (1, 129))
     engine.train_step(iter([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]), 1e-4, 0)
     return engine

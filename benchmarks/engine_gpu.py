@@ -24,12 +24,12 @@ def train_steps(dry: bool) -> dict[str, object]:
     """The loss and seconds of the last step."""
     from megatron.config import load_config
     from megatron.training.distributed import initialize
-    from megatron.training.engine import Engine
+    from megatron.training.engine import build_engine
 
     overrides = ["distributed-backend=gloo", "seq-length=16", "max-position-embeddings=16", *DRY_RUN] if dry else []
     config = load_config(["small_bf16.yml", "pos_emb/kerple_log.yml"], Path("configs"), overrides)
     layout = initialize(config)
-    engine = Engine(config, 96 if dry else 50_257, layout, print)
+    engine = build_engine(config, 96 if dry else 50_257, layout, print)
     shape = (engine.micro_batch, config.model.seq_length + 1)
     text = torch.randint(96, shape, generator=torch.Generator().manual_seed(0)).to(layout.device)
     batch = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}

@@ -54,105 +54,147 @@ class GPTWithLoss(GPT):
         return self.loss(tokens, labels, mask)
 
 
+def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]) -> "Engine":
+    """Build and initialize the model, the optimizer and DeepSpeed's engine. `report` prints once per run.
+
+    Raises UserError if the batch sizes do not fit the layout, or if a requirement of the configuration is not
+    installed (apex, a compiler for torch.compile).
+    """
+    settings = ModelSettings(config.model, padded_vocab_size, layout.tensor_parallel)
+    deepspeed_settings = deepspeed_dict(config, layout.data_size)
+    topology = PipeModelDataParallelTopology(
+        num_pp=layout.pipeline_size, num_mp=layout.tensor_size, num_dp=layout.data_size
+    )
+    model = _build_model(config, settings, layout, topology)
+    _prepare_for_device(model, config, layout.device, report)
+    if deepspeed_settings["zero_optimization"]["stage"] != config.optimizer.zero_stage:
+        report(
+            f"ZeRO stage 1 is used instead of 0, because training is in {config.precision.dtype} "
+            "(zero_optimization.stage; same arithmetic, the optimizer state is partitioned among replicas)"
+        )
+    optimizer, description = configure_optimizer(config, model)
+    report(f"optimizer: {description}")
+    deepspeed = _wrap_with_deepspeed(model, optimizer, deepspeed_settings, config, layout, topology)
+    if isinstance(optimizer, WholeParameterOptimizer):
+        attach(optimizer, deepspeed, parameter_names(model.layers(), tied_output(config.model)), layout)
+        if optimizer.num_exchanged:
+            report(
+                f"optimizer: it updates whole parameters; {optimizer.num_exchanged:,} elements of parameters that "
+                "are split over ranks are gathered for each step"
+            )
+    return Engine(config, layout, settings, model, deepspeed, deepspeed_settings)
+
+
+def _build_model(
+    config: Config, settings: ModelSettings, layout: Layout, topology: PipeModelDataParallelTopology
+) -> "GPTWithLoss | GPTPipeline":
+    """The initialized model, or this rank's stage of it, on the device of the rank."""
+    training = config.training
+    checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
+    model: GPTWithLoss | GPTPipeline
+    if layout.pipeline_size > 1:
+        with startup_messages(training.dump_state):
+            model = GPTPipeline(
+                settings,
+                topology=topology,
+                partition_method=config.parallel.pipe_partition_method,
+                checkpoint_every=checkpoint_every,
+            )
+    else:
+        model = GPTWithLoss(settings, checkpoint_every=checkpoint_every)
+    initialize(
+        model.layers(),
+        settings,
+        seed=training.seed,
+        init_method=config.model.init_method,
+        output_init_method=config.model.output_layer_init_method,
+        std=config.model.init_method_std,
+    )
+    model.to(layout.device)
+    if isinstance(model, GPTPipeline):
+        model.synchronize_shared()
+    return model
+
+
+def _prepare_for_device(
+    model: "GPTWithLoss | GPTPipeline", config: Config, device: torch.device, report: Callable[[str], None]
+) -> None:
+    """Check the kernels that the model uses, and compile its blocks if the configuration says so.
+
+    Raises UserError if the device does not support what the configuration needs.
+    """
+    dtype = DTYPES[config.precision.dtype]
+    if notice := slow_dtype_notice(device, dtype):
+        report(notice)
+    check_kernels(model, device, dtype, training=True, report=report)
+    if config.training.torch_compile:
+        from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
+
+        try:
+            whole = compile_blocks(model, device)
+        except RuntimeError as error:
+            raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
+        report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
+    if config.training.enable_cuda_graph and device.type != "cuda":
+        raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {device.type}; remove the key")
+
+
+def _wrap_with_deepspeed(
+    model: "GPTWithLoss | GPTPipeline",
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    config: Config,
+    layout: Layout,
+    topology: PipeModelDataParallelTopology,
+) -> DeepSpeedEngine:
+    """DeepSpeed's engine for the model. Raises UserError for `settings` that DeepSpeed rejects."""
+    # The grid tells DeepSpeed which ranks are tensor-parallel slices of one model, and which are replicas.
+    if isinstance(model, GPTPipeline):
+        engine_class, grid = PatchedPipelineEngine, model.mpu()
+    else:
+        engine_class = PatchedEngine
+        grid = PipelineParallelGrid(topology=topology) if layout.tensor_size > 1 else None
+    with startup_messages(config.training.dump_state):
+        deepspeed: DeepSpeedEngine = engine_class(
+            args=None,
+            model=model,
+            optimizer=optimizer,
+            mpu=grid,
+            config=settings,
+            config_class=_checked_by_deepspeed(settings, config.training.deepspeed_extra_args, grid),
+            dist_init_required=False,
+        )
+    if settings["zero_optimization"]["stage"] == 3:
+        _register_positional_parameters(model)
+    if hasattr(deepspeed.optimizer, "loss_scaler"):
+        # Instead of a bare Exception, `StepLog` raises a UserError that says what to change.
+        deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
+    return deepspeed
+
+
 class Engine:
     """The model of this rank and its optimizer."""
 
-    def __init__(self, config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]):
-        """Build and initialize the model, the optimizer and DeepSpeed's engine. `report` prints once per run.
-
-        Raises UserError if the batch sizes do not fit the layout, or if a requirement of the configuration is not
-        installed (apex, a compiler for torch.compile).
-        """
-        training, model = config.training, config.model
-        self.config, self.layout = config, layout
-        self.settings = ModelSettings(config.model, padded_vocab_size, layout.tensor_parallel)
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        settings: ModelSettings,
+        model: GPT | GPTPipeline,
+        deepspeed: DeepSpeedEngine,
+        deepspeed_settings: dict[str, Any],
+    ):
+        self.config, self.layout, self.settings = config, layout, settings
+        self.model, self.deepspeed = model, deepspeed
         self.is_pipeline = layout.pipeline_size > 1
-        self.seq_length = model.seq_length
-        deepspeed_settings = deepspeed_dict(config, layout.data_size)
+        self.seq_length = config.model.seq_length
         self.micro_batch: int = deepspeed_settings["train_micro_batch_size_per_gpu"]
         self.accumulation: int = deepspeed_settings["gradient_accumulation_steps"]
         self.global_batch: int = deepspeed_settings["train_batch_size"]
         self.zero_stage: int = deepspeed_settings["zero_optimization"]["stage"]
-
-        topology = PipeModelDataParallelTopology(
-            num_pp=layout.pipeline_size, num_mp=layout.tensor_size, num_dp=layout.data_size
-        )
-        checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
-        self.model: GPT | GPTPipeline
-        if self.is_pipeline:
-            with startup_messages(training.dump_state):
-                self.model = GPTPipeline(
-                    self.settings,
-                    topology=topology,
-                    partition_method=config.parallel.pipe_partition_method,
-                    checkpoint_every=checkpoint_every,
-                )
-        else:
-            self.model = GPTWithLoss(self.settings, checkpoint_every=checkpoint_every)
-        initialize(
-            self.model.layers(),
-            self.settings,
-            seed=training.seed,
-            init_method=model.init_method,
-            output_init_method=model.output_layer_init_method,
-            std=model.init_method_std,
-        )
-        self.model.to(layout.device)
-        if isinstance(self.model, GPTPipeline):
-            self.model.synchronize_shared()
-        dtype = DTYPES[config.precision.dtype]
-        if notice := slow_dtype_notice(layout.device, dtype):
-            report(notice)
-        check_kernels(self.model, layout.device, dtype, training=True, report=report)
-        if training.torch_compile:
-            from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
-
-            try:
-                whole = compile_blocks(self.model, layout.device)
-            except RuntimeError as error:
-                raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
-            report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
-
         self.data_failure: str | None = None  # why a data worker of this rank has ended
         self._curriculum = CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
-        self._needs_capture = training.enable_cuda_graph
-        if training.enable_cuda_graph and layout.device.type != "cuda":
-            raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {layout.device.type}; remove the key")
-        if self.zero_stage != config.optimizer.zero_stage:
-            report(
-                f"ZeRO stage 1 is used instead of 0, because training is in {config.precision.dtype} "
-                "(zero_optimization.stage; same arithmetic, the optimizer state is partitioned among replicas)"
-            )
-        optimizer, description = configure_optimizer(config, self.model)
-        report(f"optimizer: {description}")
-        # The grid tells DeepSpeed which ranks are tensor-parallel slices of one model, and which are replicas.
-        if isinstance(self.model, GPTPipeline):
-            engine_class, grid = PatchedPipelineEngine, self.model.mpu()
-        else:
-            engine_class = PatchedEngine
-            grid = PipelineParallelGrid(topology=topology) if layout.tensor_size > 1 else None
-        with startup_messages(training.dump_state):
-            self.deepspeed: DeepSpeedEngine = engine_class(
-                args=None,
-                model=self.model,
-                optimizer=optimizer,
-                mpu=grid,
-                config=deepspeed_settings,
-                config_class=_checked_by_deepspeed(deepspeed_settings, training.deepspeed_extra_args, grid),
-                dist_init_required=False,
-            )
-        if self.zero_stage == 3:
-            _register_positional_parameters(self.model)
-        if isinstance(optimizer, WholeParameterOptimizer):
-            attach(optimizer, self.deepspeed, parameter_names(self.layers(), tied_output(config.model)), layout)
-            if optimizer.num_exchanged:
-                report(
-                    f"optimizer: it updates whole parameters; {optimizer.num_exchanged:,} elements of parameters that "
-                    "are split over ranks are gathered for each step"
-                )
-        if hasattr(self.deepspeed.optimizer, "loss_scaler"):
-            # Instead of a bare Exception, `StepLog` raises a UserError that says what to change.
-            self.deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
+        self._needs_capture = config.training.enable_cuda_graph
 
     # -- training and validation --------------------------------------------------------------------------------------
 

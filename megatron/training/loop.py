@@ -4,10 +4,12 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.directory import check_not_replaced, iteration_of
 from megatron.checkpoint.loading import (
@@ -25,7 +27,7 @@ from megatron.data import build_datasets
 from megatron.data.datasets import Datasets
 from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training import distributed
-from megatron.training.engine import Engine
+from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss
 from megatron.training.machine import check_machine, check_number_of_samples
@@ -44,13 +46,15 @@ def train(config: Config, *, force: bool = False) -> TrainingState:
 
     Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
     """
+    if config.schedule.train_iters is None:
+        raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
     layout = distributed.initialize(config)
     try:
         check_log_folders(config)
         with contextlib.ExitStack() as resources:
             lock_log_folders(config, resources)
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
-            trainer = Trainer(config, layout, logger, resources, force=force)
+            trainer = build_trainer(config, layout, logger, resources, force=force)
             iteration = trainer.state.iteration
             with (
                 distributed.DistributedSignalHandler() as signals,
@@ -70,226 +74,350 @@ def train(config: Config, *, force: bool = False) -> TrainingState:
         distributed.shutdown()
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        source: the configuration that says which weights to load; that of the run, unless it resumes from `save`.
+        checkpoint: the folder of one iteration; None: initial weights.
+        lock: of the folder `save`; None if the run does not save.
+    """
+
+    source: Config
+    checkpoint: Path | None
+    iteration: int
+    vocab_size: int
+    lock: Lock | None
+
+    def lineage_of(self, state: TrainingState) -> list[int] | None:
+        """The earlier iterations of the run of the loaded state; None if this is a new run."""
+        return None if self.source.checkpoint.finetune else state.lineage
+
+
+def build_trainer(
+    config: Config, layout: distributed.Layout, logger: Logger, resources: contextlib.ExitStack, *, force: bool
+) -> "Trainer":
+    """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
+    `save`. `force`: see `train`.
+
+    Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked,
+    not writable or too small; if possible before the model is built.
+    """
+    report = logger.info
+    report(layout.describe())
+    distributed.seed_everything(config.training.seed, layout)
+
+    # Whatever needs no model: its errors are found first.
+    tokenizer = _build_tokenizer(config)
+    start = _find_start(config, layout, tokenizer, resources, report, force=force)
+    planned = _num_samples(config, layout, TrainingState())
+    datasets = _build_datasets(config, tokenizer, planned, report)
+    curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
+
+    # The model, its weights, and the state of the run.
+    engine = build_engine(config, start.vocab_size, layout, report)
+    outside = _count_parameters(engine, tokenizer.vocab_size, report)
+    state = _load_state(engine, start, report)
+    needed = _num_samples(config, layout, state)
+    if any(map(operator.gt, needed, planned)):  # the checkpoint was saved with larger batches
+        datasets = _build_datasets(config, tokenizer, needed, report)
+    _follow_data_order(state, datasets, report)
+
+    # What the loop calls.
+    validator = Validator(engine, logger, datasets.valid, datasets.test)
+    checkpointer = None
+    if config.checkpoint.save:
+        checkpointer = Checkpointer(engine, config, report, start.lineage_of(state))
+    schedule = _build_schedule(config, state, report)
+    logger.start_metrics(state.iteration)
+    batch = _finite_check_batch(engine, tokenizer.vocab_size)
+    return Trainer(
+        config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, start.lock, outside, batch
+    )
+
+
+def _build_tokenizer(config: Config) -> Tokenizer:
+    """Raises UserError if the vocabulary does not fit the configuration."""
+    tokenizer = build_tokenizer(
+        config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
+    )
+    check_vocabulary(config, tokenizer.vocab_size)
+    return tokenizer
+
+
+def _find_start(
+    config: Config,
+    layout: distributed.Layout,
+    tokenizer: Tokenizer,
+    resources: contextlib.ExitStack,
+    report: Callable[[str], None],
+    *,
+    force: bool,
+) -> Start:
+    """Check the machine and the folders, lock `save`, and find the checkpoint. Raises UserError."""
+    vocab_size = config.model.padded_vocab_size or padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
+    )
+    report(str(config.batch.resolve(layout.data_size)))
+    check_machine(config, layout, vocab_size, report, force=force)
+    source, lock = _lock_and_resume(config, resources, report)
+
+    # The checkpoint fits the configuration.
+    checkpoint = locate_checkpoint(source, layout, report)
+    load, last_iteration = config.checkpoint.load, config.schedule.train_iters or 0
+    if checkpoint is not None:
+        vocab_size = checkpoint_vocab_size(checkpoint, config, tokenizer.vocab_size, layout.tensor_size, report)
+        check_model(checkpoint, source, vocab_size, report)
+    elif last_iteration == 0:
+        problem = f"load: {load} contains no checkpoint" if load else "load is not set"
+        raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
+
+    # There are iterations left, and there is space for their checkpoints.
+    iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
+    if 0 < last_iteration < iteration:
+        raise UserError(
+            f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of {checkpoint}; raise "
+            "train-iters to continue it, or set train-iters: 0 to evaluate it"
+        )
+    if lock is not None:
+        check_space(config, vocab_size, iteration, report)
+    return Start(source, checkpoint, iteration, vocab_size, lock)
+
+
+def _lock_and_resume(
+    config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]
+) -> tuple[Config, Lock | None]:
+    """Lock `save` if the run trains. Returns the configuration that names the weights, and the lock."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if save is None or config.schedule.train_iters == 0:
+        return config, None
+    lock = lock_save_folder(save, resources)
+    check_save_folder(config)
+    resumed = resumable_config(config)
+    if resumed is None:
+        return config, lock
+    report(
+        f"save: {save} already contains checkpoints of this run, which resumes from them; to start again from "
+        f"{f'load: {load}' if load else 'scratch'}, choose another folder"
+    )
+    return resumed, lock
+
+
+def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], None]) -> int:
+    """Print the size of the model; returns the number of parameters outside the input embedding.
+
+    vocab_size: of the tokenizer.
+    """
+    parameters = count_parameters(engine.layers(), engine.settings, engine.layout)
+    report(f"attention: {engine.attention_choice()}")
+    report(
+        f"model: {parameters['total']:,} parameters, {parameters['positional']:,} of them positional "
+        f"({engine.config.model.pos_emb}); vocabulary {vocab_size:,} padded to {engine.settings.padded_vocab_size:,}; "
+        f"{engine.config.precision.dtype}"
+    )
+    return parameters["outside_embedding"]
+
+
+def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> TrainingState:
+    """Load the checkpoint. Raises UserError if the run would replace checkpoints of another run in `save`."""
+    config, last_iteration = engine.config, engine.config.schedule.train_iters or 0
+    state = load_checkpoint(engine, start.source, start.checkpoint, report)
+    engine.project()
+
+    def saves(iteration: int) -> bool:
+        is_ahead = start.iteration < iteration <= last_iteration or iteration == start.iteration == 0
+        is_planned = config.checkpoint.saves(iteration) or _is_due(iteration, config.training.exit_interval)
+        return is_ahead and (is_planned or iteration == last_iteration)
+
+    if start.lock is not None:
+        run_on_rank_0(lambda: check_not_replaced(Path(config.checkpoint.save or ""), saves, start.lineage_of(state)))
+    return state
+
+
+def _num_samples(config: Config, layout: distributed.Layout, state: TrainingState) -> tuple[int, int, int]:
+    """The numbers of training, validation and test samples to finish a run from this state, including those that it
+    has read; no training samples if it has ended.
+    """
+    training, last_iteration = config.training, config.schedule.train_iters or 0
+    _, _, global_batch = config.batch.resolve(layout.data_size)
+    remaining = last_iteration - state.iteration
+    samples_per_validation = training.eval_iters * global_batch
+    validations = last_iteration // training.eval_interval - state.evaluated_at // training.eval_interval
+    return (
+        state.consumed_samples + remaining * global_batch if remaining > 0 else 0,
+        state.consumed_valid_samples + (max(validations, 0) + 1) * samples_per_validation,
+        samples_per_validation,
+    )
+
+
+def _build_datasets(
+    config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int], report: Callable[[str], None]
+) -> Datasets:
+    """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
+    training = config.training
+    check_number_of_samples(sum(num_samples))
+    datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
+    if num_samples[0] and datasets.train is None:
+        raise UserError("there are no training documents: check split, or set train-data-paths")
+    if training.eval_iters and datasets.valid is None:
+        place = "valid-data-paths is not set"
+        if config.data.data_path is not None:
+            place = f"split {config.data.split} leaves none of the documents of data-path {config.data.data_path}"
+        without_validation = f"there are no validation documents: {place}"
+        if config.schedule.train_iters == 0:
+            raise UserError(f"train-iters is 0, and {without_validation}")
+        report(f"no validation: {without_validation}")
+    return datasets
+
+
+def _follow_data_order(state: TrainingState, datasets: Datasets, report: Callable[[str], None]) -> None:
+    """Record the order of the training samples in the state; prints it, and whether it differs from the state's."""
+    data_order = state.data_order if datasets.train is None else datasets.train.order
+    if state.data_order and state.consumed_samples and data_order != state.data_order:
+        report(
+            "the order of the training samples differs from the checkpoint's (data, split, seed or seq-length "
+            f"changed): training resumes at sample {state.consumed_samples:,} of the new order, so some "
+            "samples may be seen twice and others never"
+        )
+    state.data_order = data_order
+    for line in [] if datasets.train is None else datasets.train.describe():
+        report(f"training data: {line}")
+
+
+def _build_schedule(config: Config, state: TrainingState, report: Callable[[str], None]) -> Schedule:
+    """The learning rates of the run; prints them, and records the schedule in the state."""
+    last_iteration = config.schedule.train_iters or 0
+    state.lr_schedule = config.schedule.lr_schedule or state.lr_schedule
+    decay_iters = config.schedule.lr_decay_iters or last_iteration
+    schedule = Schedule(
+        config.optimizer.lr,
+        config.schedule.lr_decay_style,
+        decay_iters,
+        config.schedule.warmup_steps(decay_iters),
+        config.schedule.lowest_lr(config.optimizer.lr),
+        state.lr_schedule,
+    )
+    if 0 < last_iteration == state.iteration:
+        report(f"nothing to train: the run has ended at train-iters {last_iteration:,}; it is evaluated")
+    if state.iteration < last_iteration:
+        report(schedule.describe())
+        for notice in schedule.notices(state.iteration, last_iteration, state.learning_rate):
+            report(f"notice: {notice}")
+    return schedule
+
+
+def _finite_check_batch(engine: Engine, vocab_size: int) -> Tensor:
+    """Random tokens, int64 [micro-batch, s + 1]."""
+    generator = torch.Generator().manual_seed(engine.config.training.seed)
+    return torch.randint(vocab_size, (engine.micro_batch, engine.seq_length + 1), generator=generator)
+
+
+@dataclass
 class Trainer:
-    """A training run on this rank: data, engine, state, checkpoints and log."""
+    """A training run on this rank: data, engine, state, checkpoints and log. `build_trainer` builds it.
 
-    def __init__(
-        self,
-        config: Config,
-        layout: distributed.Layout,
-        logger: Logger,
-        resources: contextlib.ExitStack,
-        *,
-        force: bool = False,
-    ):
-        """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
-        `save`. `force`: see `train`.
+    Attributes:
+        lock: of the folder `save`; None if the run does not save.
+        outside_embedding: the number of parameters outside the input embedding, for the MFU.
+        finite_check_batch: tokens on which the weights are checked before they are saved, int64 [micro-batch, s + 1].
+    """
 
-        Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked,
-        not writable or too small; if possible before the model is built.
-        """
-        if config.schedule.train_iters is None:
-            raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
-        self.config, self.layout, self.logger = config, layout, logger
-        self.last_iteration = config.schedule.train_iters
-        logger.info(layout.describe())
-        distributed.seed_everything(config.training.seed, layout)
+    config: Config
+    logger: Logger
+    engine: Engine
+    state: TrainingState
+    schedule: Schedule
+    datasets: Datasets
+    validator: Validator
+    curves: ExtrapolationCurves | None
+    checkpointer: Checkpointer | None
+    lock: Lock | None
+    outside_embedding: int
+    finite_check_batch: Tensor
 
-        tokenizer = build_tokenizer(
-            config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
-        )
-        check_vocabulary(config, tokenizer.vocab_size)
-        vocab_size = config.model.padded_vocab_size or padded_vocab_size(
-            tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
-        )
-        logger.info(str(config.batch.resolve(layout.data_size)))
-        check_machine(config, layout, vocab_size, logger.info, force=force)
-        load, save = config.checkpoint.load, config.checkpoint.save
-        self.lock: Lock | None = None
-        resumed: Config | None = None
-        if save is not None and self.last_iteration > 0:
-            self.lock = lock_save_folder(save, resources)
-            check_save_folder(config)
-            resumed = resumable_config(config)
-        if resumed is not None:
-            logger.info(
-                f"save: {save} already contains checkpoints of this run, which resumes from them; to start again from "
-                f"{f'load: {load}' if load else 'scratch'}, choose another folder"
-            )
-        source = resumed or config  # of the weights
-        checkpoint = locate_checkpoint(source, layout, logger.info)
-        if checkpoint is not None:
-            vocab_size = checkpoint_vocab_size(
-                checkpoint, config, tokenizer.vocab_size, layout.tensor_size, logger.info
-            )
-            check_model(checkpoint, source, vocab_size, logger.info)
-        if checkpoint is None and self.last_iteration == 0:
-            problem = f"load: {load} contains no checkpoint" if load else "load is not set"
-            raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
-        start = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
-        if 0 < self.last_iteration < start:
-            raise UserError(
-                f"train-iters: {self.last_iteration:,} is below the {start:,} iterations of {checkpoint}; raise "
-                "train-iters to continue it, or set train-iters: 0 to evaluate it"
-            )
-        if self.lock is not None:
-            check_space(config, vocab_size, start, logger.info)
-        planned = self._num_samples(TrainingState())
-        datasets = self._build_datasets(tokenizer, planned)
-        self.curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
-
-        self.engine = Engine(config, vocab_size, layout, logger.info)
-        parameters = count_parameters(self.engine.layers(), self.engine.settings, layout)
-        logger.info(f"attention: {self.engine.attention_choice()}")
-        logger.info(
-            f"model: {parameters['total']:,} parameters, {parameters['positional']:,} of them positional "
-            f"({config.model.pos_emb}); vocabulary {tokenizer.vocab_size:,} padded to {vocab_size:,}; "
-            f"{config.precision.dtype}"
-        )
-        self.state = load_checkpoint(self.engine, source, checkpoint, logger.info)
-        self.engine.project()
-        lineage = None if source.checkpoint.finetune else self.state.lineage
-        if self.lock is not None:
-
-            def saves(iteration: int) -> bool:
-                is_ahead = start < iteration <= self.last_iteration or iteration == start == 0
-                is_planned = config.checkpoint.saves(iteration) or _is_due(iteration, config.training.exit_interval)
-                return is_ahead and (is_planned or iteration == self.last_iteration)
-
-            run_on_rank_0(lambda: check_not_replaced(Path(save or ""), saves, lineage))
-        needed = self._num_samples(self.state)
-        if any(map(operator.gt, needed, planned)):  # the checkpoint was saved with larger batches
-            datasets = self._build_datasets(tokenizer, needed)
-
-        data_order = self.state.data_order if datasets.train is None else datasets.train.order
-        if self.state.data_order and self.state.consumed_samples and data_order != self.state.data_order:
-            logger.info(
-                "the order of the training samples differs from the checkpoint's (data, split, seed or seq-length "
-                f"changed): training resumes at sample {self.state.consumed_samples:,} of the new order, so some "
-                "samples may be seen twice and others never"
-            )
-        self.state.data_order = data_order
-        for line in [] if datasets.train is None else datasets.train.describe():
-            logger.info(f"training data: {line}")
-        if datasets.train is not None and self.state.iteration < self.last_iteration:
-            self.train_batches = self.engine.batches(datasets.train, self.state.consumed_samples)
-        self.validator = Validator(self.engine, logger, datasets.valid, datasets.test)
-        self.checkpointer = Checkpointer(self.engine, config, logger.info, lineage) if save else None
-        self.state.lr_schedule = config.schedule.lr_schedule or self.state.lr_schedule
-        decay_iters = config.schedule.lr_decay_iters or self.last_iteration
-        self.schedule = Schedule(
-            config.optimizer.lr,
-            config.schedule.lr_decay_style,
-            decay_iters,
-            config.schedule.warmup_steps(decay_iters),
-            config.schedule.lowest_lr(config.optimizer.lr),
-            self.state.lr_schedule,
-        )
-        if 0 < self.last_iteration == self.state.iteration:
-            logger.info(f"nothing to train: the run has ended at train-iters {self.last_iteration:,}; it is evaluated")
-        if self.state.iteration < self.last_iteration:
-            logger.info(self.schedule.describe())
-            for notice in self.schedule.notices(self.state.iteration, self.last_iteration, self.state.learning_rate):
-                logger.info(f"notice: {notice}")
-        self.outside_embedding = parameters["outside_embedding"]
-        # Random tokens int64 [micro-batch, s + 1], on which the weights are checked before they are saved.
-        self.finite_check_batch = torch.randint(
-            tokenizer.vocab_size,
-            (self.engine.micro_batch, self.engine.seq_length + 1),
-            generator=torch.Generator().manual_seed(config.training.seed),
-        )
-        logger.start_metrics(self.state.iteration)
-
-    def _num_samples(self, state: TrainingState) -> tuple[int, int, int]:
-        """The training, validation and test samples that a run needs which continues from this state, with those that
-        it has read; no training samples if it has ended.
-        """
-        training, remaining = self.config.training, self.last_iteration - state.iteration
-        _, _, global_batch = self.config.batch.resolve(self.layout.data_size)
-        samples_per_validation = training.eval_iters * global_batch
-        validations = self.last_iteration // training.eval_interval - state.evaluated_at // training.eval_interval
-        return (
-            state.consumed_samples + remaining * global_batch if remaining > 0 else 0,
-            state.consumed_valid_samples + (max(validations, 0) + 1) * samples_per_validation,
-            samples_per_validation,
-        )
-
-    def _build_datasets(self, tokenizer: Tokenizer, num_samples: tuple[int, int, int]) -> Datasets:
-        """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
-        config, training = self.config, self.config.training
-        check_number_of_samples(sum(num_samples))
-        datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
-        if num_samples[0] and datasets.train is None:
-            raise UserError("there are no training documents: check split, or set train-data-paths")
-        if training.eval_iters and datasets.valid is None:
-            place = "valid-data-paths is not set"
-            if config.data.data_path is not None:
-                place = f"split {config.data.split} leaves none of the documents of data-path {config.data.data_path}"
-            without_validation = f"there are no validation documents: {place}"
-            if self.last_iteration == 0:
-                raise UserError(f"train-iters is 0, and {without_validation}")
-            self.logger.info(f"no validation: {without_validation}")
-        return datasets
+    @property
+    def last_iteration(self) -> int:
+        return self.config.schedule.train_iters or 0
 
     def train(self, signals: distributed.DistributedSignalHandler, profiler_step: Callable[[], None]) -> bool:
         """Train to the last iteration, and call `profiler_step` after every step.
 
         Returns False if a signal or `exit-interval` ended the run before it.
         """
-        training, saves = self.config.training, self.config.checkpoint.saves
-        state, length, has_trained = self.state, 0, False
+        state, length, is_first = self.state, 0, True
         flops = partial(flops_per_token, self.outside_embedding, self.config.model)
         log = StepLog(self.config, self.engine, self.logger, flops, state)
-        if self.checkpointer is not None and state.iteration == 0 and self.last_iteration > 0 and saves(0):
-            self._save()
-        stopped_before = 0 < state.iteration < self.last_iteration and state.evaluated_at != state.iteration
-        if stopped_before and _is_due(state.iteration, training.eval_interval):
-            with log.paused():
-                self._evaluate()
+        self._save_or_evaluate_before_the_first_step(log)
+        if self.datasets.train is not None and state.iteration < self.last_iteration:
+            batches = self.engine.batches(self.datasets.train, state.consumed_samples)
         while state.iteration < self.last_iteration:
-            learning_rate = self.schedule(state.iteration)
             if length != self.engine.length_at(state.iteration):
                 length = self.engine.length_at(state.iteration)
                 if self.config.curriculum.enabled:
                     self.logger.info(f"curriculum_learning: length {length:,} from iteration {state.iteration + 1:,}")
-            loss = self.engine.train_step(self.train_batches, learning_rate, state.iteration)
+            learning_rate = self.schedule(state.iteration)
+            loss = self.engine.train_step(batches, learning_rate, state.iteration)
             profiler_step()
             state.iteration, state.learning_rate = state.iteration + 1, learning_rate
             state.consumed_samples += self.engine.global_batch
             state.tokens += self.engine.global_batch * length
             log.add(loss)
-
-            is_last = state.iteration == self.last_iteration
-            exit_reason = None
-            if not is_last:
-                if signals.received_by_any_rank(stop=self.engine.data_failure is not None):
-                    exit_reason = (
-                        "a data worker was killed" if self.engine.data_failure else "received a signal to stop"
-                    )
-                elif _is_due(state.iteration, training.exit_interval):
-                    exit_reason = f"exit-interval {training.exit_interval}"
-            if _is_due(state.iteration, training.log_interval) or is_last:
-                log.write(state, learning_rate)
-            elif not has_trained:  # the next line may be hours away
-                self.logger.info(f"iteration {state.iteration:,}/{self.last_iteration:,} | lm loss {float(loss):.4f}")
-            has_trained = True
-            if _is_due(state.iteration, training.eval_interval) and not exit_reason:
-                with log.paused():
-                    self._evaluate()
-            if self.checkpointer is not None and (saves(state.iteration) or is_last or exit_reason):
-                with log.paused():
-                    log.check(state.iteration)
-                    # Weights whose loss is not finite must not replace a good checkpoint.
-                    batch = {"tokens": self.finite_check_batch[:, :-1], "labels": self.finite_check_batch[:, 1:]}
-                    if not math.isfinite(self.engine.validate(iter([batch]), 1)):
-                        raise non_finite_loss(self.config, f"after iteration {state.iteration}")
-                    state.unlogged_losses = log.unlogged()
-                    self._save()
-            if exit_reason:
-                saved = "checkpoint saved" if self.checkpointer else "no checkpoint saved (`save` is not set)"
-                self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
+            if not self._finish_step(log, loss, signals, is_first=is_first):
                 return False
+            is_first = False
         return True
+
+    def _finish_step(
+        self, log: StepLog, loss: Tensor, signals: distributed.DistributedSignalHandler, *, is_first: bool
+    ) -> bool:
+        """Log, validate and save if they are due. Returns False if the run ends before its last iteration."""
+        training, state = self.config.training, self.state
+        is_last = state.iteration == self.last_iteration
+        exit_reason = None if is_last else self._exit_reason(signals)
+        assert state.learning_rate is not None  # that of the step
+        if _is_due(state.iteration, training.log_interval) or is_last:
+            log.write(state, state.learning_rate)
+        elif is_first:  # the next line may be hours away
+            self.logger.info(f"iteration {state.iteration:,}/{self.last_iteration:,} | lm loss {float(loss):.4f}")
+        if _is_due(state.iteration, training.eval_interval) and not exit_reason:
+            with log.paused():
+                self._evaluate()
+        if self.config.checkpoint.saves(state.iteration) or is_last or exit_reason:
+            self._save_if_finite(log)
+        if exit_reason:
+            saved = "checkpoint saved" if self.checkpointer else "no checkpoint saved (`save` is not set)"
+            self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
+        return exit_reason is None
+
+    def _save_or_evaluate_before_the_first_step(self, log: StepLog) -> None:
+        """Save iteration 0, or evaluate as the run did not before it was stopped."""
+        state, last_iteration = self.state, self.last_iteration
+        if state.iteration == 0 and last_iteration > 0 and self.config.checkpoint.saves(0):
+            self._save()
+        was_stopped = 0 < state.iteration < last_iteration and state.evaluated_at != state.iteration
+        if was_stopped and _is_due(state.iteration, self.config.training.eval_interval):
+            with log.paused():
+                self._evaluate()
+
+    def _exit_reason(self, signals: distributed.DistributedSignalHandler) -> str | None:
+        """Why the run ends before its last iteration; None if it continues."""
+        if signals.received_by_any_rank(stop=self.engine.data_failure is not None):
+            return "a data worker was killed" if self.engine.data_failure else "received a signal to stop"
+        interval = self.config.training.exit_interval
+        return f"exit-interval {interval}" if _is_due(self.state.iteration, interval) else None
+
+    def _save_if_finite(self, log: StepLog) -> None:
+        """Save a checkpoint. Raises UserError if the loss is not finite, which must not replace a good checkpoint."""
+        if self.checkpointer is None:
+            return
+        with log.paused():
+            log.check(self.state.iteration)
+            batch = {"tokens": self.finite_check_batch[:, :-1], "labels": self.finite_check_batch[:, 1:]}
+            if not math.isfinite(self.engine.validate(iter([batch]), 1)):
+                raise non_finite_loss(self.config, f"after iteration {self.state.iteration}")
+            self.state.unlogged_losses = log.unlogged()
+            self._save()
 
     def check_data_workers(self) -> None:
         """Raises UserError if a data worker of this rank was killed."""

@@ -157,7 +157,7 @@ def test_sizes_are_compared_before_the_model_is_built(keys, message, corpus, tmp
     def build(*_):
         raise AssertionError("the model was built")
 
-    monkeypatch.setattr("megatron.training.loop.Engine", build)
+    monkeypatch.setattr("megatron.training.loop.build_engine", build)
     with pytest.raises(CheckpointError, match=message):
         train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
 

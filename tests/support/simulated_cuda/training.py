@@ -59,7 +59,7 @@ class SimulatedTraining:
             patch.multiple(torch.nn.Module, to=to_device, **casts),
             patch.multiple(engine, GPTWithLoss=on_meta, initialize=lambda *_, **__: None),
         ):
-            self.engine = engine.Engine(self.config, VOCABULARY, layout, lambda line: None)
+            self.engine = engine.build_engine(self.config, VOCABULARY, layout, lambda line: None)
 
     def third_step(self) -> None:
         """Train three steps; the device then has the records of the third one."""

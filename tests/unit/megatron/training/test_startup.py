@@ -18,7 +18,7 @@ from tests.support.runs import copy_checkpoint, metrics, training_settings
 @pytest.fixture
 def nothing_is_built(monkeypatch):
     """Building the datasets or the model fails the test."""
-    for name in ("build_datasets", "Engine"):
+    for name in ("build_datasets", "build_engine"):
         monkeypatch.setattr(loop, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
 
 
@@ -65,7 +65,7 @@ def test_the_folder_of_wandb_is_not_writable(tmp_path, data_path, nothing_is_bui
 
 def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
     """The sample indices are written before the model is built."""
-    monkeypatch.setattr(loop, "Engine", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(loop, "build_engine", lambda *_: pytest.fail("the model was built"))
     (tmp_path / "file").write_text("a file")
     with pytest.raises(
         UserError, match=r"cannot write the sample indices to .*file/x .*; set data-cache-path to a wri"
