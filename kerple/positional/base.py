@@ -8,7 +8,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,8 @@ class PositionsExceeded(ValueError):
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Chunk:
     """Pairs of c queries and l keys, whose scores `modify_scores` computes.
 
     Attributes:
@@ -315,14 +316,14 @@ class ScoreModifier(PositionalMethod):
     """Computes the final scores from the scaled scores. Each layer has its own instance.
 
     Members: `__init__`, `reset_parameters` and `modify_scores`; `table` for values over distance. Three attributes say
-    what the final score of a query-key pair depends on. The defaults are always correct:
+    what the final score of a query-key pair depends on. The defaults are always correct.
 
-        per_pair           only that pair's query, positions and scores (of all heads)
-        shift_invariant    positions are used only for the distances at which `table` is read, so that the table may
-                           begin at another distance, with positions shifted by it
-        lookahead          the number of masked keys after the last query whose presence (not their values) affects the
-                           result. `final_scores` adds them. No more masked keys than that next to a visible one may
-                           affect its score
+    Attributes:
+        per_pair: only on that pair's query, positions and scores (of all heads).
+        shift_invariant: on positions only for the distances at which `table` is read, so that the table may begin at
+            another distance, with positions shifted by it.
+        lookahead: the number of masked keys after the last query whose presence (not their values) affects the result.
+            `final_scores` adds them. No more masked keys than that next to a visible one may affect its score.
     """
 
     shared = False

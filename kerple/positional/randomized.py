@@ -22,7 +22,7 @@ Legend: b batch, s tokens, h heads, c queries, l keys, d head size, e hidden siz
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,7 +154,7 @@ class Randomized(PositionalMethod):
     def modify_scores(self, chunk: Chunk) -> Tensor:
         # `lookahead` adds masked keys after the last query, for which there may be no position.
         key_positions = self.sampled(chunk.key_positions.clamp(max=int(chunk.query_positions[-1])))
-        chunk = chunk._replace(query_positions=self.sampled(chunk.query_positions), key_positions=key_positions)
+        chunk = replace(chunk, query_positions=self.sampled(chunk.query_positions), key_positions=key_positions)
         if "modify_scores" in self.plain.hooks:
             return super().modify_scores(chunk)
         assert chunk.table is not None

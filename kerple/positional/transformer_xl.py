@@ -63,9 +63,10 @@ class TransformerXL(ScoreModifier):
         return vectors.view(len(distance), self.num_heads, -1).permute(1, 2, 0)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
-        scores, query, query_positions, key_positions, _, table = chunk
+        scores, table = chunk.scores, chunk.table
+        query_positions, key_positions = chunk.query_positions, chunk.key_positions
         assert table is not None  # `table` above never returns None
-        query = query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
+        query = chunk.query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
         if consecutive(query_positions) and consecutive(key_positions):
             products = query @ by_distance(table, query_positions, key_positions).to(scores.dtype)
             return scores + self.scale * _relative_shift(products, len(key_positions))
