@@ -31,8 +31,10 @@ def train_steps(dry: bool) -> dict[str, object]:
     layout = initialize(config)
     engine = build_engine(config, 96 if dry else 50_257, layout, print)
     shape = (engine.micro_batch, config.model.seq_length + 1)
-    text = torch.randint(96, shape, generator=torch.Generator().manual_seed(0)).to(layout.device)
+    text = torch.randint(96, shape, generator=torch.Generator().manual_seed(0))
     batch = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
+    if not dry:  # as the data loader does
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     for iteration in range(3):
         if iteration == 2 and not dry:
             torch.cuda.synchronize()

@@ -23,12 +23,15 @@ out=runs/bench/first_contact
 mkdir -p $out
 rm -f $out/*.json $out/*.log
 jobs=$(nproc)
+jobs=$((jobs < 14 ? jobs : 14))  # each has a CUDA context
+deadline=$((SECONDS + 520))
+[ -n "$quick" ] || deadline=$((SECONDS + 1200))
 failed=0
 
-part() {  # part NAME COMMAND...: its output goes to the terminal and to NAME.log
-  local name=$1
+part() {  # part NAME COMMAND...: its output goes to the terminal and to NAME.log; it ends at the deadline
+  local name=$1 left=$((deadline - SECONDS))
   shift
-  "$PYTHON" "$@" 2>&1 | tee $out/$name.log || { failed=1; echo "$name FAILED"; }
+  timeout $((left > 1 ? left : 1)) "$PYTHON" "$@" 2>&1 | tee $out/$name.log || { failed=1; echo "$name FAILED"; }
 }
 
 part doctor -m kerple.doctor --jobs "$jobs" --json $out/doctor.json

@@ -10,7 +10,9 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -55,7 +57,15 @@ class Bench:
             import triton
         except ImportError:
             triton = None
-        return {"device": name, "torch": torch.__version__, "triton": getattr(triton, "__version__", None)}
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        return {
+            "device": name,
+            "torch": f"torch {torch.__version__}",
+            "triton": f"triton {getattr(triton, '__version__', None)}",
+            "commit": f"commit {commit or 'unknown'}",
+            "date": time.strftime("%Y-%m-%d"),
+        }
 
     @property
     def expired(self) -> bool:
@@ -91,7 +101,7 @@ class Bench:
     def attempt(self, row: dict[str, object], measurement: Callable[[], dict[str, object]]) -> dict[str, object] | None:
         """Add a measurement, or the reason of its failure (such as out of memory), to a row, and write the row."""
         if self.expired:
-            print(f"time limit reached, skipping {row}", flush=True)
+            self._add({**row, "skipped": "time limit"})
             return None
         try:
             row |= measurement()
@@ -99,10 +109,13 @@ class Bench:
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
             if not self.dry:
                 torch.cuda.empty_cache()
+        self._add(row)
+        return row
+
+    def _add(self, row: dict[str, object]) -> None:
         self.results["rows"].append(row)
         self._write()
         print(json.dumps(row), flush=True)
-        return row
 
     def record_check(self, passed: bool, **details: object) -> bool:
         """Write and print the result of `--check`, and start the clock. Returns `passed`."""
@@ -128,17 +141,23 @@ def close_enough(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) ->
 
 
 def print_results(folder: Path) -> int:
-    """Print a line for each row of each file in a folder. Returns 1 if one of them failed or there are none, else 0."""
+    """Print a line for each row of each file in a folder. Returns 1 if one of them failed, or if a file has no
+    measurement, else 0.
+    """
     failed = not any(folder.glob("*.json"))
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text())
+        if path.stem != "doctor":
+            failed |= all("check" in row or "skipped" in row for row in results["rows"])
+            print(f"{path.stem:<12} {', '.join(map(str, results.get('hardware', {}).values()))}")
         if path.stem == "doctor":
             rows = [check for check in results["checks"] if check["failure"] is not None]
             rows.append({"checks": len(results["checks"]), "passed": results["passed"]})
         else:
             passed = [row for row in results["rows"] if "check" in row and "failed" not in row and row.get("ok", True)]
             rows = [row for row in results["rows"] if row not in passed]
-            rows.append({"checks": len(passed), "passed": results.get("check_passed")})
+            if "check_passed" in results:
+                rows.append({"checks": len(passed), "passed": results["check_passed"]})
         for row in rows:
             failed |= "failed" in row or row.get("ok") is False or row.get("passed") is False
             cells = []

@@ -54,7 +54,7 @@ def test_the_bf16_optimizer_launches_few_kernels():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_2_and_3(stage):
-    """DeepSpeed waits in these stages (see docs/benchmarks/gpu.md); no tensor is on the wrong device."""
+    """DeepSpeed waits in these stages; no tensor is on the wrong device."""
     overrides = (f"zero_optimization.stage={stage}", "pipe-parallel-size=0")
     # DeepSpeed compares the lengths of lists across ranks, with a collective that does nothing here.
     with patch("deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks"):

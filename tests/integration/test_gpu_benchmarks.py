@@ -54,6 +54,7 @@ def test_all_parts_run(tmp_path, failing, options, status):
         ({"name": "fused", "ms": 1.0}, 0),
         ({"name": "fused", "failed": "OutOfMemoryError"}, 1),
         ({"check": "rpe", "ok": False}, 1),
+        ({"name": "fused", "skipped": "time limit"}, 1),
     ],
 )
 def test_the_table_shows_failures(row, status, tmp_path, capsys):

@@ -131,6 +131,12 @@ def test_the_self_check_fails(launch, message, kernel, monkeypatch):
     linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), None)
 
 
+def test_the_self_check_sees_that_a_chunk_is_lost(kernel, monkeypatch):
+    """The gradient of the weight is a sum over chunks."""
+    monkeypatch.setattr(loss, "_add_product", lambda total, left, right: (left @ right).float())
+    assert re.match("the gradient has a relative error of", kernel_failure(torch.device("cpu"), torch.float32))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_model_s_loss_and_gradients_are_the_same_in_chunks_and_with_the_kernel(masked, tied, monkeypatch):
