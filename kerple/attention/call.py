@@ -247,17 +247,24 @@ class AttentionCall:
         """The first key that the query at this position may attend to."""
         return 0 if self.documents is not None else self.span.first_key(position)
 
-    def pairs(self, queries: range, keys: range) -> tuple[Tensor, Tensor]:
-        """(mask, distance) for ranges of positions: `[c, l]`, and with documents `[b, 1, c, l]` and `[b, c, l]`. True
-        is masked. The distance of masked pairs is 0, so every pair has an entry in a table.
+    def mask(self, queries: range, keys: range) -> Tensor:
+        """Bool `[c, l]` for ranges of positions, and `[b, 1, c, l]` with documents. True = masked."""
+        if self.documents is None:
+            return self.span.mask(queries, keys, self.query.device)
+        ids, positions = self.documents.ids, self.documents.positions
+        query, key = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        mask = self.span.mask_pairs(positions[:, query, None], positions[:, None, key])
+        return (mask | (ids[:, query, None] != ids[:, None, key]))[:, None]
+
+    def distances(self, queries: range, keys: range, mask: Tensor) -> Tensor:
+        """Int64 `[c, l]` for ranges of positions, and `[b, c, l]` with documents; 0 for masked pairs, so that each has
+        an entry in a table.
         """
         if self.documents is None:
-            mask = self.span.mask(queries, keys, self.query.device)
-            return mask, pair_distances(queries, keys, mask)
-        query_ids, key_ids = (self.documents.ids[:, part.start : part.stop] for part in (queries, keys))
-        query, key = (self.documents.positions[:, part.start : part.stop] for part in (queries, keys))
-        mask = self.span.mask_pairs(query[:, :, None], key[:, None]) | (query_ids[:, :, None] != key_ids[:, None])
-        return mask[:, None], (query[:, :, None] - key[:, None]).masked_fill_(mask, 0)
+            return pair_distances(queries, keys, mask)
+        positions = self.documents.positions
+        query, key = positions[:, queries.start : queries.stop, None], positions[:, None, keys.start : keys.stop]
+        return (query - key).masked_fill_(mask[:, 0], 0)
 
     @property
     def has_tables(self) -> bool:

@@ -43,12 +43,13 @@ def attend_to_chunk(
     flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
     scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
     scores = scores.view(*query.shape[:3], len(keys))
-    mask, distance = call.pairs(queries, keys)
+    mask = call.mask(queries, keys)
     if call.modify_scores is not None:
         query_positions = torch.arange(queries.start, queries.stop, device="cpu")
         key_positions = torch.arange(keys.start, keys.stop, device="cpu")
         scores = call.modify_scores(scores, query, query_positions, key_positions, mask, score_table)
-    else:
+    elif call.has_tables:
+        distance = call.distances(queries, keys, mask)
         if call.tables.weight is not None:
             scores = scores * lookup(call.tables.weight, distance)
         if call.tables.bias is not None:

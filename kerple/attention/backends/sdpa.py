@@ -33,11 +33,13 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     for first in range(0, call.q_len, MASK_ROWS):
         last = min(first + MASK_ROWS, call.q_len)
         first_key, end = call.first_key(call.offset + first), call.offset + last
-        mask, distance = call.pairs(range(call.offset + first, end), range(first_key, end))
+        queries, keys = range(call.offset + first, end), range(first_key, end)
+        mask = call.mask(queries, keys)
         if bias_table is None:
             attn_mask = ~mask
         else:
-            bias = lookup(bias_table, distance).masked_fill(mask, float("-inf")).to(mask_dtype)
+            bias = lookup(bias_table, call.distances(queries, keys, mask))
+            bias = bias.masked_fill(mask, float("-inf")).to(mask_dtype)
             attn_mask = bias if bias.dim() == 4 else bias[None]
         contexts.append(
             _attend(
