@@ -165,18 +165,17 @@ class TransformersDecoder:
     def __init__(self, model: Any, inner: Any):
         """inner: the model in the wrapper `model` (peft, DataParallel, torch.compile), or the model itself."""
         self._model, self._inner = model, inner
-        model = inner
-        self.vocab_size: int | None = model.get_input_embeddings().num_embeddings
-        config = model.config
+        self.vocab_size: int | None = inner.get_input_embeddings().num_embeddings
+        config = inner.config
         if config.is_encoder_decoder:
             raise UserError(
-                f"{type(model).__name__} has an encoder and a decoder; evaluate a causal language model instead"
+                f"{type(inner).__name__} has an encoder and a decoder; evaluate a causal language model instead"
             )
         self._length_dependent = any(LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config))
-        self._arguments = set(inspect.signature(model.forward).parameters)
+        self._arguments = set(inspect.signature(inner.forward).parameters)
         # `cache` since transformers 5.
         names = [name for name in ("cache", "past_key_values") if name in self._arguments]
-        self._cache_argument = None if not names or getattr(model, "_is_stateful", False) else names[0]
+        self._cache_argument = None if not names or getattr(inner, "_is_stateful", False) else names[0]
         method = getattr(config, "positional_method", None)  # an exported model of this project
         self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
         self._longest = PROBE_TOKENS  # of the texts that were read

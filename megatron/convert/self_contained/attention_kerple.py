@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from .attention_attend import Pairs, attend_in_mode, key_ranges, missing_keys, stored
 from .attention_mode import AttentionMode
+from .attention_tables import lookup
 from .attention_tables import tables as tables_of
 from .cache_kerple import BoundedLayer
 from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
@@ -313,11 +314,6 @@ def chunks(layout, new, rows, device):
         if layout.padded is not None:
             mask = mask | (layout.padded[:, None, None, :end] & other)
         yield slice(first, last), end, distance.clamp(min=0), mask
-
-
-def lookup(table, distance):
-    """The values of a table `[h, t]` at distances `[b, c, l]`: `[b, h, c, l]`."""
-    return table[:, distance].transpose(0, 1)
 
 
 def eager_attention(query, key, value, method, tables, layout, dropout, places, scale):
