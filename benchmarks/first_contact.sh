@@ -34,7 +34,7 @@ part() {  # part NAME COMMAND...: its output goes to the terminal and to NAME.lo
   timeout $((left > 1 ? left : 1)) "$PYTHON" "$@" 2>&1 | tee $out/$name.log || { failed=1; echo "$name FAILED"; }
 }
 
-part doctor -m kerple.doctor --jobs "$jobs" --json $out/doctor.json
+part doctor -m megatron.cli.doctor --jobs "$jobs" --json $out/doctor.json
 part attention benchmarks/attention_gpu.py --check --jobs "$jobs" $quick --seconds 150 --json $out/attention.json $dry
 part train_step benchmarks/train_step_gpu.py --check $quick --seconds 120 --json $out/train_step.json $dry
 part engine benchmarks/engine_gpu.py --json $out/engine.json $dry

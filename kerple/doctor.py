@@ -61,11 +61,13 @@ class Check:
     unsupported: str | None = None
 
     def cell(self, note: str) -> str:
-        error = f"{max(self.errors.values()):.1e}" if self.failure is None else "FAILED"
+        error = f"{max(self.errors.values()):.1e}" if self.errors else "passed"
+        error = error if self.failure is None else "FAILED"
         return f"{'+'.join(self.backends)} {error}{note}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[list[Check]]] | None = None) -> int:
+    """Returns the exit status. more: further checks of a device, a row per kernel and a column per dtype."""
     parser = argparse.ArgumentParser(prog="kerple doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default: 1")
@@ -87,8 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             "\nThere is no GPU that torch can use: the fused kernels are not checked, only chunked and sdpa on the CPU."
         )
-    checks = []
+    checks: list[Check] = []
     for device in devices:
+        rows = [] if more is None else more(device)
         for head_size in options.head_size:
             started = time.perf_counter()
             new = run_in_processes(
@@ -96,8 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 [(name, device, dtype, head_size) for name in primary_names() for dtype in DTYPES],
                 options.jobs,
             )
-            checks += new
-            print_table([new[first : first + len(DTYPES)] for first in range(0, len(new), len(DTYPES))])
+            rows += [new[first : first + len(DTYPES)] for first in range(0, len(new), len(DTYPES))]
+            checks += itertools.chain.from_iterable(rows)
+            print_table(rows)
+            rows = []
             print(f"({time.perf_counter() - started:.0f} s)")
     failed = sum(check.failure is not None for check in checks)
     if options.json is not None:

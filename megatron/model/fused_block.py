@@ -53,10 +53,10 @@ def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
     # ZeRO 3 gathers parameters only during the call of their module.
     if weight.dtype != hidden.dtype or hasattr(weight, "ds_id") or torch.is_autocast_enabled("cuda"):
         return False
-    return _uses_kernels(hidden.device, hidden.dtype, hidden.shape[-1])
+    return uses_kernels(hidden.device, hidden.dtype, hidden.shape[-1])
 
 
-def _uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) -> bool:
+def uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) -> bool:
     """Triton supports NVIDIA GPUs from compute capability 8.0 on."""
     if device.type not in KERNEL_DEVICES or dtype not in MAX_ERROR or hidden_size > MAX_HIDDEN_SIZE:
         return False
@@ -71,7 +71,7 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     """
     norm = cast(nn.LayerNorm | nn.RMSNorm, block.input_layernorm)
     (size,), norm_bias = norm.weight.shape, getattr(norm, "bias", None)
-    if not _uses_kernels(device, dtype, size):
+    if not uses_kernels(device, dtype, size):
         return None
     mlp: Any = block.mlp
     rms, epsilon = isinstance(norm, nn.RMSNorm), cast(float, norm.eps)

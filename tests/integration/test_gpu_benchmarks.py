@@ -15,7 +15,7 @@ from megatron.config.schema.model import ModelConfig
 from megatron.model.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ["kerple.doctor", "attention_gpu", "train_step_gpu", "engine_gpu", "benchmarks.support.gpu"]
+PARTS = ["cli.doctor", "attention_gpu", "train_step_gpu", "engine_gpu", "benchmarks.support.gpu"]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ PARTS = ["kerple.doctor", "attention_gpu", "train_step_gpu", "engine_gpu", "benc
 def test_all_parts_run(tmp_path, failing, options, status):
     """A failure of one part does not prevent the others."""
     stub, log = tmp_path / "python", tmp_path / "commands"
-    stub.write_text(f'#!/bin/sh\necho "$*" >> {log}\ncase "$*" in *kerple.{failing}*) exit 1;; esac\n')
+    stub.write_text(f'#!/bin/sh\necho "$*" >> {log}\ncase "$*" in *cli.{failing}*) exit 1;; esac\n')
     stub.chmod(0o755)
     script = tmp_path / "benchmarks" / "first_contact.sh"
     script.parent.mkdir()
@@ -69,7 +69,7 @@ def test_the_table_shows_failures(row, status, tmp_path, capsys):
 def test_they_need_only_pytorch_and_triton():
     """A GPU machine that is set up for a short time has no other packages."""
     blocked = ("pydantic", "rich", "psutil", "yaml", "deepspeed", "megatron.core")
-    modules = "benchmarks.attention_gpu, benchmarks.train_step_gpu, benchmarks.evaluation_gpu"
+    modules = "benchmarks.attention_gpu, benchmarks.train_step_gpu, benchmarks.evaluation_gpu, megatron.cli.doctor"
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import {modules}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -1,0 +1,45 @@
+"""The doctor's checks of the loss and block kernels, in Triton's interpreter."""
+
+import pytest
+import torch
+
+from kerple.doctor import print_table
+from megatron.cli.doctor import BLOCKS, check_model_kernels
+from megatron.model import fused_block, loss
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    for module in (fused_block, loss):
+        monkeypatch.setattr(module, "KERNEL_DEVICES", ["cpu"])
+
+
+def test_correct_kernels(kernels, capsys):
+    rows = check_model_kernels(CPU)
+    assert [row[0].method for row in rows] == ["loss", *BLOCKS]
+    assert [check.failure for row in rows for check in row] == [None] * 9
+    print_table(rows)
+    assert capsys.readouterr().out.count("fused passed") == 9
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "failed"),
+    [
+        (loss, "_launch", {"loss"}),
+        (fused_block, "_sum_rows", set(BLOCKS)),
+        (fused_block, "_GatedLinear", {[*BLOCKS][1]}),
+    ],
+)
+def test_a_kernel_that_fails(module, function, failed, kernels, monkeypatch, capsys):
+    monkeypatch.setattr(module, function, lambda *_, **__: 1 / 0)
+    rows = check_model_kernels(CPU)
+    assert {check.method for row in rows for check in row if check.failure} == failed
+    print_table(rows)
+    assert capsys.readouterr().out.count("FAILED") == 3 * len(failed)
+
+
+def test_a_device_that_does_not_use_them():
+    assert check_model_kernels(CPU) == []
