@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kerple.attention.tables import NO_TABLES, PositionTables, pair_distances
+from kerple.attention.tables import NO_TABLES, PositionTables
 from kerple.positional import append_decay
 
 # A positional method's `final_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
@@ -168,6 +168,7 @@ class Requirements:
         weight: scores are multiplied by a weight table.
         modify_scores: the positional method computes the final scores.
         decay: the scores have the bias of a decay.
+        key_mask: some keys take no part.
         dropout: attention probabilities are dropped.
         training: gradients are required.
         dtype: of query, key and value.
@@ -179,6 +180,7 @@ class Requirements:
     weight: bool = False
     modify_scores: bool = False
     decay: bool = False
+    key_mask: bool = False
     dropout: bool = False
     training: bool = False
     dtype: torch.dtype | None = None
@@ -201,6 +203,7 @@ class AttentionCall:
             query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.
         documents: those of the t tokens of each row, or None for one. Scores with `modify_scores` ignore them.
+        key_mask: bool `[b, t]`, True for the keys that take part, or None for all. Positions count all keys.
         dropout_p: probability of dropping an attention probability.
     """
 
@@ -213,6 +216,7 @@ class AttentionCall:
     decay_sums: Tensor | None = None
     span: Span = FULL
     documents: Documents | None = None
+    key_mask: Tensor | None = None
     dropout_p: float = 0.0
 
     @property
@@ -247,24 +251,44 @@ class AttentionCall:
         """The first key that the query at this position may attend to."""
         return 0 if self.documents is not None else self.span.first_key(position)
 
-    def mask(self, queries: range, keys: range) -> Tensor:
-        """Bool `[c, l]` for ranges of positions, and `[b, 1, c, l]` with documents. True = masked."""
-        if self.documents is None:
-            return self.span.mask(queries, keys, self.query.device)
-        ids, positions = self.documents.ids, self.documents.positions
-        query, key = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-        mask = self.span.mask_pairs(positions[:, query, None], positions[:, None, key])
-        return (mask | (ids[:, query, None] != ids[:, None, key]))[:, None]
+    def part(self, queries: slice, keys: slice) -> "AttentionCall":
+        """This call, without documents, for some of its queries and keys."""
+        return replace(
+            self,
+            query=self.query[:, :, queries],
+            key=self.key[:, :, keys],
+            value=self.value[:, :, keys],
+            decay_sums=None if self.decay_sums is None else self.decay_sums[..., keys],
+            key_mask=None if self.key_mask is None else self.key_mask[:, keys],
+        )
 
-    def distances(self, queries: range, keys: range, mask: Tensor) -> Tensor:
-        """Int64 `[c, l]` for ranges of positions, and `[b, c, l]` with documents; 0 for masked pairs, so that each has
-        an entry in a table.
+    def mask(self, queries: range, keys: range) -> Tensor:
+        """Bool `[c, l]` for ranges of positions, and `[b, 1, c, l]` with documents or a key mask. True = masked."""
+        query, key = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        if self.documents is None:
+            mask = self.span.mask(queries, keys, self.query.device)
+        else:
+            ids, positions = self.documents.ids, self.documents.positions
+            mask = self.span.mask_pairs(positions[:, query, None], positions[:, None, key])
+            mask = (mask | (ids[:, query, None] != ids[:, None, key]))[:, None]
+        return mask if self.key_mask is None else mask | ~self.key_mask[:, None, None, key]
+
+    def distances(self, queries: range, keys: range) -> Tensor:
+        """Int64 `[c, l]` for ranges of positions, and `[b, c, l]` with documents; limited to those in the tables, so
+        that masked pairs have an entry too.
         """
         if self.documents is None:
-            return pair_distances(queries, keys, mask)
-        positions = self.documents.positions
-        query, key = positions[:, queries.start : queries.stop, None], positions[:, None, keys.start : keys.stop]
-        return (query - key).masked_fill_(mask[:, 0], 0)
+            query = torch.arange(queries.start, queries.stop, device=self.query.device)[:, None]
+            key = torch.arange(keys.start, keys.stop, device=self.query.device)
+        else:
+            positions = self.documents.positions
+            query, key = positions[:, queries.start : queries.stop, None], positions[:, None, keys.start : keys.stop]
+        return (query - key).clamp_(0, self.max_kv_len - 1)
+
+    @property
+    def has_pair_mask(self) -> bool:
+        """Whether the span alone does not say which keys a query attends to."""
+        return self.documents is not None or self.key_mask is not None
 
     @property
     def has_tables(self) -> bool:
@@ -283,6 +307,7 @@ class AttentionCall:
             weight=self.tables.weight is not None,
             modify_scores=self.modify_scores is not None,
             decay=self.decay_sums is not None,
+            key_mask=self.key_mask is not None,
             dropout=self.dropout_p > 0,
             training=torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
             dtype=self.query.dtype,
@@ -303,7 +328,7 @@ class AttentionCall:
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
             *[None if tensor is None else tensor.shape for tensor in optional],
             torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
-            *(self.span, self.scale, self.dropout_p, self.documents is not None),
+            *(self.span, self.scale, self.dropout_p, self.documents is not None, self.key_mask is not None),
         )
 
     def validate(self) -> "AttentionCall":
@@ -347,6 +372,13 @@ class AttentionCall:
                 f"document_ids {list(self.documents.ids.shape)} must be {[query[0], self.kv_len]}: the document of "
                 "each key"
             )
+        if self.key_mask is not None and (
+            self.key_mask.dtype != torch.bool or list(self.key_mask.shape) != [query[0], self.kv_len]
+        ):
+            raise ValueError(
+                f"key_mask {self.key_mask.dtype} {list(self.key_mask.shape)} must be bool {[query[0], self.kv_len]}, "
+                "True for the keys that take part"
+            )
         tables = self.tables
         for name, table in (("bias", tables.bias), ("weight", tables.weight)):
             if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):
@@ -383,7 +415,7 @@ class Backend:
     Attributes:
         name: its `attention-backend` name.
         run: computes a validated call that the backend supports.
-        weight, modify_scores, dropout: see `Requirements`.
+        weight, modify_scores, dropout, key_mask: see `Requirements`.
         decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
@@ -396,6 +428,7 @@ class Backend:
     weight: bool = True
     modify_scores: bool = False
     dropout: bool = True
+    key_mask: bool = True
     decay: bool = False
     training_on_cpu: bool = True
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -429,6 +462,8 @@ class Backend:
             return "does not support positional methods with modify_scores"
         if requirements.dropout and not self.dropout:
             return "does not support attention dropout"
+        if requirements.key_mask and not self.key_mask:
+            return "does not support a key mask; document_ids can mark padding"
         if dtype is not None and self.dtypes is not None and dtype not in self.dtypes:
             return f"supports {', '.join(map(str, self.dtypes))}, not {dtype}"
         if head_size is not None and self.max_head_size is not None and head_size > self.max_head_size:

@@ -76,6 +76,7 @@ def attend(
     window: int | None = None,
     block: int | None = None,
     document_ids: Tensor | None = None,
+    key_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
@@ -99,6 +100,8 @@ def attend(
         document_ids: integers `[b, t]`, for several documents in a row: a query attends only to keys with its own
             number. Window, blocks and distances count the tokens of the document. Of padding, with negative numbers,
             only finite values are guaranteed. See `ids_of_sequences` for `cu_seqlens`.
+        key_mask: bool `[b, t]`, True for the keys that take part, so padding is False. Positions count all keys. The
+            result is zero for a query without a visible key.
         dropout_p: probability of dropping an attention probability.
         scale: factor of q.k, 1 / sqrt(d) by default.
         backend: one of `backend_names()`.
@@ -124,6 +127,7 @@ def attend(
         decay_sums=decay_sums,
         span=Span(window, block),
         documents=None if document_ids is None else Documents(document_ids),
+        key_mask=key_mask,
         dropout_p=dropout_p,
     )
     return _run(call.validate(), backend)
@@ -356,6 +360,7 @@ class Attention:
         window: int | None = None,
         block: int | None = None,
         documents: Documents | None = None,
+        key_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         scale: float | None = None,
         dropped: int = 0,
@@ -412,6 +417,7 @@ class Attention:
             decay_sums=decay_sums,
             span=span,
             documents=documents,
+            key_mask=key_mask,
             dropout_p=dropout_p,
         )
         if documents is not None and dropped:

@@ -29,14 +29,18 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
         first_key = call.span.first_key(first)
         complete = (end - first) // block if number and first % block == 0 else 0
         last = first + complete * block if complete else min((number + 1) * block, end)
-        query = call.query[:, :, first - offset : last - offset]
-        key, value = call.key[:, :, first_key:last], call.value[:, :, first_key:last]
-        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:last]
+        part = replace(call.part(slice(first - offset, last - offset), slice(first_key, last)), span=FULL)
         if complete > 1:
-            query = _stack_blocks(query, block, block)
-            key, value = _stack_blocks(key, 2 * block, block), _stack_blocks(value, 2 * block, block)
-            sums = None if sums is None else _stack_blocks(sums[..., None], 2 * block, block).squeeze(3)
-        context = run(replace(call, query=query, key=key, value=value, decay_sums=sums, span=FULL))
+            sums, key_mask = part.decay_sums, part.key_mask
+            part = replace(
+                part,
+                query=_stack_blocks(part.query, block, block),
+                key=_stack_blocks(part.key, 2 * block, block),
+                value=_stack_blocks(part.value, 2 * block, block),
+                decay_sums=None if sums is None else _stack_blocks(sums[..., None], 2 * block, block)[..., 0],
+                key_mask=None if key_mask is None else key_mask.unfold(1, 2 * block, block).flatten(0, 1),
+            )
+        context = run(part)
         if complete > 1:  # [b n, h, B, d] -> [b, h, n B, d]
             context = context.unflatten(0, (len(call.query), -1)).transpose(1, 2).flatten(2, 3)
         contexts.append(context)
@@ -62,6 +66,7 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
             key=tokens[1][keys].transpose(1, 2),
             value=tokens[2][keys].transpose(1, 2),
             decay_sums=None if sums is None else sums[keys].transpose(1, 2),
+            key_mask=None if call.key_mask is None else call.key_mask.flatten()[keys],
             documents=None,
         )
         context = context.index_copy(0, queries.flatten(), run(part).transpose(1, 2).flatten(0, 1))
@@ -79,13 +84,12 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, dropped: int, run:
         last = min(first + method.segment, call.q_len)
         # With blocks, this is the start of a block, so block boundaries stay in place.
         first_key, end = call.span.first_key(call.offset + first), call.offset + last
+        part = call.part(slice(first, last), slice(first_key, end))
         query, key = method.scale_qk(
-            call.query[:, :, first:last],
-            call.key[:, :, first_key:end],
+            part.query,
+            part.key,
             torch.arange(call.offset + first, end, device="cpu") + dropped,
             torch.arange(first_key, end, device="cpu") + dropped,
         )
-        sums = None if call.decay_sums is None else call.decay_sums[..., first_key:end]
-        part = replace(call, query=query, key=key, value=call.value[:, :, first_key:end], decay_sums=sums)
-        contexts.append(run(part))
+        contexts.append(run(replace(part, query=query, key=key)))
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]

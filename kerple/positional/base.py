@@ -65,8 +65,8 @@ class Chunk:
         query: `[b, h, c, d]`, after `rotate`.
         query_positions, key_positions: `[c]` and `[l]`, each consecutive, except that keys which no query of the chunk
             sees may be missing after attention sinks, unless the method is `per_pair`.
-        mask: bool `[c, l]`, True where the query must not see the key. Such scores may be arbitrary and must not
-            influence visible ones.
+        mask: bool `[c, l]`, or `[b, 1, c, l]` with a key mask, True where the query must not see the key. Such scores
+            may be arbitrary and must not influence visible ones.
         table: the result of the method's `table` for distances from 0 on (see `by_pair` in `functional.py`).
     """
 

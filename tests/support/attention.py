@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kerple.attention import FULL, Attention, Span, attend, tables
+from kerple.attention import FULL, Attention, Span, attend, score_table, tables
 from kerple.positional import ModelShape, PositionalMethod, XPos, build
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
@@ -222,3 +222,30 @@ def peak_memory(compute: Callable[[], object]) -> int:
 class DecayingXPos(XPos):
     def decay(self, hidden):
         raise NotImplementedError  # the tests pass its sums
+
+
+def dense_attention(
+    method: PositionalMethod, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, decay_sums: Tensor | None = None
+) -> Tensor:
+    """Causal attention to rotated keys with explicit scores of all pairs; mask: bool `[b, 1, s, t]`, True = masked."""
+    (s, size), t = query.shape[2:], key.shape[2]
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+    queries, keys = torch.arange(t - s, t), torch.arange(t)
+    distance = (queries[:, None] - keys).clamp(min=0)
+    decays = torch.ones(s, t, size, dtype=torch.float64)
+    if isinstance(method, XPos):
+        zeta = (torch.arange(size // 2, dtype=torch.float64) / (size // 2) + 0.4) / 1.4
+        decays = zeta.repeat_interleave(2) ** (distance[..., None] / method.scale_base)
+    scores = torch.einsum("bhsd,bhtd,std->bhst", query, key, decays) * size**-0.5
+    if "modify_scores" in method.hooks:
+        scores = method.final_scores(scores, query, queries, keys, mask, score_table(method, t, "cpu"))
+    if "weight" in method.hooks:
+        scores = scores * method.weight(distance.float())
+    if "bias" in method.hooks:
+        scores = scores + method.bias(distance.float())
+    if decay_sums is not None:
+        scores = scores + decay_sums[:, :, t - s :, None] - decay_sums[:, :, None]
+    exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp().masked_fill(mask, 0.0)
+    sums = exponentials.sum(-1, keepdim=True)
+    return exponentials / torch.where(sums == 0, 1.0, sums) @ value

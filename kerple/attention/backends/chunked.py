@@ -38,7 +38,7 @@ MIN_WEIGHT = 1e-10
 
 def chunked_attention(call: AttentionCall) -> Tensor:
     """Like `attend`. Scores and softmax are float32 (float64 for float64 inputs)."""
-    if call.modify_scores is not None or call.documents is not None or torch.compiler.is_compiling():
+    if call.modify_scores is not None or call.has_pair_mask or torch.compiler.is_compiling():
         return _attend_in_chunks(call)
     if call.q_len == 1 and not call.dropout_p:
         return _attend_to_single_query(call)

@@ -97,12 +97,24 @@ def flex_attention(call: AttentionCall) -> Tensor:
     modify = None
     if call.has_tables:
         modify = table_score_mod(call.tables.bias, call.tables.weight, call.offset)
+    if call.key_mask is not None:
+        modify = _masked_score_mod(modify, call.key_mask)
     compiled = call.query.device.type == "cuda" and call.q_len > 1
     run = _run_compiled if compiled else _flex_module().flex_attention
     mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)
     options = {"score_mod": modify, "block_mask": mask, "scale": call.scale, "enable_gqa": call.queries_per_kv > 1}
     context: Tensor = run(call.query, call.key, call.value, **options)
     return context
+
+
+def _masked_score_mod(modify: ScoreMod | None, key_mask: Tensor) -> ScoreMod:
+    """The same score_mod, with -inf for the keys that take no part."""
+
+    def masked(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        score = score if modify is None else modify(score, batch, head, query, key)
+        return torch.where(key_mask[batch, key], score, float("-inf"))
+
+    return masked
 
 
 def _flex_module() -> ModuleType:

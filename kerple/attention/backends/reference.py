@@ -49,12 +49,15 @@ def attend_to_chunk(
         key_positions = torch.arange(keys.start, keys.stop, device="cpu")
         scores = call.modify_scores(scores, query, query_positions, key_positions, mask, score_table)
     elif call.has_tables:
-        distance = call.distances(queries, keys, mask)
+        distance = call.distances(queries, keys)
         if call.tables.weight is not None:
             scores = scores * lookup(call.tables.weight, distance)
         if call.tables.bias is not None:
             scores = scores + lookup(call.tables.bias, distance)
-    probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
+    if call.key_mask is None:
+        probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
+    else:  # zero for queries without a visible key
+        probabilities = scores.masked_fill(mask, torch.finfo(dtype).min).softmax(dim=-1).masked_fill(mask, 0.0)
     probabilities = F.dropout(probabilities, call.dropout_p)
     context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, len(keys)), flat_value)
     return context.view(query.shape).to(query.dtype)

@@ -26,7 +26,7 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     bias.
     """
     query, key, value, bias_table = call.query, call.key, call.value, call.tables.bias
-    if bias_table is None and call.span == FULL and call.documents is None and call.q_len == call.kv_len:
+    if bias_table is None and call.span == FULL and not call.has_pair_mask and call.q_len == call.kv_len:
         return _attend(call, query, key, value, is_causal=True)
     mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
     contexts = []
@@ -38,9 +38,9 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
         if bias_table is None:
             attn_mask = ~mask
         else:
-            bias = lookup(bias_table, call.distances(queries, keys, mask))
-            bias = bias.masked_fill(mask, float("-inf")).to(mask_dtype)
-            attn_mask = bias if bias.dim() == 4 else bias[None]
+            bias = lookup(bias_table, call.distances(queries, keys))
+            attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)
+            attn_mask = attn_mask if attn_mask.dim() == 4 else attn_mask[None]
         contexts.append(
             _attend(
                 call, query[:, :, first:last], key[:, :, first_key:end], value[:, :, first_key:end], attn_mask=attn_mask

@@ -323,6 +323,7 @@ FUSED = Backend(
     "fused",
     fused_attention,
     dropout=False,
+    key_mask=False,
     decay=True,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     max_head_size=MAX_HEAD_SIZE,

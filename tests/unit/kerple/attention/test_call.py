@@ -1,12 +1,12 @@
-"""Spans, the validation of calls, and the capabilities of backends."""
+"""Spans, key masks, the validation of calls, and the capabilities of backends."""
 
 import pytest
 import torch
 
-from kerple.attention import FULL, PositionTables, Span, attend
+from kerple.attention import FULL, Attention, PositionTables, Span, attend
 from kerple.attention.call import AttentionCall, Backend, Requirements
-from kerple.positional import TableJacobian
-from tests.support.attention import visible_pairs
+from kerple.positional import ModelShape, TableJacobian, build, primary_names
+from tests.support.attention import dense_attention, random_states, upstream_gradient, visible_pairs
 
 
 @pytest.mark.parametrize("span", [FULL, Span(window=3), Span(block=4)])
@@ -79,6 +79,8 @@ def jacobian(*shape: int) -> TableJacobian:
             {"table": torch.zeros(2, 5), "modify_scores": lambda scores, *_: scores},
             r"table \[2, 5\] must be \[..., at least 6\]: pass score_table\(method, 6, device\)",
         ),
+        ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, r"key_mask .*\[1, 5\] must be bool \[1, 6\]"),
+        ({"key_mask": torch.ones(1, 6)}, "key_mask torch.float32"),
         ({"bias_jacobian": jacobian(2, 1, 5)}, r"bias_jacobian .* must be \[2, p\] and \[2, p, at least 6\]"),
         ({"bias_jacobian": jacobian(2, 2, 6)}, "bias_jacobian has coefficients"),
         ({"weight_jacobian": jacobian(1, 1, 6)}, "weight_jacobian has coefficients"),
@@ -114,6 +116,7 @@ def test_requirements_of_a_call():
         ({"weight": False}, {"weight": True}, "cannot multiply scores by a weight"),
         ({}, {"modify_scores": True}, "does not support positional methods with modify_scores"),
         ({"dropout": False}, {"dropout": True}, "does not support attention dropout"),
+        ({"key_mask": False}, {"key_mask": True}, "does not support a key mask"),
         ({"dtypes": (torch.float16,)}, {"dtype": torch.float64}, "supports torch.float16, not torch.float64"),
         ({"max_head_size": 64}, {"head_size": 65}, "supports head sizes up to 64, not 65"),
         ({"max_batch_heads": 4}, {"batch_heads": 5}, "supports up to 4 for batch size times heads, not 5"),
@@ -129,3 +132,64 @@ def test_unsupported_requirements_have_a_reason(capabilities, requirements, reas
     backend = Backend("test", lambda call: call.query, **capabilities)
     assert reason in backend.unsupported_reason(Requirements(**requirements))
     assert backend.unsupported_reason(Requirements()) is None
+
+
+# Methods with each way of using positions.
+SPANNED = ("kerple_power_ap_ap", "xpos", "dape_v2_kerple", "fire", "forgetting")
+# Keys that take part: with padding on the left (longer than a window and a block) and on the right, and with a hole.
+KEYS = torch.ones(3, 17, dtype=torch.bool)
+KEYS[0, :6], KEYS[1, 11:], KEYS[2, 5:8] = False, False, False
+SHAPE = ModelShape(num_heads=4, head_size=6, hidden_size=24, num_layers=1, max_positions=17)
+
+
+@pytest.mark.parametrize("s", [17, 1])
+@pytest.mark.parametrize(
+    ("name", "span"),
+    [
+        *((name, FULL) for name in primary_names()),
+        *((name, span) for name in SPANNED for span in (Span(window=3), Span(block=4))),
+    ],
+)
+def test_keys_that_take_no_part(name, s, span):
+    """Values and gradients in each backend, in flex without gradients; zero for queries without a visible key."""
+    torch.manual_seed(0)
+    method = build(name, SHAPE).double()
+    leaves = random_states(4, 6, 17, batch=3, kv_heads=2)
+    query, key = method.rotate(*leaves[:2], torch.arange(17), torch.arange(17))
+    query, value, sums = query[:, :, -s:], leaves[2], None
+    if "decay" in method.hooks:
+        sums = (-torch.rand(3, 4, 17, dtype=torch.float64)).cumsum(-1).requires_grad_()
+        leaves.append(sums)
+    leaves += method.parameters()
+    mask = ~(visible_pairs(17, span)[-s:] & KEYS[:, None, None])
+    expected = dense_attention(method, query, key, value, mask, sums)
+    upstream = upstream_gradient(expected)
+    expected_grads = torch.autograd.grad(expected, leaves, upstream, allow_unused=True, retain_graph=True)
+    options = {"decay_sums": sums, "window": span.window, "block": span.block, "key_mask": KEYS}
+    chunks_only = "modify_scores" in method.hooks
+    backends = ["auto", "reference", "chunked"]
+    if not chunks_only and "weight" not in method.hooks:
+        backends.append("sdpa")
+    for backend in backends:
+        actual = Attention(backend, method)(query, key, value, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        grads = torch.autograd.grad(actual, leaves, upstream, allow_unused=True, retain_graph=True)
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            if expected_grad is not None:
+                torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+    if not chunks_only:
+        with torch.no_grad():
+            actual = Attention("flex", method)(query.detach(), key.detach(), value.detach(), **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_key_mask_in_each_document():
+    ids = torch.tensor([[0] * 5 + [1] * 12]).expand(3, -1)
+    query, key, value = random_states(4, 6, 17, batch=3)
+    actual = attend(query, key, value, document_ids=ids, key_mask=KEYS)
+    parts = []
+    for document in (slice(0, 5), slice(5, 17)):
+        parts.append(attend(*(states[:, :, document] for states in (query, key, value)), key_mask=KEYS[:, document]))
+    torch.testing.assert_close(actual, torch.cat(parts, dim=2), rtol=1e-9, atol=1e-11)
+    masked = attend(query[:, :, -3:], key, value, document_ids=ids, key_mask=KEYS)  # with one mask
+    torch.testing.assert_close(masked, actual[:, :, -3:], rtol=1e-9, atol=1e-11)
