@@ -1,10 +1,8 @@
 """Small corpora and datasets for tests of the data pipeline."""
 
-import io
 import json
 import lzma
 import os
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer import TokenizerFiles
+from tests.support.archives import tar_of
 from tests.support.texts import KINDS
 
 BYTE_TOKENIZER = TokenizerFiles("CharLevelTokenizer")
@@ -34,16 +33,6 @@ def read_inputs(*inputs: str | Path, suffixes=(), columns=("text", "meta"), **op
 def dataset_text(prefix: str | Path) -> str:
     """The text of a dataset that was tokenized with CharLevelTokenizer. Document ends are NUL characters."""
     return bytes(open_indexed_files(prefix).open_tokens()[:].astype(np.uint8)).decode()
-
-
-def tar_of(members: dict[str, bytes], mode="w") -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:
-        for name, content in members.items():
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            archive.addfile(header, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def debian_package(files: dict[str, bytes]) -> bytes:

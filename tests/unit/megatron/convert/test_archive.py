@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import lzma
 import stat
 import tarfile
@@ -14,26 +13,19 @@ from megatron.convert import archive as archive_module
 from megatron.convert.archive import unpack
 from megatron.convert.output import new_folder
 from megatron.utils.errors import UserError
+from tests.support.archives import tar_of, zip_of
 from tests.support.hostile import write_long_header
 
 FILES = {"run/latest": b"global_step5", "run/global_step5/a.pt": bytes(range(256)) * 50}
 
 
 def write_tar(path, files=FILES, mode="w", extra=()):
-    with tarfile.open(path, mode) as opened:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            opened.addfile(info, io.BytesIO(content))
-        for info in extra:
-            opened.addfile(info)
+    path.write_bytes(tar_of(files, mode, extra))
     return path
 
 
 def write_zip(path, files=FILES, compression=zipfile.ZIP_DEFLATED):
-    with zipfile.ZipFile(path, "w", compression) as opened:
-        for name, content in files.items():
-            opened.writestr(name, content)
+    path.write_bytes(zip_of(files, compression))
     return path
 
 

@@ -15,7 +15,8 @@ import yaml
 from megatron.preparation import corpora, debian
 from megatron.preparation.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
 from megatron.utils.errors import UserError
-from tests.support.corpora import debian_package, tar_of
+from tests.support.archives import tar_of
+from tests.support.corpora import debian_package
 from tests.support.servers import serve
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "datasets"

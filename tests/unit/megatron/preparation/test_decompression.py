@@ -8,7 +8,8 @@ import pytest
 import zstandard
 
 from megatron.utils.errors import UserError
-from tests.support.corpora import json_lines, read_inputs, tar_of
+from tests.support.archives import tar_of
+from tests.support.corpora import json_lines, read_inputs
 
 COMPRESSIONS = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
 

@@ -24,7 +24,8 @@ from megatron.preparation.encoding import work_items
 from megatron.preparation.input_files import InputFile, find_files
 from megatron.preparation.readers import START, FileCorpus, ReadPosition
 from megatron.utils.errors import UserError
-from tests.support.corpora import TEXTS, json_lines, read_inputs, tar_of
+from tests.support.archives import tar_of, zip_of
+from tests.support.corpora import TEXTS, json_lines, read_inputs
 from tests.support.texts import KINDS
 
 LINES = "".join(json.dumps({"text": text}, ensure_ascii=number % 2 == 0) + "\n" for number, text in enumerate(TEXTS))
@@ -161,9 +162,7 @@ def test_archives_of_source_files(tmp_path):
     members = {"linux/a.c": b"a.c", "linux/deep/b.h": b"b.h", "linux/README": b"no", "linux/x.json": b"no"}
     (tmp_path / "a.tar.xz").write_bytes(lzma.compress(tar_of(members)))
     assert read_inputs(tmp_path / "a.tar.xz", suffixes=(".c", ".h")) == ["a.c", "b.h"]
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
+    (tmp_path / "a.zip").write_bytes(zip_of(members))
     assert read_inputs(tmp_path / "a.zip", suffixes=(".h",)) == ["b.h"]
 
 
@@ -194,9 +193,7 @@ def test_archive_in_an_archive(tmp_path, inner, suffixes):
     """The error names the member, and the documents before it are read."""
     members = {"a.txt": b"text", f"x/{inner}": b"not read"}
     (tmp_path / "a.tar").write_bytes(tar_of(members))
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
+    (tmp_path / "a.zip").write_bytes(zip_of(members))
     for name in ("a.tar", "a.zip"):
         chunks = FileCorpus(find_files([tmp_path / name], suffixes), suffixes).chunks()
         assert next(chunks).content == b"text"
@@ -208,9 +205,7 @@ def test_hidden_members(tmp_path):
     """macOS's tar adds `._NAME` to NAME; lm-dataformat keeps its unfinished archive next to the others."""
     members = {"x/._a.jsonl": b"\0\5\x16\7", "x/current_chunk_incomplete": b"\x28\xb5", "x/a.jsonl": json_lines("one")}
     (tmp_path / "a.tar").write_bytes(tar_of(members))
-    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
+    (tmp_path / "b.zip").write_bytes(zip_of(members))
     assert read_inputs(tmp_path / "a.tar") == read_inputs(tmp_path / "b.zip") == ["one"]
 
 
