@@ -1,6 +1,7 @@
 """What a trial found (`Outcome`), and trials of a command on a hostile input (`run_case`)."""
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -16,20 +17,21 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron.utils.command_line import EXIT_STATUS_OF_USER_ERROR
-from tests.support.forks import start_run
+from tests.support.forks import Run, start_run
 
-MEGABYTE = 1 << 20
 # Beyond what the command needs without hostile input, and twice the size of that input.
-MEMORY_ALLOWANCE = 500 * MEGABYTE
+MEMORY_ALLOWANCE = 500 << 20
 TRACEBACK = "Traceback (most recent call last)"
 # In the line that `run_main` prints for an exception that nothing else has caught.
 LAST_RESORT = "--traceback prints"
 SECONDS = 60.0
 # The command may map this much before an allocation fails, so that a case cannot exhaust the machine's memory.
-ADDRESS_SPACE = 6000 * MEGABYTE
+ADDRESS_SPACE = 6000 << 20
 OUT_OF_MEMORY = "failed: out of memory"  # in the line of the last-resort handler
 # Carriage returns are allowed before the progress bars of libraries.
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?![^\r\n]*%\|)")
+# Kinds of problems, which are columns of the table.
+PROBLEMS = ("tracebacks", "losses", "orphans", "other failures")
 
 
 @dataclass
@@ -39,27 +41,41 @@ class Outcome:
     Attributes:
         group: kind of trial, a row of the table.
         count: number of kills or inputs.
-        tracebacks: printed by any process, including errors that only the last-resort handler caught.
-        losses: what was lost or differs from an uninterrupted run.
-        orphans: number of processes that were left.
-        failures: everything else that was wrong.
-        memory_ratio: largest resident memory of a process, relative to its limit.
+        problems: of each kind, what went wrong. A traceback is also an error that only the last-resort handler caught,
+            a loss is a missing result, or one that differs from that of an uninterrupted run.
+        peak: largest resident memory of a process, in bytes.
+        memory_limit: what it may be.
         details: how the trial can be repeated.
     """
 
     group: str
     count: int = 0
-    tracebacks: int = 0
-    losses: list[str] = field(default_factory=list)
-    orphans: int = 0
-    failures: list[str] = field(default_factory=list)
-    memory_ratio: float = 0.0
+    problems: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in PROBLEMS})
+    peak: int = 0
+    memory_limit: float = float("inf")
     seconds: float = 0.0
     details: dict[str, object] = field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
-        return not (self.tracebacks or self.losses or self.orphans or self.failures or self.memory_ratio > 1)
+        return not any(self.problems.values()) and self.peak <= self.memory_limit
+
+    def end(self, run: Run, log: Path, seconds: float) -> str:
+        """Wait at most `seconds` for the processes of a run, note orphans and tracebacks; returns the text of `log`."""
+        self.problems["orphans"] += [command_line(pid) for pid in run.wait_for_all(seconds)]
+        run.kill_all()
+        self.peak = max(self.peak, run.peak)
+        output = log.read_bytes().decode("utf-8", "surrogateescape")
+        for text in (TRACEBACK, LAST_RESORT):
+            self.problems["tracebacks"] += [text] * output.count(text)
+        return output
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+    return ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ class Case:
         accepted_at: if it has printed this, it may do what the input asks for: run longer than `SECONDS`, need more
             memory, or end because there is not enough.
         problem: returns what is wrong with the exit status and the output, or None.
+        resources: closed when the command has ended, for example a server.
     """
 
     command: list[str]
@@ -82,12 +99,15 @@ class Case:
     stop_at: bytes | None = None
     accepted_at: bytes | None = None
     problem: Callable[[int, str], str | None] = lambda status, output: None
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 # hypothesis's function that draws a value of a strategy.
 Draw = Callable[[st.SearchStrategy[Any]], Any]
-# Draws the input of a case and writes it to a folder. Servers and the like stay open as long as the ExitStack.
-MakeCase = Callable[[Draw, Path, contextlib.ExitStack], Case]
+# Draws the input of a case and writes it to a folder.
+MakeCase = Callable[[Draw, Path], Case]
+# Runs one trial, given its seed, a folder that it creates, and the largest number of kills.
+Trial = Callable[[str, Path, int], Outcome]
 
 
 def draw_seeded(make: Callable[[Draw], Any], seed: str) -> Any:
@@ -109,81 +129,65 @@ def pick(draw: Draw, values: Iterable[Any]) -> Any:
     return draw(st.sampled_from(list(values)))
 
 
-class Cases:
-    """Trials of hostile inputs of several groups, in equal shares."""
+def draw_case(make: MakeCase, seed: str, folder: Path) -> Case:
+    """A case in a new folder. Its command runs later: hypothesis changes the recursion limit."""
 
-    def __init__(self, groups: dict[str, MakeCase], only: str):
-        self._groups = {name: make for name, make in groups.items() if only in name}
+    def make_again(draw: Draw) -> Case:
+        shutil.rmtree(folder, ignore_errors=True)  # hypothesis has given up an example that was too large
+        folder.mkdir()
+        return make(draw, folder)
 
-    def trial(self, seed: str, folder: Path, limit: int) -> Outcome:
-        with contextlib.ExitStack() as resources:
-            group, case = self.draw(seed, folder, resources)
-            return run_case(group, case, folder)
-
-    def draw(self, seed: str, folder: Path, resources: contextlib.ExitStack) -> tuple[str, Case]:
-        """A case in a new folder. Its command runs later: hypothesis changes the recursion limit."""
-
-        def make(draw: Draw) -> tuple[str, Case]:
-            if folder.exists():  # hypothesis has given up an example that was too large
-                remove(folder)
-            folder.mkdir()
-            group = pick(draw, self._groups)
-            return group, self._groups[group](draw, folder, resources)
-
-        return draw_seeded(make, seed)
+    return draw_seeded(make_again, seed)
 
 
-def run_case(group: str, case: Case, folder: Path) -> Outcome:
-    """Run the command of a case that was made in `folder`, and judge how it ends, what it prints, and how much memory
-    it needs. It may write only in `folder`, which is also its home, and may not create the file `executed`.
+def trials(groups: Mapping[str, MakeCase]) -> dict[str, Trial]:
+    """Trials of hostile inputs of several groups."""
+    return {group: functools.partial(run_case, group, make) for group, make in groups.items()}
+
+
+def run_case(group: str, make: MakeCase, seed: str, folder: Path, limit: int) -> Outcome:
+    """Run the command of a case, and judge how it ends, what it prints, and how much memory it needs. It may write only
+    in `folder`, which is also its home, and may not create the file `executed`.
     """
-    started_at = time.monotonic()
+    case, started_at = draw_case(make, seed, folder), time.monotonic()
     size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
     outside = set(folder.parent.iterdir())
     normal_peak = psutil.Process().memory_info().rss  # the fork starts with the modules of this process
-    log = folder / "output.log"
-    run = start_run(
-        case.command,
-        log,
-        constants=case.constants,
-        environment={**os.environ, "HOME": str(folder)},
-        memory=ADDRESS_SPACE,
-    )
+    log, home = folder / "output.log", {**os.environ, "HOME": str(folder)}
     has_printed = lambda text: text is not None and text in log.read_bytes()  # noqa: E731
-    status = run.wait(SECONDS, lambda: has_printed(case.stop_at))
-    left = [] if status is None else run.wait_for_all(5.0)
-    run.kill_all()
-    output = log.read_bytes().decode("utf-8", "surrogateescape")
-    outcome = Outcome(group, 1, orphans=len(left), seconds=round(time.monotonic() - started_at, 2))
+    run = start_run(case.command, log, constants=case.constants, environment=home, memory=ADDRESS_SPACE)
+    with case.resources:
+        status = run.wait(SECONDS, lambda: has_printed(case.stop_at))
+    if status is None:
+        run.kill_all()
+
+    # Judge the processes, the memory and the exit status.
+    outcome = Outcome(group, 1)
+    output = outcome.end(run, log, 5.0)
+    outcome.seconds = round(time.monotonic() - started_at, 2)
+    tracebacks, failures = outcome.problems["tracebacks"], outcome.problems["other failures"]
     accepted = has_printed(case.accepted_at)
     if not accepted:
-        outcome.memory_ratio = round(run.peak / (normal_peak + 2 * size + MEMORY_ALLOWANCE), 3)
-    outcome.tracebacks = output.count(TRACEBACK) + output.count(LAST_RESORT)
+        outcome.memory_limit = normal_peak + 2 * size + MEMORY_ALLOWANCE
     if accepted and OUT_OF_MEMORY in output:
-        outcome.tracebacks -= 1
+        tracebacks.remove(LAST_RESORT)
     elif status is None:
         if not accepted and not has_printed(case.stop_at):
-            outcome.failures.append(f"still running after {SECONDS:.0f} s")
-    elif status not in case.statuses and not outcome.tracebacks:
-        outcome.failures.append(f"exit status {status}")
+            failures.append(f"still running after {SECONDS:.0f} s")
+    elif status not in case.statuses and not tracebacks:
+        failures.append(f"exit status {status}")
     elif status == EXIT_STATUS_OF_USER_ERROR and "error" not in output:
-        outcome.failures.append("no error message")
+        failures.append("no error message")
     elif problem := case.problem(status, output):
-        outcome.failures.append(problem[:1000])
+        failures.append(problem[:1000])
+
+    # Judge the output and the files.
     if hidden := _CONTROL_CHARACTER.search(output):
-        outcome.failures.append(f"control character {hidden[0]!r} in the output")
+        failures.append(f"control character {hidden[0]!r} in the output")
     if list(folder.rglob("executed")):
-        outcome.failures.append("code in the input was executed")
-    if outside != set(folder.parent.iterdir()):
-        outcome.failures.append(f"files outside: {[path.name for path in outside ^ set(folder.parent.iterdir())]}")
+        failures.append("code in the input was executed")
+    if changed := outside ^ set(folder.parent.iterdir()):
+        failures.append(f"files outside: {[path.name for path in changed]}")
     end = output[-300:] if outcome.is_good else output[-2000:]
     outcome.details = {"command": " ".join(case.command)[:1000], "status": status, "output": end}
     return outcome
-
-
-def remove(folder: Path) -> None:
-    """Delete the folder of a case, even if parts of it are not readable."""
-    for path in [folder, *folder.rglob("*")]:
-        if path.is_dir() and not path.is_symlink():
-            path.chmod(0o700)
-    shutil.rmtree(folder)

@@ -1,15 +1,18 @@
-"""Changes of valid files, drawn by hypothesis: `spoil` makes one of any kind."""
+"""Changes of valid files, drawn by hypothesis: `spoil` makes one of any kind, `archive` one of an archive."""
 
 import copy
 import json
 import os
+import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from tests.soak.cases import Draw, pick
-from tests.support.hostile import NAMES, WRONG_VALUES
+from tests.support.archives import tar_of, zip_of
+from tests.support.hostile import MEMBER_NAMES, NAMES, WRONG_VALUES
 
 VALUES = [*WRONG_VALUES, *NAMES, -0.0, 5e-324, 10**400, "\u202egnp", "a\nb\r\tc", {"a": {"b": []}}, "x" * 10**6]
 # Texts that JSON parsers have had trouble with.
@@ -36,36 +39,32 @@ def damage(draw: Draw, content: bytes) -> bytes:
 
 def value_in(draw: Draw, document: Any) -> Any:
     """A copy of a document with one value in it replaced, removed, renamed or repeated."""
-    document = copy.deepcopy(document)
-    parent, key = [document], 0
-    while isinstance(parent[key], dict | list) and parent[key] and (parent[key] is document or not flip(draw, 3)):
-        parent = parent[key]
-        key = pick(draw, parent) if isinstance(parent, dict) else draw(st.integers(0, len(parent) - 1))
-    how = pick(draw, ("value", "value", "value", "remove", "again"))
-    if parent == [document] and not isinstance(document, dict | list):
+    if not isinstance(document, dict | list) or not document:
         return pick(draw, VALUES)
-    if how == "value":
-        parent[key] = pick(draw, VALUES)
+    changed = copy.copy(document)
+    key = pick(draw, changed if isinstance(changed, dict) else range(len(changed)))
+    how = pick(draw, ("inside", "inside", "inside", "value", "value", "remove", "again"))
+    if how == "inside":
+        changed[key] = value_in(draw, changed[key])
+    elif how == "value":
+        changed[key] = pick(draw, VALUES)
     elif how == "remove":
-        del parent[key]
-    elif isinstance(parent, list):
-        parent += [parent[key]] * pick(draw, (1, 100, 10_000))
+        del changed[key]
+    elif isinstance(changed, list):
+        changed += [changed[key]] * pick(draw, (1, 100, 10_000))
     else:
-        parent[pick(draw, NAMES)] = parent.pop(key)
-    return document
+        changed[pick(draw, NAMES)] = changed.pop(key)
+    return changed
 
 
 def change_json(draw: Draw, content: bytes) -> bytes:
-    """JSON, or JSON lines, with another value, or with text that is not JSON or long in place of a value."""
-    try:
-        json.loads(content)
+    """JSON lines, or JSON, with another value, or with text that is not JSON or long in place of a digit."""
+    lines = content.decode().splitlines()
+    if not lines[0].endswith(("}", "]")):  # a JSON document of several lines
         lines = [content.decode()]
-    except ValueError:
-        lines = content.decode().splitlines()
-    index = draw(st.integers(0, len(lines) - 1))
+    index = pick(draw, range(len(lines)))
     if flip(draw, 3):
-        digits = [at for at, character in enumerate(lines[index]) if character.isdigit()] or [0]
-        at = pick(draw, digits)
+        at = pick(draw, [match.start() for match in re.finditer(r"\d", lines[index])] or [0])
         lines[index] = lines[index][:at] + pick(draw, RAW) + lines[index][at + 1 :]
     else:
         lines[index] = json.dumps(value_in(draw, json.loads(lines[index])))
@@ -76,19 +75,43 @@ def spoil(draw: Draw, path: Path) -> None:
     """Change a file, or replace it by something that is not a regular file."""
     content = path.read_bytes()
     how = pick(draw, ("json",) * 6 + ("bytes",) * 3 + ("special",))
-    if how == "json" and path.suffix in (".json", ".jsonl") and content[:1] in (b"{", b"["):
-        path.write_bytes(change_json(draw, content))
-        return
     if how != "special":
-        path.write_bytes(damage(draw, content))
+        is_json = how == "json" and path.suffix in (".json", ".jsonl") and content[:1] in (b"{", b"[")
+        path.write_bytes((change_json if is_json else damage)(draw, content))
         return
     path.unlink()
-    kind = pick(draw, ("missing", "fifo", "folder", "empty", "/dev/zero", "/etc/passwd", "nowhere", path.name))
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "empty":
-        path.touch()
-    elif kind != "missing":
-        path.symlink_to(kind)
+    target = pick(draw, (os.mkfifo, Path.mkdir, Path.touch, "/dev/zero", "/etc/passwd", "nowhere", path.name, None))
+    if isinstance(target, str):
+        path.symlink_to(target)
+    elif target is not None:
+        target(path)
+
+
+_PAX = {"size": "99999999999", "path": "x" * 100_000, "GNU.sparse.realsize": "9" * 30, "GNU.sparse.map": "0,9,"}
+_TYPES = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE, b"Z")
+
+
+def archive(draw: Draw, kind: str, files: dict[str, bytes]) -> bytes:
+    """An archive (zip, tar, tar.gz ...) of `files`, with a hostile name, content or member, damaged, or both."""
+    how, chosen = pick(draw, ("name", "content", "member", "bytes")), pick(draw, files)
+    if how == "name":
+        hostile = pick(draw, MEMBER_NAMES)
+        files = {hostile if name == chosen else name: content for name, content in files.items()}
+    elif how == "content":
+        files = files | {chosen: damage(draw, files[chosen])}
+    if kind == "zip":
+        changed = bytearray(zip_of(files))
+        if how == "member":  # a field of its header: flags, method, checksum, sizes, offset
+            place = changed.rfind(b"PK\x01\x02") + pick(draw, (8, 10, 16, 20, 24, 42))
+            changed[place : place + 2] = draw(st.binary(min_size=2, max_size=2))
+        content = bytes(changed)
+    else:
+        member = tarfile.TarInfo("run/member.jsonl")
+        if flip(draw):
+            member.type, member.linkname = pick(draw, _TYPES), pick(draw, ("../../escaped", "/etc/passwd", member.name))
+        else:
+            key = pick(draw, _PAX)
+            member.pax_headers = {key: _PAX[key]}
+        form = pick(draw, (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT))
+        content = tar_of(files, f"w:{kind[4:]}", [member] if how == "member" else [], form)
+    return damage(draw, content) if how == "bytes" or flip(draw, 3) else content
