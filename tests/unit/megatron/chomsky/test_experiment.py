@@ -10,6 +10,7 @@ from megatron.chomsky.experiment import (
     write_chomsky_results,
 )
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 TINY = ExperimentSettings(
     steps=6, batch=4, train_longest=6, test_longest=9, test_samples=4, num_layers=2, hidden_size=16, num_heads=2
@@ -37,11 +38,9 @@ def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
     for name, value in uninterrupted.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     assert resumed.accuracy(9) == uninterrupted.accuracy(9)
-    with pytest.raises(UserError, match=r"state.pt was saved with other settings"):
-        experiment(tmp_path / "state.pt", seed=2, steps=20)
+    assert_rejected(r"state\.pt", experiment, tmp_path / "state.pt", seed=2, steps=20)
     (tmp_path / "state.pt").write_bytes(b"not a state")
-    with pytest.raises(UserError, match=r"state.pt is not a saved training state; remove it"):
-        experiment(tmp_path / "state.pt", steps=20)
+    assert_rejected(r"state\.pt", experiment, tmp_path / "state.pt", steps=20)
     resumed.delete_state()
     assert not (tmp_path / "state.pt").exists()
 
@@ -111,5 +110,4 @@ def test_stored_results(tmp_path):
         with pytest.raises(UserError, match=f"chomsky.json: {message}"):
             read_chomsky_results(path, TINY)
     path.write_text("[]")
-    with pytest.raises(UserError, match=r"chomsky\.json: must be an object"):
-        read_chomsky_results(path, TINY)
+    assert_rejected(r"chomsky\.json", read_chomsky_results, path, TINY)

@@ -9,7 +9,7 @@ from megatron.cli import init
 from megatron.config import load_config
 from megatron.preparation.prepare import PrepareOptions, prepare
 from megatron.sweep.definition import read_sweep
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 @pytest.fixture
@@ -83,21 +83,11 @@ def test_sizes_for_a_gpu(dataset, monkeypatch):
 
 
 def test_errors(dataset, tmp_path):
-    with pytest.raises(
-        UserError, match="there is no dataset data/mytext/mytext_text_document; prepare it first: kerple"
-    ):
-        init.main(["mytext"])
+    assert_rejected("data/mytext/mytext_text_document", init.main, ["mytext"])
     dataset(10_000)
-    with pytest.raises(
-        UserError, match=r"tokens for training and .* for validation, but at least 25,600 and 512 are needed"
-    ):
-        init.main(["mytext"])
-    with pytest.raises(
-        UserError, match=r"--methods kerple_lgo: there is no configuration pos_emb/kerple_lgo.yml; known:"
-    ):
-        init.main(["mytext", "--methods", "kerple_lgo"])
+    assert_rejected("25,600.*512", init.main, ["mytext"])
+    assert_rejected(r"--methods kerple_lgo.*pos_emb/kerple_lgo\.yml", init.main, ["mytext", "--methods", "kerple_lgo"])
     assert not list(tmp_path.glob("*.yml"))
     (tmp_path / "mytext-sweep.yml").write_text("mine")
-    with pytest.raises(UserError, match=r"mytext-sweep.yml exists; remove it to write it again"):
-        init.main(["mytext"])
+    assert_rejected(r"mytext-sweep\.yml", init.main, ["mytext"])
     assert [path.name for path in tmp_path.glob("*.yml")] == ["mytext-sweep.yml"]

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron.config import Config, UserError, check_vocabulary, load_config
+from tests.support.errors import assert_rejected
 
 MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
 
@@ -55,8 +56,7 @@ def test_updated(flat):
     changed = config.updated(seed=5, **{"optimizer.params.lr": 0.2, "pos-emb": "alibi"})
     assert (changed.training.seed, changed.optimizer.lr, changed.optimizer.eps) == (5, 0.2, 1e-6)
     assert (config.optimizer.lr, config.model.pos_emb, changed.model.pos_emb) == (0.1, "kerple_log", "alibi")
-    with pytest.raises(UserError, match="hidden_size 33"):
-        config.updated(hidden_size=33)
+    assert_rejected("hidden_size.*33", config.updated, hidden_size=33)
 
 
 def test_frozen(flat):
@@ -69,15 +69,13 @@ def test_frozen(flat):
 
 def test_missing_keys_are_named(flat):
     del flat["hidden-size"]
-    with pytest.raises(UserError, match=r'^here: key "hidden_size" is missing: Width of the residual stream'):
-        Config.from_flat(flat, source="here")
+    assert_rejected('"hidden_size"', Config.from_flat, flat, source="here")
 
 
 def test_check_vocabulary(flat):
     config = Config.from_flat({**flat, "padded_vocab_size": 128})
     check_vocabulary(config, 128)
-    with pytest.raises(UserError, match="padded_vocab_size is 128, but the tokenizer has 129 tokens"):
-        check_vocabulary(config, 129)
+    assert_rejected("padded_vocab_size.*128.*129", check_vocabulary, config, 129)
     check_vocabulary(Config.from_flat(flat), 10**6)
 
 
@@ -116,8 +114,7 @@ def test_a_later_file_overrides_an_earlier_one(write, tmp_path, first, second, n
 
 def test_a_file_that_is_given_twice(write):
     path = write("a.yml", MODEL)
-    with pytest.raises(UserError, match=r"a\.yml is given twice; remove one of them"):
-        load_config([path, path.with_suffix("")])
+    assert_rejected(r"a\.yml", load_config, [path, path.with_suffix("")])
 
 
 def test_a_key_and_its_nested_alias_in_two_files(write):
@@ -175,15 +172,13 @@ def test_the_same_key_with_dash_and_underscore_in_one_file(write, tmp_path):
 
 
 def test_only_top_level_keys_accept_dashes(write):
-    with pytest.raises(UserError, match=r"has no option 'a-b'"):
-        load(write, MODEL, '{"pos-emb-options": {"a-b": 1}}')
+    assert_rejected("'a-b'", load, write, MODEL, '{"pos-emb-options": {"a-b": 1}}')
     with pytest.raises(UserError, match=r'"optimizer.params.weight-decay" is not a known key'):
         load(write, MODEL, '{"optimizer": {"params": {"weight-decay": 0}}}')
 
 
 def test_a_dot_in_a_file_is_part_of_the_name(write):
-    with pytest.raises(UserError, match=r'"optimizer\.params\.lr" is not a known key'):
-        load(write, MODEL, '{"optimizer.params.lr": 1}')
+    assert_rejected(r'"optimizer\.params\.lr"', load, write, MODEL, '{"optimizer.params.lr": 1}')
 
 
 def test_aliases(write):

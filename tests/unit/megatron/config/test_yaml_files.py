@@ -8,6 +8,7 @@ import yaml
 
 from megatron.config import UserError, load_config
 from megatron.config.yaml_files import PACKAGED, find_file, parse, parse_override, read_file
+from tests.support.errors import assert_rejected
 
 MODEL = '"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"'
 
@@ -130,8 +131,7 @@ def test_bad_files(write, text, message):
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{" * 100_000, "- " * 1000, "? " * 1000, "a: " + "{a: " * 100])
 def test_deep_nesting_is_an_error(text):
-    with pytest.raises(UserError, match=r"a\.yml:1: nested more than 50 levels deep"):
-        parse(text, "a.yml")
+    assert_rejected(r"a\.yml:1.*50", parse, text, "a.yml")
 
 
 def test_merge_keys(monkeypatch):
@@ -177,8 +177,7 @@ def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
     config = load_config(["demo", "pos_emb/alibi.yml"])
     assert config.model.pos_emb == "alibi"
     assert config.notices[0] == f"demo.yml, pos_emb/alibi.yml: this project's own, from {PACKAGED}"
-    with pytest.raises(UserError, match=r"pos_emb/alibbi: no such file; nearest: alibi\.yml"):
-        find_file("pos_emb/alibbi")
+    assert_rejected(r"pos_emb/alibbi.*alibi\.yml", find_file, "pos_emb/alibbi")
     with pytest.raises(UserError, match="demo: no such file"):
         find_file("demo", tmp_path)
     write("demo.yml", f"{{{MODEL}}}")  # one in the working directory comes first
@@ -187,8 +186,7 @@ def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
 
 def test_missing_file(write, tmp_path):
     write("small_bf16.yml", "{}")
-    with pytest.raises(UserError, match=r"smal_bf16: no such file; nearest: small_bf16\.yml"):
-        load_config(["smal_bf16"], tmp_path)
+    assert_rejected(r"smal_bf16.*small_bf16\.yml", load_config, ["smal_bf16"], tmp_path)
     with pytest.raises(UserError, match="no such file, and no folder"):
         load_config(["a.yml"], tmp_path / "nowhere")
     with pytest.raises(UserError, match=f"searched {tmp_path}, which have 1 YAML files"):
@@ -200,16 +198,13 @@ def test_names_that_no_file_has(tmp_path):
         with pytest.raises(UserError, match=message):
             find_file(name, tmp_path)
     os.mkfifo(tmp_path / "pipe.yml")
-    with pytest.raises(UserError, match=r"pipe\.yml is not a regular file"):
-        find_file("pipe.yml", tmp_path)
-    with pytest.raises(UserError, match=r"pipe\.yml is not a regular file"):
-        read_file(tmp_path / "pipe.yml")
+    assert_rejected(r"pipe\.yml", find_file, "pipe.yml", tmp_path)
+    assert_rejected(r"pipe\.yml", read_file, tmp_path / "pipe.yml")
 
 
 def test_unreadable_file(write, tmp_path):
     write("a.yml", "{}")
-    with pytest.raises(UserError, match=r"cannot read .*a\.yml/b: Not a directory"):
-        read_file(tmp_path / "a.yml" / "b")
+    assert_rejected(r"a\.yml/b", read_file, tmp_path / "a.yml" / "b")
 
 
 @pytest.mark.parametrize("end", ["]", ""], ids=["list", "merge"])
@@ -221,12 +216,8 @@ def test_aliases_do_not_multiply_memory(end):
     else:
         lines = ["pos-emb-options: &a0 {x: 1}"]
         lines += [f"a{level}: &a{level} {{<<: [{', '.join([f'*a{level - 1}'] * 10)}]}}" for level in range(1, 10)]
-    with pytest.raises(
-        UserError, match=r"a\.yml:[45]: more than 20,000 values \(the content of an anchor counts once per"
-    ):
-        parse("\n".join(lines), "a.yml")
-    with pytest.raises(UserError, match=r"--set a=.*more than 20,000 values"):
-        parse_override("a={" + ", ".join(lines) + "}")
+    assert_rejected(r"a\.yml.*20,000", parse, "\n".join(lines), "a.yml")
+    assert_rejected("--set.*20,000", parse_override, "a={" + ", ".join(lines) + "}")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from megatron.data import document_lengths, document_segments, evaluation_stream
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 @pytest.fixture
@@ -55,8 +56,7 @@ def test_max_tokens(numbered):
 def test_errors(numbered, tmp_path):
     with pytest.raises(UserError, match=r"leaves no documents for test"):
         validation_stream(numbered, "9,1,0", "test")
-    with pytest.raises(UserError, match=r"unknown part 'dev'"):
-        document_lengths(numbered, "9,1,0", "dev")
+    assert_rejected("'dev'", document_lengths, numbered, "9,1,0", "dev")
     with pytest.raises(UserError, match=r"no data at .*absent"):
         validation_stream(str(tmp_path / "absent"))
 
@@ -76,8 +76,7 @@ def test_stream_of_a_configuration(configuration, numbered, corpus):
     indices = torch.tensor([[first, 0], [len(both) - 1, first - 1]])
     assert stream[indices].tolist() == both[indices].tolist()
     assert evaluation_stream(several, "train")[:].tolist() == validation_stream(corpus, None).tolist()
-    with pytest.raises(UserError, match="no test data: test-data-paths is not set"):
-        evaluation_stream(several, "test")
+    assert_rejected("test-data-paths", evaluation_stream, several, "test")
 
 
 def corpus_of(folder, lengths) -> str:
@@ -140,7 +139,6 @@ def test_document_segments_of_a_part(numbered):
     assert set(segments.tokens.ravel()) <= set(range(30, 40))
     assert (segments.tokens[:, 0] == segments.documents + 30).all()
     assert len(segments.tokens) == sum((lengths - 1) // 5)
-    with pytest.raises(UserError, match=r"no document of .* \(valid\) has the 2,049 tokens .* the longest has"):
-        document_segments(numbered, "3,1")
+    assert_rejected("2,049", document_segments, numbered, "3,1")
     with pytest.raises(UserError, match="segment length is 0; it must be at least 1"):
         document_segments(numbered, "3,1", length=0)

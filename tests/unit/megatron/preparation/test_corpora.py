@@ -12,6 +12,7 @@ from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.readers import ReadPosition
 from megatron.utils.errors import UserError
 from tests.support.corpora import TEXTS
+from tests.support.errors import assert_rejected
 
 # --- the standard library
 
@@ -118,12 +119,8 @@ def test_hub_corpus_resumes_at_every_row(monkeypatch):
 
 def test_hub_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", FakeHub(ROWS, fail_at=3))
-    with pytest.raises(UserError, match=r"^cannot open .* dataset owner/absent: Couldn't find owner/absent$"):
-        HubCorpus("owner/absent")
-    with pytest.raises(UserError, match=r"\(train\) has no column 'text'; its columns: content, meta, other"):
-        HubCorpus("owner/name")
-    with pytest.raises(UserError, match=r"owner/name \(train\), row 4: lost"):
-        list(HubCorpus("owner/name", columns=("content",)).chunks())
+    assert_rejected("owner/absent", HubCorpus, "owner/absent")
+    assert_rejected("'text'", HubCorpus, "owner/name")
+    assert_rejected("owner/name.*4", list, HubCorpus("owner/name", columns=("content",)).chunks())
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="needs the package datasets, which is not installed: pip install 'kerple-neox"):
-        HubCorpus("owner/name")
+    assert_rejected("datasets.*'kerple-neox", HubCorpus, "owner/name")

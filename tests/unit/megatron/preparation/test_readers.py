@@ -26,6 +26,7 @@ from megatron.preparation.readers import START, FileCorpus, ReadPosition
 from megatron.utils.errors import UserError
 from tests.support.archives import tar_of, zip_of
 from tests.support.corpora import TEXTS, json_lines, read_inputs
+from tests.support.errors import assert_rejected
 from tests.support.texts import KINDS
 
 LINES = "".join(json.dumps({"text": text}, ensure_ascii=number % 2 == 0) + "\n" for number, text in enumerate(TEXTS))
@@ -131,8 +132,7 @@ def test_resume_at_every_position(tmp_path_factory, data, block, item_size, comp
 
 def test_file_that_shrank_since_the_position_was_recorded(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines("one"))
-    with pytest.raises(UserError, match=r"a.jsonl changed while it was being read"):
-        list(FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2)))
+    assert_rejected(r"a\.jsonl", list, FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2)))
 
 
 # --- archives
@@ -183,8 +183,7 @@ def test_parquet_in_a_tar(tmp_path):
     assert list(read_texts(corpus.chunks(), DocumentOptions())) == [*TEXTS, "last"]
     assert corpus.bytes_read == corpus.total_bytes
     (tmp_path / "b.tar").write_bytes(tar_of({"a.parquet": table.getvalue()[:-9]}))
-    with pytest.raises(UserError, match=r"b.tar:a.parquet is damaged or not a Parquet file"):
-        read_inputs(tmp_path / "b.tar")
+    assert_rejected(r"b\.tar:a\.parquet", read_inputs, tmp_path / "b.tar")
 
 
 @pytest.mark.parametrize("suffixes", [(), (".txt",)])
@@ -211,8 +210,7 @@ def test_hidden_members(tmp_path):
 
 def test_unknown_member(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of({"b.png": b"\x89PNG"}))
-    with pytest.raises(UserError, match=r"a.tar:b.png has an unsupported file type"):
-        read_inputs(tmp_path / "a.tar")
+    assert_rejected(r"a\.tar:b\.png", read_inputs, tmp_path / "a.tar")
 
 
 def test_tar_members_that_point_outside(tmp_path):
@@ -253,29 +251,24 @@ def test_parquet(tmp_path, monkeypatch):
 def test_parquet_error_names_the_row(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.preparation.readers.PARQUET_ROWS", 2)
     write_table(tmp_path / "a.parquet", ["a", "b", "c", None, "e"])
-    with pytest.raises(UserError, match=r"a.parquet, row 4: 'text' is not a string but NoneType"):
-        read_inputs(tmp_path / "a.parquet")
+    assert_rejected(r"a\.parquet.*4.*'text'.*NoneType", read_inputs, tmp_path / "a.parquet")
     assert read_inputs(tmp_path / "a.parquet", skip_bad=True) == ["a", "b", "c", "e"]
 
 
 def test_invalid_parquet_files(tmp_path):
     write_table(tmp_path / "a.parquet", raw=[b"\xff"] * len(TEXTS))
-    with pytest.raises(UserError, match=r"has no column 'content'; its columns: text, meta, embedding, raw"):
-        read_inputs(tmp_path / "a.parquet", columns=("content",), keys=("content",))
-    with pytest.raises(UserError, match=r"column 'raw' is binary, not text"):
-        read_inputs(tmp_path / "a.parquet", columns=("raw",), keys=("raw",))
+    assert_rejected("'content'", read_inputs, tmp_path / "a.parquet", columns=("content",), keys=("content",))
+    assert_rejected("'raw'", read_inputs, tmp_path / "a.parquet", columns=("raw",), keys=("raw",))
     content = (tmp_path / "a.parquet").read_bytes()
     for damaged in (content[:-20], content[: len(content) // 2], b"", b"PAR1"):
         (tmp_path / "b.parquet").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"b.parquet is damaged or not a Parquet file"):
-            read_inputs(tmp_path / "b.parquet")
+        assert_rejected(r"b\.parquet", read_inputs, tmp_path / "b.parquet")
 
 
 def test_pyarrow_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(UserError, match="needs the package pyarrow, which is not installed: pip install 'kerple-neox"):
-        read_inputs(tmp_path / "a.parquet")
+    assert_rejected("pyarrow.*'kerple-neox", read_inputs, tmp_path / "a.parquet")
 
 
 # --- damaged files
@@ -291,8 +284,7 @@ def test_content_does_not_match_the_extension(tmp_path, name):
 def test_truncated_tar(tmp_path):
     content = tar_of({"a.jsonl": json_lines(*map(str, range(2000)))})
     (tmp_path / "a.tar").write_bytes(content[:3000])
-    with pytest.raises(UserError, match=r"a.tar is damaged or truncated"):
-        read_inputs(tmp_path / "a.tar")
+    assert_rejected(r"a\.tar", read_inputs, tmp_path / "a.tar")
 
 
 @pytest.mark.parametrize("size", [1024, 1100, 1535, 1536, 2560])
@@ -301,22 +293,19 @@ def test_tar_cut_between_members(tmp_path, size):
     content = tar_of({"a.jsonl": json_lines("one"), "b.jsonl": json_lines("two"), "c.jsonl": json_lines("three")})
     assert content[1024 + 257 :].startswith(b"ustar")  # a member takes two blocks
     (tmp_path / "a.tar").write_bytes(content[:size])
-    with pytest.raises(UserError, match=r"a.tar is damaged or truncated"):
-        read_inputs(tmp_path / "a.tar")
+    assert_rejected(r"a\.tar", read_inputs, tmp_path / "a.tar")
 
 
 def test_tar_with_a_damaged_header(tmp_path):
     content = bytearray(tar_of({"a.jsonl": json_lines("one"), "b.jsonl": json_lines("two")}))
     content[1024 + 3] ^= 1
     (tmp_path / "a.tar").write_bytes(content)
-    with pytest.raises(UserError, match=r"a.tar is damaged or truncated: bad checksum at byte 1,024"):
-        read_inputs(tmp_path / "a.tar")
+    assert_rejected(r"a\.tar.*1,024", read_inputs, tmp_path / "a.tar")
 
 
 def test_concatenated_tars(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of({"a.jsonl": json_lines("one")}) + tar_of({"b.jsonl": json_lines("two")}))
-    with pytest.raises(UserError, match=r"a.tar has data after the end of its archive"):
-        read_inputs(tmp_path / "a.tar")
+    assert_rejected(r"a\.tar", read_inputs, tmp_path / "a.tar")
 
 
 @pytest.mark.parametrize(
@@ -340,8 +329,7 @@ def test_input_output_error(tmp_path, monkeypatch):
             raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(InputFile, "open", lambda file: FailingStream())
-    with pytest.raises(UserError, match=r"cannot read .*a.jsonl: Input/output error"):
-        read_inputs(tmp_path / "a.jsonl")
+    assert_rejected(r"a\.jsonl.*Input/output", read_inputs, tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -362,8 +350,7 @@ def test_bombs(tmp_path, monkeypatch, name):
         (tmp_path / name).write_bytes(COMPRESSIONS[name[name.rindex(".") :]](content))
     del content
     tracemalloc.start()
-    with pytest.raises(UserError, match="a document has more than 1 MiB, the limit in compressed files and archives"):
-        read_inputs(tmp_path / name)
+    assert_rejected("1.*MiB", read_inputs, tmp_path / name)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < {"zst": 40, ".xz": 20}.get(name[-3:], 12) << 20

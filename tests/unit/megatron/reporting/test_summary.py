@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron.reporting.summary import PERPLEXITY, print_summary, summary_table, write_summary
 from megatron.reporting.tables import Section, markdown
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.records import record
 
 LENGTHS = (128, 256, 512)
@@ -76,12 +77,10 @@ def test_a_failed_report_leaves_the_previous_one(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", disk_full)
-        with pytest.raises(UserError, match=r"extrapolation\.json: No space left on device"):
-            write_summary(ROWS[:1], tmp_path)
+        assert_rejected(r"extrapolation\.json", write_summary, ROWS[:1], tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["previous"] * 3
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write the report to .*file/report"):
-        write_summary(ROWS[:1], tmp_path / "file" / "report")
+    assert_rejected("file/report", write_summary, ROWS[:1], tmp_path / "file" / "report")
 
 
 def test_nothing_to_report(tmp_path):
@@ -256,10 +255,7 @@ def test_daggers():
     assert note in summary_table(rows, "T", "kerple_log").notes
     one_seed = "With one seed, the variation of kerple_log and the other methods between seeds is unknown."
     assert one_seed in summary_table(ROWS, "T", "kerple_log").notes
-    with pytest.raises(
-        UserError, match="--compare-with t5: none of the checkpoints has this method; choose one of ker"
-    ):
-        summary_table(rows, "T", "t5")
+    assert_rejected("--compare-with t5", summary_table, rows, "T", "t5")
 
 
 def test_two_checkpoints_with_the_same_seed_are_not_averaged():
