@@ -91,14 +91,10 @@ def test_a_random_range_that_is_too_short_has_a_note(rotary, tmp_path):
 @pytest.mark.parametrize(
     ("pos_emb", "words", "message"),
     [
-        ("alibi", ["pos-emb-options.scaling=linear"], "Alibi has no option 'scaling'"),
-        (
-            "rotary",
-            ["pos-emb-options.fraction=0.5"],
-            "option fraction of pos_emb rotary cannot be changed .* can: scaling, ",
-        ),
-        ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic' is unknown"),
-        ("kerple", ["pos-emb-options.bias=log"], "pos_emb kerple cannot be changed after training .* can: random"),
+        ("alibi", ["pos-emb-options.scaling=linear"], "Alibi.*'scaling'"),
+        ("rotary", ["pos-emb-options.fraction=0.5"], "fraction.*pos_emb rotary"),
+        ("rotary", ["pos-emb-options.scaling=cubic"], "scaling 'cubic'"),
+        ("kerple", ["pos-emb-options.bias=log"], "pos_emb kerple"),
     ],
 )
 def test_options_that_change_the_weights_are_rejected(pos_emb, words, message, data, tmp_path):

@@ -145,11 +145,11 @@ def test_finetuning_loads_only_the_weights(corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size": 64}, r"layer_00.*\(128, 32\).*\(128, 64\)"),
-        ({"padded_vocab_size": 256}, r"layer_00.*\(128, 32\).*\(256, 32\)"),
+        ({"hidden_size": 64}, "layer_00.*128, 32.*64"),
+        ({"padded_vocab_size": 256}, "layer_00.*128, 32.*256"),
         ({"num_layers": 3}, "last layer file has index 6.*would have 7"),
         ({"num_layers": 1}, "last layer file has index 6.*would have 5"),
-        ({"no_weight_tying": False, "num_layers": 3}, "layer_04.*no such file; num-layers"),
+        ({"no_weight_tying": False, "num_layers": 3}, "layer_04.*num-layers"),
         ({"pos_emb": "alibi"}, r"attention\.rpe\.bias_p"),
     ],
 )

@@ -47,10 +47,10 @@ def test_tokenizer_of_the_configuration_file(words, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "options", "message"),
     [
-        ({}, ["--architecture", "llama"], "--architecture llama: the model has the structure of gpt_neox"),
-        ({}, ["--input-dir", "ours"], "--input_dir ours is not a folder named global_stepN"),
-        ({"hidden-size": 64}, [], "my.yml does not match the checkpoint's model: hidden_size 32 .*, 64 here"),
-        ({"pos-emb": "alibi"}, [], "my.yml does not match .*: pos_emb rotary in the checkpoint, alibi here"),
+        ({}, ["--architecture", "llama"], "--architecture llama.*gpt_neox"),
+        ({}, ["--input-dir", "ours"], "--input_dir ours.*global_stepN"),
+        ({"hidden-size": 64}, [], r"my\.yml.*hidden_size 32.*64"),
+        ({"pos-emb": "alibi"}, [], r"my\.yml.*pos_emb.*alibi"),
     ],
 )
 def test_errors(words, tmp_path, keys, options, message):

@@ -62,14 +62,14 @@ def test_random_positions_advance():
     ("methods", "message"),
     [
         ([], r"methods \[\] must be a list of methods"),
-        ("rotary", r"methods 'rotary' must be a list of methods"),
+        ("rotary", "'rotary'"),
         ([{"rotary": {}, "none": {}}], r"is neither the name of a method nor \{name: options\}"),
         ([{"rotary": 3}], r"is neither the name of a method nor \{name: options\}"),
         ([3], r"is neither the name of a method nor \{name: options\}"),
-        (["rotray"], "pos-emb 'rotray' is unknown; did you mean rotary"),
-        (["none", "learned"], "methods contains learned, which cannot be the method of a layer"),
-        (["per_layer"], "methods contains per_layer"),
-        ([{"rotary": {"fractoin": 1}}], "Rotary has no option 'fractoin'"),
+        (["rotray"], "pos-emb 'rotray'"),
+        (["none", "learned"], "learned"),
+        (["per_layer"], "per_layer"),
+        ([{"rotary": {"fractoin": 1}}], "Rotary.*'fractoin'"),
     ],
 )
 def test_invalid_lists_are_rejected(methods, message):

@@ -217,9 +217,9 @@ def test_methods_without_positions_are_rejected():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"random_length": 7}, "random positions need random_range"),
-        ({"random_range": 5}, "random_length 6 different positions are drawn from random_range 5"),
-        ({"random_range": 9.5}, "random_range 9.5 must be an integer"),
+        ({"random_length": 7}, "random_range"),
+        ({"random_range": 5}, "random_length 6.*random_range 5"),
+        ({"random_range": 9.5}, r"random_range 9\.5"),
         ({"random_range": 9, "scaling": "dynamic", "factor": 2}, "Rotary needs consecutive positions"),
     ],
 )

@@ -259,19 +259,19 @@ def test_scaled_gradients_and_shift_invariance(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scaling": "dynamic", "factor": 2}, "scaling dynamic needs trained_length"),
-        ({"scaling": "cubic"}, "'cubic' is unknown; choose one of linear, ntk, yarn, llama3, dynamic"),
-        ({"factor": 2}, "factor 2 has no effect with scaling None; it is an option of linear, ntk, yarn, llama3"),
+        ({"scaling": "dynamic", "factor": 2}, "scaling dynamic.*trained_length"),
+        ({"scaling": "cubic"}, "'cubic'.*llama3"),
+        ({"factor": 2}, "factor 2.*llama3"),
         (
             {"scaling": "llama3", "factor": 2, "trained_length": 8, "low_freq_factor": 4},
-            "0 < low_freq_factor < high_freq_factor; got 4, 4.0",
+            r"0.*low_freq_factor.*high_freq_factor.*4, 4\.0",
         ),
-        ({"scaling": "linear", "factor": 2, "beta_fast": 3}, "beta_fast 3 has no effect with scaling 'linear'"),
-        ({"scaling": "linear"}, "scaling linear needs factor"),
-        ({"scaling": "ntk", "factor": 0.5}, "scaling ntk needs factor.*got 0.5"),
-        ({"scaling": "ntk", "factor": "4x"}, "factor '4x' must be a number"),
-        ({"scaling": "yarn", "factor": 2}, "scaling yarn needs trained_length"),
-        ({"scaling": "yarn", "factor": 2, "trained_length": 8, "beta_fast": 1, "beta_slow": 2}, "0 < beta_slow < beta"),
+        ({"scaling": "linear", "factor": 2, "beta_fast": 3}, "beta_fast 3.*scaling 'linear'"),
+        ({"scaling": "linear"}, "scaling linear"),
+        ({"scaling": "ntk", "factor": 0.5}, r"scaling ntk.*factor.*0\.5"),
+        ({"scaling": "ntk", "factor": "4x"}, "factor '4x'"),
+        ({"scaling": "yarn", "factor": 2}, "scaling yarn.*trained_length"),
+        ({"scaling": "yarn", "factor": 2, "trained_length": 8, "beta_fast": 1, "beta_slow": 2}, "0.*beta_slow.*beta"),
     ],
 )
 def test_invalid_scaling_options_are_rejected(options, message):

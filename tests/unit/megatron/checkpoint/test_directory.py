@@ -244,9 +244,9 @@ def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
     [
         ({"files": {"../weights.pt": {"size": 1, "crc32": "00000000"}}}, "not the name of a file inside"),
         ({"files": {"/dev/zero": {"size": 0, "crc32": "00000000"}}}, "not the name of a file inside"),
-        ({"files": {"a": {"size": -1, "crc32": "00000000"}}}, r"files\.a\.size: Input should be greater"),
-        ({"files": {"a": {"size": float("inf"), "crc32": "00000000"}}}, r"files\.a\.size: Input should be a valid"),
-        ({"files": {"a": {"size": True, "crc32": "00000000"}}}, r"files\.a\.size: Input should be a valid"),
+        ({"files": {"a": {"size": -1, "crc32": "00000000"}}}, r"files\.a\.size"),
+        ({"files": {"a": {"size": float("inf"), "crc32": "00000000"}}}, r"files\.a\.size"),
+        ({"files": {"a": {"size": True, "crc32": "00000000"}}}, r"files\.a\.size"),
         ({"files": []}, "files: Input should be"),
         ({"format": 2}, "format: Input should be 1"),
     ],

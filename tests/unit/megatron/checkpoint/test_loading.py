@@ -66,11 +66,7 @@ def without(name):
     ("name", "change", "message"),
     [
         ("layer_02-model_00-model_states.pt", lambda _: [1], "contains a list instead of named tensors"),
-        (
-            "layer_00-model_00-model_states.pt",
-            lambda _: {"word_embeddings.weight": 3},
-            "weight of type int, not",
-        ),
+        ("layer_00-model_00-model_states.pt", lambda _: {"word_embeddings.weight": 3}, "weight of type int, not"),
         ("random_rank_00000.pt", without("torch"), "does not contain random states"),
         ("mp_rank_00_model_states.pt", lambda _: [1], "contains a list instead of a dictionary"),
         ("mp_rank_00_model_states.pt", without("shape"), "shape: Field required"),

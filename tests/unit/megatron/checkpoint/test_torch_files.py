@@ -35,19 +35,19 @@ def test_ordinary_files_are_accepted(legacy, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("integer", "has w of torch.int64; weights are float32"),
-        ("boolean", "has w of torch.bool"),
-        ("complex", "has w of torch.complex64"),
-        ("float8", "has w of torch.float8_e4m3fn"),
-        ("meta", "has w, a meta tensor of torch.float32"),
-        ("sparse", "has w, a sparse_coo tensor of torch.float32"),
-        ("quantized", "contains torch._utils._rebuild_qtensor"),
-        ("expanded", "has w of torch.float32, whose 1,000,000,000,000 elements are not in the file"),
+        ("integer", r"torch\.int64.*float32"),
+        ("boolean", r"torch\.bool"),
+        ("complex", r"torch\.complex64"),
+        ("float8", r"torch\.float8_e4m3fn"),
+        ("meta", r"meta.*torch\.float32"),
+        ("sparse", r"sparse_coo.*torch\.float32"),
+        ("quantized", r"torch\._utils\._rebuild_qtensor"),
+        ("expanded", r"torch\.float32.*1,000,000,000,000"),
     ],
 )
 def test_weights_are_dense_floating_point_tensors(kind, message, tmp_path):
     torch.save({"v": WEIGHT, "w": dict(hostile_tensors(WEIGHT))[kind]}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=rf"file\.pt: rejected because it {message}"):
+    with pytest.raises(CheckpointError, match=rf"file\.pt: .*{message}"):
         read_weights(tmp_path / "file.pt")
 
 
@@ -77,9 +77,9 @@ def test_only_one_pickle(name, tmp_path):
 @pytest.mark.parametrize(
     ("inserted", "message"),
     [
-        (b"cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x04\x85R0", "contains builtins.bytearray"),
-        (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R0", "contains __builtin__.bytearray"),
-        (b"]" * (5 << 20), "has a record data.pkl of 5,"),
+        (b"cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x04\x85R0", r"builtins\.bytearray"),
+        (b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R0", r"__builtin__\.bytearray"),
+        (b"]" * (5 << 20), r"data\.pkl.*5"),
     ],
 )
 def test_pickles_that_allocate_memory(inserted, message, tmp_path):

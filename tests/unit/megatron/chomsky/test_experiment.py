@@ -69,12 +69,12 @@ def test_training_learns_the_task(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"test_longest": 6}, r"test_longest \(6\) must be above train_longest \(6\)"),
-        ({"num_heads": 3}, "hidden_size 16 is not a multiple of num_heads 3"),
+        ({"test_longest": 6}, "test_longest.*6.*train_longest"),
+        ({"num_heads": 3}, "hidden_size 16.*num_heads 3"),
         ({"batch": 0}, "batch must be above 0, not 0"),
-        ({"test_every": -1}, "test_every must be at least 0, not -1"),
-        ({"test_every": 0}, r"test_longest \(9\) must be at least twice train_longest \(6\) if test_every is 0"),
-        ({"architecture": "lstm"}, "architecture 'lstm' is unknown; choose one of pre-norm, original, decoder"),
+        ({"test_every": -1}, "test_every.*0.*-1"),
+        ({"test_every": 0}, "test_longest.*9.*train_longest.*6.*test_every.*0"),
+        ({"architecture": "lstm"}, "architecture 'lstm'.*pre-norm"),
     ],
 )
 def test_invalid_settings(settings, message):

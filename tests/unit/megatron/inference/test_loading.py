@@ -140,10 +140,10 @@ def test_code_named_by_a_checkpoint_does_not_run(copy, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("hidden-size", 64, r"\(128, 32\).*\(128, 64\)"),
+        ("hidden-size", 64, "128, 32.*64"),
         ("num-layers", 3, "num-layers"),
         ("pos-emb", "alibi", r"attention\.rpe\.bias_"),
-        ("pos-emb", "rpe", r"lacks attention\.rpe\.weight"),
+        ("pos-emb", "rpe", r"attention\.rpe\.weight"),
     ],
 )
 def test_differences_from_the_configuration_are_named(key, value, message, copy):

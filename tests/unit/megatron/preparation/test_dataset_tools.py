@@ -79,9 +79,7 @@ def test_histogram(dataset, tmp_path):
     assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 5
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("a.foo", "cannot save .*a.foo: Format 'foo'"), ("no/a.png", "No such file")]
-)
+@pytest.mark.parametrize(("name", "message"), [("a.foo", r"a\.foo.*'foo'"), ("no/a.png", "No such file")])
 def test_unwritable_figure(dataset, tmp_path, name, message):
     with pytest.raises(UserError, match=message):
         plot_lengths(open_indexed_files(dataset), tmp_path / name)

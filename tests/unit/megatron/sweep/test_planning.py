@@ -85,13 +85,13 @@ def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"finetune": True, "load": "pretrained"}, "finetune cannot be used in a sweep"),
-        ({"iteration": 3, "load": "pretrained"}, "iteration cannot be used in a sweep"),
-        ({"load": "pretrained"}, "load is pretrained, but the runs of a sweep start from scratch"),
+        ({"finetune": True, "load": "pretrained"}, "finetune"),
+        ({"iteration": 3, "load": "pretrained"}, "iteration"),
+        ({"load": "pretrained"}, "pretrained"),
     ],
 )
 def test_other_checkpoints_to_start_from_are_an_error(keys, message, tmp_path):
-    with pytest.raises(UserError, match=rf"sweep\.yml: run kerple_log/7: {message}"):
+    with pytest.raises(UserError, match=rf"sweep\.yml: run kerple_log/7: .*{message}"):
         plan(read_sweep(write_sweep(tmp_path, set=keys)))
     # As in configurations that resume from the folder that they save to.
     plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))

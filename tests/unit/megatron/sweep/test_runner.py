@@ -349,22 +349,13 @@ def test_selected_runs(sweep):
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"lengths": [32, 64], "protocol": ["last-k"]}, "evaluation of run kerple_log/7: .*last-k"),
-        ({"lengths": [32], "tokens": 16}, "evaluation of run kerple_log/7: .*a budget of 16 tokens"),
-        ({"lengths": [32], "depth": 3}, "evaluation of run kerple_log/7: evaluate.py has no option depth"),
-        (
-            {"lengths": [32], "precision": "fp64"},
-            "evaluation of run kerple_log/7: argument --precision: invalid choice",
-        ),
-        (
-            {"lengths": [32], "title": ["a", "--output=b"]},
-            "evaluation of run kerple_log/7: output cannot be used in a sweep",
-        ),
-        ({"lengths": [32], "label": ["a", "b"]}, "evaluation of run kerple_log/7: label must be a single label"),
-        (
-            {"lengths": [32], "modes": ["full", "full+dynamic-ntk"]},
-            r"evaluation: inference mode full\+dynamic-ntk is not supported: pos_emb kerple_log",
-        ),
+        ({"lengths": [32, 64], "protocol": ["last-k"]}, "kerple_log/7.*last-k"),
+        ({"lengths": [32], "tokens": 16}, "kerple_log/7.*16"),
+        ({"lengths": [32], "depth": 3}, r"kerple_log/7: evaluate\.py.*depth"),
+        ({"lengths": [32], "precision": "fp64"}, "kerple_log/7.*--precision"),
+        ({"lengths": [32], "title": ["a", "--output=b"]}, "kerple_log/7: output"),
+        ({"lengths": [32], "label": ["a", "b"]}, "kerple_log/7: label"),
+        ({"lengths": [32], "modes": ["full", "full+dynamic-ntk"]}, r"full\+dynamic-ntk.*pos_emb kerple_log"),
         *(
             ({"lengths": [32], name: value}, f"evaluation of run kerple_log/7: {name} cannot be used in a sweep")
             for name, value in {

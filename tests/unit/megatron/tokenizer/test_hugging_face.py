@@ -143,10 +143,10 @@ def test_only_a_token_at_the_start_is_added(tokenizer_file, tmp_path, kind):
 @pytest.mark.parametrize(
     ("post_processor", "message"),
     [
-        (_template("$A" + " $A" * 4999), "post_processor .*5000 times"),
-        ({"type": "Sequence", "processors": [_template("$A $A")] * 30}, "post_processor .*2 times"),
-        (_template("<s> " * 5000 + "$A"), "post_processor .*5000 tokens"),
-        (_template("<s> $A", [("<s>", 70_000)]), "post_processor .*70000"),
+        (_template("$A" + " $A" * 4999), "post_processor.*5000"),
+        ({"type": "Sequence", "processors": [_template("$A $A")] * 30}, "post_processor.*2"),
+        (_template("<s> " * 5000 + "$A"), "post_processor.*5000"),
+        (_template("<s> $A", [("<s>", 70_000)]), "post_processor.*70000"),
     ],
 )
 def test_a_post_processor_that_multiplies_the_text(tokenizer_file, tmp_path, post_processor, message):
@@ -192,8 +192,8 @@ def test_tokenizer_json_as_gpt2_vocabulary(tokenizer_file, tmp_path):
 @pytest.mark.parametrize(
     ("merges", "message"),
     [
-        ("#version: 0.2\na b\nc d e\n", "vocab.bpe, line 3: expected two tokens, found 'c d e'"),
-        ("#version: 0.2\na c\n", "vocab.bpe does not belong to vocab-file .*encoder.json"),
+        ("#version: 0.2\na b\nc d e\n", r"vocab\.bpe.*3"),
+        ("#version: 0.2\na c\n", r"vocab\.bpe.*vocab-file.*encoder\.json"),
     ],
 )
 def test_bad_merges(tmp_path, merges, message):
@@ -205,7 +205,7 @@ def test_bad_merges(tmp_path, merges, message):
     ("vocabulary", "message"),
     [
         ({"a": 0, "b": 1, "ab": 2}, r"no <\|endoftext\|> token"),
-        ({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}, "254 of the 256 byte symbols are missing"),
+        ({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}, "254.*256"),
         (["a", "b"], "does not map tokens to ids"),
     ],
 )

@@ -84,8 +84,8 @@ def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):
     [
         ({"flops_profilr": {"enabled": True}}, r"deepspeed_extra_args\.flops_profilr.*flops_profiler"),
         ({"own": 1}, r"deepspeed_extra_args\.own"),
-        ({"flops_profiler": {"enabeld": True}}, r"deepspeed_extra_args\.flops_profiler\.enabeld.*enabled"),
-        ({"checkpoint": {"writer": {"tipe": "FAST"}}}, r"deepspeed_extra_args\.checkpoint\.writer\.tipe.*type"),
+        ({"flops_profiler": {"enabeld": True}}, r"deepspeed_extra_args\.flops_profiler\.enabeld"),
+        ({"checkpoint": {"writer": {"tipe": "FAST"}}}, r"deepspeed_extra_args\.checkpoint\.writer\.tipe"),
         ({"comms_logger": {"enabeld": True}}, "enabeld"),  # pydantic's error
         ({"compression_training": {}}, "compression_training"),
     ],

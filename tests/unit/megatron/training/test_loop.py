@@ -146,10 +146,10 @@ def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
         ({"data_path": "nowhere/text_document"}, r"nowhere/text_document.*prepare_data"),
         ({"train_iters": None}, "train-iters"),
         ({"split": "0,1,0"}, "no training documents"),
-        ({"train_iters": 0, "load": None}, "load is not set; train-iters: 0 evaluates a trained model"),
-        ({"train_iters": 0, "load": "nowhere"}, "load: nowhere contains no checkpoint; train-iters: 0"),
-        ({"padded_vocab_size": 128}, r"padded_vocab_size is 128.*512 tokens"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "apex": True}}}, "apex is not installed"),
+        ({"train_iters": 0, "load": None}, "train-iters: 0"),
+        ({"train_iters": 0, "load": "nowhere"}, "nowhere.*train-iters: 0"),
+        ({"padded_vocab_size": 128}, "padded_vocab_size.*128.*512"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "apex": True}}}, "apex"),
     ],
 )
 def test_unusable_input_is_an_error(keys, message, tmp_path, data_path):

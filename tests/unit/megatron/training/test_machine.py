@@ -35,19 +35,14 @@ def test_small_models_fit(tmp_path, keys, monkeypatch):
     ("keys", "vocab_size", "message"),
     [
         # 2 * 10^9 * 32 parameters: 4 bytes, 4 bytes, 8 bytes
-        (
-            {},
-            10**9,
-            r"1,024\.0 GB per rank, but 16\.0 GB .*weights 256\.0 GB, gradients 256\.0 GB, optimizer states 512\.0 GB.*"
-            r"\(64,000,[0-9,]+ parameters: 64,000,000,000 in embeddings",
-        ),
-        ({"hidden_size": 2**18}, 512, "in blocks.*hidden_size"),
-        ({"pos_emb": "learned", "max_position_embeddings": 2**31}, 512, "68,719,476,736 in the positional method"),
-        ({"train_batch_size": 10**9}, 512, "activations [0-9,.]+ GB .*train_micro_batch_size_per_gpu: 1"),
-        ({"seq_length": 2**31}, 512, "activations .*2,147,483,648 tokens.*seq_length"),
+        ({}, 10**9, r"1,024\.0.*16\.0.*256\.0.*512\.0.*64,000.*64,000,000,000"),
+        ({"hidden_size": 2**18}, 512, "hidden_size"),
+        ({"pos_emb": "learned", "max_position_embeddings": 2**31}, 512, "68,719,476,736"),
+        ({"train_batch_size": 10**9}, 512, "train_micro_batch_size_per_gpu: 1"),
+        ({"seq_length": 2**31}, 512, "2,147,483,648.*seq_length"),
         ({"seq_length_val": 10**12}, 512, "activations"),
-        ({"attention_backend": "flex"}, 512, "\"attention_backend\": .*'flex' cannot compute gradients on a CPU"),
-        ({"attention_backend": "fused"}, 512, "\"attention_backend\": .*'fused'"),
+        ({"attention_backend": "flex"}, 512, "\"attention_backend\".*'flex'.*CPU"),
+        ({"attention_backend": "fused"}, 512, "\"attention_backend\".*'fused'"),
     ],
 )
 def test_what_does_not_fit(tmp_path, keys, vocab_size, message, monkeypatch):

@@ -76,11 +76,8 @@ def test_the_steps_are_marked_for_nsys_on_a_gpu(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"profile_step_start": 4, "profile_step_stop": 4},
-            "profile_step_stop 4 must be more than profile_step_start 4",
-        ),
-        ({}, "profile_step_start 10, but train_iters is 6: no step would be profiled"),
+        ({"profile_step_start": 4, "profile_step_stop": 4}, "profile_step_stop 4.*profile_step_start"),
+        ({}, "profile_step_start 10.*train_iters.*6"),
         ({"profile_step_start": 1, "log_dir": None}, "neither is set; set one of them"),
     ],
 )

@@ -35,10 +35,10 @@ def free(monkeypatch):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("save", r"save: cannot write to .*file/x: Not a directory; choose a writable folder"),
-        ("log_dir", r"log-dir: cannot write to .*file/x"),
-        ("tensorboard_dir", r"tensorboard-dir: cannot write to .*file/x"),
-        ("eval_results_prefix", r"eval-results-prefix: cannot write to .*file/x"),
+        ("save", "save.*file/x"),
+        ("log_dir", "log-dir.*file/x"),
+        ("tensorboard_dir", "tensorboard-dir.*file/x"),
+        ("eval_results_prefix", "eval-results-prefix.*file/x"),
     ],
 )
 def test_a_folder_that_is_not_writable(key, message, tmp_path, data_path, nothing_is_built):

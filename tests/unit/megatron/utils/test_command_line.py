@@ -75,11 +75,11 @@ def test_option_name():
     ("words", "message"),
     [
         (["--set"], "is the last word"),
-        (["--set", "-d", "x"], "followed by '-d'"),
-        (["--set", "a.yml"], "followed by 'a.yml'"),
-        (["--set=a.yml"], "followed by 'a.yml'"),
-        (["--wandb-group", "--fallback"], "is followed by '--fallback'; .* write --wandb-group=--fallback"),
-        (["--wandb_group"], "--wandb_group is the last word; it must be followed by the value of wandb_group"),
+        (["--set", "-d", "x"], "'-d'"),
+        (["--set", "a.yml"], r"'a\.yml'"),
+        (["--set=a.yml"], r"'a\.yml'"),
+        (["--wandb-group", "--fallback"], "'--fallback'.*--wandb-group=--fallback"),
+        (["--wandb_group"], "--wandb_group.*wandb_group"),
     ],
 )
 def test_options_that_set_keys_require_values(words, message):

@@ -306,7 +306,7 @@ def test_the_queries_are_the_last_positions_by_default():
 @pytest.mark.parametrize(
     ("span", "keys", "start", "message"),
     [
-        (SINKS, 40, 29, "10 queries from position 29 on, and 40 keys: .* none after the last query; .* start=30"),
+        (SINKS, 40, 29, "10.*29.*40.*start=30"),
         (SINKS, 9, None, "10 queries from position -1 on, and 9 keys: there must be at least 10 keys"),
         (SINKS, 32, 30, "32 keys for the positions 0 to 39: those of 4 to 11 are missing, but the query at .* 30"),
         (Span(window=20), 28, 30, "those of 0 to 11 are missing, but .* 30 attends to the keys from 11 on"),

@@ -28,27 +28,21 @@ def test_complete_schedules(flat, keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"min_difficulty": None}, "curriculum_learning.min_difficulty is not set, but schedule_type fixed_discrete"),
-        (
-            {"schedule_type": "fixed_root"},
-            "schedule_config.total_curriculum_step is not set, but .* fixed_root needs it",
-        ),
-        ({"curriculum_type": "voc"}, "must be 'seqlen'"),
-        ({"schedule_config": {"difficulty": [4, 8], "max_step": [5, 10]}}, "max_step has 2 steps for 2 lengths"),
-        (
-            {"schedule_config": {"difficulty": [4, 8, 8], "max_step": [5, 10]}},
-            "difficulty .* must be in increasing order",
-        ),
-        ({"schedule_config": {"difficulty": [4, 6, 8], "max_step": [5, 5]}}, "max_step .* must be in increasing order"),
-        ({"schedule_config": {"difficulty": [2, 8], "max_step": [5]}}, "must start with min_difficulty 4 and end with"),
-        ({"schedule_config": {"difficulty": [4, 6], "max_step": [5]}}, "must start with min_difficulty 4 and end with"),
+        ({"min_difficulty": None}, r"curriculum_learning\.min_difficulty.*schedule_type fixed_discrete"),
+        ({"schedule_type": "fixed_root"}, r"schedule_config\.total_curriculum_step.*fixed_root"),
+        ({"curriculum_type": "voc"}, "'seqlen'"),
+        ({"schedule_config": {"difficulty": [4, 8], "max_step": [5, 10]}}, "max_step.*2"),
+        ({"schedule_config": {"difficulty": [4, 8, 8], "max_step": [5, 10]}}, "difficulty"),
+        ({"schedule_config": {"difficulty": [4, 6, 8], "max_step": [5, 5]}}, "max_step"),
+        ({"schedule_config": {"difficulty": [2, 8], "max_step": [5]}}, "min_difficulty 4"),
+        ({"schedule_config": {"difficulty": [4, 6], "max_step": [5]}}, "min_difficulty 4"),
         (
             {"schedule_config": {**DISCRETE["schedule_config"], "root_degree": 2}},
-            "schedule_config.root_degree is not a key of schedule_type fixed_discrete; remove it",
+            r"schedule_config\.root_degree.*schedule_type fixed_discrete",
         ),
-        ({**LINEAR, "min_difficulty": 9}, "min_difficulty 9 is more than max_difficulty 8; lower it"),
-        ({**LINEAR, "max_difficulty": 16}, "max_difficulty 16 is not seq_length 8"),
-        ({"metric": "seqlen"}, '"curriculum_learning.metric" is not a known key'),
+        ({**LINEAR, "min_difficulty": 9}, "min_difficulty 9.*max_difficulty 8"),
+        ({**LINEAR, "max_difficulty": 16}, "max_difficulty 16.*seq_length 8"),
+        ({"metric": "seqlen"}, r'"curriculum_learning\.metric"'),
     ],
 )
 def test_wrong_schedules(flat, keys, message):

@@ -31,11 +31,11 @@ def test_description_of_the_batch():
 @pytest.mark.parametrize(
     ("global_batch", "micro_batch", "accumulation", "message"),
     [
-        (None, None, 2, "no batch size: set train_micro_batch_size_per_gpu or train_batch_size"),
-        (10, 4, None, r"train_batch_size 10 is not a multiple of .* 4 \* 2 data-parallel rank\(s\) = 8"),
+        (None, None, 2, "train_micro_batch_size_per_gpu.*train_batch_size"),
+        (10, 4, None, "train_batch_size 10.*4.*2 data-parallel.*8"),
         (4, 4, None, r"4 is not a multiple of .* = 8"),
-        (9, None, 3, r"9 is not a multiple of gradient_accumulation_steps 3 \* 2"),
-        (24, 4, 2, r"train_batch_size is 24, but .* 4 \* .* 2 \* 2 data-parallel rank\(s\) = 16"),
+        (9, None, 3, "9.*gradient_accumulation_steps 3.*2"),
+        (24, 4, 2, "train_batch_size.*24.*4.*2 data-parallel.*16"),
     ],
 )
 def test_contradictory_batch_sizes(global_batch, micro_batch, accumulation, message):

@@ -261,15 +261,11 @@ def test_padding_and_packed_sequences_in_an_inference_mode():
 @pytest.mark.parametrize(
     ("pos_emb", "options", "message"),
     [
-        ("kerple_log", {"inference_mode": "sliding"}, "inference mode 'sliding' is unknown; choose full"),
-        ("none", {"inference_mode": "full+clip@4"}, "full.clip@4 is not supported: pos_emb none is not a function"),
+        ("kerple_log", {"inference_mode": "sliding"}, "inference.*'sliding'"),
+        ("none", {"inference_mode": "full+clip@4"}, r"full.clip@4.*pos_emb none"),
         ("dape_kerple", {"inference_mode": "sinks@3+9+reindexed"}, "has no distances that could be counted"),
         ("kerple_log", {"inference_mode": "sinks@3+9", "attn_implementation": "flex_attention"}, "from eager, sdpa$"),
-        (
-            "xpos",
-            {"inference_mode": "window@9", "attn_implementation": "sdpa"},
-            "xpos in mode window@9; choose from eager",
-        ),
+        ("xpos", {"inference_mode": "window@9", "attn_implementation": "sdpa"}, "xpos.*window@9"),
     ],
 )
 def test_modes_that_are_rejected_when_a_model_is_loaded(pos_emb, options, message):

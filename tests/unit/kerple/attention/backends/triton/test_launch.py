@@ -215,10 +215,10 @@ def test_kernels_multiply_in_the_precision_of_the_tiles(precision, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dropout_p": 0.1}, "'fused' does not support attention dropout; use auto, or one of reference"),
-        ({"dtype": torch.float64}, "'fused' supports torch.float32, torch.bfloat16, torch.float16, not torch.float64"),
-        ({"size": 136}, "'fused' supports head sizes up to 128, not 136"),
-        ({"batch": 65_536}, "'fused' supports up to 65535 for batch size times heads, not 65536"),
+        ({"dropout_p": 0.1}, "'fused'"),
+        ({"dtype": torch.float64}, r"'fused'.*torch\.float32, torch\.bfloat16, torch\.float16.*torch\.float64"),
+        ({"size": 136}, "'fused'.*128.*136"),
+        ({"batch": 65_536}, "'fused'.*65535.*65536"),
     ],
 )
 def test_unsupported_calls_are_rejected(change, message):

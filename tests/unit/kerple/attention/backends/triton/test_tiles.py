@@ -70,14 +70,8 @@ def test_later_architectures_get_the_tiles_of_their_generation():
 @pytest.mark.parametrize(
     ("gpu", "reason"),
     [
-        (
-            Gpu("Tesla V100", 70, 96 * 1024),
-            r"needs compute capability 8.0 or higher \(Ampere\), but Tesla V100 has 7.0",
-        ),
-        (
-            Gpu("Future", 100, 99 * 1024),
-            "needs 162 KiB of shared memory for torch.bfloat16 and head size 128; Future has 99",
-        ),
+        (Gpu("Tesla V100", 70, 96 * 1024), r"8\.0.*Tesla V100.*7\.0"),
+        (Gpu("Future", 100, 99 * 1024), r"162 KiB.*torch\.bfloat16.*128.*Future.*99"),
     ],
 )
 def test_gpus_without_tiles_are_rejected_by_name(gpu, reason, gpu_of_this_machine, monkeypatch):
@@ -87,7 +81,7 @@ def test_gpus_without_tiles_are_rejected_by_name(gpu, reason, gpu_of_this_machin
     method = build("alibi", ModelShape(num_heads=2, head_size=128, hidden_size=256, num_layers=1, max_positions=8))
     assert Attention("auto", method).choice("cuda", torch.bfloat16, 128).startswith("chunked (auto: fused needs ")
     requirements = Requirements(device=torch.device("cuda"), dtype=torch.bfloat16, head_size=128)
-    with pytest.raises(NotImplementedError, match=f"attention-backend 'fused' {reason}; use auto, or one of reference"):
+    with pytest.raises(NotImplementedError, match=f"attention-backend 'fused'.*{reason}"):
         check_backend("fused", requirements)
 
 
