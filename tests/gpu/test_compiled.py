@@ -9,10 +9,11 @@ from kerple.attention.backends import flex
 from megatron.model import compiled
 from megatron.model.compiled import compile_blocks, is_traceable
 from megatron.model.gpt import TransformerBlock
-from tests.gpu.test_methods import KINDS, check_training, cuda_model, settings_for, slow_unless
+from tests.gpu.test_methods import check_training, cuda_model, settings_for, slow_unless
 from tests.support.simulated_cuda import SimulatedCuda
 
 CUDA = torch.device("cuda")
+KINDS = ("none", "learned", "rotary", "xpos", "alibi", "kerple_log", "kerple_power_ap_ap", "rpe", "fire", "dape_kerple")
 GRAPH_BREAKS = ("rotary", "xpos", "fire", "dape_kerple")
 
 

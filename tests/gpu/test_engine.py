@@ -30,7 +30,6 @@ def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("small_bf16.yml", ()),
         ("small_bf16.yml", ("checkpoint-activations=true",)),
         pytest.param("small_bf16.yml", ("checkpoint-activations=false",), marks=pytest.mark.slow),
         ("small_bf16.yml", ("gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")),
@@ -40,6 +39,7 @@ def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
     ],
 )
 def test_a_step_does_not_wait_for_the_device(recipe, overrides):
+    """`test_targets_of_the_162M_recipe` tests small_bf16.yml without overrides."""
     device = third_step(recipe, *overrides)
     assert device.synchronizations == []
     assert device.blocking_copies == []
@@ -61,7 +61,7 @@ def test_zero_2_and_3(stage):
         assert third_step("small_bf16.yml", *overrides).kernels["triton.forward_kernel"]
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "rotary", "dape_kerple"])
+@pytest.mark.parametrize("method", ["kerple_log", pytest.param("rotary", marks=pytest.mark.slow), "dape_kerple"])
 def test_cuda_graphs(method):
     """The graphs contain the forward and backward pass, and nothing that waits for the device or copies from the host.
     A step launches them and the optimizer's kernels.

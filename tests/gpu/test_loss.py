@@ -50,8 +50,7 @@ def run_step(
     return gradients
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
 def test_traffic_and_kernels_of_a_training_step(masked, dtype):
     """A read and a write of the logits, 3.3 GB, and a multiplication of each gradient by the upstream gradient."""
     with Device() as device:

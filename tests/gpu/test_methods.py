@@ -18,9 +18,14 @@ from tests.support.simulated_cuda import ROOT, SimulatedCuda, move_to_cuda
 
 METHODS = sorted(path.stem for path in (ROOT / "configs/pos_emb").glob("*.yml"))
 BACKENDS = [name for name in backend_names() if name not in ("auto", "flex")]  # flex is compiled, not simulated
-# One method of each kind: the other backends, dtypes and activation checkpointing are slow for all of them.
-KINDS = ("none", "learned", "rotary", "xpos", "alibi", "kerple_log", "kerple_power_ap_ap", "rpe", "fire", "dape_kerple")
-QUICK = (*KINDS, "forgetting", "per_layer", "stick_breaking")
+# Scaled rotations, a bias and a weight with gradients, modified scores: for other dtypes and activation checkpointing.
+DISTINCT = ("xpos", "kerple_power_ap_ap", "dape_kerple")
+TWO_LAYERS = ("rotary", "kerple_log", "dape_kerple")
+# Backends that `auto` does not choose for these methods on a GPU.
+OTHER_BACKENDS = {
+    *(("none", "fused"), ("none", "chunked"), ("alibi", "sdpa"), ("kerple_log", "chunked")),
+    *(("kerple_power_ap_ap", "sdpa"), ("kerple_power_ap_ap", "chunked"), ("forgetting", "chunked")),
+}
 
 
 def slow_unless(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
@@ -28,11 +33,11 @@ def slow_unless(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
 
 
 STEPS = [
-    pytest.param(name, backend, marks=slow_unless(backend == "auto" or (name in QUICK and backend != "reference")))
+    pytest.param(name, backend, marks=slow_unless(backend == "auto" or (name, backend) in OTHER_BACKENDS))
     for name in METHODS
     for backend in ("auto", *BACKENDS)
 ]
-EVERY_METHOD = [pytest.param(name, marks=slow_unless(name in KINDS)) for name in METHODS]
+EVERY_METHOD = [pytest.param(name, marks=slow_unless(name in DISTINCT)) for name in METHODS]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OTHER_DTYPES = [pytest.param("fp16", marks=pytest.mark.slow), "fp32"]
 
@@ -83,7 +88,7 @@ def test_training_step(method, backend):
     if not supports(backend, method):
         return
     with SimulatedCuda() as device:
-        settings = settings_for(method) if backend == "auto" and method in KINDS else one_layer(method, backend)
+        settings = settings_for(method) if backend == "auto" and method in TWO_LAYERS else one_layer(method, backend)
         check_training(cuda_model(settings), device)
 
 
@@ -108,7 +113,7 @@ def test_evaluation(method):
 
 
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
-@pytest.mark.parametrize("method", [name for name in KINDS if name != "learned"])
+@pytest.mark.parametrize("method", DISTINCT)
 def test_evaluation_in_other_dtypes(method, dtype):
     check_evaluation(method, dtype)
 
@@ -173,17 +178,15 @@ def test_modes(method, name):
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("method", "backend", "dtype"),
     [
-        *(pytest.param(name, "bf16", marks=slow_unless(name != "reference")) for name in ("auto", *BACKENDS)),
-        ("sdpa", "fp32"),
+        *(("rotary", "auto", "bf16"), ("rotary", "sdpa", "fp32"), ("dape_kerple", "auto", "bf16")),
+        *(("kerple_log", backend, "bf16") for backend in ("fused", "sdpa", "chunked")),
+        pytest.param("kerple_log", "reference", "bf16", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("method", ["rotary", "kerple_log", "dape_kerple"])
 def test_grouped_queries(method, backend, dtype):
     """12 query heads share 3 key/value heads: gradients, single-token decoding, windows and blocks."""
-    if not supports(backend, method):
-        return
     with SimulatedCuda() as device:
         positional = move_to_cuda(build(method, settings_for(method).config.shape), DTYPES[dtype])
         for s, span in ((300, Span()), (1, Span()), (300, Span(window=100)), (300, Span(block=64))):

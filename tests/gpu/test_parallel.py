@@ -26,8 +26,7 @@ def ranks():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "rotary", "rpe"])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("method", "fused"), [("kerple_log", True), ("rotary", False), ("rpe", True)])
 def test_training_step(method, fused):
     """Fused blocks and megatron-core's layers, with half of the heads, the MLP and the vocabulary."""
     settings = replace(settings_for(method), tp=TensorParallel(2, 0))

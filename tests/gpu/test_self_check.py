@@ -15,8 +15,13 @@ from tests.support.simulated_cuda import SimulatedCuda, move_to_cuda
 SHAPE = ModelShape(num_heads=4, head_size=64, hidden_size=256, num_layers=1, max_positions=512)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", ["alibi", "kerple_power_ap_ap", "rpe", "forgetting"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        *(("alibi", torch.bfloat16), ("kerple_power_ap_ap", torch.bfloat16), ("rpe", torch.float32)),
+        ("forgetting", torch.float32),
+    ],
+)
 def test_the_comparison(method, dtype, monkeypatch):
     """Training; and fewer queries than keys, with and without a window, for two kinds of lengths."""
     calls = []
