@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from megatron.config import Config
 from tests.support.checkpoints import write_corpus
 from tests.support.layouts import LAYOUTS, VOCABULARY, Trained
 from tests.support.ranks import Ranks
+from tests.support.runs import trained as run_here
 from tests.support.runs import training_settings
 
 
@@ -35,6 +37,18 @@ def trained(ranks, data_path) -> Trained:
         return ""
 
     return train_in
+
+
+@pytest.fixture(scope="session")
+def default_run(tmp_path_factory, data_path) -> Path:
+    """The folder of a finished run of one rank with the default keys. Do not write to it."""
+    return run_here(tmp_path_factory.mktemp("default"), data_path)
+
+
+@pytest.fixture
+def finished_run(default_run, tmp_path) -> None:
+    """A copy of this run in `tmp_path`."""
+    shutil.copytree(default_run, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture

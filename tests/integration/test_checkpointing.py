@@ -31,8 +31,7 @@ def damage(folder, iteration, name="layer_03-model_00-model_states.pt"):
     file.write_bytes(data)
 
 
-def test_fallback_uses_the_newest_complete_checkpoint(tmp_path, data_path, capsys):
-    trained(tmp_path, data_path)
+def test_fallback_uses_the_newest_complete_checkpoint(finished_run, tmp_path, data_path, capsys):
     expected, losses = weights(tmp_path, 6), metrics(tmp_path)
     damage(tmp_path, 6)
     with pytest.raises(CheckpointError, match=r"layer_03.*iteration 3; use it with --fallback"):
@@ -43,10 +42,9 @@ def test_fallback_uses_the_newest_complete_checkpoint(tmp_path, data_path, capsy
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path, 6).items())
 
 
-def test_checkpoints_of_another_branch_are_not_used(tmp_path, data_path):
+def test_checkpoints_of_another_branch_are_not_used(finished_run, tmp_path, data_path):
     """Neither by fallback, nor by keep_last_n_checkpoints, which counts them neither."""
     keys = {"eval_iters": 0, "save_interval": 1}
-    trained(tmp_path, data_path, eval_iters=0)
     trained(tmp_path, data_path, **keys, iteration=3, train_iters=5)
     damage(tmp_path, 5)
     (tmp_path / "checkpoints/global_step2").mkdir()  # of nobody
@@ -55,8 +53,7 @@ def test_checkpoints_of_another_branch_are_not_used(tmp_path, data_path):
     assert saved_iterations(tmp_path / "checkpoints") == [2, 6, 7, 8]
 
 
-def test_finetuning_keeps_the_checkpoint_it_started_from(tmp_path, data_path):
-    trained(tmp_path, data_path, eval_iters=0)
+def test_finetuning_keeps_the_checkpoint_it_started_from(finished_run, tmp_path, data_path):
     keys = {"eval_iters": 0, "save_interval": 1, "finetune": True}
     trained(tmp_path, data_path, **keys, train_iters=2)
     damage(tmp_path, 2)
@@ -136,8 +133,7 @@ def test_async_save_does_not_block_training(tmp_path, data_path, monkeypatch):
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
 
 
-def test_an_error_in_an_async_save_keeps_the_last_checkpoint(tmp_path, data_path, monkeypatch):
-    trained(tmp_path, data_path)
+def test_an_error_in_an_async_save_keeps_the_last_checkpoint(finished_run, tmp_path, data_path, monkeypatch):
     write = saving.save_file
 
     def full(path, value, **options):
@@ -200,8 +196,7 @@ def test_resuming_in_another_precision(before, after, stage, tmp_path, data_path
     assert not torch.equal(masters[0], masters[0].bfloat16().float())
 
 
-def test_a_changed_global_batch_is_reported(tmp_path, data_path, capsys):
-    trained(tmp_path, data_path)
+def test_a_changed_global_batch_is_reported(finished_run, tmp_path, data_path, capsys):
     state = trained(tmp_path, data_path, train_iters=7, train_batch_size=4)
     assert "saved with 8 samples per step, this run uses 4" in capsys.readouterr().out
     assert state.consumed_samples == 6 * 8 + 4
@@ -218,9 +213,8 @@ def test_files_of_an_interrupted_save_are_removed(tmp_path, data_path):
     assert sorted(path.name for path in folder.iterdir()) == ["global_step1", "global_step2", "global_step3", "latest"]
 
 
-def test_the_configuration_in_a_checkpoint_can_be_loaded(tmp_path, data_path):
-    trained(tmp_path, data_path, train_iters=3)
-    saved = json.loads((tmp_path / "checkpoints/global_step3/configs/config.yml").read_text())
+def test_the_configuration_in_a_checkpoint_can_be_loaded(default_run):
+    saved = json.loads((default_run / "checkpoints/global_step3/configs/config.yml").read_text())
     assert Config.from_flat(saved).model.pos_emb == "kerple_log"
 
 

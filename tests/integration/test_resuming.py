@@ -47,13 +47,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(keys, tmp_path, data_path):
     assert_same_end(trained(tmp_path / "resumed", data_path, **keys), uninterrupted)
 
 
-def test_resuming_with_another_accumulation(tmp_path, data_path):
+def test_resuming_with_another_accumulation(default_run, tmp_path, data_path):
     """After 3 iterations of one micro-batch, every iteration has two."""
-    uninterrupted = trained(tmp_path / "uninterrupted", data_path)
-    copy_checkpoint(uninterrupted, tmp_path / "resumed", 3)
+    copy_checkpoint(default_run, tmp_path / "resumed", 3)
     trained(tmp_path / "resumed", data_path, gradient_accumulation_steps=2)
     for name in ("train/loss", "train/grad_norm"):
-        expected = {step: value for step, value in metrics(uninterrupted, name).items() if step > 3}
+        expected = {step: value for step, value in metrics(default_run, name).items() if step > 3}
         assert metrics(tmp_path / "resumed", name) == pytest.approx(expected, rel=1e-4)
 
 
@@ -115,20 +114,18 @@ def test_requested_checkpoints_are_not_deleted(keys, kept, tmp_path, data_path, 
     assert f"keep_last_n_checkpoints: the checkpoints that {next(iter(keys))}" in capsys.readouterr().out
 
 
-def test_a_branch_of_a_run_replaces_its_later_checkpoints(tmp_path, data_path):
-    trained(tmp_path, data_path, eval_iters=0)
+def test_a_branch_of_a_run_replaces_its_later_checkpoints(finished_run, tmp_path, data_path):
     trained(tmp_path, data_path, eval_iters=0, iteration=3, optimizer={"type": "Adam", "params": {"lr": 0.001}})
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
     assert metrics(tmp_path, "train/learning_rate")[6] < 0.001
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
-    trained(tmp_path, data_path)
+def test_a_finished_run_is_not_trained_again(finished_run, tmp_path, data_path, capsys):
     before = weights(tmp_path, 6)
     trained(tmp_path, data_path)
     output = capsys.readouterr().out
     assert "iteration 6" in output
-    assert output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 2
+    assert output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
     assert output.count("nothing to train") == 1
     lines = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
@@ -137,24 +134,21 @@ def test_a_finished_run_is_not_trained_again(tmp_path, data_path, capsys):
         assert losses[0] == losses[1]
 
 
-def test_fewer_iterations_than_the_checkpoint_has_are_an_error(tmp_path, data_path):
-    trained(tmp_path, data_path)
+def test_fewer_iterations_than_the_checkpoint_has_are_an_error(finished_run, tmp_path, data_path):
     with pytest.raises(UserError, match=r"train-iters: 4 .* 6 iterations .*global_step6"):
         trained(tmp_path, data_path, train_iters=4)
 
 
-def test_a_finished_run_can_be_extended(tmp_path, data_path):
-    trained(tmp_path, data_path)
+def test_a_finished_run_can_be_extended(finished_run, tmp_path, data_path):
     trained(tmp_path, data_path, train_iters=8)
     assert list(metrics(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6, 8]
 
 
-def test_finetuning_loads_only_the_weights(tmp_path, data_path, capsys):
-    trained(tmp_path / "first", data_path)
-    keys = {"load": str(tmp_path / "first" / "checkpoints"), "finetune": True}
+def test_finetuning_loads_only_the_weights(default_run, tmp_path, data_path):
+    keys = {"load": str(default_run / "checkpoints"), "finetune": True}
     trained(tmp_path / "finetuned", data_path, **keys)
-    first, finetuned = metrics(tmp_path / "first"), metrics(tmp_path / "finetuned")
+    first, finetuned = metrics(default_run), metrics(tmp_path / "finetuned")
     assert list(finetuned) == [1, 2, 3, 4, 5, 6]
     assert finetuned[1] < first[1] - 0.5
     with pytest.raises(UserError, match="finetune"):
@@ -217,10 +211,10 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
 @pytest.mark.parametrize(
     "keys", [{"load": "first", "iteration": 3, "no_load_optim": True}, {"load": None}], ids=["another folder", "none"]
 )
-def test_the_same_command_resumes_from_save(keys, tmp_path, data_path, capsys):
+def test_the_same_command_resumes_from_save(keys, default_run, tmp_path, data_path, capsys):
     """Also if `load` names another folder, or none. A run that started in another way is an error."""
-    trained(tmp_path / "first", data_path, eval_iters=0, save_interval=3)
-    keys = {**keys, "load": keys["load"] and str(tmp_path / "first/checkpoints"), "eval_iters": 0, "save_interval": 1}
+    first = str(default_run / "checkpoints")
+    keys = {**keys, "load": keys["load"] and first, "eval_iters": 0, "save_interval": 1}
     trained(tmp_path / "whole", data_path, **keys)
     trained(tmp_path / "resumed", data_path, **keys, exit_interval=5)
     capsys.readouterr()
@@ -231,7 +225,7 @@ def test_the_same_command_resumes_from_save(keys, tmp_path, data_path, capsys):
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
     before = weights(tmp_path / "resumed", 6)
     other = {**keys, "load": str(tmp_path / "whole/checkpoints"), "iteration": 5, "no_load_optim": False}
-    for changed in (other, {**other, "load": str(tmp_path / "first/checkpoints"), "iteration": None}):
+    for changed in (other, {**other, "load": first, "iteration": None}):
         with pytest.raises(CheckpointError, match=r"save: .* of another run, which was not started from load: .*"):
             trained(tmp_path / "resumed", data_path, **changed)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "resumed", 6).items())
@@ -249,8 +243,7 @@ def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
         trained(tmp_path / "second", data_path, hidden_size=64, pos_emb="none", load=None)
 
 
-def test_iteration_selects_the_checkpoint(tmp_path, data_path):
-    trained(tmp_path, data_path)
+def test_iteration_selects_the_checkpoint(finished_run, tmp_path, data_path):
     expected = metrics(tmp_path)
     trained(tmp_path, data_path, iteration=3, save=None, log_dir=str(tmp_path / "again" / "logs"))
     assert metrics(tmp_path / "again") == {step: expected[step] for step in (4, 5, 6)}
@@ -258,8 +251,7 @@ def test_iteration_selects_the_checkpoint(tmp_path, data_path):
         trained(tmp_path, data_path, iteration=4)
 
 
-def test_a_changed_data_order_is_reported(tmp_path, data_path, capsys):
-    trained(tmp_path, data_path)
+def test_a_changed_data_order_is_reported(finished_run, tmp_path, data_path, capsys):
     trained(tmp_path, data_path, train_iters=8)
     assert "order of the training samples" not in capsys.readouterr().out
     trained(tmp_path, data_path, train_iters=9, split="7,2,1")
