@@ -109,48 +109,20 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
-        (
-            "preprocess_data",
-            ["--input", "absent.jsonl", "--output-prefix", "x", "--tokenizer-type", "CharLevelTokenizer"],
-            "error: input absent.jsonl does not exist",
-        ),
-        (
-            "preprocess_data",
-            ["--input", "a.jsonl", "--output-prefix", "x", "--tokenizer-type", "TiktokenTokenizer"],
-            "error: tokenizer-type TiktokenTokenizer is not supported",
-        ),
-        (
-            "count_subsets",
-            ["--input", "a.jsonl", "--workers", "0", "--tokenizer-type", "CharLevelTokenizer"],
-            "argument --workers: must be an integer from 1 to 1,024, not '0'",
-        ),
-        (
-            "train_tokenizer",
-            ["--input", "a.jsonl", "--vocab-size", "300", "--output", "t.json"],
-            "error: there is nothing to train on",
-        ),
-        (
-            "train_tokenizer",
-            ["--input", "nowhere", "--vocab-size", "300", "--output", "b.txt/t.json"],
-            "error: --output: cannot write to b.txt: Not a directory",
-        ),
-        (
-            "train_tokenizer",
-            ["--input", "b.txt", "--vocab-size", "50", "--output", "t.json"],
-            "error: vocabulary size 50 is too small",
-        ),
-        (
-            "train_tokenizer",
-            ["--input", "a.jsonl", "--vocab-size", "300", "--output", "t.json", "--max-megabytes", "0"],
-            "--max-megabytes: must be a number above 0, not '0'",
-        ),
+        ("preprocess_data", "--input gone --output-prefix x --tokenizer-type CharLevelTokenizer", "input gone"),
+        ("preprocess_data", "--input a.jsonl --output-prefix x --tokenizer-type TiktokenTokenizer", "Tiktoken"),
+        ("count_subsets", "--input a.jsonl --workers 0 --tokenizer-type CharLevelTokenizer", "--workers: "),
+        ("train_tokenizer", "--input a.jsonl --vocab-size 300 --output t.json", "nothing to train on"),
+        ("train_tokenizer", "--input nowhere --vocab-size 300 --output b.txt/t.json", "--output: "),
+        ("train_tokenizer", "--input b.txt --vocab-size 50 --output t.json", "size 50"),
+        ("train_tokenizer", "--input a.jsonl --vocab-size 9 --output t.json --max-megabytes 0", "--max-megabytes: "),
     ],
 )
 def test_errors(tmp_path, run, monkeypatch, tool, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
     (tmp_path / "b.txt").write_text("text")
-    status, _, error = run(tool, *arguments)
+    status, _, error = run(tool, *arguments.split())
     assert status == 2
     assert message in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.txt"]
