@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.data.indexed_dataset import open_indexed_files, read_manifest
+from megatron.data.indexed_dataset import open_indexed_files
 from tests.support.corpora import dataset_text
 
 ROOT = Path(__file__).parents[2]
@@ -109,15 +109,3 @@ def test_interrupted_with_workers(tmp_path, signal_number, forked_scripts):
     large.write_text('{"text": "text"}\n')
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert open_indexed_files(tmp_path / "out_text_document").tokens == 4
-
-
-def test_prepare_data_command(tmp_path, forked_scripts):
-    """The standard library of the running interpreter."""
-    command = [sys.executable, "prepare_data.py", "-d", str(tmp_path), "-t", "CharLevelTokenizer", "python_stdlib"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    manifest = read_manifest(tmp_path / "python_stdlib" / "python_stdlib_text_document")
-    assert manifest.documents > 300
-    assert manifest.text_bytes > 5_000_000
-    assert manifest.tokens == manifest.text_bytes + manifest.documents
-    assert f"{manifest.tokens:,} tokens" in result.stdout

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import pytest
 
 from megatron.config import load_config
 from megatron.config.yaml_files import read_file
+from megatron.data.indexed_dataset import read_manifest
+from megatron.utils.environment import has_bf16_instructions
 from tests.support.runs import ROOT, environment
+from tools import demo
 
 SMALL = {"num-layers": 1, "hidden-size": 32, "eval-iters": 1, "extrapolation-tokens": 2048}
-# Data preparation and the first training start new interpreters.
-NEW_INTERPRETERS = ("kerple prepare", "train-iters=20")
+PREPARE, FIRST_TRAINING = "kerple prepare python_stdlib", "train-iters=20"
 
 BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", re.DOTALL)
 
@@ -34,7 +37,7 @@ def commands(run: bool) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A folder that looks like a fresh clone, where the commands may write. test_demo.py trains the real demo.yml."""
+    """A folder that looks like a fresh clone, where the commands may write. The demo trains the real demo.yml."""
     folder = tmp_path_factory.mktemp("checkout")
     for path in ROOT.iterdir():
         if path.name not in {"data", "runs", "configs", ".venv", ".git"}:
@@ -49,26 +52,42 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
-def test_marked_commands_run(checkout, fork_server, monkeypatch):
+def run_line(line: str, folder: Path, start: Callable[..., subprocess.Popen]) -> str:
+    """Run a command line; returns its output."""
+    command = re.sub("^kerple ", "python kerple_command.py ", line)
+    words = shlex.split(command)
+    assert words[0] == "python"
+    words = ["bash", "-ec", command] if start is subprocess.Popen else [sys.executable, *words[1:]]
+    env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(subprocess, "Popen", start)
+        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def prepared(checkout, fork_server) -> Path:
+    """The checkout, with the standard library of the running interpreter as its corpus."""
+    output = run_line(PREPARE, checkout, fork_server.Popen)
+    manifest = read_manifest(checkout / "data" / "python_stdlib" / "python_stdlib_text_document")
+    assert manifest.documents > 300
+    assert manifest.text_bytes > 5_000_000
+    assert f"{manifest.tokens:,} tokens" in output
+    return checkout
+
+
+def test_marked_commands_run(prepared, fork_server):
+    """The first training starts a new interpreter."""
     lines = commands(run=True)
     assert len(lines) >= 6
-    started = {name: sum(name in line for line in lines) for name in NEW_INTERPRETERS}
-    assert started == dict.fromkeys(NEW_INTERPRETERS, 1)
-    env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    assert lines.count(PREPARE) == sum(FIRST_TRAINING in line for line in lines) == 1
     outputs = {}
     for line in lines:
-        command = re.sub("^kerple ", "python kerple_command.py ", line)
-        words = shlex.split(command)
-        assert words[0] == "python"
-        with monkeypatch.context() as context:
-            if any(name in line for name in NEW_INTERPRETERS):
-                words = ["bash", "-ec", command]
-            else:
-                words[0] = sys.executable
-                context.setattr(subprocess, "Popen", fork_server.Popen)
-            done = subprocess.run(words, cwd=checkout, env=env, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        outputs[line.split()[-1] if "load_model" not in line else "load_model"] = done.stdout
+        if line != PREPARE:
+            start = subprocess.Popen if FIRST_TRAINING in line else fork_server.Popen
+            name = "load_model" if "load_model" in line else line.split()[-1]
+            outputs[name] = run_line(line, prepared, start)
     assert "iteration 20/20" in outputs["train-iters=20"]
     resumed = outputs["train-iters=25"]
     assert "iteration 25/25" in resumed
@@ -79,10 +98,45 @@ def test_marked_commands_run(checkout, fork_server, monkeypatch):
     assert "--- sample 2 of 2, 32 tokens ---" in outputs["temperature=0.8"]
     first, second = re.split("--- sample .*---\n", outputs["temperature=0.8"])[1:]
     assert first != second
-    assert not (checkout / "samples.txt").exists()
+    assert not (prepared / "samples.txt").exists()
     released = outputs["train-iters=30"]
     assert "global_step25: not saved by this project; loaded weights and iteration" in released
     assert "iteration 30/30" in released
+
+
+def test_the_demo_writes_a_report_and_skips_finished_steps(prepared, tmp_path, capsys, monkeypatch, forked_scripts):
+    """`make demo` with a few iterations of one model."""
+    arguments = ["--output", str(tmp_path / "runs"), "--data", str(prepared / "data"), "--methods", "kerple_log"]
+    arguments += ["--tokens", "2048", "--iterations"]
+    command = [sys.executable, str(ROOT / "tools" / "demo.py"), *arguments, "4"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train kerple_log at length 128 (model 1 of 1)" in done.stdout
+    assert "iteration 4/4" in done.stdout
+    precision = "bfloat16" if has_bf16_instructions() else "fp32"
+    assert done.stdout.startswith(f"training in {precision}, on a processor that ")
+    assert json.loads((tmp_path / "runs" / "kerple_log" / "made_from.json").read_text())["precision"] == precision
+    report = tmp_path / "runs" / "report"
+    rows = json.loads((report / "extrapolation.json").read_text())["rows"]
+    assert [row["length"] for row in rows] == [128, 512, 2048]
+    keys = {"pos_emb", "mode", "seed", "train_length", "length", "tokens", "loss", "perplexity"}
+    for row in rows:
+        assert keys <= row.keys()
+        assert (row["pos_emb"], row["mode"], row["train_length"], row["tokens"]) == ("kerple_log", "full", 128, 2048)
+    assert (report / "extrapolation.md").read_text().count("kerple_log") >= 1
+    assert (report / "extrapolation.png").read_bytes()[:4] == b"\x89PNG"
+
+    def run_again(iterations: str) -> str:
+        assert demo.main([*arguments, iterations]) == 0
+        return " ".join(capsys.readouterr().out.split())  # joins wrapped lines
+
+    commands = []
+    monkeypatch.setattr(demo, "run_step", lambda title, command: commands.append(command[0]) or 0)
+    assert run_again("4").count("already done") == 2
+    assert commands == ["prepare_data.py"]  # which skips a finished corpus itself
+    assert "training again" in run_again("3")
+    assert commands[1:] == ["prepare_data.py", "deepy.py", "evaluate.py"]
+    assert not (tmp_path / "runs" / "kerple_log" / "checkpoints").exists()
 
 
 def test_the_example_in_python():

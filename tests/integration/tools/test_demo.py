@@ -1,52 +1,11 @@
-"""`make demo` with a few iterations: its results, and that finished steps are skipped."""
-
-import json
-import subprocess
-import sys
+"""`make demo`: its options, and which steps it skips or refuses. `test_readme.py` runs it."""
 
 import pytest
 
-from megatron.utils.environment import has_bf16_instructions
 from megatron.utils.errors import UserError
 from tests.support.records import record
-from tests.support.runs import ROOT, environment
+from tests.support.runs import ROOT
 from tools import demo
-
-LENGTHS = [128, 512, 2048]
-
-
-def test_the_demo_writes_a_report_and_skips_finished_steps(tmp_path, capsys, monkeypatch, forked_scripts):
-    arguments = ["--output", str(tmp_path / "runs"), "--data", str(tmp_path / "data"), "--methods", "kerple_log"]
-    arguments += ["--tokens", "2048", "--iterations"]
-    command = [sys.executable, str(ROOT / "tools" / "demo.py"), *arguments, "4"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "train kerple_log at length 128 (model 1 of 1)" in done.stdout
-    assert "iteration 4/4" in done.stdout
-    precision = "bfloat16" if has_bf16_instructions() else "fp32"
-    assert done.stdout.startswith(f"training in {precision}, on a processor that ")
-    assert json.loads((tmp_path / "runs" / "kerple_log" / "made_from.json").read_text())["precision"] == precision
-    report = tmp_path / "runs" / "report"
-    rows = json.loads((report / "extrapolation.json").read_text())["rows"]
-    assert [row["length"] for row in rows] == LENGTHS
-    keys = {"pos_emb", "mode", "seed", "train_length", "length", "tokens", "loss", "perplexity"}
-    for row in rows:
-        assert keys <= row.keys()
-        assert (row["pos_emb"], row["mode"], row["train_length"], row["tokens"]) == ("kerple_log", "full", 128, 2048)
-    assert (report / "extrapolation.md").read_text().count("kerple_log") >= 1
-    assert (report / "extrapolation.png").read_bytes()[:4] == b"\x89PNG"
-
-    def run_again(iterations: str) -> str:
-        assert demo.main([*arguments, iterations]) == 0
-        return " ".join(capsys.readouterr().out.split())  # joins wrapped lines
-
-    commands = []
-    monkeypatch.setattr(demo, "run_step", lambda title, command: commands.append(command[0]) or 0)
-    assert run_again("4").count("already done") == 2
-    assert commands == ["prepare_data.py"]  # which skips a finished corpus itself
-    assert "training again" in run_again("3")
-    assert commands[1:] == ["prepare_data.py", "deepy.py", "evaluate.py"]
-    assert not (tmp_path / "runs" / "kerple_log" / "checkpoints").exists()
 
 
 def test_a_wrong_option_is_an_error_before_anything_runs(tmp_path, monkeypatch):
