@@ -60,7 +60,7 @@ def assert_same_merged_weights(folder: Path, expected: Path, tolerance: float) -
 @pytest.mark.parametrize(
     ("name", "source", "target", "precision"),
     [
-        ("sgd", "pipeline", "zero-2", "fp32"),
+        slow("sgd", "pipeline", "zero-2", "fp32"),
         ("muon", "tensor", "zero-1", "fp32"),
         slow("lion", "tensor", "zero-3", "fp32"),
         slow("muon", "pipeline", "tensor", "bfloat16"),
