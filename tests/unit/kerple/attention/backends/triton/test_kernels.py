@@ -25,13 +25,15 @@ def assert_same_as_reference(*sizes: int, tolerance: float = 2e-6, scale: float 
         assert (actual.double() - expected_tensor).norm() <= tolerance * expected_tensor.norm() + 1e-5
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize(("bias", "weight"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("bias", "weight", "window"),
+    [(False, False, None), (True, False, 5), (False, True, None), (True, True, None), (True, True, 5)],
+)
 def test_values_and_gradients(bias, weight, window):
     assert_same_as_reference(2, 2, 37, 37, 16, bias=bias, weight=weight, window=window)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5, 2.0])
+@pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_any_scale(scale):
     assert_same_as_reference(1, 1, 30, 37, 16, bias=False, weight=False, window=20, scale=scale)
 
@@ -41,7 +43,6 @@ def test_any_scale(scale):
     [
         (1, 1, None),
         (1, 70, None),
-        (7, 7, None),
         (9, 70, None),  # queries are the last positions
         (40, 97, 33),  # a window that ends inside tiles
         (33, 65, 1),  # each query attends to itself
@@ -82,7 +83,7 @@ def test_grouped_queries(heads, kv_heads, s, t, window, tables):
     assert_same_as_reference(batch, heads, s, t, 16, bias=tables, weight=tables, window=window, kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize("size", [24, 48, 80])
+@pytest.mark.parametrize("size", [24, 80])
 def test_head_sizes_that_are_not_a_power_of_two(size):
     assert_same_as_reference(1, 1, 33, 40, size)
 
