@@ -54,7 +54,6 @@ def finished_run(default_run, tmp_path) -> None:
 @pytest.fixture
 def forked_scripts(fork_server, monkeypatch) -> None:
     """Python scripts that the test starts, and those that they start, are forks of a process that has imported their
-    modules. Other tests start the same scripts in new interpreters: test_readme.py, test_launch_training.py,
-    test_orphans.py.
+    modules. Other tests start the same scripts in new interpreters: test_launch_training.py, test_orphans.py.
     """
     monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)

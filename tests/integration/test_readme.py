@@ -1,15 +1,13 @@
-"""The commands in the README: marked ones are run unchanged, with a smaller model in configs/demo.yml, and most of them
-in processes that have imported their modules; for the others, the configuration files are loaded. Its Python example is
-run, too.
+"""The commands in the README: marked ones are run unchanged, with a smaller model in configs/demo.yml, in forks of a
+process that has imported their modules; for the others, the configuration files are loaded. Its Python example is run,
+too.
 """
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,12 @@ from megatron.config import load_config
 from megatron.config.yaml_files import read_file
 from megatron.data.indexed_dataset import read_manifest
 from megatron.utils.environment import has_bf16_instructions
+from tests.support.fork_server import ForkServer
 from tests.support.runs import ROOT, environment
 from tools import demo
 
 SMALL = {"num-layers": 1, "hidden-size": 32, "eval-iters": 1, "extrapolation-tokens": 2048}
-PREPARE, FIRST_TRAINING = "kerple prepare python_stdlib", "train-iters=20"
+PREPARE = "kerple prepare python_stdlib"
 
 BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", re.DOTALL)
 
@@ -52,16 +51,17 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
-def run_line(line: str, folder: Path, start: Callable[..., subprocess.Popen]) -> str:
-    """Run a command line; returns its output."""
-    command = re.sub("^kerple ", "python kerple_command.py ", line)
-    words = shlex.split(command)
-    assert words[0] == "python"
-    words = ["bash", "-ec", command] if start is subprocess.Popen else [sys.executable, *words[1:]]
-    env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+def run_line(line: str, folder: Path, fork_server: ForkServer) -> str:
+    """Run a command line, `[python] SCRIPT ...` or `python -c CODE`, in a fork; returns its output."""
+    python, *words = shlex.split(re.sub("^kerple ", "python kerple_command.py ", line))
+    assert python == "python"
+    if words[0] == "-c":
+        (folder / "code.py").write_text(words[1])
+        words = ["code.py"]
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(subprocess, "Popen", start)
-        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+        context.setattr(subprocess, "Popen", fork_server.Popen)
+        command, options = [sys.executable, *words], {"cwd": folder, "env": environment()}
+        done = subprocess.run(command, **options, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -69,7 +69,7 @@ def run_line(line: str, folder: Path, start: Callable[..., subprocess.Popen]) ->
 @pytest.fixture(scope="module")
 def prepared(checkout, fork_server) -> Path:
     """The checkout, with the standard library of the running interpreter as its corpus."""
-    output = run_line(PREPARE, checkout, fork_server.Popen)
+    output = run_line(PREPARE, checkout, fork_server)
     manifest = read_manifest(checkout / "data" / "python_stdlib" / "python_stdlib_text_document")
     assert manifest.documents > 300
     assert manifest.text_bytes > 5_000_000
@@ -78,16 +78,14 @@ def prepared(checkout, fork_server) -> Path:
 
 
 def test_marked_commands_run(prepared, fork_server):
-    """The first training starts a new interpreter."""
     lines = commands(run=True)
     assert len(lines) >= 6
-    assert lines.count(PREPARE) == sum(FIRST_TRAINING in line for line in lines) == 1
+    assert lines.count(PREPARE) == 1
     outputs = {}
     for line in lines:
         if line != PREPARE:
-            start = subprocess.Popen if FIRST_TRAINING in line else fork_server.Popen
             name = "load_model" if "load_model" in line else line.split()[-1]
-            outputs[name] = run_line(line, prepared, start)
+            outputs[name] = run_line(line, prepared, fork_server)
     assert "iteration 20/20" in outputs["train-iters=20"]
     resumed = outputs["train-iters=25"]
     assert "iteration 25/25" in resumed
