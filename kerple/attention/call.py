@@ -103,14 +103,26 @@ class Documents:
         ids: int64 `[b, t]`. Tokens of a row with the same number are one document, even if others are between them. A
             negative number is padding, which belongs to no document.
         positions: int64 `[b, t]`, the position of each token in its document.
+        queries: int64 `[s]`, the places of the queries among the tokens; None: the last s. Only masks use them.
     """
 
-    def __init__(self, ids: Tensor):
-        """Raises ValueError unless ids are integers `[b, t]`."""
+    def __init__(self, ids: Tensor, positions: Tensor | None = None, queries: Tensor | None = None):
+        """positions: those of a document may begin at any number; by default from 0 on.
+
+        Raises ValueError unless ids are integers `[b, t]`.
+        """
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}")
         self.ids = ids.long()
-        self.positions = document_positions(self.ids)
+        self._from_zero = positions is None
+        self.positions = document_positions(self.ids) if positions is None else positions
+        self.queries = queries
+
+    def places(self, queries: range, offset: int) -> slice | Tensor:
+        """The places of a range of queries, the first of which would be at `offset` if they were the last tokens."""
+        if self.queries is None:
+            return slice(queries.start, queries.stop)
+        return self.queries[queries.start - offset : queries.stop - offset]
 
     @cached_property
     def _tokens(self) -> list[Tensor]:
@@ -121,22 +133,28 @@ class Documents:
         counts = numbers.flatten()[order].unique_consecutive(return_counts=True)[1].tolist()
         return [tokens for tokens in order.split(counts) if ids.flatten()[tokens[0]] >= 0]
 
-    def groups(self, q_len: int) -> list[tuple[Tensor, Tensor]]:
-        """(queries `[n, c]`, keys `[n, l]`) of documents of equal size, as indices of the flattened rows on the device.
+    def groups(self, q_len: int) -> list[tuple[Tensor, Tensor, int]]:
+        """(queries `[n, c]`, keys `[n, l]`, position of the first key) of documents of equal size and position.
+
+        Queries and keys are indices of the flattened rows on the device. If keys are missing before the queries, the
+        position of the first key is what it would be if they were missing before it.
 
         q_len: the number of queries, the last tokens of each row. Documents without a query are left out.
         """
         length = self.ids.shape[1]
-        by_size: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        positions = None if self._from_zero else self.positions.cpu().flatten()
+        by_size: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
         for keys in self._tokens:
             row, columns = keys[0] // length, keys % length
             queries = columns[columns >= length - q_len] - (length - q_len) + row * q_len
             if len(queries):
-                by_size.setdefault((len(queries), len(keys)), []).append((queries, keys))
+                before = len(keys) - len(queries)
+                dropped = 0 if positions is None else int(positions[keys[before]]) - before
+                by_size.setdefault((len(queries), len(keys), dropped), []).append((queries, keys))
         groups = []
-        for documents in by_size.values():
+        for (*_, dropped), documents in by_size.items():
             queries, keys = (torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True))
-            groups.append((queries, keys))
+            groups.append((queries, keys, dropped))
         return groups
 
 
@@ -205,6 +223,7 @@ class AttentionCall:
         documents: those of the t tokens of each row, or None for one. Scores with `modify_scores` ignore them.
         key_mask: bool `[b, t]`, True for the keys that take part, or None for all. Positions count all keys.
         dropout_p: probability of dropping an attention probability.
+        dropped: the position of the first key, for `modify_scores` and scaled queries and keys.
     """
 
     query: Tensor
@@ -218,6 +237,7 @@ class AttentionCall:
     documents: Documents | None = None
     key_mask: Tensor | None = None
     dropout_p: float = 0.0
+    dropped: int = 0
 
     @property
     def q_len(self) -> int:
@@ -264,11 +284,12 @@ class AttentionCall:
 
     def mask(self, queries: range, keys: range) -> Tensor:
         """Bool `[c, l]` for ranges of positions, and `[b, 1, c, l]` with documents or a key mask. True = masked."""
-        query, key = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        key = slice(keys.start, keys.stop)
         if self.documents is None:
             mask = self.span.mask(queries, keys, self.query.device)
         else:
             ids, positions = self.documents.ids, self.documents.positions
+            query = self.documents.places(queries, self.offset)
             mask = self.span.mask_pairs(positions[:, query, None], positions[:, None, key])
             mask = (mask | (ids[:, query, None] != ids[:, None, key]))[:, None]
         return mask if self.key_mask is None else mask | ~self.key_mask[:, None, None, key]
@@ -281,8 +302,8 @@ class AttentionCall:
             query = torch.arange(queries.start, queries.stop, device=self.query.device)[:, None]
             key = torch.arange(keys.start, keys.stop, device=self.query.device)
         else:
-            positions = self.documents.positions
-            query, key = positions[:, queries.start : queries.stop, None], positions[:, None, keys.start : keys.stop]
+            positions, places = self.documents.positions, self.documents.places(queries, self.offset)
+            query, key = positions[:, places, None], positions[:, None, keys.start : keys.stop]
         return (query - key).clamp_(0, self.max_kv_len - 1)
 
     @property
@@ -417,6 +438,8 @@ class Backend:
         run: computes a validated call that the backend supports.
         weight, modify_scores, dropout, key_mask: see `Requirements`.
         decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
+        masks_documents: whether a mask separates the documents of a call (True), or each has calls of its own (False);
+            None: masks for fewer queries than keys and in compiled code.
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
         max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
@@ -430,6 +453,7 @@ class Backend:
     dropout: bool = True
     key_mask: bool = True
     decay: bool = False
+    masks_documents: bool | None = None
     training_on_cpu: bool = True
     dtypes: tuple[torch.dtype, ...] | None = None
     max_head_size: int | None = None
@@ -438,8 +462,11 @@ class Backend:
 
     def compute(self, call: AttentionCall) -> Tensor:
         """Run a validated call that the backend supports."""
-        if call.decay_sums is None or self.decay:
-            return self.run(call)
+        with without_autocast(call.query.device):
+            return self.run(call) if call.decay_sums is None or self.decay else self._with_decay(call)
+
+    def _with_decay(self, call: AttentionCall) -> Tensor:
+        assert call.decay_sums is not None
         # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of the only one) are
         # small for the keys near it, so that products in float32 do not lose them.
         sums = call.decay_sums - call.decay_sums[..., -1 - call.q_len // 2, None].detach()

@@ -6,7 +6,6 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from kerple.attention.call import (
     Requirements,
     Span,
     modify_budget,
-    without_autocast,
 )
 from kerple.attention.tables import PositionTables, position_tables
 from kerple.positional import PositionalMethod, TableJacobian
@@ -133,21 +131,14 @@ def attend(
     return _run(call.validate(), backend)
 
 
-def _run(call: AttentionCall, backend: str) -> Tensor:
-    """Run a validated call."""
-    if call.documents is not None and not _masks_documents(call, backend):
-        return parts.run_documents(call, call.documents, partial(_run, backend=backend))
-    if call.span.block is not None and call.modify_scores is None:
-        if call.kv_len > 2 * call.span.block:
-            return parts.run_blocks(call, call.span.block, partial(_run, backend=backend))
-        # All keys are in the first two blocks, so every query attends to all keys up to its own position.
-        call = replace(call, span=FULL)
-    return _compute(call, _checked_choice(call, backend))
+def _run(call: AttentionCall, backend: str, method: PositionalMethod | None = None) -> Tensor:
+    """Run a validated call. method: its `scale_qk` applies."""
 
+    def compute(part: AttentionCall) -> Tensor:
+        return BACKENDS[_checked_choice(part, backend)].compute(part)
 
-def _compute(call: AttentionCall, backend: str) -> Tensor:
-    with without_autocast(call.query.device):
-        return BACKENDS[backend].compute(call)
+    masks = BACKENDS[backend].masks_documents if backend in BACKENDS else None
+    return parts.run(call, compute, method=method, masks_documents=masks)
 
 
 def _checked_choice(call: AttentionCall, backend: str) -> str:
@@ -200,15 +191,6 @@ def _fused_is_fastest(requirements: Requirements, q_len: int) -> bool:
     return on_gpu and q_len > 1 and _unsupported_reason("fused", requirements) is None
 
 
-def _masks_documents(call: AttentionCall, backend: str) -> bool:
-    """Whether a mask separates the documents. It costs the scores of masked pairs, but needs one call and no values of
-    the ids on the host.
-    """
-    if call.modify_scores is not None or call.span.block is not None or backend in ("flex", "fused"):
-        return False
-    return call.q_len < call.kv_len or torch.compiler.is_compiling()
-
-
 class Attention:
     """Attention for one positional method. Its constructor checks the backend; calling it works like `attend`.
 
@@ -228,8 +210,8 @@ class Attention:
         self.has_weight = positional is not None and "weight" in positional.hooks
         self.modifies_scores = positional is not None and "modify_scores" in positional.hooks
         self.has_decay = positional is not None and "decay" in positional.hooks
-        scales_qk = positional is not None and "scale_qk" in positional.hooks
-        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay or scales_qk):
+        self._scales_qk = positional is not None and "scale_qk" in positional.hooks
+        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay or self._scales_qk):
             raise ValueError(
                 f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight, decay or "
                 "scale_qk too; compute the final scores in modify_scores, and scale queries and keys in rotate"
@@ -399,14 +381,12 @@ class Attention:
             )
         modify_scores = None
         if self.positional is not None and self.modifies_scores:
+            modify_scores = self.positional.final_scores
             if tables.scores is None and self.positional.table(torch.zeros(1, device=query.device)) is not None:
                 raise ValueError(
                     "the positional method has a table for modify_scores: pass tables=position_tables(method, "
                     f"{span.max_kv_len(key.shape[2])}, device)"
                 )
-            modify_scores = self.positional.final_scores
-            if dropped:
-                modify_scores = partial(_final_scores, self.positional, dropped)
         call = AttentionCall(
             query=query,
             key=key,
@@ -419,16 +399,12 @@ class Attention:
             documents=documents,
             key_mask=key_mask,
             dropout_p=dropout_p,
+            dropped=dropped,
         )
         if documents is not None and dropped:
-            raise ValueError("dropped must be 0 with documents: each document's positions start at its first key")
-        if self.positional is not None and "scale_qk" in self.positional.hooks:
-            run = partial(
-                parts.run_scaled, method=self.positional, dropped=dropped, run=partial(_run, backend=self.backend)
-            )
-            return run(call.validate()) if documents is None else parts.run_documents(call.validate(), documents, run)
-        if block is not None or documents is not None or torch.compiler.is_compiling():
-            return _run(call.validate(), self.backend)
+            raise ValueError("dropped must be 0 with documents, which have positions of their own")
+        if block is not None or documents is not None or self._scales_qk or torch.compiler.is_compiling():
+            return _run(call.validate(), self.backend, self.positional)
         # A failed self-check changes what is chosen.
         kind = call.kind, self_check.rejections()
         chosen = self._chosen.get(kind)
@@ -438,18 +414,4 @@ class Attention:
                 if len(self._chosen) == MAX_KINDS:
                     self._chosen.clear()
                 self._chosen[kind] = chosen
-        return _compute(call, chosen)
-
-
-def _final_scores(
-    method: PositionalMethod,
-    dropped: int,
-    scores: Tensor,
-    query: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    mask: Tensor,
-    table: Tensor | None,
-) -> Tensor:
-    """The method's final scores, for positions that are counted from the first key, which is at position `dropped`."""
-    return method.final_scores(scores, query, query_positions + dropped, key_positions + dropped, mask, table)
+        return BACKENDS[chosen].compute(call)

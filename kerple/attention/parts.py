@@ -5,6 +5,7 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,39 @@ from kerple.attention.call import FULL, AttentionCall, Documents
 from kerple.positional import PositionalMethod
 
 Run = Callable[[AttentionCall], Tensor]
+
+
+def run(
+    call: AttentionCall,
+    compute: Run,
+    *,
+    method: PositionalMethod | None = None,
+    masks_documents: bool | None = None,
+) -> Tensor:
+    """Compute a validated call: by `compute`, in several calls if its documents, blocks or scales require them.
+
+    method: its `scale_qk` applies, if it has one. masks_documents: see `Backend`.
+    """
+    scales = method is not None and "scale_qk" in method.hooks
+    if call.documents is not None and (scales or not _masks_documents(call, masks_documents)):
+        return run_documents(call, call.documents, partial(run, compute=compute, method=method))
+    if method is not None and scales:
+        return run_scaled(call, method, partial(run, compute=compute))
+    if call.span.block is not None and call.modify_scores is None:
+        if call.kv_len > 2 * call.span.block:
+            return run_blocks(call, call.span.block, compute)
+        # All keys are in the first two blocks, so every query attends to all keys up to its own position.
+        call = replace(call, span=FULL)
+    return compute(call)
+
+
+def _masks_documents(call: AttentionCall, preference: bool | None) -> bool:
+    """Whether a mask separates the documents. It costs the scores of masked pairs, but needs one call and no values of
+    the ids on the host.
+    """
+    if call.modify_scores is not None or call.span.block is not None or preference is False:
+        return False
+    return preference is True or call.q_len < call.kv_len or torch.compiler.is_compiling()
 
 
 def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
@@ -54,12 +88,12 @@ def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
 
 
 def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor:
-    """Attention as one call for all documents of equal size, without the other documents; zero for padding."""
+    """Attention as one call for all documents of equal size and position; zero for padding."""
     batch, heads, q_len, _ = call.query.shape
     tokens = [states.transpose(1, 2).flatten(0, 1) for states in (call.query, call.key, call.value)]
     sums = None if call.decay_sums is None else call.decay_sums.transpose(1, 2).flatten(0, 1)
     context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
-    for queries, keys in documents.groups(q_len):
+    for queries, keys, dropped in documents.groups(q_len):
         part = replace(
             call,
             query=tokens[0][queries].transpose(1, 2),
@@ -68,16 +102,16 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
             decay_sums=None if sums is None else sums[keys].transpose(1, 2),
             key_mask=None if call.key_mask is None else call.key_mask.flatten()[keys],
             documents=None,
+            dropped=dropped,
         )
         context = context.index_copy(0, queries.flatten(), run(part).transpose(1, 2).flatten(0, 1))
     return context.view(batch, q_len, heads, -1).transpose(1, 2)
 
 
-def run_scaled(call: AttentionCall, method: PositionalMethod, dropped: int, run: Run) -> Tensor:
+def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tensor:
     """Attention with queries and keys scaled by the method's `scale_qk`.
 
     Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.
-    dropped: the position of the first key.
     """
     contexts = []
     for first in range(0, call.q_len, method.segment):
@@ -88,8 +122,8 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, dropped: int, run:
         query, key = method.scale_qk(
             part.query,
             part.key,
-            torch.arange(call.offset + first, end, device="cpu") + dropped,
-            torch.arange(first_key, end, device="cpu") + dropped,
+            torch.arange(call.offset + first, end, device="cpu") + call.dropped,
+            torch.arange(first_key, end, device="cpu") + call.dropped,
         )
         contexts.append(run(replace(part, query=query, key=key)))
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.call import AttentionCall, Backend, Documents
 from kerple.attention.tables import tables
 from kerple.positional import PositionalMethod
 
@@ -25,6 +25,8 @@ BLOCK = 128
 MAX_KERNELS = 64
 # FlexAttention's score_mod: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# (batch, query index, key index) -> distance.
+Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: int | None = None) -> ScoreMod:
@@ -61,7 +63,7 @@ def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: i
     first = t - s if offset is None else offset
     if not 0 <= first <= t - s:
         raise ValueError(f"score_mod: {s} queries from position {first} do not fit into {t} keys; check offset")
-    modify = table_score_mod(*tables(method, t, key.device), first)
+    modify = table_score_mod(*tables(method, t, key.device), lambda batch, query, key: query + first - key)
 
     def causal(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         known = (query + first < t) & (key < t)
@@ -71,7 +73,7 @@ def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: i
     return causal
 
 
-def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> ScoreMod:
+def table_score_mod(bias: Tensor | None, weight: Tensor | None, distance_of: Distance) -> ScoreMod:
     """weight(δ) * score + bias(δ) with tables over distance, `[h, length]`; see `score_mod`.
 
     Keys beyond the tables, which a mask excludes, get the values of the last distance.
@@ -79,7 +81,7 @@ def table_score_mod(bias: Tensor | None, weight: Tensor | None, offset: int) -> 
     last = min(table.shape[1] for table in (bias, weight) if table is not None) - 1
 
     def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = (query + offset - key).clamp(min=0, max=last)
+        distance = distance_of(batch, query, key).clamp(min=0, max=last)
         if weight is not None:
             score = score * weight[head, distance]
         if bias is not None:
@@ -94,14 +96,17 @@ def flex_attention(call: AttentionCall) -> Tensor:
 
     Raises RuntimeError if more than MAX_KERNELS kernels would have to be compiled.
     """
-    modify = None
+    modify, mask, distance_of = None, None, lambda batch, query, key: query + call.offset - key
+    if call.documents is not None:
+        mask, distance_of = _document_mask(call, call.documents)
+    else:
+        mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)
     if call.has_tables:
-        modify = table_score_mod(call.tables.bias, call.tables.weight, call.offset)
+        modify = table_score_mod(call.tables.bias, call.tables.weight, distance_of)
     if call.key_mask is not None:
         modify = _masked_score_mod(modify, call.key_mask)
-    compiled = call.query.device.type == "cuda" and call.q_len > 1
+    compiled = call.query.device.type == "cuda" and call.q_len > 1 and not torch.compiler.is_compiling()
     run = _run_compiled if compiled else _flex_module().flex_attention
-    mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)
     options = {"score_mod": modify, "block_mask": mask, "scale": call.scale, "enable_gqa": call.queries_per_kv > 1}
     context: Tensor = run(call.query, call.key, call.value, **options)
     return context
@@ -146,6 +151,22 @@ def _run_compiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
     return context
 
 
+def _document_mask(call: AttentionCall, documents: Documents) -> tuple[Any, Distance]:
+    """The `BlockMask` of a call with documents, and the distances in them."""
+    places = documents.places(range(call.offset, call.kv_len), call.offset)
+    query_ids, query_positions = documents.ids[:, places], documents.positions[:, places]
+
+    def distance_of(batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query_positions[batch, query] - documents.positions[batch, key]
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance, same = distance_of(batch, query, key), query_ids[batch, query] == documents.ids[batch, key]
+        return same & (distance >= 0) & (distance < (call.kv_len if call.span.window is None else call.span.window))
+
+    shape = (len(documents.ids), None, call.q_len, call.kv_len)
+    return _flex_module().create_block_mask(visible, *shape, device=call.query.device), distance_of
+
+
 @lru_cache(maxsize=64)
 def _block_mask(s: int, t: int, window: int | None, device: torch.device) -> Any:
     """The `BlockMask` of s queries, the last of t positions. `create_block_mask` would need a matrix `[s, t]`."""
@@ -178,4 +199,4 @@ def _visible_first(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return counts.int()[None, None], indices.int()[None, None]
 
 
-FLEX = Backend("flex", flex_attention, dropout=False, training_on_cpu=False)
+FLEX = Backend("flex", flex_attention, dropout=False, masks_documents=True, training_on_cpu=False)

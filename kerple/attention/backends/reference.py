@@ -45,8 +45,8 @@ def attend_to_chunk(
     scores = scores.view(*query.shape[:3], len(keys))
     mask = call.mask(queries, keys)
     if call.modify_scores is not None:
-        query_positions = torch.arange(queries.start, queries.stop, device="cpu")
-        key_positions = torch.arange(keys.start, keys.stop, device="cpu")
+        query_positions = torch.arange(queries.start, queries.stop, device="cpu") + call.dropped
+        key_positions = torch.arange(keys.start, keys.stop, device="cpu") + call.dropped
         scores = call.modify_scores(scores, query, query_positions, key_positions, mask, score_table)
     elif call.has_tables:
         distance = call.distances(queries, keys)
@@ -60,7 +60,7 @@ def attend_to_chunk(
         probabilities = scores.masked_fill(mask, torch.finfo(dtype).min).softmax(dim=-1).masked_fill(mask, 0.0)
     probabilities = F.dropout(probabilities, call.dropout_p)
     context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, len(keys)), flat_value)
-    return context.view(query.shape).to(query.dtype)
+    return context.view(*query.shape[:3], -1).to(query.dtype)
 
 
 REFERENCE = Backend("reference", reference_attention, modify_scores=True)

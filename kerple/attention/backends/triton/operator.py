@@ -325,6 +325,7 @@ FUSED = Backend(
     dropout=False,
     key_mask=False,
     decay=True,
+    masks_documents=False,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     max_head_size=MAX_HEAD_SIZE,
     max_batch_heads=MAX_GRID,

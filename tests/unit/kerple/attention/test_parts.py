@@ -2,8 +2,19 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from kerple.attention import FULL, Attention, Documents, Span, attend, document_positions, ids_of_sequences
+from kerple.attention import (
+    FULL,
+    Attention,
+    Documents,
+    PositionTables,
+    Span,
+    attend,
+    document_positions,
+    ids_of_sequences,
+    position_tables,
+)
 from kerple.positional import ModelShape, build, decay_sums, primary_names
 from tests.support.attention import DecayingXPos, attend_arguments, run_attend, upstream_gradient
 from tests.support.attention import random_states as float64_states
@@ -186,8 +197,8 @@ def test_it_follows_the_definition(method, s):
     for backend in supported:
         actual = attend(backend=backend, document_ids=IDS, **arguments)
         torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
-    with torch.no_grad():
-        actual = attend(backend="flex", document_ids=IDS, **arguments)
+    states = {name: part.detach() if isinstance(part, torch.Tensor) else part for name, part in arguments.items()}
+    actual = attend(backend="flex", document_ids=IDS, **states)
     torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
 
 
@@ -199,8 +210,40 @@ def test_one_document_per_row_changes_nothing():
 
 def test_documents_of_equal_size_are_one_group():
     groups = Documents(torch.tensor([[0, 0, 0, 1, 1], [7, 7, 8, 8, 8]])).groups(q_len=5)
-    sizes = sorted((tuple(queries.shape), tuple(keys.shape)) for queries, keys in groups)
+    sizes = sorted((tuple(queries.shape), tuple(keys.shape)) for queries, keys, _ in groups)
     assert sizes == [((2, 2), (2, 2)), ((2, 3), (2, 3))]
+
+
+def test_documents_at_other_positions():
+    """FIRE depends on the position of the query, not only on the distance. Rows begin at different positions."""
+    method, states = build("fire", SHAPE), [part.float() for part in float64_states(4, 6, LENGTH, batch=2)]
+    positions = torch.arange(LENGTH) + torch.tensor([[0], [900]])
+    documents = Documents(torch.zeros(2, LENGTH, dtype=torch.int64), positions)
+    for s in (LENGTH, 3):
+        query, key, value = states[0][:, :, LENGTH - s :], *states[1:]
+        tables = position_tables(method, LENGTH, "cpu")
+        actual = Attention("chunked", method)(query, key, value, tables=tables, documents=documents)
+        for row, dropped in enumerate((0, 900)):
+            part = [part[row : row + 1] for part in (query, key, value)]
+            expected = Attention("chunked", method)(*part, tables=tables, dropped=dropped)
+            torch.testing.assert_close(actual[row : row + 1], expected)
+    assert not torch.allclose(actual[1:], Attention("chunked", method)(*part))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa", "flex"])
+@torch.no_grad()
+def test_queries_at_given_places(backend):
+    """As in a static cache, which has unused places after the queries."""
+    arguments = attend_arguments("kerple_log", 2, 4, 3, 9, 8)
+    expected = attend(**arguments)
+    ids = torch.tensor([[0] * 9 + [-1] * 5, [0] * 14])  # in the second row, the places are later keys
+    for name in ("key", "value"):
+        arguments[name] = F.pad(arguments[name], (0, 0, 0, 5), value=7.0)
+    tables = PositionTables(bias=F.pad(arguments["bias_table"], (0, 5)))
+    states = (arguments[name].detach() for name in ("query", "key", "value"))
+    documents = Documents(ids, queries=torch.arange(6, 9))
+    method = build("kerple_log", ModelShape(4, 8, 32, 1, 14))
+    torch.testing.assert_close(Attention(backend, method)(*states, tables=tables, documents=documents), expected)
 
 
 def test_positions_count_the_tokens_of_a_document():
