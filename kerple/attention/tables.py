@@ -65,14 +65,23 @@ NO_TABLES = PositionTables()
 
 
 def position_tables(
-    method: PositionalMethod | None, length: int, device: torch.device | str, *, with_jacobians: bool = False
+    method: PositionalMethod | None,
+    length: int,
+    device: torch.device | str,
+    *,
+    with_jacobians: bool = False,
+    distance_map: DistanceMap | None = None,
 ) -> PositionTables:
-    """All tables of a method at distances 0 ... length-1 on `device`; of none for None."""
+    """All tables of a method at distances 0 ... length-1 on `device`; of none for None. distance_map: see `tables` and
+    `score_table`; without jacobians.
+    """
     if method is None:
         return NO_TABLES
-    bias, weight = tables(method, length, device)
+    bias, weight = tables(method, length, device, distance_map=distance_map)
     bias_jacobian, weight_jacobian = jacobians(method, length, device) if with_jacobians else (None, None)
-    scores = score_table(method, length, device) if "modify_scores" in method.hooks else None
+    scores = None
+    if "modify_scores" in method.hooks:
+        scores = score_table(method, length, device, distance_map=distance_map)
     return PositionTables(
         bias=bias, weight=weight, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian, scores=scores
     )

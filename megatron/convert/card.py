@@ -109,10 +109,9 @@ def model_card(
     trust = "" if architecture else ", trust_remote_code=True"
     tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
     comment = "" if architecture else "  # AutoTokenizer reads config.json, and would ask to run this folder's code"
-    methods = model.positional_methods().values()
-    only_eager = any(method.hooks & {"modify_scores", "scale_qk"} for method in methods)
-    compiles = not (only_eager or any(method.hooks & {"embed", "rotate"} for method in methods))
-    implementations = "" if any("weight" in method.hooks for method in methods) else "sdpa, "
+    hooks = frozenset[str]().union(*(method.hooks for method in model.positional_methods().values()))
+    compiles = not hooks & {"embed", "rotate", "modify_scores", "scale_qk"}
+    implementations = "eager" if "weight" in hooks else "eager, sdpa"
     note = SELF_CONTAINED_NOTE.format(
         length=config.model.seq_length,
         window=min(config.model.seq_length, config.model.windows[0] or config.model.seq_length),
@@ -120,7 +119,7 @@ def model_card(
         tested=TESTED,
         limit=f", up to {config.model.max_position_embeddings} tokens" if config.model.pos_emb == "learned" else "",
         compiled="" if compiles else " (with graph breaks)",
-        implementations="eager" if only_eager else f"eager, {implementations}flex_attention",
+        implementations="eager" if "modify_scores" in hooks else f"{implementations}, flex_attention",
     )
     tokenizer_code = ""
     if has_tokenizer:

@@ -1,5 +1,5 @@
 """Python files of a self-contained model: its modeling files, and the sources of its positional method and of
-attention in inference modes.
+attention.
 
 The sources are those of the modules loaded in this process. Only imports within `kerple` change: they become relative
 imports of files in the same folder, `positional_NAME.py` and `attention_NAME.py`. So every formula has one
@@ -17,6 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kerple.attention import attend_in_mode, parse_mode
+from kerple.attention.backends import chunked, flex, reference, sdpa
+from kerple.attention.parts import run
 from kerple.positional import PositionalMethod, append_decay
 from kerple.positional.randomized import Randomized
 from megatron.checkpoint.storage import CheckpointError
@@ -33,8 +35,10 @@ def self_contained_files(method: type[PositionalMethod], **options: Any) -> dict
     Raises CheckpointError if the method imports a part of this project other than `kerple.positional`.
     """
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.py"))}
-    parts = (PositionalMethod, Randomized, append_decay, attend_in_mode, parse_mode, method, *method.parts(**options))
-    for part in parts:
+    for module in (chunked, flex, reference, sdpa):
+        _add_source(module, files)
+    parts = (PositionalMethod, Randomized, append_decay, run, attend_in_mode, parse_mode)
+    for part in (*parts, method, *method.parts(**options)):
         _add_source(sys.modules[part.__module__], files)
     stems = sorted(Path(name).stem for name in files if name.startswith(("positional_", "attention_")))
     files[METHOD_FILE] = (

@@ -1,6 +1,6 @@
 """The cache of keys and values in inference modes.
 
-Legend: b batch, s new tokens, g heads of keys and values, d head size.
+Legend: b batch, s new tokens, t all tokens (cached and new), g heads of keys and values, d head size.
 """
 
 import torch
@@ -23,10 +23,8 @@ class ModeCache(DynamicCache):
 
 
 class BoundedLayer(DynamicLayer):
-    """Keys and values of the first `sinks` tokens of each text and of the last window - 1 tokens (at least one).
-
-    Until tokens are dropped, `keys` has one column for each token. Afterwards, it has the sinks of each row, which can
-    be different tokens if rows begin with padding, and then the last tokens.
+    """Keys and values of the first `sinks` and the last window - 1 tokens of each row (at least one), including
+    padding.
     """
 
     is_croppable = False
@@ -36,36 +34,26 @@ class BoundedLayer(DynamicLayer):
         self.sinks, self.recent = sinks, max(1, window - 1)
         self.cumulative_length = 0  # including dropped tokens
 
-    @property
-    def first(self):
-        """The index of the first token after the sinks; 0 if no token has been dropped."""
-        dropped = self.cumulative_length > self.sinks + self.recent
-        return self.cumulative_length - self.recent if dropped else 0
-
-    def update(self, key_states, value_states, places=None, **kwargs):
-        """Append `[b, g, s, d]`; return these and all keys and values before them, as described above. places: `starts`
-        is the number of padding tokens before each text, int64 `[b]`, or None.
-        """
-        if not self.is_initialized:
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self.is_initialized = True
-        keys, values = torch.cat((self.keys, key_states), dim=2), torch.cat((self.values, value_states), dim=2)
-        first = self.first
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Append `[b, g, s, d]`; return these and the kept ones."""
+        keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
-        self.keys, self.values = keys, values
-        if self.first:
-            starts = None if places is None else places.get("starts")
-            starts = torch.zeros(1, dtype=torch.int64, device="cpu") if starts is None else starts
-            starts = starts.to(keys.device)[:, None]
-            # The tokens to keep, and where they are. Those that do not exist yet are replaced later.
-            sinks = starts + torch.arange(self.sinks, device=keys.device)
-            sinks = torch.where(sinks < first, sinks - starts, sinks - first + (self.sinks if first else 0))
-            last = torch.arange(keys.shape[2] - self.recent, keys.shape[2], device=keys.device)
-            index = torch.cat((sinks.clamp(max=keys.shape[2] - 1), last.expand(len(starts), -1)), dim=1)
-            index = index[:, None, :, None].expand(len(keys), keys.shape[1], -1, keys.shape[3])
-            self.keys, self.values = keys.gather(2, index), values.gather(2, index)
+        if keys.shape[2] > self.sinks + self.recent:
+            parts = slice(self.sinks), slice(-self.recent, None)
+            self.keys, self.values = (torch.cat([states[:, :, part] for part in parts], 2) for states in (keys, values))
         return keys, values
+
+    def kept(self, ids, positions, sinks):
+        """The document ids and positions of the tokens whose keys `update` returns next, of all tokens `[b, t]`.
+        Tokens before the window are padding, except for the first `sinks` of each text.
+        """
+        stored = self.keys.shape[2] if self.is_initialized else 0
+        columns, dropped = torch.arange(ids.shape[1], device=ids.device), self.cumulative_length - stored
+        if not dropped:
+            return ids, positions
+        columns = torch.cat((columns[: self.sinks], columns[self.sinks + dropped :]))
+        ids, positions = ids[:, columns], positions[:, columns]
+        return ids.masked_fill((columns < self.sinks) & (positions >= sinks), -1), positions
 
     def get_seq_length(self):
         return self.cumulative_length

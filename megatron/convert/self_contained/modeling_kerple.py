@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.generic import can_return_tuple
 
 from .attention_grammar import FULL_MODE, parse_mode
-from .attention_kerple import IMPLEMENTATIONS, Layout, Tables, attend
+from .attention_kerple import Layout, attend, implementations, tables_of
+from .attention_tables import NO_TABLES, PositionTables
 from .cache_kerple import ModeCache
 from .configuration_kerple import KerpleConfig
 from .positional_base import ModelShape, PositionalMethod
@@ -119,7 +120,8 @@ class KerpleAttention(nn.Module):
         """tables, shared: the tables and the method of all layers, if they share one."""
         method = shared if self.positional is None else self.positional
         check_loaded(method, hidden.device)
-        tables = Tables.of(method, layout, hidden.device) if self.positional is not None else tables
+        if self.positional is not None and layout.mode is None:
+            tables = tables_of(method, layout.total, hidden.device)
         batch, new, _ = hidden.shape
         # The rows of the weight are grouped by key head: the queries that share a key, the key, and its value.
         shape = batch, new, -1, self.queries_per_key + 2, self.config.head_dim
@@ -134,11 +136,9 @@ class KerpleAttention(nn.Module):
         if cache is not None:
             # transformers 4 needs the places in a static cache.
             places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
-            if layout.mode is not None and layout.padded is not None:
-                places["starts"] = layout.padded.sum(dim=1)
             key, value = cache.update(key, value, self.layer_idx, places)
         dropout = self.config.attention_dropout if self.training else 0.0
-        options = dropout, self.config._attn_implementation, output_attentions
+        options = self.config.attention_window, dropout, self.config._attn_implementation, output_attentions
         context, probabilities = attend(query, key, value, method, tables, layout, *options)
         context = context[..., : self.config.head_dim].transpose(1, 2).reshape(batch, new, -1)
         return self.dense(context), probabilities
@@ -185,9 +185,10 @@ class KerpleLayer(GradientCheckpointingLayer):
 
     # Reentrant checkpointing needs the tensors that require gradients as separate positional arguments. With gradient
     # checkpointing, all supported versions of transformers remove a cache that is called `layer_past`.
-    def forward(self, hidden, bias, weight, shared, layout, layer_past=None, output_attentions=False):
+    def forward(self, hidden, bias, weight, scores, shared, layout, layer_past=None, output_attentions=False):
+        tables = PositionTables(bias=bias, weight=weight, scores=scores)
         attended, probabilities = self.attention(
-            self.input_layernorm(hidden), Tables(bias, weight), shared, layout, layer_past, output_attentions
+            self.input_layernorm(hidden), tables, shared, layout, layer_past, output_attentions
         )
         attended = self.dropout(attended)
         if self.parallel_residual:
@@ -204,11 +205,9 @@ class KerplePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["KerpleLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
-    _supports_sdpa = _supports_flex_attn = not (hasattr(Method, "modify_scores") or hasattr(Method, "scale_qk"))
+    _supports_sdpa = _supports_flex_attn = not hasattr(Method, "modify_scores")
     # Methods that are only tables over distance; others read positions.
-    _can_compile_fullgraph = (
-        _supports_sdpa and Method.embed is PositionalMethod.embed and Method.rotate is PositionalMethod.rotate
-    )
+    _can_compile_fullgraph = not Method.hooks & {"embed", "rotate", "modify_scores", "scale_qk"}
 
     @classmethod
     def _can_set_attn_implementation(cls):
@@ -221,9 +220,7 @@ class KerplePreTrainedModel(PreTrainedModel):
         with torch.device("meta"):
             methods = [make_positional(self.config, layer) for layer in range(self.config.num_hidden_layers)]
         mode = inference_mode(self.config, methods)
-        supported = [
-            name for name, supports in IMPLEMENTATIONS.items() if all(supports(method, mode) for method in methods)
-        ]
+        supported = implementations(frozenset().union(*(method.hooks for method in methods)), mode)
         if requested_attention is None:
             return "sdpa" if "sdpa" in supported else "eager"
         if requested_attention not in supported:
@@ -306,7 +303,7 @@ class KerpleModel(KerplePreTrainedModel):
         check_loaded(methods[0], hidden.device)
         if self.mode is not None and output_attentions:
             raise ValueError("output_attentions is not supported in an inference mode")
-        layout = Layout.of(methods, hidden, attention_mask, position_ids, cache, config.attention_window, self.mode)
+        layout = Layout.of(methods, hidden, attention_mask, position_ids, cache, self.mode)
         if layout.uncacheable is not None and (use_cache or cache is not None):
             raise ValueError(layout.uncacheable)
         if use_cache is None:
@@ -314,13 +311,17 @@ class KerpleModel(KerplePreTrainedModel):
         if use_cache and cache is None:
             cache = self.new_cache()
         hidden = self.emb_dropout(layout.embed(methods[0], hidden))
-        tables = Tables.of(self.positional, layout, hidden.device) if shared else Tables(None, None)
+        tables = NO_TABLES
+        if shared and self.mode is None:
+            tables = tables_of(self.positional, layout.total, hidden.device)
         all_states, all_probabilities = [hidden], []
         # Early exit changes the number of layers in the configuration.
         for layer in self.layers[: config.num_hidden_layers]:
             hidden, probabilities = layer(
                 hidden,
-                *tables,
+                tables.bias,
+                tables.weight,
+                tables.scores,
                 shared=self.positional,
                 layout=layout,
                 layer_past=cache,

@@ -15,16 +15,17 @@ from tests.support.exported import export, load
 IMPLEMENTATIONS = {
     "kerple_log": ("eager", "sdpa", "flex_attention"),
     "kerple_power_ap_ap": ("eager", "flex_attention"),
-    "sinusoidal": ("eager", "sdpa"),
+    "sinusoidal": ("sdpa",),
     "forgetting": ("eager", "sdpa"),
     "dape_rotary": ("eager",),
-    "xpos": ("eager",),
+    "xpos": ("sdpa",),
     "fire": ("eager",),
     "dape_v2_kerple": ("eager",),
 }
 ALL = [(pos_emb, name) for pos_emb, names in IMPLEMENTATIONS.items() for name in names]
-# FlexAttention is slow on a CPU.
-FAST = [case for case in ALL if case[1] != "flex_attention"]
+# One for each way of using positions, masks and tables.
+SOME = [("kerple_log", "sdpa"), ("kerple_power_ap_ap", "flex_attention"), ("forgetting", "sdpa"), ("xpos", "sdpa")]
+SOME += [("dape_rotary", "eager"), ("fire", "eager")]
 
 
 @pytest.mark.parametrize(("pos_emb", "implementation"), ALL)
@@ -55,7 +56,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize(("pos_emb", "implementation"), [*FAST, ("kerple_power_ap_ap", "flex_attention")])
+@pytest.mark.parametrize(("pos_emb", "implementation"), SOME)
 @torch.no_grad()
 def test_llama_style_blocks(pos_emb, implementation):
     model, path = export(pos_emb, **LLAMA)
@@ -84,7 +85,7 @@ def test_other_blocks(tmp_path):
     ("pos_emb", "requested"),
     [
         ("fire", "sdpa"),
-        ("xpos", "flex_attention"),
+        ("fire", "flex_attention"),
         ("kerple_power_ap_ap", "sdpa"),
         ("kerple_log", "flash_attention_2"),
         ("kerple_log", "paged|eager"),
@@ -102,7 +103,7 @@ def test_other_implementations_are_rejected(pos_emb, requested):
         model.set_attn_implementation(requested)
 
 
-@pytest.mark.parametrize(("pos_emb", "implementation"), [*FAST, ("kerple_power_ap_ap", "flex_attention")])
+@pytest.mark.parametrize(("pos_emb", "implementation"), SOME)
 @torch.no_grad()
 def test_padding_between_tokens(pos_emb, implementation):
     """As generate creates it after prompts that are padded on the right: distances do not count padding."""
@@ -135,11 +136,11 @@ def test_padding_after_tokens(pos_emb):
     assert (logits[1:] - model(rows[1])).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("pos_emb", "implementation"), FAST)
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "sinusoidal", "fire", "dape_v2_kerple", "xpos"])
 @torch.no_grad()
-def test_position_ids(pos_emb, implementation):
-    _, path = export(pos_emb)
-    theirs = load(path, attn_implementation=implementation)
+def test_position_ids(pos_emb):
+    _, path = export(pos_emb, **({"inference_mode": "window@999"} if pos_emb == "rotary" else {}))
+    theirs = load(path, inference_mode=None)
     tokens = random_tokens(2, TRAIN_LENGTH)
     logits = theirs(tokens).logits
     positions = torch.arange(TRAIN_LENGTH)[None]
@@ -147,15 +148,18 @@ def test_position_ids(pos_emb, implementation):
     # Only some methods depend on more than differences of positions.
     difference = (theirs(tokens, position_ids=positions + 600).logits - logits).abs().max()
     assert difference > 1e-3 if pos_emb in ("sinusoidal", "fire") else difference < 1e-3
-    # Two texts in a row.
+    # Two texts in a row, without padding and with padding at the end.
     packed = torch.cat((torch.arange(20), torch.arange(TRAIN_LENGTH - 20)))[None]
-    packed_logits = theirs(tokens, position_ids=packed).logits
-    for part in (slice(0, 20), slice(20, None)):
-        assert (packed_logits[:, part] - theirs(tokens[:, part]).logits).abs().max() < 1e-4
+    mask = torch.ones_like(tokens)
+    mask[1, -3:] = 0
+    for attention_mask in (None, mask):
+        packed_logits = theirs(tokens, position_ids=packed, attention_mask=attention_mask).logits
+        for part in (slice(0, 20), slice(20, TRAIN_LENGTH - 3)):
+            assert (packed_logits[:, part] - theirs(tokens[:, part]).logits).abs().max() < 1e-4
     with pytest.raises(ValueError, match="cannot be cached"):
         theirs(tokens, position_ids=packed, use_cache=True)
     with pytest.raises(ValueError, match="must be consecutive"):
-        theirs(tokens, position_ids=packed, attention_mask=(tokens != tokens[0, 0]).long())
+        theirs(tokens, position_ids=packed, past_key_values=theirs(tokens[:, :1]).past_key_values)
 
 
 @pytest.mark.parametrize(("pos_emb", "implementation"), [("kerple_log", "sdpa"), ("kerple_power_ap_ap", "eager")])
@@ -265,7 +269,7 @@ def test_padding_and_packed_sequences_in_an_inference_mode():
         ("none", {"inference_mode": "full+clip@4"}, r"full.clip@4.*pos_emb none"),
         ("dape_kerple", {"inference_mode": "sinks@3+9+reindexed"}, "has no distances that could be counted"),
         ("kerple_log", {"inference_mode": "sinks@3+9", "attn_implementation": "flex_attention"}, "from eager, sdpa$"),
-        ("xpos", {"inference_mode": "window@9", "attn_implementation": "sdpa"}, "xpos.*window@9"),
+        ("fire", {"inference_mode": "window@9", "attn_implementation": "sdpa"}, "fire.*window@9.*eager"),
     ],
 )
 def test_modes_that_are_rejected_when_a_model_is_loaded(pos_emb, options, message):
