@@ -22,11 +22,6 @@ from kerple.positional import append_decay
 # A positional method's `final_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
 ModifyScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Position = TypeVar("Position", int, Tensor)
-# For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
-# times as many bytes as its scores. Larger chunks launch fewer kernels, but compute more masked scores.
-MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
-MODIFY_DEVICE_SHARE = 48  # at most 1/48 of a GPU's memory
-MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
 
 @dataclass(frozen=True)
@@ -107,19 +102,15 @@ class Documents:
     """
 
     def __init__(self, ids: Tensor, positions: Tensor | None = None, queries: Tensor | None = None):
-        """positions: those of a document may begin at any number; by default from 0 on.
-
-        Raises ValueError unless ids are integers `[b, t]`.
-        """
+        """positions: by default from 0 on. Raises ValueError unless ids are integers `[b, t]`."""
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}")
         self.ids = ids.long()
-        self._from_zero = positions is None
+        self._from_zero, self.queries = positions is None, queries
         self.positions = document_positions(self.ids) if positions is None else positions
-        self.queries = queries
 
     def places(self, queries: range, offset: int) -> slice | Tensor:
-        """The places of a range of queries, the first of which would be at `offset` if they were the last tokens."""
+        """The places of a range of queries, the first of which would be at `offset` in the last tokens."""
         if self.queries is None:
             return slice(queries.start, queries.stop)
         return self.queries[queries.start - offset : queries.stop - offset]
@@ -134,10 +125,8 @@ class Documents:
         return [tokens for tokens in order.split(counts) if ids.flatten()[tokens[0]] >= 0]
 
     def groups(self, q_len: int) -> list[tuple[Tensor, Tensor, int]]:
-        """(queries `[n, c]`, keys `[n, l]`, position of the first key) of documents of equal size and position.
-
-        Queries and keys are indices of the flattened rows on the device. If keys are missing before the queries, the
-        position of the first key is what it would be if they were missing before it.
+        """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each other) of documents
+        of equal size and position, as indices of the flattened rows on the device.
 
         q_len: the number of queries, the last tokens of each row. Documents without a query are left out.
         """
@@ -463,13 +452,13 @@ class Backend:
     def compute(self, call: AttentionCall) -> Tensor:
         """Run a validated call that the backend supports."""
         with without_autocast(call.query.device):
-            return self.run(call) if call.decay_sums is None or self.decay else self._with_decay(call)
+            sums = None if self.decay else call.decay_sums
+            return self.run(call) if sums is None else self._with_decay(call, sums)
 
-    def _with_decay(self, call: AttentionCall) -> Tensor:
-        assert call.decay_sums is not None
+    def _with_decay(self, call: AttentionCall, decay_sums: Tensor) -> Tensor:
         # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of the only one) are
         # small for the keys near it, so that products in float32 do not lose them.
-        sums = call.decay_sums - call.decay_sums[..., -1 - call.q_len // 2, None].detach()
+        sums = decay_sums - decay_sums[..., -1 - call.q_len // 2, None].detach()
         query, key, value = call.query, call.key, call.value
         if torch.is_grad_enabled() and sums.requires_grad and call.query.dtype.itemsize == 2:
             # The gradient of a decay is a sum of the gradients of all later sums, and of rounding errors in half
@@ -507,20 +496,3 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
-
-
-def modify_budget(device: torch.device) -> int:
-    """Bytes of scores per chunk, for methods with `modify_scores`."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
-    return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES
-
-
-def modify_rows(query: Tensor, kv_len: int) -> int:
-    """Queries per chunk of `[b, h, s, d]`, so that their scores for `kv_len` keys fit into `modify_budget`: at least
-    MODIFY_MIN_ROWS, and on a CPU at most MODIFY_MAX_ROWS.
-    """
-    row_bytes = max(1, 4 * query.shape[0] * query.shape[1] * kv_len)  # 0 for an empty batch
-    rows = max(MODIFY_MIN_ROWS, modify_budget(query.device) // row_bytes)
-    return min(rows, MODIFY_MAX_ROWS) if query.device.type == "cpu" else rows

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kerple.attention import parts, self_check
+from kerple.attention.backends.chunk_plan import modify_budget
 from kerple.attention.backends.chunked import CHUNKED
 from kerple.attention.backends.flex import FLEX
 from kerple.attention.backends.reference import REFERENCE
@@ -25,7 +26,6 @@ from kerple.attention.call import (
     ModifyScores,
     Requirements,
     Span,
-    modify_budget,
 )
 from kerple.attention.tables import PositionTables, position_tables
 from kerple.positional import PositionalMethod, TableJacobian

@@ -17,6 +17,11 @@ MIN_ROWS, MAX_ROWS = 64, 128
 # Bytes of scores per chunk. On a CPU they should fit in the second-level caches; a GPU needs enough to be busy.
 CPU_BYTES_PER_THREAD = 2 * 1024 * 1024
 DEVICE_BYTES = 256 * 1024 * 1024
+# For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
+# times as many bytes as its scores. Larger chunks launch fewer kernels, but compute more masked scores.
+MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
+MODIFY_DEVICE_SHARE = 48  # at most 1/48 of a GPU's memory
+MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
 
 @dataclass(frozen=True)
@@ -175,3 +180,20 @@ class ToeplitzTable:
     def _offset(self, keys: int) -> int:
         """The index of the pair (0, 0) of a chunk with `keys` keys; its distance is keys-1."""
         return self.margin + self.max_kv_len - keys
+
+
+def modify_budget(device: torch.device) -> int:
+    """Bytes of scores per chunk, for methods with `modify_scores`."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
+    return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES
+
+
+def modify_rows(query: Tensor, kv_len: int) -> int:
+    """Queries per chunk of `[b, h, s, d]`, so that their scores for `kv_len` keys fit into `modify_budget`: at least
+    MODIFY_MIN_ROWS, and on a CPU at most MODIFY_MAX_ROWS.
+    """
+    row_bytes = max(1, 4 * query.shape[0] * query.shape[1] * kv_len)  # 0 for an empty batch
+    rows = max(MODIFY_MIN_ROWS, modify_budget(query.device) // row_bytes)
+    return min(rows, MODIFY_MAX_ROWS) if query.device.type == "cpu" else rows

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable
+from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable, modify_rows
 from kerple.attention.backends.reference import attend_to_chunk
 from kerple.attention.call import (
     AttentionCall,
     Backend,
-    modify_rows,
     without_autocast,
 )
 from kerple.attention.tables import PositionTables

@@ -378,7 +378,7 @@ def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypa
     """
     monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(32, 32, 4, 1)] * 4, kib=0))
     monkeypatch.setattr(sdpa, "MASK_ROWS", 32)
-    monkeypatch.setattr("kerple.attention.call.MODIFY_MAX_ROWS", 32)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_MAX_ROWS", 32)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 32)
     monkeypatch.setattr(chunk_plan, "MAX_ROWS", 32)
     positional = build(method, ModelShape(2, 16, 32, 1, 160))

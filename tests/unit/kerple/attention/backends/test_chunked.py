@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Attention, Span, attend, position_tables, tables
 from kerple.attention.backends import chunk_plan, chunked
-from kerple.attention.call import AttentionCall, modify_budget
+from kerple.attention.backends.chunk_plan import modify_budget
+from kerple.attention.call import AttentionCall
 from kerple.positional import ModelShape, PositionalMethod, build
 from tests.support.attention import (
     LargestStorage,
@@ -262,7 +263,7 @@ def test_memory_at_evaluation_is_bounded(window, with_bias):
 @pytest.mark.parametrize("method", ["kerple_power_ap_ap", "dape_kerple"])
 def test_grouped_keys_are_not_repeated(method, s, monkeypatch):
     """8 query heads share a key/value head of the KV cache."""
-    monkeypatch.setattr("kerple.attention.call.MODIFY_CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_CPU_BYTES", 1)
     length, size = 4096, 256
     positional = build(method, ModelShape(8, size, 8 * size, 1, length))
     tables = position_tables(positional, length, "cpu")
@@ -317,8 +318,8 @@ class Transfers(TorchDispatchMode):
 @pytest.mark.parametrize("name", MODIFYING)
 def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
     """On the meta device, from which no value can be read; in both passes."""
-    monkeypatch.setattr("kerple.attention.call.MODIFY_MIN_ROWS", 8)
-    monkeypatch.setattr("kerple.attention.call.MODIFY_DEVICE_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_MIN_ROWS", 8)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_DEVICE_BYTES", 1)
     method = make_method(name).to("meta")
     tables = position_tables(method, 30, "meta")
     leaves = [torch.randn(1, 3, 30, 4, device="meta", requires_grad=True) for _ in range(3)]
@@ -363,8 +364,8 @@ def test_modified_scores_in_half_precision(name, dtype, tolerance):
 
 @pytest.mark.parametrize("name", ["dape_v2_kerple", "cope"])
 def test_dropout_of_modified_scores_is_the_same_in_both_passes(name, monkeypatch):
-    monkeypatch.setattr("kerple.attention.call.MODIFY_MIN_ROWS", 2)
-    monkeypatch.setattr("kerple.attention.call.MODIFY_MAX_ROWS", 2)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_MIN_ROWS", 2)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_MAX_ROWS", 2)
     method = make_method(name).double()
 
     def with_fixed_seed(*leaves):
@@ -393,7 +394,7 @@ def test_modified_scores_of_an_empty_batch():
 @pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "fire", "cope", "transformer_xl"])
 def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
     """48 queries and 16,384 keys: chunks have 16 queries, and at most 36 values (hidden units, products) per pair."""
-    monkeypatch.setattr("kerple.attention.call.MODIFY_CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_CPU_BYTES", 1)
     method = make_method(name)
     query, key, value = (torch.randn(1, 3, length, 4) for length in (48, 16_384, 16_384))
     with torch.no_grad():
@@ -424,7 +425,7 @@ def training_memory(length: int, backend: str) -> int:
 
 def test_memory_of_modified_scores_in_training(monkeypatch):
     """Twice the length: the reference needs four times the memory, the chunked backend twice."""
-    monkeypatch.setattr("kerple.attention.call.MODIFY_CPU_BYTES", 1)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_CPU_BYTES", 1)
     reference = [training_memory(length, "reference") for length in (128, 256)]
     in_chunks = [training_memory(length, "chunked") for length in (256, 512)]
     assert reference[1] > 3.5 * reference[0]

@@ -283,8 +283,8 @@ def test_scores_of_a_chunk_fit_into_the_budget(pos_emb, monkeypatch):
         return result
 
     monkeypatch.setattr(mode_attention, "_scores", recorded)
-    monkeypatch.setattr("kerple.attention.call.modify_budget", lambda _: budget)
-    monkeypatch.setattr("kerple.attention.call.MODIFY_MAX_ROWS", 1 << 30)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.modify_budget", lambda _: budget)
+    monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_MAX_ROWS", 1 << 30)
     method = build(pos_emb, ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
     query, key, value = torch.randn(3, 1, HEADS, 1000, HEAD_SIZE).unbind()
     with torch.no_grad():
