@@ -60,7 +60,7 @@ def attend_to_chunk(
         probabilities = scores.masked_fill(mask, torch.finfo(dtype).min).softmax(dim=-1).masked_fill(mask, 0.0)
     probabilities = F.dropout(probabilities, call.dropout_p)
     context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, len(keys)), flat_value)
-    return context.view(*query.shape[:3], -1).to(query.dtype)
+    return context.view(*query.shape[:3], value.shape[3]).to(query.dtype)
 
 
 REFERENCE = Backend("reference", reference_attention, modify_scores=True)

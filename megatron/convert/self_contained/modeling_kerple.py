@@ -207,7 +207,11 @@ class KerplePreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = _supports_flex_attn = not hasattr(Method, "modify_scores")
     # Methods that are only tables over distance; others read positions.
-    _can_compile_fullgraph = not Method.hooks & {"embed", "rotate", "modify_scores", "scale_qk"}
+    _can_compile_fullgraph = (
+        not (hasattr(Method, "modify_scores") or hasattr(Method, "scale_qk"))
+        and Method.embed is PositionalMethod.embed
+        and Method.rotate is PositionalMethod.rotate
+    )
 
     @classmethod
     def _can_set_attn_implementation(cls):

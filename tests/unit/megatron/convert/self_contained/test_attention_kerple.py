@@ -122,20 +122,6 @@ def test_padding_between_tokens(pos_emb, implementation):
     assert (following - logits[:, 7:]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "cope", "dape_v2_kerple"])
-@torch.no_grad()
-def test_padding_after_tokens(pos_emb):
-    """As in training: the padding of the first row does not hide tokens of the second."""
-    model, path = export(pos_emb)
-    rows = [random_tokens(1, length, seed=length) for length in (7, 10)]
-    tokens = torch.cat((F.pad(rows[0], (0, 3)), rows[1]))
-    mask = torch.ones(2, 10, dtype=torch.int64)
-    mask[0, 7:] = 0
-    logits = load(path)(tokens, attention_mask=mask).logits
-    assert (logits[:1, :7] - model(rows[0])).abs().max() < 1e-4
-    assert (logits[1:] - model(rows[1])).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "sinusoidal", "fire", "dape_v2_kerple", "xpos"])
 @torch.no_grad()
 def test_position_ids(pos_emb):
@@ -197,13 +183,10 @@ def test_masks_of_another_shape_are_rejected():
 MODES = [
     ("kerple_log", "sinks@3+9+reindexed+logn@16", "sdpa"),
     ("kerple_log", "blockwise+log@8", "eager"),
-    ("kerple_power_ap_ap", "full+clip@6", "eager"),
     ("rotary", "sinks@3+9+reindexed+clip@6", "eager"),
     ("rotary", "window@9+dynamic-ntk+logn", "sdpa"),
-    ("xpos", "sinks@3+9+leaky@6,2", "eager"),
     ("alibi", "sinks@3+9+linear", "sdpa"),
     ("dape_kerple", "window@9+yarn-temperature@4", "eager"),
-    ("cope", "sinks@3+9", "eager"),
     ("forgetting", "sinks@3+9", "sdpa"),
 ]
 # The tokens of calls with a cache. The mask of the second row begins with 13 paddings.
