@@ -111,17 +111,15 @@ def test_a_method_that_cannot_be_plotted_does_not_stop_the_training(tmp_path, da
 
 def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
     """On a CPU there is no MFU without `peak_theoretical_tflops`."""
+    keys = {"train_iters": 2, "eval_iters": 0, "save": None, "load": None}
+    flops_per_token = []
     for tflops in (None, 0.5, 2.0):
         folder = tmp_path / str(tflops)
-        train(Config.from_flat(training_settings(folder, data_path, peak_theoretical_tflops=tflops)))
-    assert metrics(tmp_path / "None", "train/mfu") == {}
-    flops_per_token = [
-        tflops
-        * 1e12
-        * metrics(tmp_path / str(tflops), "train/mfu")[6]
-        / metrics(tmp_path / str(tflops), "train/tokens_per_second")[6]
-        for tflops in (0.5, 2.0)
-    ]
+        train(Config.from_flat(training_settings(folder, data_path, **keys, peak_theoretical_tflops=tflops)))
+        mfu, rates = metrics(folder, "train/mfu"), metrics(folder, "train/tokens_per_second")
+        assert bool(mfu) == (tflops is not None)
+        if tflops is not None:
+            flops_per_token.append(tflops * 1e12 * mfu[2] / rates[2])
     assert flops_per_token[0] == pytest.approx(flops_per_token[1])
 
 
@@ -245,7 +243,7 @@ def test_too_many_consecutive_skipped_steps_stop_the_run(fp16, scale, message):
 def test_a_run_whose_steps_were_all_skipped_is_an_error():
     log, engine = step_log(train_iters=5, fp16={"enabled": True, "initial_scale_power": 30})
     steps = [(5.0, math.inf, 2.0**power) for power in (30, 29, 28, 27, 26)]
-    with pytest.raises(UserError, match=r"all 5 steps were skipped.*Lower fp16.initial_scale_power \(30\)"):
+    with pytest.raises(UserError, match=r"5.*fp16\.initial_scale_power.*30"):
         run(log, engine, steps)
     # Also if the earlier steps were skipped before the run was resumed.
     log, engine = step_log(train_iters=9, fp16={"enabled": True, "initial_scale_power": 30})
@@ -266,7 +264,7 @@ def test_a_loss_that_is_not_finite_in_fp16_is_named_after_the_loss_scale_reached
 def test_fp16_that_never_updates_is_not_a_success(tmp_path, data_path):
     """A loss scale of 2^40: the gradients of every step overflow."""
     keys = {"fp16": {"enabled": True, "loss_scale": 2.0**40}, "train_iters": 50, "log_interval": 10, "eval_iters": 0}
-    with pytest.raises(UserError, match=r"did not change the weights; training stops without saving\. Lower fp16.loss"):
+    with pytest.raises(UserError, match=r"fp16\.loss"):
         train(Config.from_flat(training_settings(tmp_path, data_path, save_interval=None, **keys)))
     assert not list((tmp_path / "checkpoints").glob("global_step*"))
     assert metrics(tmp_path, "train/skipped_steps") == {10: 10.0, 20: 20.0, 30: 30.0}
@@ -295,5 +293,5 @@ def test_a_log_that_cannot_be_written_to(tmp_path, data_path, monkeypatch):
     log = tmp_path / "logs"
     log.mkdir()
     (log / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"log-dir: cannot write .*logs/metrics.jsonl: No space left on device"):
+    with pytest.raises(UserError, match=r"log-dir.*logs/metrics\.jsonl"):
         train(Config.from_flat(training_settings(tmp_path, data_path)))
