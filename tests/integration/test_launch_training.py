@@ -149,7 +149,7 @@ def test_force_trains_with_too_little_memory(tmp_path, data_path, monkeypatch, c
     monkeypatch.setattr("megatron.training.memory.free_memory", lambda device: 1_000_000)
     settings = training_settings(tmp_path, data_path, train_iters=1, eval_iters=0)
     (tmp_path / "config.yml").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"0\.0 GB of memory are free.*--force"):
+    with pytest.raises(UserError, match=r"0\.0.*--force"):
         train_script.main([str(tmp_path / "config.yml")])
     assert check_script([str(ROOT / "train.py")], Config.from_flat(settings), ["--force"], 1) == [data_path]
     assert train_script.main([str(tmp_path / "config.yml"), "--force"]) == 0

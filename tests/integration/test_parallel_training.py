@@ -363,5 +363,5 @@ def test_a_signal_to_one_rank_stops_all(ranks, data_path, tmp_path):
 
 def test_parallel_sizes_must_divide_the_number_of_ranks(ranks, data_path, tmp_path):
     settings = training_settings(tmp_path, data_path, num_layers=3, num_gpus=3, pipe_parallel_size=3)
-    with pytest.raises(RankFailed, match="2 ranks cannot be divided into pipe-parallel-size 3"):
+    with pytest.raises(RankFailed, match=r"2.*pipe-parallel-size 3"):
         ranks.train(settings)

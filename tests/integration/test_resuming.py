@@ -134,7 +134,7 @@ def test_a_finished_run_is_not_trained_again(finished_run, tmp_path, data_path, 
 
 
 def test_fewer_iterations_than_the_checkpoint_has_are_an_error(finished_run, tmp_path, data_path):
-    with pytest.raises(UserError, match=r"train-iters: 4 .* 6 iterations .*global_step6"):
+    with pytest.raises(UserError, match=r"train-iters: 4.*6.*global_step6"):
         trained(tmp_path, data_path, train_iters=4)
 
 
@@ -173,12 +173,12 @@ def test_finetuning_never_replaces_its_source(tmp_path, data_path, monkeypatch):
     trained(tmp_path, data_path, eval_iters=0, save_interval=6)
     source = weights(tmp_path, 6)
     keys = {"finetune": True, "eval_iters": 0, "train_iters": 20, "save_interval": 4}
-    with pytest.raises(CheckpointError, match=r"global_step6 of another run"):
+    with pytest.raises(CheckpointError, match="global_step6"):
         trained(tmp_path, data_path, **keys, exit_interval=6)
     assert saved_iterations(tmp_path / "checkpoints") == [6]
     steps = iter(range(1, 20))
     monkeypatch.setattr(DistributedSignalHandler, "received_by_any_rank", lambda self, stop: next(steps) == 6)
-    with pytest.raises(CheckpointError, match=r"global_step6 of another run"):
+    with pytest.raises(CheckpointError, match="global_step6"):
         trained(tmp_path, data_path, **keys)
     assert saved_iterations(tmp_path / "checkpoints") == [4, 6]
     assert all(torch.equal(tensor, source[name]) for name, tensor in weights(tmp_path, 6).items())
@@ -197,7 +197,7 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     keys |= {"load": "first/checkpoints", "finetune": True, "save_interval": 2}
     before = weights(tmp_path / "first", 1)
-    with pytest.raises(CheckpointError, match=r"save: .*first.*global_step1"):
+    with pytest.raises(CheckpointError, match="global_step1"):
         trained(tmp_path / "first", data_path, **keys)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "first", 1).items())
     (tmp_path / "first/checkpoints/global_step1").rename(tmp_path / "first/checkpoints/global_step5")

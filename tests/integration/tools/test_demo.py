@@ -53,7 +53,7 @@ def test_checkpoints_of_others_and_damaged_records_are_kept(tmp_path):
     with pytest.raises(UserError, match=r"checkpoints: was not written by the demo"):
         demo.train("alibi", options, "model 1 of 1")
     (tmp_path / "alibi" / "made_from.json").write_text('{"iterations": 6')
-    with pytest.raises(UserError, match=r"made_from\.json: not valid JSON"):
+    with pytest.raises(UserError, match=r"made_from\.json.*JSON"):
         demo.train("alibi", options, "model 1 of 1")
     assert (checkpoints / "latest").read_text() == "global_step9"
 

@@ -183,14 +183,12 @@ def test_the_reference_backend_can_be_differentiated_twice(method):
 
 def test_unknown_backends_are_rejected():
     assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
-    with pytest.raises(
-        ValueError, match="attention-backend 'flash' is unknown; choose one of auto, reference, sdpa, chunked"
-    ):
+    with pytest.raises(ValueError, match="attention-backend 'flash'"):
         Attention("flash")
 
 
 def test_backends_that_do_not_support_a_method_are_rejected():
-    with pytest.raises(NotImplementedError, match="attention-backend 'sdpa' cannot multiply scores by a weight"):
+    with pytest.raises(NotImplementedError, match="attention-backend 'sdpa'"):
         Attention("sdpa", build("kerple_power__ap", SHAPE))
     with pytest.raises(NotImplementedError, match="use auto, or one of reference, chunked"):
         attend(*random_states(), weight_table=torch.ones(2, 6), backend="sdpa")
@@ -199,7 +197,7 @@ def test_backends_that_do_not_support_a_method_are_rejected():
         Attention("sdpa", build("dape_kerple", SHAPE))
     with pytest.raises(NotImplementedError, match=message):
         attend(*random_states(), modify_scores=build("fire", SHAPE).modify_scores, backend="sdpa")
-    with pytest.raises(NotImplementedError, match="'flex' does not support attention dropout"):
+    with pytest.raises(NotImplementedError, match="'flex'"):
         check_backend("flex", Requirements(dropout=True))
     check_backend("auto", Requirements(weight=True, modify_scores=True, dropout=True))
 
@@ -208,7 +206,7 @@ def test_a_configuration_is_checked_without_triton(monkeypatch):
     """A checkpoint that was trained with fused can be loaded on a machine without Triton."""
     monkeypatch.setattr(launch, "_load_kernels", lambda: None)
     Attention("fused", build("alibi", SHAPE))
-    with pytest.raises(NotImplementedError, match="'fused' needs Triton, which is not installed"):
+    with pytest.raises(NotImplementedError, match="'fused'"):
         attend(*random_states(), backend="fused")
 
 
@@ -260,9 +258,9 @@ def test_decays_that_do_not_fit():
     states, sums = random_states(3, 6), torch.zeros(1, 2, 6)
     with pytest.raises(ValueError, match=r"decay_sums \[1, 2, 3\] must be \[1, 2, 6\]"):
         attend(*states, decay_sums=sums[..., :3])
-    with pytest.raises(ValueError, match="decay_sums cannot be combined with weight_table, modify_scores or a scale"):
+    with pytest.raises(ValueError, match=r"decay_sums.*weight_table, modify_scores"):
         attend(*states, decay_sums=sums, weight_table=torch.ones(2, 6))
-    with pytest.raises(ValueError, match="the positional method has a decay: pass decay_sums"):
+    with pytest.raises(ValueError, match="decay_sums"):
         Attention("auto", DecayingXPos(4))(*states)
     with pytest.raises(ValueError, match="the positional method has no decay"):
         Attention("auto")(*states, decay_sums=sums)

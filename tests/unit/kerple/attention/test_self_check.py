@@ -181,9 +181,7 @@ def test_auto_uses_another_backend_after_a_failure(kernels, capsys):
 def test_a_configured_backend_fails(kernels):
     calls = kernels(BROKEN["result"][0])
     for _ in range(2):
-        with pytest.raises(
-            NotImplementedError, match=r"'fused' failed its self-check: the result .* run `python -m kerple.doctor`"
-        ):
+        with pytest.raises(NotImplementedError, match=r"'fused'.*self-check.*kerple\.doctor"):
             random_call("fused")
     assert len(calls) == 1
 

@@ -39,12 +39,12 @@ def test_default_hooks_change_nothing():
 
 def test_constructor_arguments_are_sizes_or_options():
     assert build("rotary", SHAPE, fraction=0.5).rotated == 4
-    with pytest.raises(ValueError, match=r"Rotary has no option 'theta'; its options are .*base, .*fraction"):
+    with pytest.raises(ValueError, match="'theta'"):
         build("rotary", SHAPE, theta=1.0)
     # The model sets the sizes.
-    with pytest.raises(ValueError, match="KerpleLog has no option 'num_heads'; its options are highest_exponent, para"):
+    with pytest.raises(ValueError, match=r"KerpleLog.*'num_heads'.*highest_exponent"):
         build("kerple_log", SHAPE, num_heads=3)
-    with pytest.raises(ValueError, match="NoPositions has no option 'args'; it has no options"):
+    with pytest.raises(ValueError, match=r"NoPositions.*'args'"):
         build("none", SHAPE, args=1)
 
 

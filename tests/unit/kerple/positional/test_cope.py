@@ -39,5 +39,5 @@ def test_initially_the_scores_do_not_change():
 
 
 def test_a_single_position_is_rejected():
-    with pytest.raises(ValueError, match="npos_max 1: CoPE interpolates"):
+    with pytest.raises(ValueError, match="npos_max 1: CoPE"):
         Cope(4, npos_max=1)

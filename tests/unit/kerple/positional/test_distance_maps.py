@@ -41,5 +41,5 @@ def test_invalid_arguments():
         Clip(0)
     with pytest.raises(ValueError, match="leaky: factor must be at least 1"):
         Leaky(4, 0.5)
-    with pytest.raises(ValueError, match="call at_length"):
+    with pytest.raises(ValueError, match="at_length"):
         Linear(8)(torch.ones(1))

@@ -211,7 +211,7 @@ def test_effective_length_is_where_the_bias_falls_below_minus_two():
         method.bias_a.copy_(torch.tensor([1.0, 0.5, 0.1])[:, None, None])
     # -p log(1 + a d) = -2 at d = (exp(2/p) - 1) / a: 6.39, 3.44 and 4.9e9, which is beyond the limit.
     assert method.effective_length(limit=1000).tolist() == [7, 4, 1000]
-    with pytest.raises(ValueError, match="KerpleWeight has no bias"):
+    with pytest.raises(ValueError, match="KerpleWeight"):
         KerpleWeight(3).effective_length()
 
 
@@ -270,7 +270,7 @@ def test_the_upper_bound_of_exponents():
     for bound in (2.5, 0.0):
         with pytest.raises(ValueError, match=f"highest_exponent {bound} is not in 0.01 ... 2"):
             KerpleSum(3, highest_exponent=bound)
-    with pytest.raises(ValueError, match="highest_exponent 1: no kernel of this method has an exponent"):
+    with pytest.raises(ValueError, match="highest_exponent 1"):
         KerpleLog(3, highest_exponent=1)
 
 
@@ -278,7 +278,7 @@ def test_the_upper_bound_of_exponents():
 def test_parameters_are_shared_or_per_layer(cls):
     assert cls(2).shared
     assert not cls(2, parameters="per-layer").shared
-    with pytest.raises(ValueError, match="parameters 'own' must be one of shared, per-layer"):
+    with pytest.raises(ValueError, match=r"'own'.*per-layer"):
         cls(2, parameters="own")
 
 

@@ -58,12 +58,12 @@ def test_samples_in_evaluation_do_not_depend_on_the_length():
     assert (expected.diff() > 0).all()
     assert torch.equal(method.sampled(torch.arange(7, 12)), expected[7:12])
     assert not torch.equal(random_method(random_length=20, random_seed=1).eval().sampled(torch.arange(20)), expected)
-    with pytest.raises(PositionsExceeded, match="position 20 is beyond random_length 20"):
+    with pytest.raises(PositionsExceeded, match=r"20.*random_length"):
         method.sampled(torch.tensor([20]))
 
 
 def test_tables_of_texts_that_are_longer_than_the_range():
-    with pytest.raises(PositionsExceeded, match="51 tokens need more positions than random_range 50 has"):
+    with pytest.raises(PositionsExceeded, match=r"51.*random_range 50"):
         score_table(random_method("alibi"), RANGE + 1, "cpu")
 
 

@@ -86,13 +86,13 @@ def test_registered_names():
 
 
 def test_an_unknown_name_is_rejected_with_similar_ones():
-    with pytest.raises(ValueError, match="pos-emb 'kerple_lgo' is unknown; did you mean kerple_log"):
+    with pytest.raises(ValueError, match=r"pos-emb 'kerple_lgo'.*kerple_log"):
         build("kerple_lgo", SHAPE)
 
 
 @pytest.mark.usefixtures("restored_registry")
 def test_a_name_cannot_be_registered_twice():
-    with pytest.raises(ValueError, match=r"pos-emb 'alibi' is already registered by kerple\.positional\.alibi\.Alibi"):
+    with pytest.raises(ValueError, match=r"pos-emb 'alibi'.*kerple\.positional\.alibi\.Alibi"):
 
         @register("duplicate", "alibi")
         class Duplicate(PositionalMethod):

@@ -220,7 +220,7 @@ def test_dynamic_scaling_depends_on_the_length():
         part = states[:, :, first:last]
         rotated, _ = method.rotate(part, part, positions[first:last], positions[first:last])
         assert torch.equal(rotated, plain[:, :, first:last])
-    with pytest.raises(ValueError, match=r"beyond trained_length 128 it must be read at once, without a KV cache"):
+    with pytest.raises(ValueError, match="trained_length 128"):
         method.rotate(states[:, :, :1], states[:, :, :1], torch.tensor([TRAINED]), torch.tensor([TRAINED]))
 
 

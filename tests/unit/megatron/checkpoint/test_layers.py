@@ -43,7 +43,7 @@ def test_equal_shapes_are_replicas():
 
 
 def test_shapes_that_do_not_fit_are_both_named():
-    with pytest.raises(CheckpointError, match=r"layer_02.*: w has shape \(2, 3\) \+ \(2, 3\) .* \(4, 4\)"):
+    with pytest.raises(CheckpointError, match=r"layer_02.*2, 3.*4"):
         merge_shards("w", [torch.ones(2, 3)] * 2, torch.Size([4, 4]), WHERE)
 
 
@@ -96,14 +96,14 @@ def test_differences_from_the_configured_model_are_named(keys, message, tmp_path
 def test_missing_files_are_named(tmp_path):
     step = save(small_gpt("none"), tmp_path / "global_step1")
     torch.save({}, layer_file(step, 3, 1))
-    with pytest.raises(CheckpointError, match=r"layer_00-model_01.*no such file"):
+    with pytest.raises(CheckpointError, match="layer_00-model_01"):
         open_layers(step)
     layer_file(step, 3, 1).unlink()
     layer_file(step, 2, 0).unlink()
-    with pytest.raises(CheckpointError, match=r"layer_02-model_00.*no such file"):
+    with pytest.raises(CheckpointError, match="layer_02-model_00"):
         check_sizes(step, small_gpt("none").settings)
     layer_file(step, 0, 0).unlink()
-    with pytest.raises(CheckpointError, match=r"layer_00.* lacks the matrix word_embeddings\.weight"):
+    with pytest.raises(CheckpointError, match=r"layer_00.*word_embeddings\.weight"):
         embedding_rows(open_layers(step), step)
 
 
@@ -115,7 +115,7 @@ def write_layer(step: Path, index: int, *states: dict[str, torch.Tensor]) -> Non
 def test_an_output_layer_that_the_configured_model_ties_must_equal_the_embedding(tmp_path):
     untied, tied = small_gpt("none"), small_gpt("none", no_weight_tying=False)
     step = save(untied, tmp_path / "global_step1")
-    with pytest.raises(CheckpointError, match=r'layer_06.* other weights than the embedding.* "no-weight-tying": true'):
+    with pytest.raises(CheckpointError, match=r'layer_06.*"no-weight-tying"'):
         check_sizes(step, tied.settings)
     embedding = untied.state_dict()["0.word_embeddings.weight"]
     write_layer(step, 6, {"final_linear.weight": embedding})
@@ -123,7 +123,7 @@ def test_an_output_layer_that_the_configured_model_ties_must_equal_the_embedding
     write_layer(step, 6, {"word_embeddings.weight": embedding})
     check_sizes(step, tied.settings)
     write_layer(step, 6, {})
-    with pytest.raises(CheckpointError, match='"no-weight-tying": true'):
+    with pytest.raises(CheckpointError, match='"no-weight-tying"'):
         check_sizes(step, tied.settings)
 
 

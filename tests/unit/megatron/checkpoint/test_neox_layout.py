@@ -68,9 +68,7 @@ def test_biases_that_ranks_add_before_their_sum(parallel_residual, tmp_path):
     # A checkpoint of this project has the whole bias on each rank.
     torch.save({"training": {}}, step / "mp_rank_00_model_states.pt")
     if parallel_residual:
-        with pytest.raises(
-            CheckpointError, match=r"attention\.dense\.bias differs from that of another tensor-parallel"
-        ):
+        with pytest.raises(CheckpointError, match=r"attention\.dense\.bias.*tensor-parallel"):
             loaded(model, step)
         own = loaded(model, save_shards(model, tmp_path / "own", 2, {"training": {}}))
         assert torch.equal(own.layers()[2].mlp.dense_4h_to_h.bias, model.layers()[2].mlp.dense_4h_to_h.bias)
@@ -93,9 +91,7 @@ def test_copies_of_other_tensors_must_be_equal(tmp_path):
     change(step, 2, 1, mlp_dense_4h_to_h_bias=1.0001)  # rounding
     loaded(model, step)
     change(step, 2, 1, mlp_dense_4h_to_h_bias=2)
-    with pytest.raises(
-        CheckpointError, match=r"layer_02-model_00.*: mlp\.dense_4h_to_h\.bias differs from that of another"
-    ):
+    with pytest.raises(CheckpointError, match=r"layer_02-model_00.*mlp\.dense_4h_to_h\.bias"):
         loaded(model, step)
 
 
@@ -118,7 +114,7 @@ def test_grouped_query_attention_in_the_order_of_gpt_neox(ranks, tmp_path):
         converted = save_shards(model, tmp_path / f"own{number}", ranks, own)
         assert torch.equal(loaded(model, converted)(tokens), model(tokens))
     (step / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"mp_rank_00.*: no such file\. The model has num_kv_heads"):
+    with pytest.raises(CheckpointError, match=r"mp_rank_00.*num_kv_heads"):
         loaded(model, step)
 
 

@@ -79,7 +79,7 @@ def test_a_missing_fragment_is_named(tmp_path):
 )
 def test_malformed_entries_are_rejected(entry, tmp_path):
     write(tmp_path, 0, 0, w=entry)
-    with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt: is not an optimizer file"):
+    with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt"):
         SavedOptimizer(tmp_path)
 
 

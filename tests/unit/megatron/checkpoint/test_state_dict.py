@@ -43,7 +43,7 @@ def test_random_states_continue_after_a_file(tmp_path):
     "change", [{"torch": torch.zeros(3, dtype=torch.uint8)}, {"python": 1}, {"numpy": ("MT19937",)}]
 )
 def test_other_data_is_not_a_random_state(change):
-    with pytest.raises(CheckpointError, match=r"random\.pt: does not contain random states"):
+    with pytest.raises(CheckpointError, match=r"random\.pt"):
         restore_random_state({**capture_random_state(), **change}, Path("random.pt"))
 
 
@@ -56,5 +56,5 @@ def test_run_state_is_checked():
     for name in RUN_STATE:
         with pytest.raises(CheckpointError, match=rf"a\.pt: {name}: Input should be"):
             check_run_state({**RUN_STATE, name: None}, Path("a.pt"))
-    with pytest.raises(CheckpointError, match=r"counters\.skipped_steps: Field required"):
+    with pytest.raises(CheckpointError, match=r"counters\.skipped_steps"):
         check_run_state({**RUN_STATE, "counters": {"global_steps": 1, "global_samples": 1}}, Path("a.pt"))

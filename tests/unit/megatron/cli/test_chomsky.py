@@ -112,7 +112,7 @@ def test_decoders_support_every_method(tmp_path):
     stored = json.loads((tmp_path / "chomsky.json").read_text())["results"]
     assert [result["pos_emb"] for result in stored] == list(primary_names())
     assert_rejected("--tasks.*parity_check.*--architecture", main, decoder_words(tmp_path, "--tasks", "parity_check"))
-    with pytest.raises(UserError, match="--train-longest 10: the shortest input of associative_recall has 16 tokens"):
+    with pytest.raises(UserError, match=r"--train-longest 10.*associative_recall.*16"):
         main(decoder_words(tmp_path / "new", "--train-longest", "10"))
     assert not (tmp_path / "new").exists()
     assert_rejected("--tasks copying.*--architecture", main, arguments(tmp_path, "--tasks", "copying"))

@@ -289,7 +289,7 @@ def test_the_table_on_a_narrow_terminal_omits_equal_columns_and_truncates_nothin
 @pytest.mark.parametrize("task", TASKS)
 def test_texts_beyond_a_position_table_are_rejected(task, checkpoints, task_folder, tmp_path):
     words = ["--checkpoint", str(checkpoints["learned"]), "--eval-tasks", task, "--include-path", task_folder]
-    with pytest.raises(UserError, match=r"too long for pos_emb learned: .*max-position-embeddings 32.*--max-length N"):
+    with pytest.raises(UserError, match=r"pos_emb.*max-position-embeddings 32.*--max-length"):
         main([*words, "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
@@ -341,7 +341,7 @@ def test_unknown_generation_options(checkpoints, tmp_path):
     task = CONTINUED.format(folder=tmp_path).replace("do_sample: false", "num_beams: 4")
     (tmp_path / "continued.yaml").write_text(task)
     words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "continued"]
-    with pytest.raises(UserError, match="generation_kwargs 'num_beams': not supported"):
+    with pytest.raises(UserError, match="generation_kwargs 'num_beams'"):
         main([*words, "--include-path", str(tmp_path), "--output", str(tmp_path / "out")])
 
 

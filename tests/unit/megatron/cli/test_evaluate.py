@@ -223,7 +223,7 @@ def test_a_text_that_is_not_utf_8(tmp_path, monkeypatch, configuration):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_bytes(b"good\nb\xe9d\n")
     keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
-    with pytest.raises(UserError, match=r"--text a\.txt, line 2: not UTF-8") as caught:
+    with pytest.raises(UserError, match=r"--text a\.txt.*2") as caught:
         main([keys, "--text", "a.txt", "--lengths", "64", "--output", "report"])
     assert "--bad-documents" not in str(caught.value)  # not an option of evaluate.py
 
@@ -273,7 +273,7 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path, data):
     state[name][0, 0] = float("nan")
     torch.save(state, path)
     (folder / "global_step4" / "manifest.json").unlink(missing_ok=True)
-    with pytest.raises(UserError, match=r"global_step4: weight .*dense\.weight contains NaN or infinity"):
+    with pytest.raises(UserError, match=r"global_step4.*dense\.weight.*NaN"):
         main(["--checkpoint", str(folder), "--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out")])
     assert (tmp_path / "out" / "results.jsonl").read_bytes() == b""
 
@@ -385,7 +385,7 @@ def test_by_document(tmp_path, configuration, checkpoints, data, capsys):
     assert "joined" not in capsys.readouterr().out
     main([*words, "--lengths", "256", "--output", str(tmp_path / "long")])
     assert "0 rows of 256 tokens come from one document each, 15 are" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--document-aware: protocol sliding@256 reads one stream"):
+    with pytest.raises(UserError, match=r"--document-aware.*sliding@256"):
         main([*words, "sliding", "--lengths", "256", "--output", str(tmp_path / "no")])
 
 

@@ -274,7 +274,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
     folder = tmp_path / "small"
     write_checkpoint(folder, "none", data, vocabulary=384)
     (tmp_path / "p.txt").write_text("a")
-    with pytest.raises(UserError, match="the tokenizer has 512 tokens, but the model has only 384 embeddings"):
+    with pytest.raises(UserError, match=r"512.*384"):
         main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
 
 
@@ -336,5 +336,5 @@ def test_the_size_of_the_cache(pos_emb, mode, longest, keys, monkeypatch):
 
 def test_a_cache_that_does_not_fit(configuration, monkeypatch):
     monkeypatch.setattr("megatron.cli.generate.free_memory", lambda device: 20_000)
-    with pytest.raises(UserError, match=r"maximum_tokens 48: the KV cache of 1 texts needs .*--batch-size"):
+    with pytest.raises(UserError, match=r"maximum_tokens 48.*1.*--batch-size"):
         main([configuration()])

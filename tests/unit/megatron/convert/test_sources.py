@@ -37,7 +37,7 @@ def test_other_imports_of_this_project_are_rejected(tmp_path, monkeypatch):
     import outside_method
 
     assert issubclass(outside_method.Outside, PositionalMethod)
-    with pytest.raises(CheckpointError, match=r"'from megatron\.config import Config' cannot be part of"):
+    with pytest.raises(CheckpointError, match=r"megatron\.config"):
         self_contained_files(outside_method.Outside)
 
 

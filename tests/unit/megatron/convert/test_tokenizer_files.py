@@ -145,13 +145,13 @@ def test_a_sentencepiece_model_without_configuration(tmp_path):
     assert loaded(KINDS["python"])["input_ids"] == files.build().tokenize(KINDS["python"])
     other = train_sentencepiece(tmp_path / "unigram.model", model_type="unigram")
     (tmp_path / "other").mkdir()
-    with pytest.raises(CheckpointError, match=r"unigram.model: transformers' LlamaTokenizer gives other ids"):
+    with pytest.raises(CheckpointError, match=r"unigram\.model.*LlamaTokenizer"):
         write_tokenizer(TokenizerFiles("SPMTokenizer", other), tmp_path / "other", 1024)
 
 
 def test_missing_and_too_large_tokenizers(tmp_path):
-    with pytest.raises(UserError, match=r"needs vocab-file.*--no-tokenizer"):
+    with pytest.raises(UserError, match=r"vocab-file.*--no-tokenizer"):
         write_tokenizer(TokenizerFiles("GPT2BPETokenizer"), tmp_path, 50304)
-    with pytest.raises(CheckpointError, match="the tokenizer has 512 tokens, but the model's embedding has 128 rows"):
+    with pytest.raises(CheckpointError, match=r"512.*128"):
         write_tokenizer(TokenizerFiles("CharLevelTokenizer"), tmp_path, 128)
     assert list(tmp_path.iterdir()) == []

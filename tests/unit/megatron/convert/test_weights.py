@@ -55,9 +55,9 @@ def test_tensors_that_do_not_fit_are_named():
     tensors = hugging_face_tensors(model, torch.float32)
     with pytest.raises(CheckpointError, match=r"folder: lacks gpt_neox\.layers\.0.* and 9 more$"):
         check_tensors(model, {name: tensor for name, tensor in tensors.items() if ".layers.0." not in name}, SOURCE)
-    with pytest.raises(CheckpointError, match=r"contains extra, which the model in config\.json does not have"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         check_tensors(model, {**tensors, "extra": torch.ones(1)}, SOURCE)
-    with pytest.raises(CheckpointError, match=r"embed_in.weight has shape \(3, 32\), but config.json implies"):
+    with pytest.raises(CheckpointError, match=r"embed_in\.weight.*3, 32.*config\.json"):
         check_tensors(model, {**tensors, "gpt_neox.embed_in.weight": torch.ones(3, 32)}, SOURCE)
 
 
@@ -67,7 +67,7 @@ def test_tied_output_weights_may_be_in_the_file():
     assert "embed_out.weight" not in tensors
     embedding = tensors["gpt_neox.embed_in.weight"]
     check_tensors(model, {**tensors, "embed_out.weight": embedding.clone()}, SOURCE)
-    with pytest.raises(CheckpointError, match=r"embed_out.weight differs from gpt_neox.embed_in.weight"):
+    with pytest.raises(CheckpointError, match=r"embed_out\.weight.*gpt_neox\.embed_in\.weight"):
         check_tensors(model, {**tensors, "embed_out.weight": embedding + 1}, SOURCE)
 
 
@@ -79,5 +79,5 @@ def test_aliases_and_computed_tensors(tmp_path):
 
 def test_an_index_names_files_of_the_folder_only(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other/model.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"names '\.\./other/model\.safetensors', which is not a file"):
+    with pytest.raises(CheckpointError, match=r"'\.\./other/model\.safetensors'"):
         read_hugging_face(tmp_path)

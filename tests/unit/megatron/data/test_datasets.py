@@ -206,7 +206,7 @@ def test_loss_mask_at_the_end_of_documents(corpus):
 
 
 def test_missing_data(tmp_path, settings):
-    with pytest.raises(UserError, match=r"no data at .*absent: .*absent.bin and .*absent.idx missing; build it with"):
+    with pytest.raises(UserError, match=r"absent\.bin.*absent\.idx"):
         datasets_from_split(str(tmp_path / "absent"), "1", LENGTHS, ONE_EPOCH, settings)
 
 
@@ -227,10 +227,7 @@ def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
 def test_id_beyond_the_vocabulary(corpus, with_manifest, monkeypatch):
     if with_manifest:
         monkeypatch.setattr("megatron.data.datasets.largest_id", lambda *arguments: 999)
-    with pytest.raises(
-        UserError,
-        match=r"corpus.bin contains token id 999, but the largest id of the vocabulary is 998: .*another tokenizer",
-    ):
+    with pytest.raises(UserError, match=r"corpus\.bin.*999.*998"):
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, SampleSettings(999, 0, 1))
 
 

@@ -242,7 +242,7 @@ def test_truncated_while_in_use(corpus):
     tokens = open_indexed_files(corpus).open_tokens()
     os.truncate(f"{corpus}.bin", 100)
     assert len(tokens[:50]) == 50
-    with pytest.raises(UserError, match=r"corpus.bin was truncated while it was in use: it ends before byte 102"):
+    with pytest.raises(UserError, match=r"corpus\.bin.*102"):
         tokens[49:51]
     with pytest.raises(UserError, match="was truncated"):
         tokens[np.array([[0, 60]])]

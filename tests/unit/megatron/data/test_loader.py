@@ -135,9 +135,7 @@ def test_id_beyond_the_vocabulary(corpus, settings, train, num_workers):
     ids = np.memmap(f"{corpus}.bin", dtype=np.uint16, mode="r+")
     ids[len(ids) // 2] = 1000
     ids.flush()
-    with pytest.raises(
-        UserError, match=r"corpus \(train\): token id 1000 in sample \d+, but the largest id of the vocabulary is 999"
-    ):
+    with pytest.raises(UserError, match=r"1000.*999"):
         take(train, 300, micro_batch_size=1, num_workers=num_workers)
 
 

@@ -115,7 +115,7 @@ def test_segments_do_not_cross_rows(name):
 
 
 def test_rejected_plans_of_rows():
-    with pytest.raises(UserError, match="kerple@320 reads one stream"):
+    with pytest.raises(UserError, match="kerple@320"):
         parse_protocol("kerple").plan_rows(3, 9, [8], None)
     with pytest.raises(UserError, match="a budget of 10 tokens is less than the 64 scored in one document"):
         parse_protocol("non-overlapping").plan_rows(3, 65, [64], 10)

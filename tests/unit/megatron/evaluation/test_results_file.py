@@ -46,7 +46,7 @@ def test_results_of_another_model_are_rejected_or_replaced(tmp_path):
     with ResultsFile(tmp_path, ["aa"]) as results:
         results.add(stored_record())
     before = (tmp_path / RESULTS).read_bytes()
-    with pytest.raises(UserError, match=r"alibi with seed 7 \(runs/a at iteration 4, weights aa\); choose another --o"):
+    with pytest.raises(UserError, match=r"7.*runs/a.*4.*--o"):
         ResultsFile(tmp_path, ["bb"]).__enter__()
     assert (tmp_path / RESULTS).read_bytes() == before
     with ResultsFile(tmp_path, ["aa", "bb"]) as results:

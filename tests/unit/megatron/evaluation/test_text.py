@@ -123,7 +123,7 @@ def test_the_tokenizer_of_the_text(read, tmp_path):
     assert read(config, tokenizer).tokenizer_is_known
     write_manifest(prefix, manifest_of(files, 255, "other"))
     assert read(config, None).token_bytes is None
-    with pytest.raises(UserError, match=r"text_document was tokenized with HFTokenizer .* and not with CharLevel"):
+    with pytest.raises(UserError, match=r"text_document.*HFTokenizer.*CharLevel"):
         read(config, tokenizer)
 
 
@@ -137,7 +137,7 @@ def test_the_tokenizer_of_every_corpus_is_checked(tmp_path):
     config = Config.from_flat(keys)
     assert not evaluation_text(config, CharLevelTokenizer()).tokenizer_is_known
     write_manifest(prefixes[1], manifest_of(open_indexed_files(prefixes[1]), 255, "other"))
-    with pytest.raises(UserError, match="other/text_document was tokenized with HFTokenizer"):
+    with pytest.raises(UserError, match=r"other/text_document.*HFTokenizer"):
         evaluation_text(config, CharLevelTokenizer())
 
 

@@ -123,7 +123,7 @@ def test_models_with_an_encoder_and_a_decoder_are_rejected():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    with pytest.raises(UserError, match=r"T5ForConditionalGeneration .*encoder"):
+    with pytest.raises(UserError, match="T5ForConditionalGeneration"):
         evaluate(T5ForConditionalGeneration(config))
 
 

@@ -45,7 +45,7 @@ def test_existing_ranks_are_not_changed():
 
 def test_several_processes_require_an_address():
     config = Config.from_flat({**KEYS, "launcher": "slurm"})
-    with pytest.raises(UserError, match="8 processes, but the address of rank 0 is unknown; set master_addr"):
+    with pytest.raises(UserError, match=r"8.*0.*master_addr"):
         set_rank_variables(config, dict(SLURM))
 
 

@@ -81,9 +81,7 @@ def test_a_failure_of_the_loss_kernel_on_any_rank_counts_on_all(ranks):
 
 def test_the_configured_backend_fails_on_all_ranks(ranks):
     ranks([PASSED], [FAILED])
-    with pytest.raises(
-        UserError, match=r"'fused' failed its self-check: the result is wrong \(H100\); to report it, run"
-    ):
+    with pytest.raises(UserError, match=r"'fused'.*self-check.*H100"):
         run(small_gpt("kerple_log", attention_backend="fused"))
 
 

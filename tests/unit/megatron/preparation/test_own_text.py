@@ -118,11 +118,11 @@ def test_limit_applies_to_the_vocabulary_and_the_largest_document(tmp_path):
 
 def test_errors(tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(UserError, match=r"there is no text in .*empty.txt"):
+    with pytest.raises(UserError, match=r"empty\.txt"):
         prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),)))
-    with pytest.raises(UserError, match=r"dataset name '\.\./up': use letters"):
+    with pytest.raises(UserError, match=r"'\.\./up'"):
         prepare(PrepareOptions("../up", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),)))
     (tmp_path / "empty.txt").write_bytes(b"good\n" * 1000 + b"\xff")
     options = PrepareOptions("mytext", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),))
-    with pytest.raises(UserError, match=r"empty.txt, line 1001: not UTF-8"):
+    with pytest.raises(UserError, match=r"empty\.txt.*1001"):
         prepare(options)

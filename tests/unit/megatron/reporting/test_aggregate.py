@@ -72,7 +72,7 @@ def test_two_checkpoints_with_the_same_seed_are_rejected():
     first = record("alibi", 512, 4.0)
     elsewhere = {**first["checkpoint"], "path": "elsewhere"}
     second = record("alibi", 512, 4.1, checkpoint={**elsewhere, "iteration": 20, "fingerprint": "different"})
-    with pytest.raises(UserError, match=r"nowhere/alibi/1 at iteration 10 and elsewhere at iteration 20"):
+    with pytest.raises(UserError, match=r"nowhere/alibi/1.*10.*20"):
         measurements([first, second], "extrapolation", "perplexity")
     retrained = record("alibi", 512, 4.0, checkpoint={**first["checkpoint"], "fingerprint": "retrained"})
     with pytest.raises(UserError, match="two checkpoints have results for alibi"):
@@ -80,9 +80,7 @@ def test_two_checkpoints_with_the_same_seed_are_rejected():
     moved = record("alibi", 512, 4.0, checkpoint=elsewhere)
     assert measurements([first, moved], "extrapolation", "perplexity").num_seeds == 1
     more_tokens = record("alibi", 512, 4.1, measurement="more tokens")
-    with pytest.raises(
-        UserError, match="nowhere/alibi/1 at iteration 10 has been evaluated twice at length 512 on github"
-    ):
+    with pytest.raises(UserError, match=r"nowhere/alibi/1.*10.*512"):
         measurements([first, more_tokens], "extrapolation", "perplexity")
 
 

@@ -65,9 +65,7 @@ def test_benchmark_numbers(tmp_path):
     (table,) = benchmark_tables(tmp_path / "train_step.json")
     assert [cell.text for cell in table.rows[1].cells] == ["1.000", "2.000"], "of the pairs, and not of the medians"
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(
-        UserError, match=r"other\.json: hardware is missing; give a file written by benchmarks/train_step"
-    ):
+    with pytest.raises(UserError, match=r"other\.json.*benchmarks/train_step"):
         benchmark_tables(tmp_path / "other.json")
 
 

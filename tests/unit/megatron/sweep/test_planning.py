@@ -110,7 +110,7 @@ def test_keys_that_do_not_change_the_training_do_not_make_another_run(tmp_path):
     run.write_config()
     keys = {"log-interval": 7, "steps_per_print": 3, "wandb_group": "sweep", "keep-last-n-checkpoints": 2}
     plan(read_sweep(write_sweep(tmp_path, axes=axes, set=keys)))
-    with pytest.raises(UserError, match=r"another configuration .*eval_interval"):
+    with pytest.raises(UserError, match="eval_interval"):
         plan(read_sweep(write_sweep(tmp_path, axes=axes, set={**keys, "eval-interval": 7})))
 
 

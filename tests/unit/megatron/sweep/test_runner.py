@@ -378,7 +378,7 @@ def test_evaluation_options_are_checked_before_anything_is_trained(evaluation, m
 
 
 def test_tasks_in_the_configuration_are_rejected(sweep):
-    with pytest.raises(UserError, match=r"run kerple_log/7: eval-tasks cannot be used: .*set: \{eval-tasks: null\}"):
+    with pytest.raises(UserError, match="kerple_log/7: eval-tasks"):
         sweep(set={"eval-tasks": ["lambada"]})
     axes = {"pos_emb": ["alibi.yml"], "tasks": [{"name": "none", "eval-tasks": None}]}
     sweep("--dry-run", axes=axes, set={"eval-tasks": ["lambada"]})

@@ -72,7 +72,7 @@ def test_the_end_of_documents(tmp_path):
 def test_other_files_are_rejected(content, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(content)
     assert_rejected(r"tokenizer\.model.*SentencePiece", build_tokenizer, "SPMTokenizer", tmp_path / "tokenizer.model")
-    with pytest.raises(UserError, match=r"absent.model is not a file; SPMTokenizer needs a SentencePiece model"):
+    with pytest.raises(UserError, match=r"absent\.model.*SPMTokenizer.*SentencePiece"):
         build_tokenizer("SPMTokenizer", tmp_path / "absent.model")
 
 

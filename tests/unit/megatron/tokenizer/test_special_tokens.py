@@ -27,5 +27,5 @@ def test_tokens_as_text_and_as_dictionaries(tmp_path):
 @pytest.mark.parametrize("text", ["[1]", "{", '"a"', '{"added_tokens_decoder": {"x": 1}}'])
 def test_other_files_are_rejected(text, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(UserError, match=r"tokenizer_config.json is not a tokenizer_config.json of transformers"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
         SpecialTokens.next_to(tmp_path / "tokenizer.json")

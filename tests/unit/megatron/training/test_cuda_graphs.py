@@ -37,5 +37,5 @@ def test_the_graphed_loss_replaces_forward(monkeypatch):
 
 def test_a_gpu_is_required(tmp_path, data_path):
     keys = {"enable_cuda_graph": True, "precision": "bfloat16"}
-    with pytest.raises(UserError, match="enable_cuda_graph needs a GPU, but training runs on cpu"):
+    with pytest.raises(UserError, match=r"enable_cuda_graph.*GPU"):
         train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))

@@ -26,7 +26,7 @@ from tests.support.runs import metrics, training_settings
 
 def test_the_bf16_optimizer_needs_found_inf(tmp_path, data_path, monkeypatch):
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", lambda params, grads, found_inf=None: None)
-    with pytest.raises(UserError, match=r"torch .*torch\.optim\.adam\.adam .*grad_scale"):
+    with pytest.raises(UserError, match=r"torch\.optim\.adam\.adam.*grad_scale"):
         train(Config.from_flat(training_settings(tmp_path, data_path, precision="bfloat16", save=None, load=None)))
 
 

@@ -88,7 +88,7 @@ def test_unknown_first_host(tmp_path, monkeypatch):
         "MASTER_ADDR": "no-such-host.invalid",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"cannot find the first host, 'no-such-host.invalid' \(.*\); set master_addr"):
+    with pytest.raises(UserError, match=r"'no-such-host\.invalid'.*master_addr"):
         distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
 
 

@@ -112,7 +112,7 @@ def test_training_with_kernels_that_fail_their_self_check(tmp_path, data_path, m
     assert output.count("self-check of the fused attention kernels FAILED (cpu, KerpleLog, ") == 1
     assert "attention: chunked (auto: the fused kernels failed their self-check)" in output
     assert len(calls) == 1
-    with pytest.raises(UserError, match=r"attention-backend 'fused' failed its self-check: the result has a relative"):
+    with pytest.raises(UserError, match=r"attention-backend 'fused'.*self-check"):
         trained(tmp_path / "fused", data_path, attention_backend="fused")
 
 
@@ -161,7 +161,7 @@ def test_unusable_input_is_an_error(keys, message, tmp_path, data_path):
 def test_a_checkpoint_of_another_size_is_an_error(tmp_path, data_path):
     trained(tmp_path, data_path)
     before = weights(tmp_path, 6)
-    with pytest.raises(CheckpointError, match=r"\(512, 32\).*\(512, 64\)"):
+    with pytest.raises(CheckpointError, match=r"512, 32.*64"):
         trained(tmp_path, data_path, hidden_size=64, finetune=True)
     with pytest.raises(CheckpointError, match="num-layers"):
         trained(tmp_path, data_path, num_layers=3, finetune=True)

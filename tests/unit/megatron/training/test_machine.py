@@ -60,5 +60,5 @@ def test_ranks_share_the_model(tmp_path):
 
 def test_the_index_of_samples_must_fit():
     check_number_of_samples(10**9)
-    with pytest.raises(UserError, match=r"needs 2,000,000,000 samples, whose index takes 24\.0 GB"):
+    with pytest.raises(UserError, match=r"2,000,000,000.*24\.0"):
         check_number_of_samples(2 * 10**9)

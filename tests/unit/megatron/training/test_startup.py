@@ -51,7 +51,7 @@ def test_the_disk_of_the_log_is_full(tmp_path, data_path, nothing_is_built):
     """A line that is written before the check would fail without the name of the key."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "train.log").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"log-dir: cannot write .*logs/train.log: No space left on device"):
+    with pytest.raises(UserError, match=r"log-dir.*logs/train\.log"):
         train(Config.from_flat(training_settings(tmp_path, data_path)))
 
 
@@ -59,7 +59,7 @@ def test_the_folder_of_wandb_is_not_writable(tmp_path, data_path, nothing_is_bui
     """Otherwise, wandb would write to the system's temporary folder."""
     (tmp_path / "file").write_text("a file")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"use_wandb \(environment variable WANDB_DIR\): cannot write to .*file"):
+    with pytest.raises(UserError, match=r"use_wandb.*WANDB_DIR"):
         train(Config.from_flat(training_settings(tmp_path, data_path, use_wandb=True)))
 
 
@@ -67,9 +67,7 @@ def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
     """The sample indices are written before the model is built."""
     monkeypatch.setattr(loop, "build_engine", lambda *_: pytest.fail("the model was built"))
     (tmp_path / "file").write_text("a file")
-    with pytest.raises(
-        UserError, match=r"cannot write the sample indices to .*file/x .*; set data-cache-path to a wri"
-    ):
+    with pytest.raises(UserError, match=r"file/x.*data-cache-path"):
         train(Config.from_flat(training_settings(tmp_path, data_path, data_cache_path=str(tmp_path / "file" / "x"))))
 
 

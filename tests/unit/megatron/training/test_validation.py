@@ -111,7 +111,7 @@ def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
 
 def test_a_validation_text_that_is_too_short_is_an_error(tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, extrapolation_lengths=[32, 4096])
-    with pytest.raises(UserError, match=r"text_document.*1,608 tokens.*32, 4096 need 4,097"):
+    with pytest.raises(UserError, match=r"text_document.*1,608.*32, 4096.*4,097"):
         train(Config.from_flat(settings))
     assert not os.path.exists(tmp_path / "checkpoints")
 

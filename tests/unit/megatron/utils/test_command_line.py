@@ -42,7 +42,7 @@ def test_dashes_and_underscores_are_the_same(parser, words, method):
 
 
 def test_integers_with_commas():
-    with pytest.raises(argparse.ArgumentTypeError, match=r"not '128,512'; separate several values with spaces"):
+    with pytest.raises(argparse.ArgumentTypeError, match="'128,512'"):
         integer(1, 1000)("128,512")
     with pytest.raises(argparse.ArgumentTypeError, match=r"not '2000'$"):
         integer(1, 1000)("2000")
@@ -53,7 +53,7 @@ def test_values_and_unknown_options_are_unchanged(parser):
     assert (options.files, unknown) == (["a_b.yml"], ["--query_chunks"])
     assert parser.parse_args(["--", "--own-word"]).files == ["--own-word"]
     assert parser.parse_args(["--own-word=--query_chunk"]).own_word == ["--query_chunk"]
-    with pytest.raises(argparse.ArgumentError, match="--query-chunk: invalid int value"):
+    with pytest.raises(argparse.ArgumentError, match="--query-chunk"):
         parser.parse_args(["--query_chunk=a"])
 
 

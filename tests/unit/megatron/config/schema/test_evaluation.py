@@ -28,5 +28,5 @@ def test_values_out_of_range(flat, name, value):
 
 
 def test_unknown_text_gen_type(flat):
-    with pytest.raises(UserError, match=r"text_gen_type.*unconditional"):
+    with pytest.raises(UserError, match="text_gen_type"):
         Config.from_flat({**flat, "text_gen_type": "poetry"})

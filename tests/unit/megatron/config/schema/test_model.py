@@ -16,10 +16,10 @@ def test_derived_sizes(flat):
 
 
 def test_only_the_wrong_size_is_reported_not_those_derived_from_it(flat):
-    with pytest.raises(UserError, match='"hidden-size": must be less than or equal to') as error:
+    with pytest.raises(UserError, match='"hidden-size"') as error:
         Config.from_flat({**flat, "hidden-size": 10**12})
     assert "head_size" not in str(error.value)
-    with pytest.raises(UserError, match='"num-attention-heads": must be a') as error:
+    with pytest.raises(UserError, match='"num-attention-heads"') as error:
         Config.from_flat({**flat, "num-attention-heads": "four"})
     assert "num_kv_heads" not in str(error.value)
 
@@ -101,9 +101,9 @@ def test_positional_options(flat):
 
 def test_release_rounding_is_only_for_methods_of_the_release(flat):
     assert Config.from_flat({**flat, "release_bf16_distances": True}).model.release_bf16_distances
-    with pytest.raises(UserError, match=r"release_bf16_distances.*not for pos_emb rotary"):
+    with pytest.raises(UserError, match=r"release_bf16_distances.*pos_emb"):
         Config.from_flat({**flat, "pos-emb": "rotary", "release_bf16_distances": True})
-    with pytest.raises(UserError, match=r"distances of random positions \(random_range\) are not rounded"):
+    with pytest.raises(UserError, match="random_range"):
         Config.from_flat({**flat, "release_bf16_distances": True, "pos_emb_options": {"random_range": 64}})
 
 

@@ -85,9 +85,9 @@ def test_plans():
         [200 * row + skip for row in range(5)] for skip in (81, 17)
     ]
     assert rows[0].planned[0]["protocol"] == "last-k@16 by document"
-    with pytest.raises(UserError, match=r"--context-utilization: the targets of 79 .* choose --lengths of at least 80"):
+    with pytest.raises(UserError, match=r"--context-utilization.*79.*--lengths.*80"):
         plan_context(text, [79], ["full"], 2, Provenance())
-    with pytest.raises(UserError, match="too short for a segment of 2,000"):
+    with pytest.raises(UserError, match="2,000"):
         plan_context(text, [2000], ["full"], 2, Provenance())
 
 

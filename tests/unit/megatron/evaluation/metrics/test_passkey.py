@@ -71,9 +71,7 @@ def test_prompts_are_determined_by_the_seed():
     assert first.equal(again)
     assert not first.equal(other)
     assert len({tuple(row) for row in first.tolist()}) == 3
-    with pytest.raises(
-        UserError, match=r"--passkey: 64 tokens are too few .* choose --lengths of at least \d+"
-    ) as error:
+    with pytest.raises(UserError, match=r"--passkey: 64.*--lengths") as error:
         plan_passkey(Prompts(CHARACTERS), [64], ["full"], [0.5], 1, Provenance())
     minimum = int(re.search(r"at least (\d+)", str(error.value))[1])
     assert Prompts(CHARACTERS).build(minimum, 0.5, 1)[0].shape == (1, minimum + 1)

@@ -138,9 +138,7 @@ def test_without_a_resolution():
     assert (beyond["resolution"], beyond["layers"], beyond["texts"]) == (None, [], 0)
     assert "16" in beyond["note"]
     assert "fewer than two distances" in measure(small_gpt("alibi"), ["window@1"])[0]["note"]
-    with pytest.raises(
-        UserError, match="--resolution 9: the text has only 4 segments of 48 tokens; choose --resolution 4"
-    ):
+    with pytest.raises(UserError, match=r"--resolution 9.*4.*48"):
         measure(small_gpt("alibi"), ["full"], texts=9)
     with pytest.raises(UserError, match="needs access to attention scores"):
         measure(lambda tokens: torch.zeros(*tokens.shape, 61), ["full"])
