@@ -6,10 +6,10 @@
     sdpa              PyTorch's scaled_dot_product_attention, with the bias in its mask
     flex_attention    PyTorch's FlexAttention, with bias and weight in its score_mod
 
-Inference modes with sinks, or with a map of a rotation's distances, have an implementation of their own.
+Modes with sinks, or with a map of a rotation's distances, have an implementation of their own.
 
-Legend: b batch, s new tokens, t all tokens (cached and new), h heads, g heads of keys and values, d head size, e hidden
-size.
+Legend: b batch, s new tokens, t all tokens (cached and new), h heads, g heads of keys and values, d
+head size, e hidden size.
 """
 
 from dataclasses import dataclass, replace
@@ -28,133 +28,133 @@ from .attention_parts import run, run_documents
 from .attention_reference import REFERENCE
 from .attention_sdpa import SDPA
 from .attention_tables import position_tables
+from .cache_kerple import ModeCache
 from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
 
 BACKENDS = {"eager": CHUNKED, "sdpa": SDPA, "flex_attention": FLEX}
+POSITION_HOOKS = {"embed", "rotate", "modify_scores", "scale_qk"}
 
 
 def implementations(hooks, mode):
-    """The implementations of a method with these hooks, in a mode (None: as in training)."""
+    """Those of methods with these hooks, in an inference mode (None: as in training)."""
     needed = Requirements(weight="weight" in hooks, modify_scores="modify_scores" in hooks)
-    supported = [name for name, backend in BACKENDS.items() if backend.unsupported_reason(needed) is None]
-    return [name for name in supported if mode is None or name != "flex_attention"]
+    names = [name for name in BACKENDS if BACKENDS[name].unsupported_reason(needed) is None]
+    return [name for name in names if mode is None or name != "flex_attention"]
 
 
 @dataclass
 class Layout:
-    """Where the tokens are in their texts. Padding counts for no distance and no position, wherever it is.
+    """Where the tokens are in their texts. Padding counts for no distance and no position.
 
     Attributes:
         cached: number of tokens in the cache; a tensor in a compiled graph with a static cache.
         total: t; the size of a static cache in a compiled graph.
-        positions: int64 `[b, s]`, or `[1, s]` if all rows have the same, on the CPU; None if no method needs them.
+        mode: the inference mode, which rotates cached keys too; None: as in training.
+        length: that of the mode's texts; None: that of each text.
+        positions: int64 `[b, s]`, or `[1, s]` for all rows, on the CPU; None if no method needs it.
         padding: bool `[b, s]`, True for padding among the new tokens; None if there is none.
-        documents: the texts of the keys; None if each row is one text without padding, from position 0 on.
-        mode, length: the inference mode, which rotates cached keys too, and the length of its texts. None: as in
-            training, and the length of each text.
+        documents: the texts of the keys; None if each row is one text without padding, from 0 on.
         uncacheable: why the keys of these tokens cannot be cached; None if they can.
     """
 
     cached: int | Tensor
     total: int
+    mode: AttentionMode | None = None
+    length: int | None = None
     positions: Tensor | None = None
     padding: Tensor | None = None
     documents: Documents | None = None
-    mode: AttentionMode | None = None
-    length: int | None = None
     uncacheable: str | None = None
 
     @classmethod
     def of(cls, methods, hidden, attention_mask, position_ids, cache, mode=None) -> "Layout":
-        """For new tokens `hidden` `[b, s, e]` and the methods of all layers. Raises ValueError for a mask that is not
-        `[b, t]`, for positions that are not consecutive in a text, and for a cache that does not fit the mode.
+        """For new tokens `hidden` `[b, s, e]` and the methods of all layers.
+
+        Raises ValueError for a mask that is not `[b, t]`, for positions that are not consecutive in
+        a text, and for a cache that does not fit the mode.
         """
         (batch, new), device, layers = hidden.shape[:2], hidden.device, getattr(cache, "layers", ())
         if mode is not None and any(hasattr(layer, "max_cache_len") for layer in layers):
             raise ValueError("static caches are not supported in an inference mode; use a dynamic one")
-        needed = {"embed", "rotate", "modify_scores", "scale_qk"}
-        needs_positions = mode is not None or any(method.hooks & needed for method in methods)
-        # Graphs without breaks, in which values are unknown, are only possible for methods that need no positions.
+        hooks = frozenset().union(*(method.hooks for method in methods))
+        needs_positions = mode is not None or bool(hooks & POSITION_HOOKS)
+        # In graphs without breaks values are unknown, so they are only possible without positions.
         traced = torch.compiler.is_compiling() and not needs_positions
         cached = 0 if cache is None else cache.get_seq_length()
         if isinstance(cached, Tensor):  # a static cache changes its length in place
             cached = cached.clone() if traced else int(cached)
         static = isinstance(cached, Tensor)
-        layout = cls(cached, layers[0].max_cache_len if static else cached + new, mode=mode)
-        places = torch.arange(new, device=device) + cached  # of the new tokens
+        layout = cls(cached, layers[0].max_cache_len if static else cached + new, mode)
 
-        # Padding, and the positions of all tokens without it.
-        positions, text = torch.arange(layout.total, device=device)[None], None
-        if attention_mask is not None:
-            # The mask of a static cache is longer, as its last places are empty.
-            if attention_mask.dim() != 2 or attention_mask.shape[1] < layout.total:
-                raise ValueError(
-                    f"attention_mask must be [batch, {layout.total}] (cached and new tokens), not "
-                    f"{[*attention_mask.shape]}"
-                )
-            text = attention_mask[:, : layout.total].bool()
-            if traced or not text.all():
-                layout.padding, positions = ~text[:, places], (text.long().cumsum(dim=1) - 1).clamp(min=0)
-            else:
-                text = None
-
-        # Several texts in a row, and positions that do not begin at 0.
-        ids, shifted = torch.zeros(batch, layout.total, dtype=torch.int64, device=device), False
+        # The texts, and the positions in them, of all tokens; the places of the new ones.
+        places = torch.arange(new, device=device) + cached
+        positions = torch.arange(layout.total, device=device).expand(batch, -1)
+        ids, has_documents = torch.zeros_like(positions), static
+        text = None if attention_mask is None else layout._text(attention_mask)
+        if text is not None and (traced or not text.all()):
+            layout.padding, has_documents = ~text[:, places], True
+            ids, positions = text.long() - 1, (text.long().cumsum(dim=1) - 1).clamp(min=0)
         if position_ids is not None and (needs_positions or new > 1):
-            given, positions = position_ids.expand(batch, new), positions.expand(batch, -1)
-            is_text = torch.ones_like(given, dtype=torch.bool) if text is None else text[:, places]
+            given, is_text = position_ids.expand(batch, new), ids[:, places] == 0
             first = is_text.long().argmax(dim=1, keepdim=True)
-            shift = given.gather(1, first) - positions[:, places].gather(1, first)
+            shift = (given - positions[:, places]).gather(1, first) * is_text.any(dim=1, keepdim=True)
             jumps = (given.diff(dim=1) != 1) & is_text[:, 1:] & is_text[:, :-1]
             if jumps.any():
                 if cached:
                     raise ValueError("position_ids must be consecutive in each text if tokens are cached")
                 layout.uncacheable = "packed sequences (position_ids with jumps) cannot be cached; use use_cache=False"
-                ids, positions = F.pad(jumps, (1, 0)).cumsum(dim=1), given
+                ids = F.pad(jumps, (1, 0)).cumsum(dim=1).masked_fill(~is_text, -1)
+                positions, has_documents = given, True
             elif needs_positions and shift.any():
+                positions, has_documents = positions + shift, True
                 if mode is not None:
                     raise ValueError("in an inference mode, position_ids must count the tokens of each text from 0")
-                positions, shifted = positions + shift, True
 
-        has_documents = text is not None or shifted or static or layout.uncacheable is not None
         if needs_positions:
             layout.positions = torch.arange(cached, layout.total, device="cpu")[None]
-            if has_documents:
-                layout.positions = positions[:, places].cpu()
+        if needs_positions and has_documents:
+            layout.positions = positions[:, places].cpu()
         if mode is not None:
-            layout._fit_mode(cache, text)
+            layout._fit_mode(cache, ids if has_documents else None)
         if has_documents:
-            ids, positions = ids if text is None else ids.masked_fill(~text, -1), positions.expand(batch, -1)
-            if layers and hasattr(layers[0], "kept"):
-                ids, positions = layers[0].kept(ids, positions, mode.span.sinks)
+            if isinstance(cache, ModeCache):
+                ids, positions = cache.kept(ids, positions)
             layout.documents = Documents(ids, positions, places)
         return layout
 
-    def _fit_mode(self, cache, text) -> None:
-        """text: bool `[b, t]`, False for padding; None if there is none."""
-        if self.mode.span.window is not None and text is not None:
-            if (text[:, :-1] & ~text[:, 1:]).any():
-                self.uncacheable = (
-                    "in an inference mode with a window, tokens that are followed by padding cannot be cached; pad on "
-                    "the left, or use use_cache=False"
-                )
-            # The cache keeps the first tokens of all rows.
-            padding = torch.where(text.any(dim=1), text.long().argmax(dim=1), self.total).max()
-            for layer in getattr(cache, "layers", ()):
-                layer.sinks = self.mode.span.sinks and self.mode.span.sinks + int(padding)
+    def _text(self, attention_mask: Tensor) -> Tensor:
+        """Bool `[b, t]`, False for padding."""
+        # The mask of a static cache is longer, as its last places are empty.
+        if attention_mask.dim() != 2 or attention_mask.shape[1] < self.total:
+            raise ValueError(
+                f"attention_mask must be [batch, {self.total}] (cached and new tokens), not {[*attention_mask.shape]}"
+            )
+        return attention_mask[:, : self.total].bool()
+
+    def _fit_mode(self, cache, ids: Tensor | None) -> None:
+        """ids: of the texts `[b, t]`, negative for padding; None without padding."""
+        is_window = self.mode.span.window is not None
+        if is_window and ids is not None and ((ids[:, :-1] >= 0) & (ids[:, 1:] < 0)).any():
+            self.uncacheable = (
+                "in an inference mode with a window, tokens that are followed by padding cannot be "
+                "cached; pad on the left, or use use_cache=False"
+            )
         self.length = getattr(cache, "max_length", None)
         if self.mode.length_dependent and (self.length is None or self.length < self.total):
             self.length = None
             self.uncacheable = (
-                f"this inference mode depends on the length of the text: give past_key_values="
-                f"model.new_cache(max_length=N) with N of at least {self.total} tokens, or use_cache=False"
+                "this inference mode depends on the length of the text: give past_key_values="
+                f"model.new_cache(max_length=N) with N of at least {self.total} tokens, or "
+                "use_cache=False"
             )
 
     def by_row(self, function, *states: Tensor) -> list[Tensor]:
-        """The results of `function(positions, *states)`, row by row if the rows differ in their positions."""
-        parts = [states] if len(self.positions) == 1 else zip(*(part.split(1) for part in states), strict=True)
-        results = [function(positions, *row) for positions, row in zip(self.positions, parts, strict=True)]
-        return [torch.cat(rows) for rows in zip(*results, strict=True)]
+        """The results of `function(positions, *states)`, by row if they differ in their positions."""
+        rows = [states]
+        if len(self.positions) > 1:
+            rows = zip(*(part.split(1) for part in states), strict=True)
+        results = [function(p, *row) for p, row in zip(self.positions, rows, strict=True)]
+        return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
     def embed(self, method, hidden: Tensor) -> Tensor:
         """The method's position embeddings added to `hidden` `[b, s, e]`."""
@@ -163,15 +163,15 @@ class Layout:
         return self.by_row(lambda positions, row: [method.embed(row, positions)], hidden)[0]
 
     def rotate(self, method, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The method's rotation of query and key, `[b, h, s, d]`. In an inference mode, queries are only scaled."""
+        """The method's rotation of query and key; in an inference mode, queries are only scaled."""
         if self.mode is not None:
             return self.mode.scale_query(query, self.positions[:, None]), key
         if "rotate" not in method.hooks:
             return query, key
-        return self.by_row(lambda positions, *row: method.rotate(*row, positions, positions), query, key)
+        return self.by_row(lambda p, *row: method.rotate(*row, p, p), query, key)
 
     def append_decay(self, method, hidden, query, key, value, cache, layer):
-        """Query, key and value with the dimensions of the method's decay, if it has one. Padding has no decay."""
+        """Query, key and value with the dimensions of the decay, if there is one. Padding has none."""
         if "decay" not in method.hooks:
             return query, key, value
         decay, scale, previous = method.decay(hidden), query.shape[3] ** -0.5, None
@@ -192,10 +192,12 @@ def tables_of(method, length, device, distance_map=None):
 
 
 def attend(query, key, value, method, tables, layout, window, dropout, implementation, output_attentions):
-    """The context `[b, h, s, d]` and the probabilities `[b, h, s, t]`, or None without `output_attentions`.
+    """The context `[b, h, s, d]` and the probabilities `[b, h, s, t]`, or None without
+    `output_attentions`.
 
-    query `[b, h, s, d]` are the new tokens. key and value `[b, g, t, d]` are the cached and new ones. If a static cache
-    has unused places after them, their probabilities are 0. window: number of keys that a query sees; None: all.
+    query `[b, h, s, d]` are the new tokens, key and value `[b, g, t, d]` the cached and new ones. If
+    a static cache has unused places after them, their probabilities are 0. window: number of keys
+    that a query sees; None: all.
     """
     places, group = key.shape[2], query.shape[1] // key.shape[1]
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
@@ -217,12 +219,10 @@ def attend(query, key, value, method, tables, layout, window, dropout, implement
     if reason is not None:
         raise ValueError(f"attn_implementation {implementation} {reason}; use another one")
     if layout.mode is not None:
-        if dropout:
-            raise ValueError("attention_dropout must be 0 in an inference mode")
-        attend_to_text = partial(attend_to_text_in_mode, method=method, layout=layout, backend=backend)
+        in_mode = partial(attend_to_text_in_mode, method=method, layout=layout, backend=backend)
         if layout.documents is None:
-            return attend_to_text(call), None
-        return run_documents(call, layout.documents, attend_to_text), None
+            return in_mode(call), None
+        return run_documents(call, layout.documents, in_mode), None
     options = {"method": method, "masks_documents": backend.masks_documents}
     if not output_attentions:
         return run(call, backend.compute, **options), None
@@ -230,20 +230,25 @@ def attend(query, key, value, method, tables, layout, window, dropout, implement
     own = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
     probabilities = run(replace(call, value=own), backend.compute, **options)
     context = probabilities @ value.repeat_interleave(group, dim=1)
-    return context, F.pad(probabilities, (0, places - key.shape[2])) if places > key.shape[2] else probabilities
+    if places > key.shape[2]:
+        probabilities = F.pad(probabilities, (0, places - key.shape[2]))
+    return context, probabilities
 
 
 def attend_to_text_in_mode(call, method, layout, backend):
-    """`attend` in an inference mode: one text of each row, with keys before rotation, and without keys that its cache
-    has dropped.
+    """`attend` in an inference mode: one text of each row, with keys before rotation, and without
+    keys that its cache has dropped.
     """
-    start, total, query, key = call.dropped + call.offset, call.dropped + call.kv_len, call.query, call.key
-    mode = layout.mode.at_length(layout.length or total).for_layer(method)
+    if call.dropout_p:
+        raise ValueError("attention_dropout must be 0 in an inference mode")
+    query, key, first, total = call.query, call.key, call.dropped, call.dropped + call.kv_len
+    mode, start = layout.mode.at_length(layout.length or total).for_layer(method), first + call.offset
     if mode.is_explicit(method):
         return attend_in_mode(query, key, call.value, method, mode, start=start, scale=call.scale)
     if "rotate" in method.hooks:
-        queries, keys = (torch.arange(first, total, device="cpu") for first in (start, call.dropped))
-        query, key = mode.rotation(method).rotate(query, key, queries, keys)
+        positions = torch.arange(first, total, device="cpu")
+        query, key = mode.rotation(method).rotate(query, key, positions[call.offset :], positions)
     length = total if "modify_scores" in method.hooks else mode.span.max_kv_len(total)
     tables = tables_of(method, length, query.device, mode.distance_map)
-    return run(replace(call, query=query, key=key, tables=tables, span=mode.span), backend.compute, method=method)
+    call = replace(call, query=query, key=key, tables=tables, span=mode.span)
+    return run(call, backend.compute, method=method)
