@@ -5,7 +5,7 @@
 # make test-latest tests of what depends on other packages, with their newest allowed versions in .venv-latest
 # make lock        renew requirements/lock.txt, the versions that all other targets install; needs uv
 # make test-hosts  training on two hosts emulated on this machine; as root, this installs the Debian packages it needs
-# make lint        ruff, mypy and the documentation without warnings
+# make lint        ruff, mypy, import-linter and the documentation without warnings
 # make docs        build the documentation site in site/
 # make bench       benchmarks on this CPU: ratios measured in one run
 # make bench-gpu   benchmarks that need an NVIDIA GPU (PYTHON=... must have PyTorch with CUDA)
@@ -102,6 +102,7 @@ lint: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # A broken link or an invalid docstring is an error.
 docs: setup

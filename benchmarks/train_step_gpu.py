@@ -24,9 +24,8 @@ from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
-from megatron.model.compiled import compile_blocks
-from megatron.model.settings import ModelSettings
-from megatron.training.cuda_graphs import capture
+from megatron.model.compiled import capture, compile_blocks
+from megatron.model.parallel import ModelSettings
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 from megatron.utils.command_line import run_main
 

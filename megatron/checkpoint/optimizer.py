@@ -36,14 +36,14 @@ from megatron.checkpoint.layers import (
     full_shape,
     merge_shards,
     open_layers,
+    own_names,
     slice_for_rank,
     tied_output,
     weight_layers,
 )
-from megatron.checkpoint.neox_layout import own_names
 from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
-from megatron.optimizers import get_step, initialize_state, set_step, state_shape
+from megatron.optimizers.registry import get_step, initialize_state, set_step, state_shape
 from megatron.optimizers.whole_parameters import Fragment, WholeParameterOptimizer
 from megatron.utils.errors import first_line
 

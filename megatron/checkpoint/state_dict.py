@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config
-from megatron.model.settings import ModelSettings
-from megatron.optimizers import OptimizerName
+from megatron.model.parallel import ModelSettings
+from megatron.optimizers.registry import OptimizerName
 from megatron.utils.errors import first_line, first_problem
 
 FORWARD_PASS_FILE = "forward_pass.pt"

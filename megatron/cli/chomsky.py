@@ -34,9 +34,9 @@ from megatron.reporting.style import render
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import print_table
 from megatron.utils.command_line import OptionParser, integer, number, option_name
+from megatron.utils.environment import use_gpus
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable, write_atomically
-from megatron.utils.gpus import use_gpus
 from megatron.utils.locks import Lock
 from megatron.utils.progress import Progress
 

@@ -26,7 +26,7 @@ from megatron.evaluation.records import extrapolation_records, fingerprint_of, r
 from megatron.evaluation.text import corpus_name
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.errors import UserError
 

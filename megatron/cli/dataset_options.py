@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Iterable
 
-from megatron.tokenizer import TOKENIZER_TYPES
+from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
 from megatron.utils.command_line import OptionParser, number
 
 

@@ -22,7 +22,7 @@ from megatron.cli.model_options import check_vocabulary, chosen_step, load, save
 from megatron.config import Config, UserError
 from megatron.evaluation.modes import supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import MAX_INT, integer, number, option_name, path_option
 from megatron.utils.errors import install_command, visible
 from megatron.utils.files import read_file, write_atomically

@@ -27,7 +27,7 @@ from megatron.evaluation.runner import (
 )
 from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
 from megatron.reporting.formatting import TITLE
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option, printable
 
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length

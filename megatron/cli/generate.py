@@ -22,11 +22,11 @@ from megatron.evaluation.modes import parse_mode
 from megatron.inference.decoder import as_decoder
 from megatron.inference.generation import PROMPT_CHUNK, Generation, generate
 from megatron.model.gpt import GPT
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.command_line import integer, path_option
+from megatron.utils.environment import free_memory
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, write_atomically
-from megatron.utils.memory import free_memory
 from megatron.utils.progress import Progress
 
 DESCRIPTION = "Generate text from a checkpoint."

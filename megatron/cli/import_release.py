@@ -38,7 +38,7 @@ from megatron.convert.output import new_folder
 from megatron.convert.tokenizer_files import check_rows
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, number
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file

@@ -27,11 +27,10 @@ from megatron.inference.loading import load_model
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, parse_arguments
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.command_line import OptionParser, extract_overrides, integer, path_option
-from megatron.utils.environment import slow_dtype_notice
+from megatron.utils.environment import slow_dtype_notice, use_gpus
 from megatron.utils.errors import UserError, first_line
-from megatron.utils.gpus import use_gpus
 
 # Keys that the user's configuration decides, not the checkpoint's.
 RUNTIME_KEYS = ("attention_backend", "pos_emb_module", "release_bf16_distances")

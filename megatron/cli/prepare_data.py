@@ -21,7 +21,7 @@ from megatron.preparation.prepare import (
     default_workers,
     prepare,
 )
-from megatron.tokenizer import TOKENIZER_TYPES
+from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
 from megatron.utils.command_line import OptionParser, integer
 
 

@@ -21,8 +21,8 @@ from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan,
 from megatron.sweep.runner import Display, Runner, measure_speed
 from megatron.sweep.slurm import array_script
 from megatron.utils.command_line import OptionParser, integer, number, option_name
+from megatron.utils.environment import use_gpus
 from megatron.utils.files import check_writable, write_atomically
-from megatron.utils.gpus import use_gpus
 from megatron.utils.locks import Lock, LockBusyError
 from megatron.utils.progress import readable_time
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 from megatron.launcher.script_arguments import parse_arguments
-from megatron.utils.gpus import use_gpus
+from megatron.utils.environment import use_gpus
 
 
 def main(argv: Sequence[str] | None = None) -> int:

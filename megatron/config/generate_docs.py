@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from kerple.positional import method_class, primary_names
-from megatron.config import neox_compat
+from megatron.config import checks
 from megatron.config.loader import SECTIONS
 from megatron.config.schema.base import field_aliases, field_path, has_placeholders
 
@@ -41,7 +41,7 @@ def generate() -> str:
         lines.append("")
     lines += ["## Ignored", "", "These keys are accepted but have no effect. A notice is printed once.", ""]
     keys_by_reason: dict[str, list[str]] = {}
-    for key, reason in neox_compat.IGNORED.items():
+    for key, reason in checks.IGNORED.items():
         keys_by_reason.setdefault(reason, []).append(key)
     lines += [f"- {_join(keys)}: {reason}." for reason, keys in keys_by_reason.items()]
     lines += [
@@ -51,10 +51,10 @@ def generate() -> str:
         "These keys would change the result, so setting them is an error, except to null, to a mapping with",
         "`enabled: false`, or to an accepted value listed here.",
         "",
-        f'- `{neox_compat.ATTENTION_CONFIG}`: only dense attention is supported (`[[["global"], NUM_LAYERS]]`).',
+        f'- `{checks.ATTENTION_CONFIG}`: only dense attention is supported (`[[["global"], NUM_LAYERS]]`).',
     ]
     keys_by_entry: dict[tuple[str, str], list[str]] = {}
-    for key, entry in neox_compat.UNSUPPORTED.items():
+    for key, entry in checks.UNSUPPORTED.items():
         keys_by_entry.setdefault((entry.reason, _join(json.dumps(value) for value in entry.off)), []).append(key)
     for (reason, accepted), keys in keys_by_entry.items():
         lines.append(f"- {_join(keys)}: {reason}." + (f" Accepted: {accepted}." if accepted else ""))

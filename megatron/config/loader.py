@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from megatron.config import neox_compat, schema
+from megatron.config import checks, schema
 from megatron.config.checks import validate, warnings_for
 from megatron.config.schema.base import (
     WILDCARD,
@@ -406,12 +406,12 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
                     f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not "
                     f"{shortened(repr(value))}"
                 )
-        elif neox_compat.is_known(dotted):
-            reason = neox_compat.unsupported_reason(dotted, value, flat)
+        elif checks.is_known(dotted):
+            reason = checks.unsupported_reason(dotted, value, flat)
             if reason is not None:
                 messages.problems.append(f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}")
-            elif dotted in neox_compat.IGNORED and value:  # false and null request nothing
-                messages.notices.append(f"{_where(path, keys)} is ignored: {neox_compat.IGNORED[dotted]}")
+            elif dotted in checks.IGNORED and value:  # false and null request nothing
+                messages.notices.append(f"{_where(path, keys)} is ignored: {checks.IGNORED[dotted]}")
         elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
             section, name = FIELDS[rest]
             sections[section].setdefault(name, {})[path[-1]] = value
@@ -455,7 +455,7 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     for known in FIELDS:
         if known[: len(path) - 1] == path[:-1] and known[-1] != WILDCARD:
             supported.setdefault(known[-1], known)
-    unsupported = {known[-1]: known for known in (tuple(key.split(".")) for key in neox_compat.known_keys())}
+    unsupported = {known[-1]: known for known in (tuple(key.split(".")) for key in checks.known_keys())}
     for candidates in (supported, unsupported):
         names = difflib.get_close_matches(path[-1].replace("-", "_"), candidates, n=_MAX_SUGGESTIONS, cutoff=0.6)
         if names:

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from megatron.checkpoint.storage import CheckpointError
-from megatron.checkpoint.torch_files import RejectedFile, check_zip_directory
+from megatron.checkpoint.storage import CheckpointError, RejectedFile, check_zip_directory
 from megatron.utils.errors import first_line
 from megatron.utils.files import open_file
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kerple.positional import method_class
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.layers import check_sizes, layer_state, load_layers
-from megatron.checkpoint.neox_layout import ROW_PARALLEL_BIASES, SCALE_NAMES
+from megatron.checkpoint.layers import ROW_PARALLEL_BIASES, SCALE_NAMES, check_sizes, layer_state, load_layers
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.convert.hugging_face_config import options_beyond_2022
@@ -30,7 +29,7 @@ from megatron.convert.output import (
 )
 from megatron.convert.weights import cast, layers_with_weights
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
+from megatron.model.parallel import ModelSettings
 
 # Positional methods of the release's code, by its names. This list cannot be derived from the registry, which contains
 # more methods.

@@ -8,9 +8,8 @@ from typing import Any
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerFiles
 from megatron.tokenizer.hugging_face import MAX_BYTES, read_gpt2_tokenizer
-from megatron.tokenizer.special_tokens import TOKENIZER_CONFIG, SpecialTokens
+from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
 

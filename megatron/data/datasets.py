@@ -32,7 +32,7 @@ from megatron.data.index_cache import (
 )
 from megatron.data.indexed_dataset import IndexedFiles, bin_path, check_tokenizer, largest_id
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.ranks import run_on_rank_0

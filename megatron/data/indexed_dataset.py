@@ -31,7 +31,7 @@ from megatron.utils.files import open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count
 
 if TYPE_CHECKING:
-    from megatron.tokenizer import Tokenizer
+    from megatron.tokenizer.tokenizer import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -30,7 +30,7 @@ from megatron.evaluation.scoring import LOGIT_POSITIONS
 from megatron.inference.decoder import as_decoder, inference, model_device
 from megatron.inference.generation import generate
 from megatron.model.gpt import GPT
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 from megatron.utils.versions import check_version

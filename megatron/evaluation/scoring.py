@@ -23,7 +23,7 @@ from megatron.evaluation.statistics import standard_error
 from megatron.evaluation.text import Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
-from megatron.model.settings import ONE_RANK
+from megatron.model.parallel import ONE_RANK
 
 LOGIT_POSITIONS = 1024
 

@@ -20,7 +20,7 @@ from megatron.data.streams import (
     evaluation_stream,
 )
 from megatron.evaluation.protocols import Protocol, Segments
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]

@@ -18,8 +18,8 @@ from megatron.checkpoint.layers import (
 )
 from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
-from megatron.utils.memory import free_memory
+from megatron.model.parallel import ModelSettings
+from megatron.utils.environment import free_memory
 
 
 def load_model(

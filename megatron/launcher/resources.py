@@ -232,7 +232,7 @@ def _visible_gpus() -> list[int] | None:
     """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None to use the CPU."""
     import torch
 
-    from megatron.utils.gpus import use_gpus
+    from megatron.utils.environment import use_gpus
 
     if not use_gpus():
         return None

@@ -1,8 +1,12 @@
-"""torch.compile for the blocks' forward and backward passes in training.
+"""torch.compile for the forward and backward passes of blocks in training, and CUDA graphs of a whole step.
 
-Attention is part of the graph where it can be traced (`is_traceable`): the fused backend is an operator of
+Attention is part of the compiled graph where it can be traced (`is_traceable`): the fused backend is an operator of
 torch.library. `compile_blocks` changes only the classes of the modules. Parameter names are unchanged, so checkpoints
 are interchangeable with those of an uncompiled model. All layers with the same window share one compiled graph.
+
+A CUDA graph replays recorded kernels with recorded arguments: the host launches two graphs instead of hundreds of
+kernels. The work of DeepSpeed stays outside: accumulating and averaging gradients, clipping, and the optimizer with its
+learning rate. `megatron/config/checks.py` rejects what a graph cannot contain. Not measured on a GPU.
 
 Legend: b batch, s tokens, e hidden size.
 """
@@ -11,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kerple.attention import DEFAULT_MODE, AttentionMode, PositionTables
-from megatron.model.attention import SelfAttention
-from megatron.model.cache import LayerCache
-from megatron.model.gpt import TransformerBlock
+from megatron.model.attention import LayerCache, SelfAttention
+from megatron.model.gpt import GPT, TransformerBlock
 
 # Backends without a graph break. `chunked` is a loop in Python.
 TRACEABLE = ("fused", "sdpa", "reference")
@@ -75,3 +78,31 @@ def is_traceable(layer: SelfAttention, device: torch.device) -> bool:
         return False
     windowed = layer.window is not None
     return layer.attention.training_backend(device, layer.head_size, layer.dropout > 0, windowed=windowed) in TRACEABLE
+
+
+class _Loss(nn.Module):
+    """The model without DeepSpeed's hooks, which PyTorch does not capture."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.model.loss(*inputs)
+
+
+def capture(model: GPT, inputs: list[Tensor]) -> None:
+    """Replace the model's `forward`, which returns the loss, with graphs of its forward and backward pass.
+
+    inputs: a batch. Later batches must have the same shapes; the graph copies them to its own inputs.
+
+    Call this after DeepSpeed has moved the parameters and checkpoints are loaded: a graph reads fixed addresses. Before
+    the capture PyTorch runs the model a few times, so that everything is compiled and cached; this does not change the
+    gradients or the state of the random number generators.
+
+    Raises RuntimeError if the step does something that a graph cannot contain, such as waiting for the device.
+    """
+    loss = _Loss(model)
+    with torch.random.fork_rng([tensor.device for tensor in inputs[:1] if tensor.is_cuda]):
+        torch.cuda.make_graphed_callables(loss, tuple(tensor.clone() for tensor in inputs))  # replaces loss.forward
+    model.forward = loss.forward  # type: ignore[assignment, method-assign]

@@ -19,12 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from kerple.attention import DEFAULT_MODE, AttentionMode, PositionTables
 from kerple.positional import PositionalMethod, build, outermost
 from megatron.model import fused_block
-from megatron.model.attention import SelfAttention
-from megatron.model.cache import KVCache, LayerCache
+from megatron.model.attention import KVCache, LayerCache, SelfAttention
 from megatron.model.layers import make_mlp, make_norm
 from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
-from megatron.model.parallel import column_linear, gather_vocabulary, tensor_parallel_group, vocab_embedding
-from megatron.model.settings import ModelSettings
+from megatron.model.parallel import (
+    ModelSettings,
+    column_linear,
+    gather_vocabulary,
+    tensor_parallel_group,
+    vocab_embedding,
+)
 
 
 class TransformerBlock(nn.Module):

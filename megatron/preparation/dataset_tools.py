@@ -20,7 +20,7 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.data.splits import PARTS, split_spans
 from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
 from megatron.utils.progress import Progress
 

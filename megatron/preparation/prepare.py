@@ -16,8 +16,8 @@ from megatron.preparation.input_files import find_files
 from megatron.preparation.own_text import OwnText
 from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import ChunkSource, FileCorpus
-from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.locks import Lock

@@ -27,7 +27,7 @@ from megatron.preparation.documents import DocumentOptions, RejectedDocuments
 from megatron.preparation.encoding import check_workers, encode_chunks, process_in_order, work_items
 from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
-from megatron.tokenizer import Tokenizer, TokenizerFiles
+from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.locks import Lock

@@ -21,8 +21,7 @@ from megatron.reporting.paper_tables import (
     resolution_tables,
 )
 from megatron.reporting.positions import position_figures
-from megatron.reporting.published import corpus_name
-from megatron.reporting.references import bibtex
+from megatron.reporting.published import bibtex, corpus_name
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
 from megatron.reporting.tables import Table, comma_separated, latex, markdown

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from megatron.tokenizer.special_tokens import TOKENIZER_CONFIG, SpecialTokens
-from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
+from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer
 from megatron.utils.errors import UserError, first_line, is_library_error
 from megatron.utils.files import read_file
 

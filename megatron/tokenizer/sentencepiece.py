@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.tokenizer.special_tokens import SpecialTokens
-from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer
+from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, SpecialTokens, Tokenizer
 from megatron.utils.errors import UserError, first_line, is_library_error
 from megatron.utils.files import read_file
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config, UserError
-from megatron.model.settings import TensorParallel
+from megatron.model.parallel import TensorParallel
+from megatron.utils.environment import use_gpus
 from megatron.utils.errors import first_line
-from megatron.utils.gpus import use_gpus
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,23 @@ from kerple.positional import PositionalMethod, build, project
 from megatron.checkpoint.layers import DTYPES, tied_output
 from megatron.checkpoint.optimizer import parameter_names
 from megatron.config import Config, UserError
-from megatron.data import build_loader
 from megatron.data.datasets import Samples
+from megatron.data.loader import build_loader
 from megatron.model.attention import SelfAttention
+from megatron.model.compiled import capture
 from megatron.model.gpt import GPT, positional_methods
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
-from megatron.model.parallel import gather_vocabulary
+from megatron.model.parallel import ModelSettings, gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
-from megatron.model.settings import ModelSettings
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
-from megatron.training.cuda_graphs import capture
-from megatron.training.deepspeed_config import deepspeed_curriculum, deepspeed_dict
-from megatron.training.deepspeed_patches import PatchedEngine, PatchedPipelineEngine, startup_messages
+from megatron.training.deepspeed_patches import (
+    PatchedEngine,
+    PatchedPipelineEngine,
+    deepspeed_curriculum,
+    deepspeed_dict,
+    startup_messages,
+)
 from megatron.training.distributed import Layout
 from megatron.training.optimizer import attach, configure_optimizer, project_masters
 from megatron.utils.environment import slow_dtype_notice

@@ -23,17 +23,21 @@ from megatron.checkpoint.loading import (
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
-from megatron.data import build_datasets
-from megatron.data.datasets import Datasets
-from megatron.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.data.datasets import Datasets, build_datasets
+from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training import distributed
 from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
-from megatron.training.logging import Logger, StepLog, non_finite_loss
-from megatron.training.machine import check_machine, check_number_of_samples
+from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
 from megatron.training.optimizer import Schedule
-from megatron.training.profiler import profiled_steps
-from megatron.training.startup import check_log_folders, check_space, lock_log_folders, lock_save_folder
+from megatron.training.startup import (
+    check_log_folders,
+    check_machine,
+    check_number_of_samples,
+    check_space,
+    lock_log_folders,
+    lock_save_folder,
+)
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.locks import Lock
 from megatron.utils.ranks import run_on_rank_0

@@ -1,6 +1,6 @@
 """The optimizer's parameter groups, and the learning-rate schedule.
 
-`megatron.optimizers` lists the optimizers.
+`megatron.optimizers.registry` lists the optimizers.
 """
 
 import math
@@ -18,7 +18,7 @@ from kerple.positional.base import MLPLayer
 from megatron.checkpoint.optimizer import optimizer_fragments
 from megatron.config import Config
 from megatron.model.gpt import TransformerBlock
-from megatron.optimizers import build_optimizer
+from megatron.optimizers.registry import build_optimizer
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
 from megatron.training.distributed import Layout
 

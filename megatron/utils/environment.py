@@ -1,15 +1,19 @@
-"""The code, machine and libraries that produced a result."""
+"""This machine: its processor, GPUs and free memory, and the code and libraries that produce a result."""
 
+import contextlib
 import os
 import platform
 import re
+import shutil
+import socket
 import subprocess
 from functools import cache
 from pathlib import Path
 
+import psutil
 import torch
 
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
@@ -86,3 +90,99 @@ def has_bf16_instructions() -> bool:
         return False
     flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes that processes of this host can still allocate on a GPU, or in host memory for any other device."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min([psutil.virtual_memory().available, *_free_in_control_groups()])
+
+
+def _free_in_control_groups() -> list[int]:
+    """What each memory limit of this process's control groups leaves, in bytes; page cache counts as free.
+
+    Containers and batch systems set such limits: memory.max in version 2 of the kernel's interface, and
+    memory.limit_in_bytes in version 1.
+    """
+    free = []
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage = _CGROUPS, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = _CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            # A group without a limit has the word max. In a container, the path may be that of the host.
+            with contextlib.suppress(OSError, ValueError):
+                if group.is_relative_to(root):
+                    statistics = dict(entry.split() for entry in (group / "memory.stat").read_text().splitlines())
+                    prefix = "total_" if "total_active_file" in statistics else ""
+                    cache = sum(int(statistics.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+                    left = int((group / limit).read_text()) - int((group / usage).read_text()) + cache
+                    free.append(max(left, 0))
+    return free
+
+
+# Values that name no device; the last one is Slurm's.
+_NO_DEVICES = ("", "-1", "NoDevFiles")
+
+
+def use_gpus() -> bool:
+    """True if torch can use a GPU, unless the environment variable DS_ACCELERATOR is cpu.
+
+    Raises UserError if the machine or the job has a GPU but torch cannot use it, instead of computing on the CPU.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
+    if torch.cuda.is_available():
+        return True
+    evidence = _evidence_of_gpus()
+    if evidence is None:
+        return False
+    if torch.version.cuda is None and torch.version.hip is None:
+        reason = "it is built without CUDA; install a build with CUDA (docs/versions.md)"
+    else:
+        try:
+            torch.cuda.init()
+            problem = "it finds none"
+        except RuntimeError as error:
+            problem = first_line(error)
+        reason = (
+            f"{problem}; check the driver, and that it supports CUDA {torch.version.cuda}, for which torch is built"
+        )
+    raise UserError(
+        f"torch {torch.__version__} cannot use a GPU on {socket.gethostname()}, although {evidence}: {reason}. To run "
+        "on the CPU, set the environment variable DS_ACCELERATOR=cpu"
+    )
+
+
+def _evidence_of_gpus() -> str | None:
+    """What says that there is a GPU for this process, as a clause; None if nothing does."""
+    variables = os.environ
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return None if visible in _NO_DEVICES else f"CUDA_VISIBLE_DEVICES is {visible}"
+    # Indices of the GPUs on this node, and numbers of GPUs.
+    for name, none in (("SLURM_JOB_GPUS", _NO_DEVICES), ("SLURM_GPUS_ON_NODE", ("", "0")), ("SLURM_GPUS", ("", "0"))):
+        if variables.get(name, "") not in none:
+            return f"Slurm allocated GPUs ({name} is {variables[name]})"
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
+    return f"nvidia-smi lists {gpus[0].partition(' (UUID')[0]}" if gpus else None

@@ -24,8 +24,8 @@ from megatron.config import Config, UserError, load_config
 from megatron.convert import to_hugging_face
 from megatron.evaluation.records import read_results
 from megatron.inference import load_model
-from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.training.loop import train
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens

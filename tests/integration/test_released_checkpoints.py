@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
-from megatron.data import build_datasets
+from megatron.data.datasets import build_datasets
 from megatron.inference import load_model
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training.loop import train
 from tests.support.release import METHODS, checkpoints
 from tests.support.released_runs import released_settings, write_release_corpus, write_tokenizer
@@ -177,7 +177,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("method", ["kerple_log", "learned", "rpe"])
 def test_the_size_check_of_a_huge_model_uses_no_memory(method, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.training.memory.free_memory", lambda device: 1 << 50)
+    monkeypatch.setattr("megatron.training.startup.free_memory", lambda device: 1 << 50)
     sizes = {"num_layers": 96, "hidden_size": 9216, "num_attention_heads": 72, "max_position_embeddings": 131_072}
     with (
         LargestTensor() as watched,

@@ -1,7 +1,6 @@
 """The rules of CONTRIBUTING.md and docs/ARCHITECTURE.md that can be checked from source text."""
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -25,13 +24,6 @@ PROCESS_MODULES = {
 }
 
 
-def layers() -> list[list[str]]:
-    """The packages in docs/ARCHITECTURE.md, top to bottom; packages on one line do not import each other."""
-    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
-    (block,) = re.findall(r"<!-- layers.*?-->\n+```text\n(.*?)```", text, flags=re.DOTALL)
-    return [re.findall(r"(?:kerple|megatron|benchmarks|experiments)[\w.]*", line) for line in block.splitlines()]
-
-
 def imported_modules(path: Path) -> set[str]:
     """The dotted names that a file imports, `from package import name` as package.name."""
     names = set()
@@ -43,35 +35,8 @@ def imported_modules(path: Path) -> set[str]:
     return names
 
 
-def package_of(module: str, packages: list[str]) -> str | None:
-    matches = [name for name in packages if module == name or module.startswith(f"{name}.")]
-    return max(matches, key=len, default=None)
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def test_imports_go_one_way():
-    order = layers()
-    level = {package: index for index, line in enumerate(order) for package in line}
-    wrong = []
-    for path in SOURCES:
-        if "self_contained" in str(path) or path.parent == ROOT / "kerple":
-            continue
-        importer = package_of(module_name(path), list(level))
-        assert importer is not None, f"{path}: add its package to the layers in docs/ARCHITECTURE.md"
-        for name in imported_modules(path):
-            if name.startswith("megatron.core"):
-                continue
-            imported = package_of(name, list(level))
-            if imported is not None and imported != importer and level[imported] <= level[importer]:
-                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
-    assert not wrong, "\n".join(wrong)
-
-
 # Module -> how many files of this project it may import, itself included.
-IMPORT_LIMITS = {"megatron.cli.report": 26, "megatron.inference.loading": 82, "megatron.training.loop": 122}
+IMPORT_LIMITS = {"megatron.cli.report": 25, "megatron.inference.loading": 75, "megatron.training.loop": 107}
 
 
 @pytest.mark.parametrize("module", IMPORT_LIMITS)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from megatron.config.checks import known_keys
 from megatron.config.loader import FIELDS, SECTIONS
-from megatron.config.neox_compat import known_keys
 from megatron.config.schema.base import WILDCARD
 from tests.soak import changes
 from tests.soak.cases import Case, Draw, pick

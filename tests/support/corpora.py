@@ -11,7 +11,7 @@ from megatron.data.indexed_dataset import IndexedFiles, Manifest, open_indexed_f
 from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.archives import tar_of
 from tests.support.texts import KINDS
 

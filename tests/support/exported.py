@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron.convert import to_hugging_face
 from megatron.model.gpt import GPT
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.conversion import make_model, quiet
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron.preparation.indexed_writer import IndexedWriter
-from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.texts import KINDS
 
 VOCABULARY = 1000

@@ -28,7 +28,7 @@ from megatron.convert.hugging_face_config import stock_type
 from megatron.convert.output import check_new_folder
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, run_main
 
 # --architecture -> model_type of transformers.

@@ -26,7 +26,7 @@ from megatron.preparation.documents import DocumentOptions, RejectedDocuments, S
 from megatron.preparation.encoding import SubsetCount, count_subsets, process_in_order, work_items
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import integer, run_main
 from megatron.utils.errors import visible
 from megatron.utils.progress import Progress

@@ -21,7 +21,7 @@ from rich.table import Table
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_tokenizer_arguments, new_parser
 from megatron.preparation.dataset_tools import Inspection, decode_document, inspect, plot_lengths
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import integer, run_main
 from megatron.utils.errors import visible
 

@@ -28,7 +28,7 @@ from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import FileCorpus
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import integer, run_main
 
 

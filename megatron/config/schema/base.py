@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from megatron.optimizers import OTHER_OPTIMIZERS, OptimizerType
+from megatron.optimizers.registry import OTHER_OPTIMIZERS, OptimizerType
 from megatron.utils.command_line import MAX_INT
 
 KeyPath = tuple[str, ...]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from megatron.config.schema.base import Betas, ConfigSection, Int, OptimizerTypeText, field
-from megatron.optimizers import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
+from megatron.optimizers.registry import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
 from megatron.utils.command_line import MAX_INT
 from megatron.utils.errors import UserError, shortened
 

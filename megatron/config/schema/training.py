@@ -1,10 +1,14 @@
-"""Keys of the training loop: seed, intervals, validation and memory."""
+"""Keys of the training loop (seed, intervals, validation, memory, the sequence-length schedule), of evaluation and of
+text generation.
+"""
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-from megatron.config.schema.base import ConfigSection, Int, Ints, NullIsEmpty, field
+from megatron.config.schema.base import ConfigSection, Int, Ints, NullIsEmpty, Paths, PathText, Texts, field
+from megatron.utils.command_line import MAX_INT
 
 EXTRAPOLATION_TOKENS = 65_536
 
@@ -78,3 +82,152 @@ class TrainingConfig(ConfigSection):
                 f"so their least common multiple, {multiple:,}, must not be more than extrapolation_tokens, "
                 f"{budget:,}; choose lengths that divide the longest, or raise extrapolation_tokens"
             )
+
+
+_CONFIG = "curriculum_learning.schedule_config"
+# The keys of schedule_config that each schedule_type needs.
+_NEEDED = {
+    "fixed_discrete": ("difficulty", "max_step"),
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+}
+
+
+class CurriculumConfig(ConfigSection):
+    """Sequence-length schedule"""
+
+    enabled: bool = field(
+        False,
+        """True: train on the first tokens of each sequence, as many as the schedule gives for the step. The remaining
+        tokens of the sequence are skipped, so the position in the data does not depend on the schedule.""",
+        path="curriculum_learning.enabled",
+    )
+    curriculum_type: Literal["seqlen"] = field(
+        "seqlen", "The difficulty is the sequence length, in tokens.", path="curriculum_learning.curriculum_type"
+    )
+    min_difficulty: Int | None = field(
+        None, "Length of the first step.", path="curriculum_learning.min_difficulty", ge=1
+    )
+    max_difficulty: Int | None = field(
+        None,
+        "Length at the end of the schedule, which must be seq_length.",
+        path="curriculum_learning.max_difficulty",
+        ge=1,
+    )
+    schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root"] = field(
+        "fixed_linear",
+        "fixed_discrete: listed lengths; fixed_linear, fixed_root: the length grows with the step or with its root.",
+        path="curriculum_learning.schedule_type",
+    )
+    difficulty: Ints | None = field(
+        None, "fixed_discrete: lengths, in increasing order.", path=f"{_CONFIG}.difficulty", min_length=1
+    )
+    max_step: Ints | None = field(
+        None,
+        "fixed_discrete: the last step of each length except the last one; the first step is 1.",
+        path=f"{_CONFIG}.max_step",
+        min_length=1,
+    )
+    total_curriculum_step: Int | None = field(
+        None, "fixed_linear, fixed_root: steps until max_difficulty.", path=f"{_CONFIG}.total_curriculum_step", ge=1
+    )
+    difficulty_step: Int | None = field(
+        None, "fixed_linear, fixed_root: lengths are multiples of this.", path=f"{_CONFIG}.difficulty_step", ge=1
+    )
+    root_degree: Int | None = field(None, "fixed_root: degree of the root.", path=f"{_CONFIG}.root_degree", ge=1)
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.enabled:
+            return
+        needed = {name: f"{_CONFIG}.{name}" for name in _NEEDED[self.schedule_type]}
+        needed |= {name: f"curriculum_learning.{name}" for name in ("min_difficulty", "max_difficulty")}
+        missing = [path for name, path in needed.items() if getattr(self, name) is None]
+        for path in missing:
+            yield f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it"
+        others = {name for names in _NEEDED.values() for name in names}.difference(needed)
+        for name in sorted(others):
+            if getattr(self, name) is not None:
+                yield f"{_CONFIG}.{name} is not a key of schedule_type {self.schedule_type}; remove it"
+        if missing:
+            return
+        if self.schedule_type == "fixed_discrete":
+            yield from self._discrete_contradictions()
+        elif self.min_difficulty > self.max_difficulty:  # type: ignore[operator]  # neither is None
+            yield (
+                f"curriculum_learning.min_difficulty {self.min_difficulty} is more than max_difficulty "
+                f"{self.max_difficulty}; lower it"
+            )
+
+    def _discrete_contradictions(self) -> Iterator[str]:
+        lengths, steps = self.difficulty or (), self.max_step or ()
+        if len(steps) != len(lengths) - 1:
+            yield (
+                f"{_CONFIG}.max_step has {len(steps)} steps for {len(lengths)} lengths; give the last step of every "
+                "length except the last one"
+            )
+        for name, values in (("difficulty", lengths), ("max_step", steps)):
+            if any(first >= second for first, second in pairwise(values)):
+                yield f"{_CONFIG}.{name} {list(values)} must be in increasing order"
+        if (lengths[0], lengths[-1]) != (self.min_difficulty, self.max_difficulty):
+            yield (
+                f"{_CONFIG}.difficulty {list(lengths)} must start with min_difficulty {self.min_difficulty} and end "
+                f"with max_difficulty {self.max_difficulty}"
+            )
+
+
+class EvaluationConfig(ConfigSection):
+    """Evaluation"""
+
+    eval_tasks: Texts | None = field(
+        None, "Tasks of lm-evaluation-harness that evaluate.py runs instead of measuring extrapolation."
+    )
+    eval_num_fewshot: Int | None = field(None, "Few-shot examples per question. Default: the task's own number.", ge=0)
+    eval_limit: float | None = field(
+        None, "Maximum number of documents per task; below 1, a fraction of them. Default: all.", gt=0, le=MAX_INT
+    )
+    eval_include_path: Paths | None = field(None, "Folders with further task files (YAML).")
+    eval_max_length: Int | None = field(
+        None,
+        """Maximum number of tokens per model call in tasks: longer prompts are cut at the start, longer documents are
+        split into windows. Default: prompts are not cut; windows have up to 16 times the training length.""",
+        ge=1,
+    )
+    lengths: Ints | None = field(
+        None,
+        "Lengths, in tokens, at which perplexity is measured. Default: the training length times 1, 2, 4, 8 and 16.",
+        path="evaluation_lengths",
+    )
+    tokens: Int | None = field(
+        None,
+        "Number of tokens to score, the same ones at every length. Default: the full validation split.",
+        path="eval_tokens",
+        ge=1,
+    )
+    eval_results_prefix: PathText | None = field(
+        None, "Folder of the report; same as evaluate.py --output.", placeholders=True
+    )
+
+
+class GenerationConfig(ConfigSection):
+    """Generation"""
+
+    text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = field(
+        None,
+        "unconditional: no prompt; input-file: prompts from sample_input_file; interactive: prompts from the console. "
+        "Default: input-file if sample_input_file is set, otherwise unconditional.",
+    )
+    temperature: float = field(0.0, "Sampling temperature. 0: greedy decoding.", ge=0)
+    top_p: float = field(
+        0.0, "Nucleus sampling: sample from the most likely tokens with this total probability. 0: off.", ge=0, le=1
+    )
+    top_k: Int = field(0, "Sample from this many most likely tokens. 0: from all.", ge=0)
+    maximum_tokens: Int = field(64, "Maximum number of tokens to generate per sample.", ge=1, le=10**9)
+    num_samples: Int = field(1, "Number of samples, in total or per prompt.", ge=1, le=10**9)
+    prompt_end: str = field("\n", "Separator of prompts, in the interactive mode and in the prompt file.")
+    sample_input_file: PathText | None = field(
+        None, "File of prompts, separated by prompt_end; same as generate.py -i."
+    )
+    sample_output_file: PathText | None = field(
+        None, "Output file, in JSON lines; same as generate.py -o. Default: texts are printed.", placeholders=True
+    )
+    recompute: bool = field(False, "True: generate without a KV cache, recomputing the full prefix for every token.")

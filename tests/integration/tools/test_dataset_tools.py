@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
 from tests.support.corpora import read_inputs
 from tests.support.texts import KINDS

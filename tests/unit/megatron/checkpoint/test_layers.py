@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.layers import (
@@ -19,6 +19,8 @@ from megatron.checkpoint.layers import (
     weight_layers,
 )
 from megatron.checkpoint.storage import CheckpointError
+from megatron.convert.release import PARTITION_DIM
+from megatron.model.gpt import GPT
 from tests.support.language_models import small_gpt
 
 WHERE = Path("global_step1/layer_02-model_00-model_states.pt")
@@ -140,3 +142,120 @@ def test_layers_that_share_a_method_must_have_the_same_parameters(pos_emb, fix, 
     check_sizes(step, model.settings, positional=False)
     if pos_emb == "kerple_log":
         check_sizes(step, small_gpt(pos_emb, pos_emb_options={"parameters": "per-layer"}).settings)
+
+
+NEOX_STATE = {"iteration": 1, "dp_world_size": 1}
+
+
+def save_shards(model: GPT, step: Path, ranks: int, state_file: dict[str, object] | None = NEOX_STATE) -> Path:
+    """Write the layers' tensors for each tensor-parallel rank."""
+    step.mkdir()
+    for index, layer in weight_layers(model.layers(), model.settings.config).items():
+        state = layer_state(layer)
+        pieces = {name: state[name].chunk(ranks, dim) for name, dim in PARTITION_DIM.items() if name in state}
+        for rank in range(ranks):
+            shard = {name: pieces[name][rank].clone() if name in pieces else state[name] for name in state}
+            torch.save(shard, layer_file(step, index, rank))
+    if state_file is not None:
+        torch.save(state_file, step / "mp_rank_00_model_states.pt")
+    return step
+
+
+def change(step: Path, index: int, rank: int, **changes: float) -> None:
+    """Multiply tensors of a layer file, named with _ instead of dots."""
+    path = layer_file(step, index, rank)
+    state = torch.load(path, weights_only=True)
+    torch.save({name: tensor * changes.get(name.replace(".", "_"), 1) for name, tensor in state.items()}, path)
+
+
+def loaded(model: GPT, step: Path) -> GPT:
+    """Another model of the same settings, filled from the checkpoint."""
+    target = GPT(model.settings).eval()
+    check_sizes(step, target.settings)
+    load_layers(weight_layers(target.layers(), target.settings.config), step)
+    return target
+
+
+def by_kind(rows: Tensor, groups: int, size: int) -> Tensor:
+    """The rows of query_key_value of a rank, from this project's order to GPT-NeoX's, head by head."""
+    heads = list(rows.split(size))
+    per_group = len(heads) // groups
+    queries = [head for number, head in enumerate(heads) if number % per_group < per_group - 2]
+    keys = [head for number, head in enumerate(heads) if number % per_group == per_group - 2]
+    values = [head for number, head in enumerate(heads) if number % per_group == per_group - 1]
+    return torch.cat([*queries, *keys, *values])
+
+
+@pytest.mark.parametrize("parallel_residual", [True, False])
+def test_biases_that_ranks_add_before_their_sum(parallel_residual, tmp_path):
+    model = small_gpt("none", gpt_j_residual=parallel_residual)
+    step = save_shards(model, tmp_path / "global_step1", 2)
+    for name in ("attention_dense_bias", "mlp_dense_4h_to_h_bias") if parallel_residual else ():
+        for rank, factor in ((0, 0.25), (1, 0.75)):
+            change(step, 2, rank, **{name: factor})
+            change(step, 3, rank, **{name: factor})
+    for name, tensor in loaded(model, step).state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], msg=name)
+    # A checkpoint of this project has the whole bias on each rank.
+    torch.save({"training": {}}, step / "mp_rank_00_model_states.pt")
+    if parallel_residual:
+        with pytest.raises(CheckpointError, match=r"attention\.dense\.bias.*tensor-parallel"):
+            loaded(model, step)
+        own = loaded(model, save_shards(model, tmp_path / "own", 2, {"training": {}}))
+        assert torch.equal(own.layers()[2].mlp.dense_4h_to_h.bias, model.layers()[2].mlp.dense_4h_to_h.bias)
+
+
+def test_norms_of_ranks_that_were_trained_apart_are_averaged(tmp_path):
+    model = small_gpt("none")
+    step = save_shards(model, tmp_path / "global_step1", 2)
+    change(step, 3, 1, input_layernorm_weight=1.5)
+    change(step, 5, 1, norm_bias=3)
+    target = loaded(model, step)
+    expected = model.layers()[3].input_layernorm.weight * 1.25
+    torch.testing.assert_close(target.layers()[3].input_layernorm.weight, expected)
+    torch.testing.assert_close(target.layers()[5].norm.bias, model.layers()[5].norm.bias * 2)
+
+
+def test_copies_of_other_tensors_must_be_equal(tmp_path):
+    model = small_gpt("learned", max_positions=32)
+    step = save_shards(model, tmp_path / "global_step1", 2)
+    change(step, 2, 1, mlp_dense_4h_to_h_bias=1.0001)  # rounding
+    loaded(model, step)
+    change(step, 2, 1, mlp_dense_4h_to_h_bias=2)
+    with pytest.raises(CheckpointError, match=r"layer_02-model_00.*mlp\.dense_4h_to_h\.bias"):
+        loaded(model, step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@torch.no_grad()
+def test_grouped_query_attention_in_the_order_of_gpt_neox(ranks, tmp_path):
+    model = small_gpt("rotary", num_kv_heads=2)
+    step = save_shards(model, tmp_path / "global_step1", ranks)
+    for index in (2, 3):
+        for rank in range(ranks):
+            path = layer_file(step, index, rank)
+            state = torch.load(path, weights_only=True)
+            for name in ("attention.query_key_value.weight", "attention.query_key_value.bias"):
+                state[name] = by_kind(state[name], 2 // ranks, model.settings.config.head_size)
+            torch.save(state, path)
+    tokens = torch.arange(40)[None]
+    assert torch.equal(loaded(model, step)(tokens), model(tokens))
+    # Checkpoints of this project, and those that its converters write, have its own order.
+    for number, own in enumerate(({"training": {}}, {"iteration": 0, "args": {}})):
+        converted = save_shards(model, tmp_path / f"own{number}", ranks, own)
+        assert torch.equal(loaded(model, converted)(tokens), model(tokens))
+    (step / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_00.*num_kv_heads"):
+        loaded(model, step)
+
+
+def test_scales_of_an_rms_norm(tmp_path):
+    model = small_gpt("none", norm="rmsnorm")
+    step = save_shards(model, tmp_path / "global_step1", 1)
+    for index in (2, 3, 5):
+        path = layer_file(step, index, 0)
+        state = torch.load(path, weights_only=True)
+        names = {name: name.replace("norm.weight", "norm.scale") for name in state}
+        torch.save({names[name]: tensor for name, tensor in state.items()}, path)
+    state = loaded(model, step).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())

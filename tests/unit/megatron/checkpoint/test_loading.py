@@ -11,7 +11,7 @@ from megatron.checkpoint.directory import write_manifest_of_folder
 from megatron.checkpoint.loading import checkpoint_vocab_size
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
-from megatron.tokenizer import padded_vocab_size
+from megatron.tokenizer.tokenizer import padded_vocab_size
 from megatron.training.loop import train
 from tests.support.checkpoints import Exploit, settings_of, write_checkpoint
 from tests.support.release import checkpoints

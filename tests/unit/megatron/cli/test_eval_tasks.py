@@ -17,7 +17,7 @@ from megatron.cli import eval_tasks, evaluate
 from megatron.cli.eval_tasks import TASK_RESULTS, print_tasks
 from megatron.cli.evaluate import main
 from megatron.evaluation import harness
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
 from megatron.utils.locks import Lock
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_yaml

@@ -12,8 +12,8 @@ from megatron.config import Config, UserError
 from megatron.config.schema import GenerationConfig
 from megatron.evaluation.modes import parse_mode
 from megatron.inference.generation import Generation, generate
-from megatron.model.cache import LayerCache
-from megatron.tokenizer import build_tokenizer
+from megatron.model.attention import LayerCache
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.language_models import small_gpt

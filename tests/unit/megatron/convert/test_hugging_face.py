@@ -28,8 +28,8 @@ from megatron.convert.output import with_float32_angles
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
 from megatron.inference.decoder import as_decoder
-from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model
 from tests.support.methods import methods_and_slow_variants

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.convert.tokenizer_files import copy_tokenizer, write_tokenizer
-from megatron.tokenizer import TokenizerFiles
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
 from tests.support.texts import KINDS
 

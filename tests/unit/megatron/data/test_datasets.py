@@ -16,8 +16,13 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.data import build_datasets
-from megatron.data.datasets import BlendedParts, SampleSettings, datasets_from_blends, datasets_from_split
+from megatron.data.datasets import (
+    BlendedParts,
+    SampleSettings,
+    build_datasets,
+    datasets_from_blends,
+    datasets_from_split,
+)
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.splits import Blend
 from megatron.utils.errors import UserError

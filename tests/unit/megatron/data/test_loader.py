@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from megatron.data import build_loader
 from megatron.data.datasets import SampleSettings, datasets_from_split
-from megatron.data.loader import rank_samples
+from megatron.data.loader import build_loader, rank_samples
 from megatron.utils.errors import UserError
 
 

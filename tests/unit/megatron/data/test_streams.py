@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import document_lengths, document_segments, evaluation_stream, validation_stream
 from megatron.data.datasets import SampleSettings, datasets_from_split
+from megatron.data.streams import document_lengths, document_segments, evaluation_stream, validation_stream
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected

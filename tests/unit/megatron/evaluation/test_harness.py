@@ -9,7 +9,7 @@ from megatron.evaluation.harness import HarnessModel, evaluate_tasks
 from megatron.evaluation.modes import parse_mode
 from megatron.inference import load_model
 from megatron.inference.generation import generate
-from megatron.tokenizer import CharLevelTokenizer, TokenizerFiles, build_tokenizer
+from megatron.tokenizer.tokenizer import CharLevelTokenizer, TokenizerFiles, build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import quiet

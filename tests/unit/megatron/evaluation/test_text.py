@@ -9,7 +9,7 @@ from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.streams import evaluation_stream
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, evaluation_text, text_by_document
-from megatron.tokenizer import CharLevelTokenizer
+from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import settings_of, write_corpus
 from tests.support.corpora import manifest_of

@@ -33,7 +33,7 @@ def gpus(monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-        monkeypatch.setattr("megatron.utils.gpus.shutil.which", lambda program: None)
+        monkeypatch.setattr("megatron.utils.environment.shutil.which", lambda program: None)
 
     return pretend
 

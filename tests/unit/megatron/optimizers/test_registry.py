@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron.optimizers import (
+from megatron.optimizers.registry import (
     OPTIMIZERS,
     OptimizerType,
     build_optimizer,

@@ -6,7 +6,7 @@ Parameters that are split over ranks are tested in tests/integration/test_parall
 import pytest
 import torch
 
-from megatron.optimizers import build_optimizer
+from megatron.optimizers.registry import build_optimizer
 from megatron.optimizers.whole_parameters import Fragment, WholeParameterOptimizer
 
 SHAPES = {"matrix": (64, 70), "other": (8, 64), "bias": (6,)}

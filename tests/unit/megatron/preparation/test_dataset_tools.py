@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from matplotlib import image
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megatron.data import validation_stream
 from megatron.data.indexed_dataset import manifest_path, open_indexed_files, read_manifest, write_manifest
 from megatron.data.splits import split_spans
+from megatron.data.streams import validation_stream
 from megatron.preparation import dataset_tools
 from megatron.preparation.dataset_tools import decode_document, inspect, merge, plot_lengths, split
 from megatron.preparation.documents import DocumentOptions
@@ -22,7 +22,7 @@ from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess
 from megatron.preparation.readers import FileCorpus
-from megatron.tokenizer import CharLevelTokenizer
+from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.corpora import BYTE_TOKENIZER, json_lines
 from tests.support.errors import assert_rejected

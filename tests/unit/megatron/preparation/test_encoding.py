@@ -10,7 +10,7 @@ from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import SubsetCount, count_subsets, encode_chunks, process_in_order, work_items
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus, TextChunk
-from megatron.tokenizer import CharLevelTokenizer
+from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.corpora import BYTE_TOKENIZER, exit_process, json_lines
 from tests.support.texts import KINDS

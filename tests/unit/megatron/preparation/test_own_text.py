@@ -9,8 +9,8 @@ from megatron.preparation.input_files import find_files
 from megatron.preparation.own_text import OwnText
 from megatron.preparation.prepare import PrepareOptions, prepare
 from megatron.preparation.readers import FileCorpus
-from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.hugging_face import train_bpe
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
 
 BOOK = "".join(f"Paragraph {number}.\n" + "Some words of a long book. " * 30 + "\n\n" for number in range(200))

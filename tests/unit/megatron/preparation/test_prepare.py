@@ -19,7 +19,7 @@ from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.preparation import corpora, debian
 from megatron.preparation import prepare as module
 from megatron.preparation.prepare import KNOWN_DATASETS, PrepareOptions, prepare
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.corpora import dataset_text, debian_package, json_lines
 from tests.support.errors import assert_rejected

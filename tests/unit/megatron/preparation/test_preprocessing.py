@@ -17,7 +17,7 @@ from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import Journal, preprocess, summary
 from megatron.preparation.readers import START, FileCorpus
-from megatron.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from tests.support.corpora import BYTE_TOKENIZER, dataset_text, json_lines
 from tests.support.errors import assert_rejected

@@ -14,8 +14,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.tokenizer import build_tokenizer, hugging_face, padded_vocab_size
+from megatron.tokenizer import hugging_face
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, split_text, train_bpe
+from megatron.tokenizer.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 from tests.support.hostile import HOSTILE_PARTS

@@ -6,7 +6,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 from tests.support.sentencepiece import LLAMA, train_sentencepiece

@@ -9,8 +9,8 @@ from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
-from megatron.data import build_datasets
-from megatron.tokenizer import build_tokenizer
+from megatron.data.datasets import build_datasets
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training.engine import GPTWithLoss
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights

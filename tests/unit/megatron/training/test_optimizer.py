@@ -8,11 +8,12 @@ from lion_pytorch import Lion
 
 from megatron.checkpoint.layers import load_layers
 from megatron.config import Config
-from megatron.data import build_datasets, build_loader
+from megatron.data.datasets import build_datasets
+from megatron.data.loader import build_loader
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
-from megatron.optimizers import OPTIMIZERS
-from megatron.tokenizer import build_tokenizer
+from megatron.model.parallel import ModelSettings
+from megatron.optimizers.registry import OPTIMIZERS
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training.loop import train
 from megatron.training.optimizer import Schedule, parameter_groups
 from megatron.utils.errors import UserError

@@ -1,12 +1,14 @@
 """The code, machine and libraries that produced a result."""
 
 import platform
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.utils import environment
+from megatron.utils.environment import free_memory
 from megatron.utils.errors import UserError
 
 
@@ -90,3 +92,93 @@ def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
 
 def test_versions():
     assert environment.versions() == f"Python {platform.python_version()}, torch {torch.__version__}"
+
+
+FILES = {
+    2: ("0::/job/step", "", "memory.max", "memory.current", "anon 1\ninactive_file 100\nactive_file 20\n"),
+    1: (
+        "5:cpuset:/\n4:cpu,memory:/job/step",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "active_file 1\ntotal_inactive_file 100\ntotal_active_file 20\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("group", ["job/step", "job", "."])  # in a container, the root is the group of the process
+def test_limits_of_control_groups(version, group, tmp_path, monkeypatch):
+    own, controller, limit, usage, statistics = FILES[version]
+    folder = tmp_path / controller / group
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in ((limit, "5000\n"), (usage, "3000\n"), ("memory.stat", statistics)):
+        (folder / name).write_text(text)
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: own if str(path) == "/proc/self/cgroup" else read(path))
+    monkeypatch.setattr(environment, "_CGROUPS", tmp_path)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000))
+    assert free_memory() == 2_120
+    (folder / limit).write_text("max\n" if version == 2 else str(2**63 - 4096))
+    assert free_memory() == 10_000
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "SLURM_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(environment.shutil, "which", lambda program: None)
+
+
+def test_a_machine_without_gpus(monkeypatch):
+    assert not environment.use_gpus()
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")
+    assert not environment.use_gpus()
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_no_device_is_visible(visible, monkeypatch):
+    monkeypatch.setenv("SLURM_GPUS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert not environment.use_gpus()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "evidence"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "0", "CUDA_VISIBLE_DEVICES is 0"),
+        ("SLURM_JOB_GPUS", "0", r"Slurm allocated GPUs \(SLURM_JOB_GPUS is 0\)"),
+        ("SLURM_GPUS_ON_NODE", "8", r"Slurm allocated GPUs \(SLURM_GPUS_ON_NODE is 8\)"),
+        ("SLURM_GPUS", "a100:2", r"Slurm allocated GPUs \(SLURM_GPUS is a100:2\)"),
+    ],
+)
+def test_gpus_that_this_build_of_torch_cannot_use(name, value, evidence, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        UserError, match=rf"although {evidence}: it is built without CUDA; .* set .* DS_ACCELERATOR=cpu"
+    ):
+        environment.use_gpus()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert not environment.use_gpus()
+
+
+def test_a_driver_that_torch_cannot_use(monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore")
+
+    listed = SimpleNamespace(stdout="GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n")
+    monkeypatch.setattr(environment.shutil, "which", lambda program: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(environment.subprocess, "run", lambda *arguments, **options: listed)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(UserError, match=r"nvidia-smi.*GPU 0: NVIDIA A100.*CUDA 13\.0"):
+        environment.use_gpus()
+
+
+def test_nvidia_smi_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(environment.shutil, "which", lambda program: "/usr/bin/nvidia-smi")
+    listed = SimpleNamespace(stdout="NVIDIA-SMI has failed\n")
+    monkeypatch.setattr(environment.subprocess, "run", lambda *arguments, **options: listed)
+    assert not environment.use_gpus()

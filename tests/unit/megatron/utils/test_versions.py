@@ -14,9 +14,8 @@ import yaml
 from kerple.positional.functional import may_cache
 from megatron.config import UserError
 from megatron.config.yaml_files import parse_override
-from megatron.model.parallel import column_linear
-from megatron.model.settings import TensorParallel
-from megatron.optimizers import build_optimizer
+from megatron.model.parallel import TensorParallel, column_linear
+from megatron.optimizers.registry import build_optimizer
 from megatron.utils.versions import VERSIONS, check_parameters, check_version
 from tests.support.errors import assert_rejected
 

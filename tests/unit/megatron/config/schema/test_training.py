@@ -1,3 +1,6 @@
+import pytest
+
+from megatron.config import Config, UserError
 from megatron.config.schema.training import TrainingConfig
 
 
@@ -5,3 +8,83 @@ def test_extrapolation_budget():
     assert TrainingConfig(extrapolation_lengths=[16, 32]).extrapolation_budget == 65_536
     assert TrainingConfig(extrapolation_lengths=[131_072]).extrapolation_budget == 131_072
     assert TrainingConfig(extrapolation_lengths=[16], extrapolation_tokens=64).extrapolation_budget == 64
+
+
+DISCRETE = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 4,
+    "max_difficulty": 8,
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [4, 8], "max_step": [10]},
+}
+LINEAR = {
+    **DISCRETE,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 2},
+}
+
+
+@pytest.mark.parametrize("keys", [DISCRETE, LINEAR, {"enabled": False}, {**LINEAR, "min_difficulty": 8}])
+def test_complete_schedules(flat, keys):
+    config = Config.from_flat({**flat, "seq-length": 8, "curriculum-learning": keys})
+    assert config.curriculum.enabled == keys["enabled"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"min_difficulty": None}, r"curriculum_learning\.min_difficulty.*schedule_type fixed_discrete"),
+        ({"schedule_type": "fixed_root"}, r"schedule_config\.total_curriculum_step.*fixed_root"),
+        ({"curriculum_type": "voc"}, "'seqlen'"),
+        ({"schedule_config": {"difficulty": [4, 8], "max_step": [5, 10]}}, "max_step.*2"),
+        ({"schedule_config": {"difficulty": [4, 8, 8], "max_step": [5, 10]}}, "difficulty"),
+        ({"schedule_config": {"difficulty": [4, 6, 8], "max_step": [5, 5]}}, "max_step"),
+        ({"schedule_config": {"difficulty": [2, 8], "max_step": [5]}}, "min_difficulty 4"),
+        ({"schedule_config": {"difficulty": [4, 6], "max_step": [5]}}, "min_difficulty 4"),
+        (
+            {"schedule_config": {**DISCRETE["schedule_config"], "root_degree": 2}},
+            r"schedule_config\.root_degree.*schedule_type fixed_discrete",
+        ),
+        ({**LINEAR, "min_difficulty": 9}, "min_difficulty 9.*max_difficulty 8"),
+        ({**LINEAR, "max_difficulty": 16}, "max_difficulty 16.*seq_length 8"),
+        ({"metric": "seqlen"}, r'"curriculum_learning\.metric"'),
+    ],
+)
+def test_wrong_schedules(flat, keys, message):
+    with pytest.raises(UserError, match=message):
+        Config.from_flat({**flat, "seq_length": 8, "curriculum_learning": {**DISCRETE, **keys}})
+
+
+@pytest.mark.parametrize("key", ["torch_compile", "enable_cuda_graph"])
+def test_keys_that_need_a_constant_length(flat, key):
+    keys = {key: True, "precision": "bfloat16", "curriculum_learning": LINEAR, "seq_length": 8}
+    with pytest.raises(UserError, match=f"{key} with curriculum_learning is not supported: it needs a constant length"):
+        Config.from_flat({**flat, **keys})
+
+
+def test_lengths_and_tasks_are_lists(flat):
+    config = Config.from_flat({**flat, "evaluation_lengths": [128, 512], "eval_tasks": ["lambada", "piqa"]})
+    assert list(config.evaluation.lengths) == [128, 512]
+    assert list(config.evaluation.eval_tasks) == ["lambada", "piqa"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eval_limit", 0),
+        ("eval_tokens", 0),
+        ("temperature", -0.1),
+        ("top_p", 1.5),
+        ("maximum_tokens", 0),
+        ("num_samples", 0),
+    ],
+)
+def test_values_out_of_range(flat, name, value):
+    with pytest.raises(UserError, match=name):
+        Config.from_flat({**flat, name: value})
+
+
+def test_unknown_text_gen_type(flat):
+    with pytest.raises(UserError, match="text_gen_type"):
+        Config.from_flat({**flat, "text_gen_type": "poetry"})

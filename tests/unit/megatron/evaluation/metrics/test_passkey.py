@@ -9,8 +9,8 @@ from megatron.evaluation.metrics.passkey import ANSWER, FILLER, INTRODUCTION, KE
 from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
-from megatron.tokenizer import CharLevelTokenizer, build_tokenizer
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
+from megatron.tokenizer.tokenizer import CharLevelTokenizer, build_tokenizer
 from megatron.utils.errors import UserError
 from tests.support.language_models import small_gpt
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
