@@ -218,6 +218,9 @@ class PositionalMethod(nn.Module):
         draw the same numbers.
         """
 
+    def begin_text(self, length: int | None) -> None:
+        """Called before texts of `length` tokens are evaluated, and with None afterwards: their length is not known."""
+
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial parameters. Their values depend only on the generator, not on dtype or device."""
 

@@ -5,12 +5,13 @@ that the model sees distances of longer texts. With these options, `PositionalMe
 the method whose hooks get sampled positions:
 
     random_range    the number of positions to sample from
-    random_length   the number of positions in the sample for evaluation; default: max_positions
-    random_seed     of the sample for evaluation; default: 0
+    random_length   the number of positions in the sample for texts of unknown length; default: max_positions
+    random_seed     of the samples outside training; default: 0
 
 Each training step has a new sample of as many positions as its sequences have tokens, which all layers, sequences,
-processes and recomputed activations share. Evaluation uses one sample. A shorter text uses its beginning, so the
-positions of cached keys never change. For longer texts in evaluation, set `random_length` to the longest length.
+processes and recomputed activations share. Evaluation uses one sample for each length (`begin_text`). Where the length
+is not known, as in generation, a text uses the beginning of one sample of `random_length` positions, so the positions
+of cached keys never change.
 
 Distances of sampled positions are not constant along diagonals. Methods with a bias or a weight therefore look it up
 for each pair, in `modify_scores`. Methods that have this hook themselves get the sampled positions there, and must not
@@ -56,15 +57,20 @@ class RandomPositions:
         digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
         return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
 
-    def evaluation_positions(self, positions: Tensor) -> Tensor:
-        """The evaluation sample at positions `[s]`. Raises PositionsExceeded for a position >= `length`."""
+    def evaluation_positions(self, positions: Tensor, length: int | None = None) -> Tensor:
+        """The sample for texts of `length` tokens (default: `self.length`) at positions `[s]`. Raises PositionsExceeded
+        for a position beyond the sample.
+        """
+        if length is not None and length > self.range:
+            raise PositionsExceeded(f"{length} tokens need more positions than random_range {self.range} has")
+        length = self.length if length is None else length
         last = int(positions.max()) if positions.numel() else -1
-        if last >= self.length:
+        if last >= length:
             raise PositionsExceeded(
-                f"position {last} is beyond random_length {self.length}, the number of positions drawn for evaluation; "
-                "set random_length to the longest length to evaluate, and random_range to at least that"
+                f"position {last} is beyond random_length {length}, the number of positions drawn for texts of unknown "
+                "length; set random_length to the longest length, and random_range to at least that"
             )
-        return _sample(self.range, self.length, self.seed).to(positions.device)[positions]
+        return _sample(self.range, length, self.seed).to(positions.device)[positions]
 
 
 @functools.lru_cache(maxsize=4)
@@ -79,6 +85,7 @@ class Randomized(PositionalMethod):
     plain: type[PositionalMethod]
     random: RandomPositions
     step: tuple[int, int, int] | None = None  # step, seed, length of the sequences
+    text_length: int | None = None
     table_hooks: tuple[str, ...] = ()  # those of bias and weight that the plain method has
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -92,7 +99,7 @@ class Randomized(PositionalMethod):
         Raises PositionsExceeded for a position beyond the sample, and ValueError in training before `begin_step`.
         """
         if not self.training:
-            return self.random.evaluation_positions(positions)
+            return self.random.evaluation_positions(positions, self.text_length)
         if self.step is None:
             raise ValueError(
                 "random positions are drawn for each training step: call begin_step(step) first, or eval() to use the "
@@ -109,6 +116,10 @@ class Randomized(PositionalMethod):
     def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
         super().begin_step(step, seed, length)
         self.step = step, seed, self.random.length if length is None else length
+
+    def begin_text(self, length: int | None) -> None:
+        super().begin_text(length)
+        self.text_length = length
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         return super().embed(hidden, self.sampled(positions))
@@ -129,7 +140,9 @@ class Randomized(PositionalMethod):
     @property
     def segment(self) -> int:
         """As many queries as have about the range of positions of one of the method's own segments."""
-        length = self.step[2] if self.training and self.step is not None else self.random.length
+        length = self.text_length or self.random.length
+        if self.training and self.step is not None:
+            length = self.step[2]
         return max(1, super().segment * length // self.random.range)
 
     def table(self, distance: Tensor) -> Tensor | None:

@@ -123,7 +123,7 @@ def _positional_method(config: "Config") -> Iterator[str]:
 
     # Lengths of sequences in training and validation.
     plain = [each.method if isinstance(each, PerLayer) else each for each in methods]
-    random_lengths = {method.random.length for method in plain if isinstance(method, Randomized)}
+    random_ranges = {method.random.range for method in plain if isinstance(method, Randomized)}
     lengths = {"seq_length": model.seq_length, "seq_length_val": config.training.seq_length_val}
     for name, length in lengths.items():
         if length is None:
@@ -134,11 +134,11 @@ def _positional_method(config: "Config") -> Iterator[str]:
                 f"{model.max_position_embeddings}, and pos_emb learned has no embeddings beyond; "
                 "raise max_position_embeddings or choose another pos_emb"
             )
-        for longest in random_lengths:
+        for longest in random_ranges:
             if length > longest:
                 yield (
-                    f"{name} {length} is more than random_length {longest}, the number of random "
-                    "positions; set pos_emb_options.random_length to the longest length"
+                    f"{name} {length} is more than random_range {longest}, the number of positions to "
+                    "sample from; raise pos_emb_options.random_range"
                 )
 
 

@@ -23,6 +23,7 @@ from megatron.evaluation.statistics import standard_error
 from megatron.evaluation.text import Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
+from megatron.model.gpt import text_length
 from megatron.model.parallel import ONE_RANK
 
 LOGIT_POSITIONS = 1024
@@ -91,7 +92,9 @@ class SegmentReader:
             cache = self.decoder.new_cache(len(starts), length, mode) if chunk < length else None
             for position in range(0, length, chunk):
                 inputs = text[:, position : min(position + chunk, length)]
-                yield HiddenChunk(segment, position, text, self.decoder.hidden(inputs, cache, mode))
+                with text_length(self.decoder.methods, length):
+                    hidden = self.decoder.hidden(inputs, cache, mode)
+                yield HiddenChunk(segment, position, text, hidden)
 
     def losses(
         self,

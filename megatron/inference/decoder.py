@@ -10,7 +10,7 @@ Legend: b batch, s new tokens, e hidden size, v padded vocabulary.
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -39,10 +39,12 @@ class Decoder(Protocol):
     Attributes:
         vocab_size: token ids must be below it; None if unknown.
         pos_emb: its positional method with options; None if unknown.
+        methods: its positional methods, if it is a model of this project.
     """
 
     vocab_size: int | None
     pos_emb: str | None
+    methods: Sequence[PositionalMethod]
 
     @property
     def cached(self) -> bool:
@@ -108,10 +110,10 @@ class NativeDecoder:
         self.pos_emb = None
         if self._config is not None:
             self.pos_emb = describe_method(self._config.pos_emb, self._config.positional_options)
-        self._methods = list(methods)
+        self.methods: Sequence[PositionalMethod] = list(methods)
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
-        return unsupported_reason(mode, self._methods, self._config)
+        return unsupported_reason(mode, self.methods, self._config)
 
 
 class CallableDecoder:
@@ -123,6 +125,7 @@ class CallableDecoder:
     complete_segments: str | None = None
     vocab_size: int | None = None
     pos_emb: str | None = None
+    methods: Sequence[PositionalMethod] = ()
 
     def __init__(self, model: Callable[..., Any]):
         self._model = model
@@ -161,6 +164,8 @@ class TransformersDecoder:
     The first text of each length shows whether the model has positions for it. If it fails, `hidden` raises
     PositionsExceeded.
     """
+
+    methods: Sequence[PositionalMethod] = ()
 
     def __init__(self, model: Any, inner: Any):
         """inner: the model in the wrapper `model` (peft, DataParallel, torch.compile), or the model itself."""

@@ -7,7 +7,8 @@ stages of DeepSpeed's pipeline (with identities at 1 and L+2). Parameter names a
 Legend: b batch, s tokens, e hidden size, v padded vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -187,6 +188,19 @@ def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMeth
             if all(method is not listed for listed in methods.values()):
                 methods[index] = method
     return methods
+
+
+@contextmanager
+def text_length(methods: Iterable[PositionalMethod], length: int) -> Iterator[None]:
+    """In the block, the methods read texts of `length` tokens (see `PositionalMethod.begin_text`)."""
+    methods = list(methods)
+    for method in methods:
+        method.begin_text(length)
+    try:
+        yield
+    finally:
+        for method in methods:
+            method.begin_text(None)
 
 
 class GPT(nn.Module):

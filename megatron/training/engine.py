@@ -28,7 +28,7 @@ from megatron.data.datasets import Samples
 from megatron.data.loader import build_loader
 from megatron.model.attention import SelfAttention
 from megatron.model.compiled import capture
-from megatron.model.gpt import GPT, positional_methods
+from megatron.model.gpt import GPT, positional_methods, text_length
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import ModelSettings, gather_vocabulary
@@ -261,17 +261,19 @@ class Engine:
     def validate(self, batches: Iterator[Batch], num_micro_batches: int) -> float:
         """Mean loss over the tokens of `num_micro_batches` micro-batches on every replica."""
         batches = self._with_weights(batches, num_micro_batches)
-        if self.is_pipeline:
-            self.deepspeed.reset_activation_shape()
-            loss = self.deepspeed.eval_batch(_pipeline_batches(batches), num_micro_batches=num_micro_batches)
-            self.deepspeed.reset_activation_shape()
-            return float(loss)
-        self.model.eval()
-        total = torch.zeros((), device=self.layout.device)
-        for _ in range(num_micro_batches):
-            batch = self._to_device(next(batches))
-            total += self.model.loss(batch["tokens"], batch["labels"], batch.get("loss_mask"))
-        self.model.train()
+        length = self.config.training.seq_length_val or self.seq_length
+        with text_length(positional_methods(self.model.layers()).values(), length):
+            if self.is_pipeline:
+                self.deepspeed.reset_activation_shape()
+                loss = self.deepspeed.eval_batch(_pipeline_batches(batches), num_micro_batches=num_micro_batches)
+                self.deepspeed.reset_activation_shape()
+                return float(loss)
+            self.model.eval()
+            total = torch.zeros((), device=self.layout.device)
+            for _ in range(num_micro_batches):
+                batch = self._to_device(next(batches))
+                total += self.model.loss(batch["tokens"], batch["labels"], batch.get("loss_mask"))
+            self.model.train()
         return float(self.mean_over_replicas(total / num_micro_batches))
 
     @torch.no_grad()

@@ -62,6 +62,22 @@ def test_samples_in_evaluation_do_not_depend_on_the_length():
         method.sampled(torch.tensor([20]))
 
 
+def test_each_evaluated_length_has_its_own_sample():
+    method = random_method(random_length=20).eval()
+    for length in (5, 30):
+        method.begin_text(length)
+        assert torch.equal(
+            method.sampled(torch.arange(length)),
+            random_method(random_length=length).eval().sampled(torch.arange(length)),
+        )
+    method.begin_text(RANGE + 1)
+    with pytest.raises(PositionsExceeded, match=rf"{RANGE + 1} tokens .* random_range {RANGE}"):
+        method.sampled(torch.arange(2))
+    method.begin_text(None)
+    expected = random_method(random_length=20).eval().sampled(torch.arange(20))
+    assert torch.equal(method.sampled(torch.arange(20)), expected)
+
+
 def test_tables_of_texts_that_are_longer_than_the_range():
     with pytest.raises(PositionsExceeded, match=r"51.*random_range 50"):
         score_table(random_method("alibi"), RANGE + 1, "cpu")

@@ -87,6 +87,18 @@ def changed_losses(span: Span, **sizes) -> list[int]:
     return ((after - before).abs() > 1e-4).nonzero().flatten().tolist()
 
 
+@pytest.mark.parametrize("pos_emb", ["alibi", "rotary", "sinusoidal"])
+def test_random_positions_are_those_of_a_text_of_the_length(pos_emb):
+    """As in the authors' evaluation, also for segments that are read in chunks."""
+    options = {"random_range": 100, "random_length": 64}
+    model = small_gpt(pos_emb, pos_emb_options=options)
+    for length in (10, 40):
+        segments = Segments(length, [0, 50])
+        expected = small_gpt(pos_emb, pos_emb_options={**options, "random_length": length})
+        expected.load_state_dict(model.state_dict())
+        torch.testing.assert_close(losses_of(model, segments), direct(expected, segments), rtol=0, atol=1e-5)
+
+
 def test_a_window_has_exactly_its_number_of_keys():
     # Position 9 predicts the changed token; positions 10 to 17 attend to it.
     assert changed_losses(Span(window=8)) == list(range(9, 18))
