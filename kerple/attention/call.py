@@ -3,8 +3,8 @@
 In grouped-query attention (arXiv 2305.13245), h query heads share g key/value heads: query head i uses key/value head
 i // (h/g).
 
-Legend: b batch, s query length, t key length, h heads (of queries), g key/value heads, d head size, p coefficients per
-head; n documents of equal size, c queries, l keys.
+Legend: b batch, s query length, t key length, h heads (of queries), g key/value heads, d head size, v size of the value
+heads, p coefficients per head; n documents of equal size, c queries, l keys.
 """
 
 import contextlib
@@ -179,7 +179,7 @@ class Requirements:
         dropout: attention probabilities are dropped.
         training: gradients are required.
         dtype: of query, key and value.
-        head_size: d.
+        head_size, value_size: d and v.
         batch_heads: b * h.
         device: of query, key and value.
     """
@@ -192,6 +192,7 @@ class Requirements:
     training: bool = False
     dtype: torch.dtype | None = None
     head_size: int | None = None
+    value_size: int | None = None
     batch_heads: int | None = None
     device: torch.device | None = None
 
@@ -202,7 +203,8 @@ class AttentionCall:
 
     Attributes:
         query: `[b, h, s, d]`, the last s of the t positions.
-        key, value: `[b, g, t, d]`; g divides h.
+        key: `[b, g, t, d]`; g divides h.
+        value: `[b, g, t, v]`.
         scale: factor of q.k.
         tables: a positional method's tables over distance.
         modify_scores: a positional method's `final_scores`, which reads `tables.scores`, or None.
@@ -235,6 +237,11 @@ class AttentionCall:
     @property
     def kv_len(self) -> int:
         return self.key.shape[2]
+
+    @property
+    def context_shape(self) -> tuple[int, ...]:
+        """`[b, h, s, v]`, the shape of the result."""
+        return (*self.query.shape[:3], self.value.shape[3])
 
     @property
     def kv_heads(self) -> int:
@@ -322,6 +329,7 @@ class AttentionCall:
             training=torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
             dtype=self.query.dtype,
             head_size=head_size,
+            value_size=self.value.shape[3],
             batch_heads=batch * heads,
             device=self.query.device,
         )
@@ -347,7 +355,7 @@ class AttentionCall:
         if not len(query) == len(key) == len(value) == 4:
             raise ValueError(
                 f"query {query}, key {key} and value {value} must have 4 dimensions: [b, h, s, d], [b, g, t, d] and "
-                "[b, g, t, d]; for one sample, add a dimension with query[None]"
+                "[b, g, t, v]; for one sample, add a dimension with query[None]"
             )
         heads = query[1]
         rows = {len(table) for table in (self.tables.bias, self.tables.weight) if table is not None}
@@ -356,10 +364,10 @@ class AttentionCall:
                 f"query {query} seems to be [b, s, h, d], because the tables have {query[2]} heads; pass "
                 "query.transpose(1, 2), and the same for key and value"
             )
-        if key != value or (query[0], query[3]) != (key[0], key[3]):
+        if key[:3] != value[:3] or (query[0], query[3]) != (key[0], key[3]):
             raise ValueError(
                 f"query {query}, key {key} and value {value} do not fit together: they must be [b, h, s, d], "
-                "[b, g, t, d] and [b, g, t, d]"
+                "[b, g, t, d] and [b, g, t, v]"
             )
         if not key[1] or heads % key[1]:
             raise ValueError(
@@ -426,6 +434,7 @@ class Backend:
         name: its `attention-backend` name.
         run: computes a validated call that the backend supports.
         weight, modify_scores, dropout, key_mask: see `Requirements`.
+        value_sizes: whether v may differ from d.
         decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
         masks_documents: whether a mask separates the documents of a call (True), or each has calls of its own (False);
             None: masks for fewer queries than keys and in compiled code.
@@ -441,6 +450,7 @@ class Backend:
     modify_scores: bool = False
     dropout: bool = True
     key_mask: bool = True
+    value_sizes: bool = True
     decay: bool = False
     masks_documents: bool | None = None
     training_on_cpu: bool = True
@@ -466,7 +476,7 @@ class Backend:
             query, key, value = query.float(), key.float(), value.float()
         query, key, value = append_decay(query, key, value, sums, call.scale)
         context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))
-        return context[..., : call.query.shape[3]].to(call.query.dtype)
+        return context[..., : call.value.shape[3]].to(call.query.dtype)
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""
@@ -484,6 +494,8 @@ class Backend:
             return f"supports {', '.join(map(str, self.dtypes))}, not {dtype}"
         if head_size is not None and self.max_head_size is not None and head_size > self.max_head_size:
             return f"supports head sizes up to {self.max_head_size}, not {head_size}"
+        if not self.value_sizes and requirements.value_size not in (None, head_size):
+            return f"supports value heads of the size of key heads, {head_size}, not {requirements.value_size}"
         if batch_heads is not None and self.max_batch_heads is not None and batch_heads > self.max_batch_heads:
             return f"supports up to {self.max_batch_heads} for batch size times heads, not {batch_heads}"
         if requirements.training and on_cpu and not self.training_on_cpu:

@@ -1,6 +1,6 @@
 """The entry point of attention: `attend`, `Attention` for a positional method, and the choice of the backend.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, v size of the value heads.
 """
 
 import itertools
@@ -81,12 +81,12 @@ def attend(
     bias_jacobian: TableJacobian | None = None,
     weight_jacobian: TableJacobian | None = None,
 ) -> Tensor:
-    """Causal attention softmax(weight * q.k * scale + bias) v, `[b, h, s, d]`.
+    """Causal attention softmax(weight * q.k * scale + bias) v, `[b, h, s, v]`.
 
     Args:
         query: `[b, h, s, d]`. The queries are the last s of the t positions: query i is at position t - s + i.
-        key, value: `[b, g, t, d]`. With g < h (grouped-query attention, arXiv 2305.13245), query head i uses key/value
-            head i // (h/g). Only uncompiled FlexAttention (see `flex.py`) repeats them in memory.
+        key, value: `[b, g, t, d]` and `[b, g, t, v]`. With g < h (grouped-query attention, arXiv 2305.13245), query
+            head i uses key/value head i // (h/g). Only uncompiled FlexAttention (see `flex.py`) repeats them in memory.
         bias_table, weight_table: float32 `[h, >= Span.max_kv_len(t)]` over distance (see `tables`). Their gradients
             are exact.
         modify_scores: computes the final scores: a positional method's `final_scores`. It replaces bias and weight.

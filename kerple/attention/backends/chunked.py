@@ -83,14 +83,14 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
         # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a float32 mask with it.
         mask = None if bias is None else bias.to(dtype)
         context: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
-        return context.reshape(call.query.shape)
+        return context.reshape(call.context_shape)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
     if weight is not None:
         scores = scores * weight
     if bias is not None:
         scores = scores + bias
     context = scores.softmax(dim=-1) @ value.to(dtype)
-    return context.to(query.dtype).reshape(call.query.shape)
+    return context.to(query.dtype).reshape(call.context_shape)
 
 
 def _by_kv_head(states: Tensor, key: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
         dropout = _SeededDropout(call.dropout_p, seed, query.device) if call.dropout_p else None
         like = query.new_empty(0, dtype=call.compute_dtype)
-        context = plan.empty_context(like, query.shape[3])
+        context = plan.empty_context(like, value.shape[3])
         scores = _ChunkScores(plan, call, like)
         workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
         groups = [plan.split(states.to(like.dtype)) for states in (query, context)]
@@ -260,7 +260,7 @@ def _chunked_backward(
     scores_size = plan.group_size * plan.rows * plan.max_chunk_keys
     products_workspace, grad_workspace = _Workspace(scores_size, like), _Workspace(scores_size, like)
     weighted_workspace = products_workspace if scores.weight is None else _Workspace(scores_size, like)
-    states_workspace = _Workspace(plan.group_size * plan.max_chunk_keys * head_size, like)
+    states_workspace = _Workspace(plan.group_size * plan.max_chunk_keys * max(head_size, call.value.shape[3]), like)
     groups = [plan.split(states.to(dtype)) for states in (call.query, grad_context, grads[0])]
     kv_groups = [plan.split_kv(states.to(dtype)) for states in (call.key, call.value, *grads[1:])]
 

@@ -324,6 +324,7 @@ FUSED = Backend(
     fused_attention,
     dropout=False,
     key_mask=False,
+    value_sizes=False,
     decay=True,
     masks_documents=False,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),

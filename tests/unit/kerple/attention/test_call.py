@@ -6,7 +6,7 @@ import torch
 from kerple.attention import FULL, Attention, PositionTables, Span, attend
 from kerple.attention.call import AttentionCall, Backend, Requirements
 from kerple.positional import ModelShape, TableJacobian, build, primary_names
-from tests.support.attention import dense_attention, random_states, upstream_gradient, visible_pairs
+from tests.support.attention import SPANS, dense_attention, random_states, upstream_gradient, visible_pairs
 
 
 @pytest.mark.parametrize("span", [FULL, Span(window=3), Span(block=4)])
@@ -102,6 +102,7 @@ def test_requirements_of_a_call():
         training=True,
         dtype=torch.float32,
         head_size=8,
+        value_size=8,
         batch_heads=6,
         device=torch.device("cpu"),
     )
@@ -116,6 +117,7 @@ def test_requirements_of_a_call():
         ({"weight": False}, {"weight": True}, "cannot multiply scores by a weight"),
         ({}, {"modify_scores": True}, "does not support positional methods with modify_scores"),
         ({"dropout": False}, {"dropout": True}, "does not support attention dropout"),
+        ({"value_sizes": False}, {"head_size": 8, "value_size": 9}, "value heads of the size of key heads, 8, not 9"),
         ({"key_mask": False}, {"key_mask": True}, "does not support a key mask"),
         ({"dtypes": (torch.float16,)}, {"dtype": torch.float64}, "supports torch.float16, not torch.float64"),
         ({"max_head_size": 64}, {"head_size": 65}, "supports head sizes up to 64, not 65"),
@@ -193,3 +195,33 @@ def test_a_key_mask_in_each_document():
     torch.testing.assert_close(actual, torch.cat(parts, dim=2), rtol=1e-9, atol=1e-11)
     masked = attend(query[:, :, -3:], key, value, document_ids=ids, key_mask=KEYS)  # with one mask
     torch.testing.assert_close(masked, actual[:, :, -3:], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("value_size", [3, 9])
+@pytest.mark.parametrize(("s", "t", "span"), SPANS)
+@pytest.mark.parametrize("name", SPANNED)
+def test_value_heads_of_another_size(name, s, t, span, value_size):
+    torch.manual_seed(0)
+    method = build(name, SHAPE).double()
+    query, key, _ = random_states(4, 6, t, kv_heads=2)
+    value = torch.randn(2, 2, t, value_size, dtype=torch.float64, requires_grad=True)
+    sums = (-torch.rand(2, 4, t, dtype=torch.float64)).cumsum(-1) if "decay" in method.hooks else None
+    mask = ~visible_pairs(t, span)[None, None, -s:]
+    expected = dense_attention(method, query[:, :, -s:], key, value, mask, sums)
+    upstream, leaves = upstream_gradient(expected), [query, key, value, *method.parameters()]
+    expected_grads = torch.autograd.grad(expected, leaves, upstream, allow_unused=True)
+    others = ["sdpa"] if name in ("xpos", "forgetting") else []
+    for backend in ("reference", "chunked", *others):
+        actual = Attention(backend, method)(
+            query[:, :, -s:], key, value, decay_sums=sums, window=span.window, block=span.block
+        )
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        grads = torch.autograd.grad(actual, leaves, upstream, allow_unused=True)
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            if expected_grad is not None:
+                torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+    if "modify_scores" not in method.hooks:
+        with torch.no_grad():
+            states = [part.detach() for part in (query[:, :, -s:], key, value)]
+            actual = Attention("flex", method)(*states, decay_sums=sums, window=span.window, block=span.block)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
