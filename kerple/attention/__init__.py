@@ -2,7 +2,7 @@
 
 from kerple.attention.backends.flex import score_mod
 from kerple.attention.backends.triton.operator import prepare_tables
-from kerple.attention.call import FULL, Documents, Requirements, Span, document_positions, ids_of_sequences
+from kerple.attention.call import FULL, Requirements, Span
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
 from kerple.attention.gradients import non_finite_gradients
 from kerple.attention.inference.attend import attend_in_mode
@@ -15,7 +15,16 @@ from kerple.attention.inference.mode import (
     ScoreScaling,
     YarnTemperature,
 )
-from kerple.attention.tables import PositionTables, jacobians, position_tables, score_table, tables
+from kerple.attention.tables import (
+    Documents,
+    PositionTables,
+    document_positions,
+    ids_of_sequences,
+    jacobians,
+    position_tables,
+    score_table,
+    tables,
+)
 
 __all__ = [
     "DEFAULT_MODE",

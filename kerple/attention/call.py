@@ -4,31 +4,34 @@ In grouped-query attention (arXiv 2305.13245), h query heads share g key/value h
 i // (h/g).
 
 Legend: b batch, s query length, t key length, h heads (of queries), g key/value heads, d head size, v size of the value
-heads, p coefficients per head; n documents of equal size, c queries, l keys.
+heads, p coefficients per head; c queries, l keys.
 """
 
 import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kerple.attention.tables import NO_TABLES, PositionTables
+from kerple.attention.tables import NO_TABLES, Documents, PositionTables
 from kerple.positional import append_decay
 
-# A positional method's `final_scores`: (scores, query, query positions, key positions, mask, table) -> scores.
-ModifyScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# A positional method's `final_scores`: (scores, query, query positions, key positions, mask, table) -> scores. In
+# attention that is not causal, it also gets causal=False.
+ModifyScores = Callable[..., Tensor]
+# (query, key, query positions, key positions, scale) -> scaled products, in the place of scale * q.k.
+Products = Callable[..., Tensor]
 Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that a causal query attends to: all keys up to its own position, unless `window` or `block` limits them.
+    """The keys that a query attends to: all keys up to its own position, unless `window` or `block` limits them.
 
-    Raises ValueError if both are set, if a size is below 1, and for sinks without a window.
+    Raises ValueError if both are set, if a size is below 1, for sinks without a window, and for blocks or sinks that
+    are not causal.
 
     Attributes:
         window: the last `window` keys, including its own position.
@@ -36,11 +39,13 @@ class Span:
             and to the previous one (blockwise causal attention of LEX, arXiv 2212.10554).
         sinks: with a window, a query also attends to the first `sinks` positions of the text (StreamingLLM, arXiv
             2309.17453; LM-Infinite, arXiv 2308.16137). Only `attend_in_mode` supports them.
+        causal: if False, a query also attends to the keys after it. A window then has `window` - 1 keys on both sides.
     """
 
     window: int | None = None
     block: int | None = None
     sinks: int = 0
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if self.window is not None and self.block is not None:
@@ -50,15 +55,17 @@ class Span:
                 raise ValueError(f"{name} must be at least 1, since a query attends to its own position; got {size}")
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise ValueError(f"sinks {self.sinks} must be 0 or more, and sinks need a window")
+        if not self.causal and (self.block is not None or self.sinks):
+            raise ValueError("block and sinks need causal attention; with causal=False, use a window")
 
     def within(self, window: int | None) -> "Span":
         """This span, limited to the last `window` keys; None: no limit. Raises ValueError with blocks."""
         if window is None or (self.window is not None and self.window <= window):
             return self
-        return Span(window, self.block, self.sinks)
+        return replace(self, window=window)
 
     def max_kv_len(self, length: int) -> int:
-        """The largest number of keys that any of `length` queries attends to."""
+        """The largest number of keys up to its own position that any of `length` queries attends to."""
         limit = self.window if self.block is None else 2 * self.block
         return length if limit is None else min(length, limit + self.sinks)
 
@@ -84,87 +91,15 @@ class Span:
 
     def mask_pairs(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether keys are masked, for positions of queries and keys that can be broadcast to each other."""
+        if not self.causal:
+            distance = (query - key).abs_()
+            return torch.zeros_like(distance, dtype=torch.bool) if self.window is None else distance >= self.window
         mask = key > query
         return mask if self == FULL else mask | ((key < self.first_key(query)) & (key >= self.sinks))
 
 
 FULL = Span()
-
-
-class Documents:
-    """The documents of the tokens of each row.
-
-    Attributes:
-        ids: int64 `[b, t]`. Tokens of a row with the same number are one document, even if others are between them. A
-            negative number is padding, which belongs to no document.
-        positions: int64 `[b, t]`, the position of each token in its document.
-        queries: int64 `[s]`, the places of the queries among the tokens; None: the last s. Only masks use them.
-    """
-
-    def __init__(self, ids: Tensor, positions: Tensor | None = None, queries: Tensor | None = None):
-        """positions: by default from 0 on. Raises ValueError unless ids are integers `[b, t]`."""
-        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}")
-        self.ids = ids.long()
-        self._from_zero, self.queries = positions is None, queries
-        self.positions = document_positions(self.ids) if positions is None else positions
-
-    def places(self, queries: range, offset: int) -> slice | Tensor:
-        """The places of a range of queries, the first of which would be at `offset` in the last tokens."""
-        if self.queries is None:
-            return slice(queries.start, queries.stop)
-        return self.queries[queries.start - offset : queries.stop - offset]
-
-    @cached_property
-    def _tokens(self) -> list[Tensor]:
-        """The tokens of each document, int64 on the CPU: indices of the flattened rows, in ascending order."""
-        ids = self.ids.cpu()
-        numbers = ids - ids.min() + torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
-        order = numbers.flatten().argsort(stable=True)
-        counts = numbers.flatten()[order].unique_consecutive(return_counts=True)[1].tolist()
-        return [tokens for tokens in order.split(counts) if ids.flatten()[tokens[0]] >= 0]
-
-    def groups(self, q_len: int) -> list[tuple[Tensor, Tensor, int]]:
-        """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each other) of documents
-        of equal size and position, as indices of the flattened rows on the device.
-
-        q_len: the number of queries, the last tokens of each row. Documents without a query are left out.
-        """
-        length = self.ids.shape[1]
-        positions = None if self._from_zero else self.positions.cpu().flatten()
-        by_size: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
-        for keys in self._tokens:
-            row, columns = keys[0] // length, keys % length
-            queries = columns[columns >= length - q_len] - (length - q_len) + row * q_len
-            if len(queries):
-                before = len(keys) - len(queries)
-                dropped = 0 if positions is None else int(positions[keys[before]]) - before
-                by_size.setdefault((len(queries), len(keys), dropped), []).append((queries, keys))
-        groups = []
-        for (*_, dropped), documents in by_size.items():
-            queries, keys = (torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True))
-            groups.append((queries, keys, dropped))
-        return groups
-
-
-def document_positions(document_ids: Tensor) -> Tensor:
-    """The position of each token in its document, int64 `[b, t]`, for document ids `[b, t]`."""
-    order = document_ids.argsort(dim=1, stable=True)
-    ids = document_ids.gather(1, order)
-    index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    first = index.masked_fill(~begins, 0).cummax(dim=1).values
-    return torch.empty_like(order).scatter_(1, order, index - first)
-
-
-def ids_of_sequences(cu_seqlens: Tensor) -> Tensor:
-    """Document ids `[1, t]` of sequences that follow each other in one row, as in flash-attention's varlen functions.
-
-    cu_seqlens: `[n + 1]`, 0 and the end of each sequence; the last end is t.
-    """
-    lengths = cu_seqlens.diff().long()
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]
+EVERY_KEY = Span(causal=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +107,9 @@ class Requirements:
     """What a call requires of a backend. None means unknown, for checks before the tensors exist.
 
     Attributes:
+        causal: queries do not attend to the keys after them.
         weight: scores are multiplied by a weight table.
-        modify_scores: the positional method computes the final scores.
+        modify_scores: the positional method computes the final scores, or the products.
         decay: the scores have the bias of a decay.
         key_mask: some keys take no part.
         dropout: attention probabilities are dropped.
@@ -184,6 +120,7 @@ class Requirements:
         device: of query, key and value.
     """
 
+    causal: bool = True
     weight: bool = False
     modify_scores: bool = False
     decay: bool = False
@@ -202,12 +139,13 @@ class AttentionCall:
     """The arguments of one call of `attend`. `dispatch` validates them once; backends rely on them.
 
     Attributes:
-        query: `[b, h, s, d]`, the last s of the t positions.
+        query: `[b, h, s, d]`, the last s of the t positions; the first s positions if the span is not causal.
         key: `[b, g, t, d]`; g divides h.
         value: `[b, g, t, v]`.
         scale: factor of q.k.
         tables: a positional method's tables over distance.
         modify_scores: a positional method's `final_scores`, which reads `tables.scores`, or None.
+        products: computes the products of queries and keys, or None for scale * q.k.
         decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None. The scores of
             query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.
@@ -223,6 +161,7 @@ class AttentionCall:
     scale: float
     tables: PositionTables = NO_TABLES
     modify_scores: ModifyScores | None = None
+    products: Products | None = None
     decay_sums: Tensor | None = None
     span: Span = FULL
     documents: Documents | None = None
@@ -256,16 +195,20 @@ class AttentionCall:
     @property
     def offset(self) -> int:
         """The position of the first query."""
-        return self.kv_len - self.q_len
+        return self.kv_len - self.q_len if self.span.causal else 0
 
     @property
     def max_kv_len(self) -> int:
-        """The largest number of keys that a query attends to: the tables cover the distances below it."""
-        return self.span.max_kv_len(self.kv_len)
+        """The largest number of keys that a query attends to, on one side: the tables cover the distances below it."""
+        return self.span.max_kv_len(max(self.q_len, self.kv_len))
 
-    def first_key(self, position: int) -> int:
-        """The first key that the query at this position may attend to."""
-        return 0 if self.documents is not None else self.span.first_key(position)
+    def keys(self, queries: range) -> range:
+        """The keys that queries at these positions may attend to."""
+        window = self.span.window if self.documents is None else None
+        first = 0 if self.documents is not None else self.span.first_key(queries.start)
+        if self.span.causal:
+            return range(first, queries.stop)
+        return range(first, self.kv_len if window is None else min(self.kv_len, queries.stop - 1 + window))
 
     def part(self, queries: slice, keys: slice) -> "AttentionCall":
         """This call, without documents, for some of its queries and keys."""
@@ -300,7 +243,8 @@ class AttentionCall:
         else:
             positions, places = self.documents.positions, self.documents.places(queries, self.offset)
             query, key = positions[:, places, None], positions[:, None, keys.start : keys.stop]
-        return (query - key).clamp_(0, self.max_kv_len - 1)
+        farthest = self.max_kv_len - 1
+        return (query - key).clamp_(0 if self.span.causal else -farthest, farthest)
 
     @property
     def has_pair_mask(self) -> bool:
@@ -321,8 +265,9 @@ class AttentionCall:
         batch, heads, _, head_size = self.query.shape
         inputs = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
         return Requirements(
+            causal=self.span.causal,
             weight=self.tables.weight is not None,
-            modify_scores=self.modify_scores is not None,
+            modify_scores=self.modify_scores is not None or self.products is not None,
             decay=self.decay_sums is not None,
             key_mask=self.key_mask is not None,
             dropout=self.dropout_p > 0,
@@ -358,7 +303,7 @@ class AttentionCall:
                 "[b, g, t, v]; for one sample, add a dimension with query[None]"
             )
         heads = query[1]
-        rows = {len(table) for table in (self.tables.bias, self.tables.weight) if table is not None}
+        rows = {table.shape[-2] for table in (self.tables.bias, self.tables.weight) if table is not None}
         if rows == {query[2]} != {heads}:
             raise ValueError(
                 f"query {query} seems to be [b, s, h, d], because the tables have {query[2]} heads; pass "
@@ -378,11 +323,13 @@ class AttentionCall:
             raise ValueError(
                 f"query, key and value differ in dtype: {self.query.dtype}, {self.key.dtype}, {self.value.dtype}"
             )
-        if not 0 < self.q_len <= self.kv_len:
+        if not self.q_len or not self.kv_len or (self.span != EVERY_KEY and self.q_len > self.kv_len):
             raise ValueError(
                 f"{self.q_len} queries for {self.kv_len} keys: the queries are the last positions of the keys, so "
-                f"there must be 1 to {self.kv_len}"
+                f"there must be 1 to {self.kv_len}; only attention with causal=False and no window can have more"
             )
+        if not self.span.causal and (self.decay_sums is not None or (self.documents and self.q_len != self.kv_len)):
+            raise ValueError("causal=False: decay_sums need causal attention, and document_ids as many queries as keys")
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be at least 0 and below 1; got {self.dropout_p}")
         if self.documents is not None and list(self.documents.ids.shape) != [query[0], self.kv_len]:
@@ -399,7 +346,11 @@ class AttentionCall:
             )
         tables = self.tables
         for name, table in (("bias", tables.bias), ("weight", tables.weight)):
-            if table is not None and (table.shape[0] != heads or table.shape[1] < self.max_kv_len):
+            if table is None:
+                continue
+            halves = list(table.shape[:-2])
+            fits = table.shape[-2] == heads and table.shape[-1] >= self.max_kv_len
+            if not fits or halves not in ([], [2]) or (halves and self.span.causal):
                 raise ValueError(f"{name}_table {list(table.shape)} must be [{heads}, at least {self.max_kv_len}]")
         if tables.scores is not None and tables.scores.shape[-1] < self.max_kv_len:
             raise ValueError(
@@ -433,6 +384,7 @@ class Backend:
     Attributes:
         name: its `attention-backend` name.
         run: computes a validated call that the backend supports.
+        noncausal: whether it computes attention that is not causal.
         weight, modify_scores, dropout, key_mask: see `Requirements`.
         value_sizes: whether v may differ from d.
         decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
@@ -446,6 +398,7 @@ class Backend:
 
     name: str
     run: Callable[[AttentionCall], Tensor]
+    noncausal: bool = True
     weight: bool = True
     modify_scores: bool = False
     dropout: bool = True
@@ -482,6 +435,8 @@ class Backend:
         """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""
         dtype, head_size, batch_heads = requirements.dtype, requirements.head_size, requirements.batch_heads
         on_cpu = requirements.device is not None and requirements.device.type == "cpu"
+        if not requirements.causal and not self.noncausal:
+            return "computes only causal attention"
         if requirements.weight and not self.weight:
             return "cannot multiply scores by a weight, which this positional method needs"
         if requirements.modify_scores and not self.modify_scores:

@@ -19,15 +19,15 @@ from kerple.attention.backends.reference import REFERENCE
 from kerple.attention.backends.sdpa import SDPA
 from kerple.attention.backends.triton.operator import FUSED
 from kerple.attention.call import (
+    EVERY_KEY,
     FULL,
     AttentionCall,
     Backend,
-    Documents,
     ModifyScores,
     Requirements,
     Span,
 )
-from kerple.attention.tables import PositionTables, position_tables
+from kerple.attention.tables import Documents, PositionTables, position_tables
 from kerple.positional import PositionalMethod, TableJacobian
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
@@ -75,13 +75,14 @@ def attend(
     block: int | None = None,
     document_ids: Tensor | None = None,
     key_mask: Tensor | None = None,
+    causal: bool = True,
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
     bias_jacobian: TableJacobian | None = None,
     weight_jacobian: TableJacobian | None = None,
 ) -> Tensor:
-    """Causal attention softmax(weight * q.k * scale + bias) v, `[b, h, s, v]`.
+    """Attention softmax(weight * q.k * scale + bias) v, `[b, h, s, v]`.
 
     Args:
         query: `[b, h, s, d]`. The queries are the last s of the t positions: query i is at position t - s + i.
@@ -100,6 +101,9 @@ def attend(
             only finite values are guaranteed. See `ids_of_sequences` for `cu_seqlens`.
         key_mask: bool `[b, t]`, True for the keys that take part, so padding is False. Positions count all keys. The
             result is zero for a query without a visible key.
+        causal: if False, a query also attends to the keys after it. Tables are read at the absolute distance, unless
+            they have a half for keys after the query (see `tables`). Queries and keys both begin at position 0, and
+            without a window there may be more queries than keys. A window has `window` - 1 keys on both sides.
         dropout_p: probability of dropping an attention probability.
         scale: factor of q.k, 1 / sqrt(d) by default.
         backend: one of `backend_names()`.
@@ -123,7 +127,7 @@ def attend(
         ),
         modify_scores=modify_scores,
         decay_sums=decay_sums,
-        span=Span(window, block),
+        span=Span(window, block, causal=causal),
         documents=None if document_ids is None else Documents(document_ids),
         key_mask=key_mask,
         dropout_p=dropout_p,
@@ -161,7 +165,7 @@ def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> st
         return backend
     if call.documents is not None:
         return "sdpa" if call.tables.weight is None else "chunked"
-    plain = call.span == FULL and call.q_len == call.kv_len
+    plain = call.span == EVERY_KEY or (call.span == FULL and call.q_len == call.kv_len)
     return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
 
 
@@ -343,6 +347,7 @@ class Attention:
         block: int | None = None,
         documents: Documents | None = None,
         key_mask: Tensor | None = None,
+        causal: bool = True,
         dropout_p: float = 0.0,
         scale: float | None = None,
         dropped: int = 0,
@@ -355,23 +360,36 @@ class Attention:
             decay_sums: required if the method has a decay.
             documents: those of `attend`'s document_ids, which layers can share.
             dropped: the position of the first key, if earlier ones are outside of the window of every query. Not with
-                documents.
+                documents or causal=False.
 
-        Raises ValueError also if tables or decay sums do not fit the method.
+        Raises ValueError also if tables or decay sums do not fit the method, and for causal=False if the method is
+        `causal_only`.
         """
-        span = Span(window, block)
+        span = Span(window, block, causal=causal)
+        if not causal and self.positional is not None and self.positional.causal_only:
+            raise ValueError(
+                f"{type(self.positional).__name__} is defined only for causal attention; with causal=False, use a "
+                "method that is a function of the distance, such as kerple_log, rotary, rpe or fire"
+            )
+        distances = span.max_kv_len(key.shape[2] if causal else max(query.shape[2], key.shape[2]))
         if tables is None:
             fused = self.runs_fused(query.device, query.dtype, query.shape)
             tables = position_tables(
                 self.positional,
-                span.max_kv_len(key.shape[2]),
+                distances,
                 query.device,
+                causal=causal,
                 with_jacobians=fused and torch.is_grad_enabled(),
             )
         if self.has_bias != (tables.bias is not None) or self.has_weight != (tables.weight is not None):
             raise ValueError(
                 f"the positional method has bias: {self.has_bias}, weight: {self.has_weight}; but the tables passed "
                 f"are bias: {tables.bias is not None}, weight: {tables.weight is not None}"
+            )
+        if self.positional is not None and tables.signed != (self.positional.signed and not causal):
+            raise ValueError(
+                f"the tables of {type(self.positional).__name__} depend on the direction: pass "
+                f"tables=position_tables(method, length, device, causal={causal})"
             )
         if self.has_decay != (decay_sums is not None):
             raise ValueError(
@@ -385,7 +403,7 @@ class Attention:
             if tables.scores is None and self.positional.table(torch.zeros(1, device=query.device)) is not None:
                 raise ValueError(
                     "the positional method has a table for modify_scores: pass tables=position_tables(method, "
-                    f"{span.max_kv_len(key.shape[2])}, device)"
+                    f"{distances}, device)"
                 )
         call = AttentionCall(
             query=query,
@@ -401,8 +419,8 @@ class Attention:
             dropout_p=dropout_p,
             dropped=dropped,
         )
-        if documents is not None and dropped:
-            raise ValueError("dropped must be 0 with documents, which have positions of their own")
+        if dropped and (documents is not None or not causal):
+            raise ValueError("dropped must be 0 with documents or causal=False, which have positions of their own")
         if block is not None or documents is not None or self._scales_qk or torch.compiler.is_compiling():
             return _run(call.validate(), self.backend, self.positional)
         # A failed self-check changes what is chosen.

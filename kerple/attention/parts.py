@@ -10,8 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kerple.attention.call import FULL, AttentionCall, Documents
+from kerple.attention.call import FULL, AttentionCall
+from kerple.attention.tables import Documents
 from kerple.positional import PositionalMethod
+from kerple.positional.functional import positions_on
 
 Run = Callable[[AttentionCall], Tensor]
 
@@ -112,7 +114,10 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
     """Attention with queries and keys scaled by the method's `scale_qk`.
 
     Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.
+    Keys after a query have other scales than keys before it, so a backend computes the products in both directions.
     """
+    if not call.span.causal:
+        return run(replace(call, products=partial(_products_in_both_directions, method)))
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
@@ -127,3 +132,22 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
         )
         contexts.append(run(replace(part, query=query, key=key)))
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
+
+
+def _products_in_both_directions(
+    method: PositionalMethod, query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, scale: float
+) -> Tensor:
+    """The scaled products `[b, h, c, l]` of queries and keys at these positions, after `scale_qk`.
+
+    Read from right to left, at negative positions, the keys after a query precede it. In each direction, the keys on
+    the other side get the scale of the segment's end, since their own would overflow; these products are not used.
+    """
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    products = []
+    for part, positions in zip(query.split(method.segment, dim=2), queries.split(method.segment), strict=True):
+        before = method.scale_qk(part, key, positions, keys.clamp(max=int(positions[-1])))
+        after = method.scale_qk(part, key, -positions, -keys.clamp(min=int(positions[0])))
+        follows = positions_on(keys, key.device) > positions_on(positions, key.device)[:, None]
+        following, preceding = (scaled @ others.transpose(-1, -2) for scaled, others in (after, before))
+        products.append(torch.where(follows, following, preceding))
+    return torch.cat(products, dim=2) * scale

@@ -1,9 +1,13 @@
-"""The bias and weight of a positional method as tables over distance, and their jacobians.
+"""The bias and weight of a positional method as tables over distance, their jacobians, and the documents in which
+distances count.
 
-Legend: s query length, t key length, h heads, p coefficients per head.
+Legend: b batch, s query length, t key length, h heads, p coefficients per head; n documents of equal size, c queries, l
+keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -48,6 +52,7 @@ class PositionTables:
         bias, weight: float32 `[h, >= max_kv_len]`. Their gradients are exact.
         bias_jacobian, weight_jacobian: alternative gradients of these tables (see `jacobians`).
         scores: the table of a method's `modify_scores`, `[..., >= max_kv_len]`.
+        signed: whether the tables are halves `[2, ...]`: for keys up to the query, and for keys after it.
         kernel, max_kv_len: what the fused backend makes of these tables for calls with this `max_kv_len`; None: it
             makes it in each call. Layers that share it save launches (see `prepare_tables`).
     """
@@ -57,6 +62,7 @@ class PositionTables:
     bias_jacobian: TableJacobian | None = None
     weight_jacobian: TableJacobian | None = None
     scores: Tensor | None = None
+    signed: bool = False
     kernel: KernelTables | None = None
     max_kv_len: int | None = None
 
@@ -69,21 +75,27 @@ def position_tables(
     length: int,
     device: torch.device | str,
     *,
+    causal: bool = True,
     with_jacobians: bool = False,
     distance_map: DistanceMap | None = None,
 ) -> PositionTables:
-    """All tables of a method at distances 0 ... length-1 on `device`; of none for None. distance_map: see `tables` and
-    `score_table`; without jacobians.
+    """All tables of a method at distances 0 ... length-1 on `device`; of none for None. causal, distance_map: see
+    `tables` and `score_table`; a map is without jacobians.
     """
     if method is None:
         return NO_TABLES
-    bias, weight = tables(method, length, device, distance_map=distance_map)
+    bias, weight = tables(method, length, device, causal=causal, distance_map=distance_map)
     bias_jacobian, weight_jacobian = jacobians(method, length, device) if with_jacobians else (None, None)
     scores = None
     if "modify_scores" in method.hooks:
-        scores = score_table(method, length, device, distance_map=distance_map)
+        scores = score_table(method, length, device, causal=causal, distance_map=distance_map)
     return PositionTables(
-        bias=bias, weight=weight, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian, scores=scores
+        bias=bias,
+        weight=weight,
+        bias_jacobian=bias_jacobian,
+        weight_jacobian=weight_jacobian,
+        scores=scores,
+        signed=method.signed and not causal,
     )
 
 
@@ -92,6 +104,7 @@ def tables(
     length: int,
     device: torch.device | str,
     *,
+    causal: bool = True,
     rounded: bool = False,
     distance_map: DistanceMap | None = None,
     first: int = 0,
@@ -101,6 +114,9 @@ def tables(
 
     A method without a bias or weight has None in its place. Autograd propagates a table's gradient to the method's
     parameters.
+
+    causal: if False, a `signed` method has tables `[2, h, length - first]`: for keys up to the query, and for keys
+    after it. Those of other methods are the same for both.
 
     rounded: round distances and tables to bfloat16. The KERPLE release computes in bfloat16, which cannot represent
     odd distances above 256; this reproduces its numbers.
@@ -115,12 +131,17 @@ def tables(
     if rounded:
         distance = distance.bfloat16().float()
 
-    bias = method.bias(distance) if "bias" in method.hooks else None
-    weight = method.weight(distance) if "weight" in method.hooks else None
+    signed = method.signed and not causal
+    bias = _values(method.bias, distance, signed) if "bias" in method.hooks else None
+    weight = _values(method.weight, distance, signed) if "weight" in method.hooks else None
     if rounded:
         bias = None if bias is None else bias.bfloat16().float()
         weight = None if weight is None else weight.bfloat16().float()
     return bias, weight
+
+
+def _values(function: Callable[[Tensor], Tensor], distance: Tensor, signed: bool) -> Tensor:
+    return torch.stack((function(distance), function(-distance))) if signed else function(distance)
 
 
 def jacobians(
@@ -144,16 +165,20 @@ def score_table(
     length: int,
     device: torch.device | str,
     *,
+    causal: bool = True,
     distance_map: DistanceMap | None = None,
     first: int = 0,
 ) -> Tensor | None:
     """The `table` for `modify_scores` at distances `first` ... length-1, `[..., length - first]`; None if the method
-    has none.
+    has none. causal: see `tables`.
 
     distance_map: replaces the distances. `length` must then be the length of the text, even with a window (see
     `PositionalMethod.mapped_table`), unless the method is `shift_invariant`.
     """
     distance = torch.arange(first, length, dtype=torch.float32, device=device)
+    if not causal and method.signed:
+        halves = method.table(distance), method.table(-distance)
+        return None if halves[0] is None or halves[1] is None else torch.stack((halves[0], halves[1]))
     return method.table(distance) if distance_map is None else method.mapped_table(distance_map(distance))
 
 
@@ -168,6 +193,88 @@ def pair_distances(queries: range, keys: range, mask: Tensor) -> Tensor:
 
 
 def lookup(table: Tensor, distance: Tensor) -> Tensor:
-    """The values of a table `[h, n]` at distances `[c, l]` or `[b, c, l]`: `[h, c, l]` or `[b, h, c, l]`."""
-    values = table[:, distance]
+    """The values of a table `[h, n]` at distances `[c, l]` or `[b, c, l]`: `[h, c, l]` or `[b, h, c, l]`. The distances
+    of keys after the query are negative; a table `[2, h, n]` has its own half for them.
+    """
+    if table.dim() == 3:
+        follows = distance < 0
+        after, before = lookup(table[1], distance), lookup(table[0], distance)
+        return torch.where(follows if distance.dim() == 2 else follows[:, None], after, before)
+    values = table[:, distance.abs()]
     return values if distance.dim() == 2 else values.transpose(0, 1)
+
+
+class Documents:
+    """The documents of the tokens of each row.
+
+    Attributes:
+        ids: int64 `[b, t]`. Tokens of a row with the same number are one document, even if others are between them. A
+            negative number is padding, which belongs to no document.
+        positions: int64 `[b, t]`, the position of each token in its document.
+        queries: int64 `[s]`, the places of the queries among the tokens; None: the last s. Only masks use them.
+    """
+
+    def __init__(self, ids: Tensor, positions: Tensor | None = None, queries: Tensor | None = None):
+        """positions: by default from 0 on. Raises ValueError unless ids are integers `[b, t]`."""
+        if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}")
+        self.ids = ids.long()
+        self._from_zero, self.queries = positions is None, queries
+        self.positions = document_positions(self.ids) if positions is None else positions
+
+    def places(self, queries: range, offset: int) -> slice | Tensor:
+        """The places of a range of queries, the first of which would be at `offset` in the last tokens."""
+        if self.queries is None:
+            return slice(queries.start, queries.stop)
+        return self.queries[queries.start - offset : queries.stop - offset]
+
+    @cached_property
+    def _tokens(self) -> list[Tensor]:
+        """The tokens of each document, int64 on the CPU: indices of the flattened rows, in ascending order."""
+        ids = self.ids.cpu()
+        numbers = ids - ids.min() + torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
+        order = numbers.flatten().argsort(stable=True)
+        counts = numbers.flatten()[order].unique_consecutive(return_counts=True)[1].tolist()
+        return [tokens for tokens in order.split(counts) if ids.flatten()[tokens[0]] >= 0]
+
+    def groups(self, q_len: int) -> list[tuple[Tensor, Tensor, int]]:
+        """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each other) of documents
+        of equal size and position, as indices of the flattened rows on the device.
+
+        q_len: the number of queries, the last tokens of each row. Documents without a query are left out.
+        """
+        length = self.ids.shape[1]
+        positions = None if self._from_zero else self.positions.cpu().flatten()
+        by_size: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
+        for keys in self._tokens:
+            row, columns = keys[0] // length, keys % length
+            queries = columns[columns >= length - q_len] - (length - q_len) + row * q_len
+            if len(queries):
+                before = len(keys) - len(queries)
+                dropped = 0 if positions is None else int(positions[keys[before]]) - before
+                by_size.setdefault((len(queries), len(keys), dropped), []).append((queries, keys))
+        groups = []
+        for (*_, dropped), documents in by_size.items():
+            queries, keys = (torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True))
+            groups.append((queries, keys, dropped))
+        return groups
+
+
+def document_positions(document_ids: Tensor) -> Tensor:
+    """The position of each token in its document, int64 `[b, t]`, for document ids `[b, t]`."""
+    order = document_ids.argsort(dim=1, stable=True)
+    ids = document_ids.gather(1, order)
+    index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    first = index.masked_fill(~begins, 0).cummax(dim=1).values
+    return torch.empty_like(order).scatter_(1, order, index - first)
+
+
+def ids_of_sequences(cu_seqlens: Tensor) -> Tensor:
+    """Document ids `[1, t]` of sequences that follow each other in one row, as in flash-attention's varlen functions.
+
+    cu_seqlens: `[n + 1]`, 0 and the end of each sequence; the last end is t.
+    """
+    lengths = cu_seqlens.diff().long()
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]

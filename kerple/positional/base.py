@@ -67,7 +67,9 @@ class Chunk:
             sees may be missing after attention sinks, unless the method is `per_pair`.
         mask: bool `[c, l]`, or `[b, 1, c, l]` with a key mask, True where the query must not see the key. Such scores
             may be arbitrary and must not influence visible ones.
-        table: the result of the method's `table` for distances from 0 on (see `by_pair` in `functional.py`).
+        table: the result of the method's `table` for distances from 0 on (see `by_pair` in `functional.py`). If the
+            method is `signed` and attention not causal, `[2, ...]`: for keys up to the query, and for keys after it.
+        causal: if False, keys after the query are not masked.
     """
 
     scores: Tensor
@@ -76,6 +78,7 @@ class Chunk:
     key_positions: Tensor
     mask: Tensor
     table: Tensor | None = None
+    causal: bool = True
 
 
 class PositionalMethod(nn.Module):
@@ -112,6 +115,9 @@ class PositionalMethod(nn.Module):
         shared: one instance serves all layers. If False, every layer has its own.
         segment: for a method with `scale_qk`, the maximum number of queries per call.
         per_pair, shift_invariant, lookahead: for a method with `modify_scores`, see `ScoreModifier`.
+        signed: whether bias, weight and table are defined for negative distances, of keys after the query. Otherwise,
+            attention that is not causal reads them at the absolute distance.
+        causal_only: whether the method has no meaning for keys after the query.
         turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions, which may be float64
             and fractional. A distance map (`distance_maps.py`) then applies to the positions.
         length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
@@ -125,6 +131,8 @@ class PositionalMethod(nn.Module):
     per_pair: bool = False
     shift_invariant: bool = False
     lookahead: int = 0
+    signed: bool = False
+    causal_only: bool = False
     turns: bool = False
     length_dependent: bool = False
     computed: tuple[str, ...] = ()
@@ -188,12 +196,15 @@ class PositionalMethod(nn.Module):
         key_positions: Tensor,
         mask: Tensor,
         table: Tensor | None,
+        causal: bool = True,
     ) -> Tensor:
-        """`modify_scores` of a `Chunk`, with `lookahead` additional masked keys after the last one, whose scores are
-        not returned.
+        """`modify_scores` of a `Chunk`, if causal with `lookahead` additional masked keys after the last one, whose
+        scores are not returned.
 
         The result for a query is then the same whether or not keys follow, as in decoding with a KV cache.
         """
+        if not causal:
+            return self.modify_scores(Chunk(scores, query, query_positions, key_positions, mask, table, causal))
         if self.lookahead:
             following = torch.arange(self.lookahead, device="cpu") + key_positions[-1] + 1
             key_positions = torch.cat((key_positions, following))
@@ -319,7 +330,8 @@ class ScoreModifier(PositionalMethod):
     """Computes the final scores from the scaled scores. Each layer has its own instance.
 
     Members: `__init__`, `reset_parameters` and `modify_scores`; `table` for values over distance. Three attributes say
-    what the final score of a query-key pair depends on. The defaults are always correct.
+    what the final score of a query-key pair depends on. The defaults are always correct. A method that can read a
+    `Chunk` with keys after the query sets `causal_only` to False.
 
     Attributes:
         per_pair: only on that pair's query, positions and scores (of all heads).
@@ -330,6 +342,7 @@ class ScoreModifier(PositionalMethod):
     """
 
     shared = False
+    causal_only = True
 
     @abstractmethod
     def modify_scores(self, chunk: Chunk) -> Tensor:

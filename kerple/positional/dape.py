@@ -47,6 +47,8 @@ class Adaptive(ScoreModifier):
     The layers of f are called `first` and `second`. kernel: the size of their kernels, if they are convolutions.
     """
 
+    causal_only = False
+
     def __init__(self, num_heads: int, mlp_width: int, variant: str, static: PositionalMethod | None, *kernel: int):
         super().__init__()
         if variant not in VARIANTS:
@@ -84,12 +86,13 @@ class Adaptive(ScoreModifier):
         return self.static.mapped_table(distance) if isinstance(self.static, Fire) else self.table(distance)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
-        bias = None
+        bias, positions = None, (chunk.query_positions, chunk.key_positions)
         if isinstance(self.static, Fire):
-            bias = self.static.pair_bias(chunk.query_positions, chunk.key_positions, chunk.scores, chunk.table)
+            bias = self.static.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)
         elif chunk.table is not None:
-            bias = by_pair(chunk.table, chunk.query_positions, chunk.key_positions).to(chunk.scores.dtype)
-        hidden_mask = self.hidden_mask(chunk.mask, chunk.query_positions, chunk.key_positions)
+            after = None if chunk.causal else chunk.table
+            bias = by_pair(chunk.table, *positions, after).to(chunk.scores.dtype)
+        hidden_mask = self.hidden_mask(chunk.mask, *positions) if chunk.causal else chunk.mask
         return self.adapt(chunk.scores, bias, (chunk.mask, hidden_mask))
 
     def adapt(self, scores: Tensor, bias: Tensor | None, masks: tuple[Tensor, Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ class Fire(ScoreModifier):
     """Parameters `c` and `m` `[1]`, and the layers `first` and `second` of the MLP, initialized as nn.Linear is."""
 
     per_pair = True
+    causal_only = False
     activation = staticmethod(F.relu)
 
     def __init__(self, num_heads: int, mlp_width: int = 32, threshold: float = 512.0):
@@ -52,9 +53,15 @@ class Fire(ScoreModifier):
         return distance
 
     def pair_bias(
-        self, query_positions: Tensor, key_positions: Tensor, like: Tensor, mapped: Tensor | None = None
+        self,
+        query_positions: Tensor,
+        key_positions: Tensor,
+        like: Tensor,
+        mapped: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
-        """The bias of all pairs, `[h, c, l]`, with the dtype and device of `like`.
+        """The bias of all pairs, `[h, c, l]`, with the dtype and device of `like`. If not causal, a key after the query
+        takes the query's place.
 
         mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is mapped like a
         distance: it is the distance to the first token.
@@ -68,11 +75,13 @@ class Fire(ScoreModifier):
         else:
             mapped = mapped.to(like.dtype)
             distance, query = by_pair(mapped, query_positions, key_positions), mapped[query.long()]
-        normalizer = (c.abs() * torch.maximum(query, m.abs() * self.threshold)).log1p() + EPSILON
-        relative = (c.abs() * distance).log1p() / normalizer[:, None]
+        later = query[:, None] if causal else torch.maximum(query[:, None], key)
+        normalizer = (c.abs() * torch.maximum(later, m.abs() * self.threshold)).log1p() + EPSILON
+        relative = (c.abs() * distance).log1p() / normalizer
         hidden = self.activation(torch.addcmul(first_bias[:, None], first_weight, relative.flatten()))
         bias = second_weight @ hidden + second_bias[:, None]
         return bias.view(-1, *relative.shape)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
-        return chunk.scores + self.pair_bias(chunk.query_positions, chunk.key_positions, chunk.scores, chunk.table)
+        positions = chunk.query_positions, chunk.key_positions
+        return chunk.scores + self.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)

@@ -28,6 +28,7 @@ class Forgetting(PositionalMethod):
     """
 
     shared = False
+    causal_only = True
     sign = 1.0
 
     def __init__(self, num_heads: int, hidden_size: int):

@@ -148,11 +148,12 @@ class Angles:
         return cosines, sines
 
 
-def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor, after: Tensor | None = None) -> Tensor:
     """The values of a table over distance `[..., n]` for the distances in a chunk, `[..., c + l - 1]`, from the
     farthest (last query, first key) to the nearest. Raises ValueError if positions are not consecutive.
 
-    Zero for distances beyond the table, which must be masked, and for keys after the query.
+    Zero for distances beyond the table, which must be masked. after: the table for keys after the query; without it,
+    they are zero too.
     """
     if not (consecutive(query_positions) and consecutive(key_positions)):
         raise ValueError("the positions are not consecutive, so their distances form no diagonals: use by_pair")
@@ -160,20 +161,25 @@ def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor) -
     nearest = farthest - (len(query_positions) + len(key_positions) - 2)
     last = table.shape[-1] - 1
     values = table[..., max(0, nearest) : min(farthest, last) + 1].flip(-1)
-    return F.pad(values, (max(0, farthest - max(last, nearest - 1)), max(0, -nearest)))
+    following = max(0, -nearest)
+    if after is not None:
+        values = torch.cat((values, after[..., 1 : following + 1]), dim=-1)
+        following = max(0, following - last)
+    return F.pad(values, (max(0, farthest - max(last, nearest - 1)), following))
 
 
-def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor, after: Tensor | None = None) -> Tensor:
     """The values of a table over distance `[..., n]` for all pairs in a chunk, `[..., c, l]`; zeros as `by_distance`.
 
     For consecutive positions, the rows are overlapping views of `by_distance`. Unlike indexing, this gives gradients
     that are summed in a fixed order.
     """
     if not (consecutive(query_positions) and consecutive(key_positions)):
-        distance = (query_positions[:, None] - key_positions).clamp(min=0)
-        return table[..., distance.to(table.device)]
+        distance = (query_positions[:, None] - key_positions).to(table.device)
+        values = table[..., distance.clamp(min=0)]
+        return values if after is None else torch.where(distance < 0, after[..., (-distance).clamp(min=0)], values)
     # Row 0 of the views begins at the farthest pair, which belongs to the last query.
-    return by_distance(table, query_positions, key_positions).unfold(-1, len(key_positions), 1).flip(-2)
+    return by_distance(table, query_positions, key_positions, after).unfold(-1, len(key_positions), 1).flip(-2)
 
 
 def consecutive(positions: Tensor) -> bool:

@@ -166,12 +166,16 @@ class Randomized(PositionalMethod):
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         # `lookahead` adds masked keys after the last query, for which there may be no position.
-        key_positions = self.sampled(chunk.key_positions.clamp(max=int(chunk.query_positions[-1])))
+        key_positions = chunk.key_positions
+        if chunk.causal:
+            key_positions = key_positions.clamp(max=int(chunk.query_positions[-1]))
+        key_positions = self.sampled(key_positions)
         chunk = replace(chunk, query_positions=self.sampled(chunk.query_positions), key_positions=key_positions)
         if "modify_scores" in self.plain.hooks:
             return super().modify_scores(chunk)
         assert chunk.table is not None
-        scores, tables = chunk.scores, by_pair(chunk.table, chunk.query_positions, chunk.key_positions)
+        after = None if chunk.causal else chunk.table
+        scores, tables = chunk.scores, by_pair(chunk.table, chunk.query_positions, chunk.key_positions, after)
         values = dict(zip(self.table_hooks, tables.to(scores.dtype), strict=True))
         if "weight" in values:
             scores = scores * values["weight"]
@@ -224,6 +228,7 @@ def build_randomized(
         raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")
     if method.table_hooks:
         method.hooks = method.hooks - {"bias", "weight"} | {"modify_scores"}
+    method.causal_only = method.causal_only or method.signed or "scale_qk" in method.hooks
     method.turns = False  # by positions that may be fractional
     length = options.get("random_length") or shape.max_positions
     method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)

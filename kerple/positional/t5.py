@@ -35,21 +35,34 @@ class T5(Bias):
     """Bias sqrt(d) * weight[bucket(δ), h], with a table `weight` `[buckets, h]`.
 
     GPT-NeoX and the KERPLE authors' code multiply by sqrt(d); checkpoints store the table without it.
+
+    The option `bidirectional` is for attention that is not causal: as in T5's encoder, keys up to the query share the
+    first half of the buckets, and keys after it the second half.
     """
 
     computed = ("later_starts",)  # in self-contained models that older versions exported
     weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
 
-    def __init__(self, num_heads: int, head_size: int, num_buckets: int = 32, max_distance: int = 128):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = False,
+    ):
         super().__init__()
-        if not 2 <= num_buckets <= 1024 or not num_buckets // 2 < max_distance < 2**31:
+        self.signed = bidirectional
+        self.buckets_before = num_buckets // 2 if bidirectional else num_buckets
+        valid = 2 <= self.buckets_before <= 1024 and self.buckets_before // 2 < max_distance < 2**31
+        if not valid or (bidirectional and num_buckets % 2):
             raise ValueError(
                 f"rpe needs num_buckets from 2 to 1,024, and max_distance above num_buckets / 2 and below 2^31; "
-                f"got num_buckets {num_buckets}, max_distance {max_distance}"
+                f"bidirectional needs twice as many buckets; got num_buckets {num_buckets}, max_distance {max_distance}"
             )
         self.scale = math.sqrt(head_size)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
-        starts = bucket_starts(num_buckets, max_distance)
+        starts = bucket_starts(self.buckets_before, max_distance)
         self.last_start = starts[-1]
         self._later_starts_on = DeviceConstant(starts[1:], torch.int64)
         self.reset_parameters()
@@ -60,7 +73,8 @@ class T5(Bias):
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, int64 of the same shape."""
-        return torch.bucketize(distance.long(), self._later_starts_on(distance.device), right=True)
+        buckets = torch.bucketize(distance.long().abs(), self._later_starts_on(distance.device), right=True)
+        return torch.where(distance < 0, buckets + self.buckets_before, buckets) if self.signed else buckets
 
     def bias(self, distance: Tensor) -> Tensor:
         values = F.embedding(self.buckets(distance), self.weight.float())
@@ -68,10 +82,10 @@ class T5(Bias):
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian:
         """From the start of the last bucket on, the bias is a single value per head."""
-        coefficients = self.scale * self.weight[-1].float()
+        coefficients = self.scale * self.weight[self.buckets_before - 1].float()
         ones = torch.ones_like(distance).expand(len(coefficients), 1, -1)
         return TableJacobian(coefficients[:, None], ones, dense=self.last_start)
 
     def statistics(self) -> dict[str, Tensor]:
         biases = self.scale * self.weight.detach().float()
-        return {"bias_nearest": biases[0], "bias_farthest": biases[-1]}
+        return {"bias_nearest": biases[0], "bias_farthest": biases[self.buckets_before - 1]}

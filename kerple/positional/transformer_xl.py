@@ -30,6 +30,8 @@ class TransformerXL(ScoreModifier):
 
     per_pair = True
     shift_invariant = True
+    signed = True
+    causal_only = False
 
     def __init__(
         self, num_heads: int, head_size: int, hidden_size: int, base: float = 10_000.0, init_std: float = 0.02
@@ -63,12 +65,12 @@ class TransformerXL(ScoreModifier):
         return vectors.view(len(distance), self.num_heads, -1).permute(1, 2, 0)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
-        scores, table = chunk.scores, chunk.table
-        query_positions, key_positions = chunk.query_positions, chunk.key_positions
-        assert table is not None  # `table` above never returns None
+        assert chunk.table is not None  # `table` above never returns None
+        scores, query_positions, key_positions = chunk.scores, chunk.query_positions, chunk.key_positions
+        table, after = (chunk.table, None) if chunk.causal else chunk.table.unbind()
         query = chunk.query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
         if consecutive(query_positions) and consecutive(key_positions):
-            products = query @ by_distance(table, query_positions, key_positions).to(scores.dtype)
+            products = query @ by_distance(table, query_positions, key_positions, after).to(scores.dtype)
             return scores + self.scale * _relative_shift(products, len(key_positions))
         # Random positions (`randomized.py`): the products with the vectors of all distances.
         distance = (query_positions[:, None] - key_positions).clamp(min=0)

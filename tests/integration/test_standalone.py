@@ -73,6 +73,6 @@ def test_every_method_needs_only_torch(tmp_path):
 
 def test_the_examples_of_the_documentation(capsys):
     """Each example continues the one before."""
-    assert len(examples()) == 7
+    assert len(examples()) == 8
     exec("".join(examples()), {})
     assert "torch.Size([2, 100, 64])" in capsys.readouterr().out

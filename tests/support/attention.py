@@ -7,13 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Attention, Span, attend, score_table, tables
-from kerple.positional import ModelShape, PositionalMethod, XPos, build
+from kerple.positional import Fire, ModelShape, PositionalMethod, TransformerXL, XPos, build
+from kerple.positional.dape import Adaptive
+from kerple.positional.dape_v2 import DapeConvolution
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
 SPANS = [
@@ -225,27 +228,73 @@ class DecayingXPos(XPos):
 
 
 def dense_attention(
-    method: PositionalMethod, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, decay_sums: Tensor | None = None
+    method: PositionalMethod,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    decay_sums: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention to rotated keys with explicit scores of all pairs; mask: bool `[b, 1, s, t]`, True = masked."""
+    """Attention to rotated keys with explicit scores of all pairs; mask: bool `[b, 1, s, t]`, True = masked."""
     (s, size), t = query.shape[2:], key.shape[2]
     repeats = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
-    queries, keys = torch.arange(t - s, t), torch.arange(t)
-    distance = (queries[:, None] - keys).clamp(min=0)
+    queries, keys = torch.arange(t - s, t) if causal else torch.arange(s), torch.arange(t)
+    signed = queries[:, None] - keys
+    distance = signed.clamp(min=0) if causal else signed.abs()
     decays = torch.ones(s, t, size, dtype=torch.float64)
     if isinstance(method, XPos):
         zeta = (torch.arange(size // 2, dtype=torch.float64) / (size // 2) + 0.4) / 1.4
         decays = zeta.repeat_interleave(2) ** (distance[..., None] / method.scale_base)
     scores = torch.einsum("bhsd,bhtd,std->bhst", query, key, decays) * size**-0.5
-    if "modify_scores" in method.hooks:
+    if not causal:
+        scores = _scores_in_both_directions(method, scores, query, signed, mask)
+    elif "modify_scores" in method.hooks:
         scores = method.final_scores(scores, query, queries, keys, mask, score_table(method, t, "cpu"))
     if "weight" in method.hooks:
-        scores = scores * method.weight(distance.float())
+        scores = scores * method.weight((signed if method.signed and not causal else distance).float())
     if "bias" in method.hooks:
-        scores = scores + method.bias(distance.float())
+        scores = scores + method.bias((signed if method.signed and not causal else distance).float())
     if decay_sums is not None:
         scores = scores + decay_sums[:, :, t - s :, None] - decay_sums[:, :, None]
     exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp().masked_fill(mask, 0.0)
     sums = exponentials.sum(-1, keepdim=True)
     return exponentials / torch.where(sums == 0, 1.0, sums) @ value
+
+
+def _scores_in_both_directions(
+    method: PositionalMethod, scores: Tensor, query: Tensor, signed: Tensor, mask: Tensor
+) -> Tensor:
+    """The formulas of methods with `modify_scores` for pairs at signed distances `[s, t]`, all first positions."""
+    distance, queries = signed.abs().double(), torch.arange(len(signed))[:, None]
+
+    def fire(static: Fire) -> Tensor:
+        later = torch.maximum(queries, queries - signed)
+        longest = torch.maximum(later, (static.m * static.threshold).abs())
+        relative = (1 + static.c.abs() * distance).log() / ((1 + static.c.abs() * longest).log() + 1e-6)
+        hidden = static.activation(F.linear(relative[..., None], *static.first.parameters()))
+        return F.linear(hidden, *static.second.parameters()).permute(2, 0, 1)
+
+    if isinstance(method, TransformerXL):
+        angles = signed[..., None] / 10_000.0 ** (torch.arange(0, 24, 2) / 24)
+        vectors = torch.cat((angles.sin(), angles.cos()), dim=-1).double() @ method.relative.weight.T
+        # `rotate` has added u to the query.
+        states = query - method.content_bias + method.position_bias
+        products = torch.einsum("bhsd,sthd->bhst", states, vectors.unflatten(-1, (4, 6)))
+        return scores + products / 6**0.5
+    if isinstance(method, Fire):
+        return scores + fire(method)
+    if isinstance(method, Adaptive):
+        inputs, bias = scores, torch.zeros(())
+        if method.static is not None:
+            static = method.static
+            bias = fire(static) if isinstance(static, Fire) else static.bias(distance).double()
+            inputs = torch.cat((scores, bias.expand_as(scores)), dim=1)
+        first, second = (list(layer.parameters()) for layer in (method.first, method.second))
+        if not isinstance(method, DapeConvolution):
+            hidden = F.leaky_relu(F.linear(inputs.movedim(1, -1), *first), 0.01)
+            return scores + bias + F.linear(hidden, *second).movedim(-1, 1)
+        hidden = F.leaky_relu(F.conv2d(inputs.masked_fill(mask, 0), *first, padding=(0, 1)), 0.01)
+        return scores + bias + F.conv2d(hidden.masked_fill(mask, 0), *second, padding=(0, 1))
+    return scores

@@ -37,7 +37,8 @@ MIN_WEIGHT = 1e-10
 
 def chunked_attention(call: AttentionCall) -> Tensor:
     """Like `attend`. Scores and softmax are float32 (float64 for float64 inputs)."""
-    if call.modify_scores is not None or call.has_pair_mask or torch.compiler.is_compiling():
+    modified = call.modify_scores is not None or call.products is not None
+    if modified or call.has_pair_mask or not call.span.causal or torch.compiler.is_compiling():
         return _attend_in_chunks(call)
     if call.q_len == 1 and not call.dropout_p:
         return _attend_to_single_query(call)
@@ -54,10 +55,9 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     contexts = []
     for first in range(0, call.q_len, rows):
         last = min(first + rows, call.q_len)
-        first_query, end = call.offset + first, call.offset + last
-        first_key = call.first_key(first_query)
-        chunk = partial(attend_to_chunk, call=call, first_query=first_query, first_key=first_key)
-        keys = slice(first_key, end)
+        visible = call.keys(range(call.offset + first, call.offset + last))
+        chunk = partial(attend_to_chunk, call=call, first_query=call.offset + first, first_key=visible.start)
+        keys = slice(visible.start, visible.stop)
         states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.tables.scores)
         if torch.is_grad_enabled():
             # The state of the random number generators is restored, so both passes drop the same probabilities.

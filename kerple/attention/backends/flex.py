@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.attention.call import AttentionCall, Backend, Documents
-from kerple.attention.tables import tables
+from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.tables import Documents, tables
 from kerple.positional import PositionalMethod
 
 # Queries and keys of a block: FlexAttention skips blocks without visible pairs.
@@ -73,19 +73,24 @@ def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: i
     return causal
 
 
-def table_score_mod(bias: Tensor | None, weight: Tensor | None, distance_of: Distance) -> ScoreMod:
+def table_score_mod(bias: Tensor | None, weight: Tensor | None, distance_of: Distance, causal: bool = True) -> ScoreMod:
     """weight(δ) * score + bias(δ) with tables over distance, `[h, length]`; see `score_mod`.
 
     Keys beyond the tables, which a mask excludes, get the values of the last distance.
     """
-    last = min(table.shape[1] for table in (bias, weight) if table is not None) - 1
+    last = min(table.shape[-1] for table in (bias, weight) if table is not None) - 1
+
+    def value(table: Tensor, head: Tensor, distance: Tensor) -> Tensor:
+        half = () if table.dim() == 2 else ((distance < 0).long(),)
+        index = (*half, head, distance if causal else distance.abs())
+        return table[index]
 
     def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = distance_of(batch, query, key).clamp(min=0, max=last)
+        distance = distance_of(batch, query, key).clamp(min=0 if causal else -last, max=last)
         if weight is not None:
-            score = score * weight[head, distance]
+            score = score * value(weight, head, distance)
         if bias is not None:
-            score = score + bias[head, distance]
+            score = score + value(bias, head, distance)
         return score
 
     return modify
@@ -100,9 +105,9 @@ def flex_attention(call: AttentionCall) -> Tensor:
     if call.documents is not None:
         mask, distance_of = _document_mask(call, call.documents)
     else:
-        mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device)
+        mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device, call.span.causal)
     if call.has_tables:
-        modify = table_score_mod(call.tables.bias, call.tables.weight, distance_of)
+        modify = table_score_mod(call.tables.bias, call.tables.weight, distance_of, call.span.causal)
     if call.key_mask is not None:
         modify = _masked_score_mod(modify, call.key_mask)
     compiled = call.query.device.type == "cuda" and call.q_len > 1 and not torch.compiler.is_compiling()
@@ -155,36 +160,41 @@ def _document_mask(call: AttentionCall, documents: Documents) -> tuple[Any, Dist
     """The `BlockMask` of a call with documents, and the distances in them."""
     places = documents.places(range(call.offset, call.kv_len), call.offset)
     query_ids, query_positions = documents.ids[:, places], documents.positions[:, places]
+    distances = call.kv_len if call.span.window is None else call.span.window
+    nearest = 0 if call.span.causal else 1 - distances
 
     def distance_of(batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query_positions[batch, query] - documents.positions[batch, key]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance, same = distance_of(batch, query, key), query_ids[batch, query] == documents.ids[batch, key]
-        return same & (distance >= 0) & (distance < (call.kv_len if call.span.window is None else call.span.window))
+        return same & (distance >= nearest) & (distance < distances)
 
     shape = (len(documents.ids), None, call.q_len, call.kv_len)
     return _flex_module().create_block_mask(visible, *shape, device=call.query.device), distance_of
 
 
 @lru_cache(maxsize=64)
-def _block_mask(s: int, t: int, window: int | None, device: torch.device) -> Any:
-    """The `BlockMask` of s queries, the last of t positions. `create_block_mask` would need a matrix `[s, t]`."""
-    offset, distances = t - s, t if window is None else window
+def _block_mask(s: int, t: int, window: int | None, device: torch.device, causal: bool = True) -> Any:
+    """The `BlockMask` of s queries, the last (if not causal, the first) of t positions. `create_block_mask` would need
+    a matrix `[s, t]`.
+    """
+    offset, distances = t - s if causal else 0, max(s, t) if window is None else window
+    nearest = 0 if causal else 1 - distances
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + offset - key
-        return (distance >= 0) & (distance < distances)
+        return (distance >= nearest) & (distance < distances)
 
     # Autograd cannot save inference tensors, and training may use a mask that an evaluation cached.
     with torch.inference_mode(False):
         first_query = torch.arange(0, s, BLOCK, device=device)[:, None] + offset
-        last_query = (first_query + BLOCK - 1).clamp(max=t - 1)
+        last_query = (first_query + BLOCK - 1).clamp(max=offset + s - 1)
         first_key = torch.arange(0, t, BLOCK, device=device)
         last_key = first_key + BLOCK - 1
-        some = (first_key <= last_query) & (last_key > first_query - distances)
-        complete = (last_key < t) & (first_query + BLOCK <= t)
-        every = complete & (last_key <= first_query) & (first_key > last_query - distances)
+        some = (first_key + nearest <= last_query) & (last_key > first_query - distances)
+        complete = (last_key < t) & (first_query + BLOCK <= offset + s)
+        every = complete & (last_key + nearest <= first_query) & (first_key > last_query - distances)
         blocks = [_visible_first(mask) for mask in (some & ~every, every)]
         return _flex_module().BlockMask.from_kv_blocks(
             *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)

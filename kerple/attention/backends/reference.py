@@ -13,7 +13,9 @@ from kerple.attention.tables import lookup
 
 def reference_attention(call: AttentionCall) -> Tensor:
     """Like `attend`, with `[b, h, s, t]` scores in memory."""
-    first_key = call.first_key(call.offset) if call.modify_scores is not None else 0
+    first_key = 0
+    if call.modify_scores is not None:
+        first_key = call.keys(range(call.offset, call.offset + call.q_len)).start
     key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
     return attend_to_chunk(
         call.query, key, value, call.tables.scores, call=call, first_query=call.offset, first_key=first_key
@@ -40,14 +42,17 @@ def attend_to_chunk(
     flat_query, flat_key, flat_value = (states.flatten(0, 1) for states in contiguous)
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * len(queries)
-    flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
-    scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
-    scores = scores.view(*query.shape[:3], len(keys))
+    positions = [torch.arange(part.start, part.stop, device="cpu") + call.dropped for part in (queries, keys)]
+    if call.products is None:
+        flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
+        scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
+        scores = scores.view(*query.shape[:3], len(keys))
+    else:
+        scores = call.products(*contiguous[:2], *positions, call.scale)
     mask = call.mask(queries, keys)
     if call.modify_scores is not None:
-        query_positions = torch.arange(queries.start, queries.stop, device="cpu") + call.dropped
-        key_positions = torch.arange(keys.start, keys.stop, device="cpu") + call.dropped
-        scores = call.modify_scores(scores, query, query_positions, key_positions, mask, score_table)
+        causal = {} if call.span.causal else {"causal": False}
+        scores = call.modify_scores(scores, query, *positions, mask, score_table, **causal)
     elif call.has_tables:
         distance = call.distances(queries, keys)
         if call.tables.weight is not None:

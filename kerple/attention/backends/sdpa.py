@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.call import FULL, AttentionCall, Backend
+from kerple.attention.call import EVERY_KEY, FULL, AttentionCall, Backend
 from kerple.attention.tables import lookup
 
 # Queries per call of PyTorch's kernel if it needs a mask: bounds the memory of the mask.
@@ -21,19 +21,21 @@ MAX_FLASH_SIZE = 256
 def sdpa_attention(call: AttentionCall) -> Tensor:
     """Like `attend`, without a weight.
 
-    If PyTorch's causal mask is not enough, each chunk of queries gets a mask that contains the bias. So `[b, h, s, t]`
-    is never in memory, unless autograd saves the masks. On a GPU the mask must have the query's dtype, which rounds the
-    bias.
+    If PyTorch's causal mask, or none, is not enough, each chunk of queries gets a mask that contains the bias. So
+    `[b, h, s, t]` is never in memory, unless autograd saves the masks. On a GPU the mask must have the query's dtype,
+    which rounds the bias.
     """
     query, key, value, bias_table = call.query, call.key, call.value, call.tables.bias
-    if bias_table is None and call.span == FULL and not call.has_pair_mask and call.q_len == call.kv_len:
-        return _attend(call, query, key, value, is_causal=True)
+    complete = call.span == EVERY_KEY or (call.span == FULL and call.q_len == call.kv_len)
+    if bias_table is None and complete and not call.has_pair_mask:
+        return _attend(call, query, key, value, is_causal=call.span.causal)
     mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
     contexts = []
     for first in range(0, call.q_len, MASK_ROWS):
         last = min(first + MASK_ROWS, call.q_len)
-        first_key, end = call.first_key(call.offset + first), call.offset + last
-        queries, keys = range(call.offset + first, end), range(first_key, end)
+        queries = range(call.offset + first, call.offset + last)
+        keys = call.keys(queries)
+        visible = slice(keys.start, keys.stop)
         mask = call.mask(queries, keys)
         if bias_table is None:
             attn_mask = ~mask
@@ -41,11 +43,8 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
             bias = lookup(bias_table, call.distances(queries, keys))
             attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)
             attn_mask = attn_mask if attn_mask.dim() == 4 else attn_mask[None]
-        contexts.append(
-            _attend(
-                call, query[:, :, first:last], key[:, :, first_key:end], value[:, :, first_key:end], attn_mask=attn_mask
-            )
-        )
+        part = query[:, :, first:last], key[:, :, visible], value[:, :, visible]
+        contexts.append(_attend(call, *part, attn_mask=attn_mask))
     return torch.cat(contexts, dim=2)
 
 

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_attend import attend_in_mode
-from .attention_call import AttentionCall, Documents, Requirements, Span, without_autocast
+from .attention_call import AttentionCall, Requirements, Span, without_autocast
 from .attention_chunked import CHUNKED
 from .attention_flex import FLEX
 from .attention_mode import AttentionMode
 from .attention_parts import run, run_documents
 from .attention_reference import REFERENCE
 from .attention_sdpa import SDPA
-from .attention_tables import position_tables
+from .attention_tables import Documents, position_tables
 from .cache_kerple import ModeCache
 from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
 

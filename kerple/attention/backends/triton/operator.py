@@ -323,6 +323,7 @@ FUSED = Backend(
     "fused",
     fused_attention,
     dropout=False,
+    noncausal=False,
     key_mask=False,
     value_sizes=False,
     decay=True,

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kerple.attention import FULL, Attention, PositionTables, Span, attend
+from kerple.attention import FULL, Attention, Documents, PositionTables, Span, attend, position_tables
+from kerple.attention.backends import sdpa
 from kerple.attention.call import AttentionCall, Backend, Requirements
-from kerple.positional import ModelShape, TableJacobian, build, primary_names
+from kerple.positional import ModelShape, TableJacobian, XPos, build, primary_names
 from tests.support.attention import SPANS, dense_attention, random_states, upstream_gradient, visible_pairs
 
 
@@ -32,6 +33,7 @@ def test_a_block_sees_from_half_to_all_of_the_training_length():
     [
         ({"window": 2, "block": 3}, r"window \(2\) and block \(3\) are both set"),
         ({"block": 0}, "block must be at least 1"),
+        ({"block": 2, "causal": False}, "causal"),
         ({"window": -1}, "window must be at least 1"),
     ],
 )
@@ -73,6 +75,14 @@ def jacobian(*shape: int) -> TableJacobian:
         ({"query": torch.randn(1, 2, 7, 4)}, "7 queries for 6 keys"),
         ({"query": torch.randn(1, 2, 6, 4).bfloat16()}, "differ in dtype: torch.bfloat16, torch.float32"),
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and below 1; got 1.0"),
+        ({"bias_table": torch.zeros(2, 2, 6)}, r"bias_table \[2, 2, 6\]"),
+        ({"bias_table": torch.zeros(3, 2, 6), "causal": False}, r"bias_table \[3, 2, 6\]"),
+        ({"query": torch.randn(1, 2, 7, 4), "causal": False, "window": 3}, "7 queries for 6 keys"),
+        ({"decay_sums": torch.zeros(1, 2, 6), "causal": False}, "decay_sums"),
+        (
+            {"query": torch.randn(1, 2, 5, 4), "document_ids": torch.zeros(1, 6, dtype=torch.long), "causal": False},
+            "document_ids",
+        ),
         ({"bias_table": torch.zeros(2, 5)}, r"bias_table \[2, 5\] must be \[2, at least 6\]"),
         ({"weight_table": torch.zeros(3, 6)}, r"weight_table \[3, 6\] must be \[2, at least 6\]"),
         (
@@ -114,6 +124,7 @@ def test_requirements_of_a_call():
 @pytest.mark.parametrize(
     ("capabilities", "requirements", "reason"),
     [
+        ({"noncausal": False}, {"causal": False}, "only causal"),
         ({"weight": False}, {"weight": True}, "cannot multiply scores by a weight"),
         ({}, {"modify_scores": True}, "does not support positional methods with modify_scores"),
         ({"dropout": False}, {"dropout": True}, "does not support attention dropout"),
@@ -225,3 +236,86 @@ def test_value_heads_of_another_size(name, s, t, span, value_size):
             states = [part.detach() for part in (query[:, :, -s:], key, value)]
             actual = Attention("flex", method)(*states, decay_sums=sums, window=span.window, block=span.block)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def methods_in_both_directions():
+    methods = [build(name, SHAPE) for name in primary_names()]
+    names = [(name, {}) for name, method in zip(primary_names(), methods, strict=True) if not method.causal_only]
+    return [*names, ("rpe", {"bidirectional": True})]
+
+
+@pytest.mark.parametrize(
+    ("s", "t", "window", "extra"),
+    [
+        (17, 17, None, ""),
+        (17, 17, 3, "key_mask"),
+        (17, 17, None, "documents"),
+        (5, 17, None, "key_mask"),
+        (9, 6, None, ""),
+    ],
+)
+@pytest.mark.parametrize(("name", "options"), methods_in_both_directions())
+def test_attention_in_both_directions(name, options, s, t, window, extra, monkeypatch):
+    """Values and gradients in each backend, in flex without gradients, also in chunks of queries, with other numbers
+    of queries than keys, grouped queries and value heads of another size.
+    """
+    for limit in ("MODIFY_MIN_ROWS", "MODIFY_MAX_ROWS"):
+        monkeypatch.setattr(f"kerple.attention.backends.chunk_plan.{limit}", 5)
+    monkeypatch.setattr(sdpa, "MASK_ROWS", 5)
+    monkeypatch.setattr(XPos, "segment", 4)
+    torch.manual_seed(0)
+    method = build(name, SHAPE, **options).double()
+    query, key, value = random_states(4, 6, 17, batch=3, kv_heads=2)
+    value = torch.cat((value, value), dim=-1)[..., :9]
+    leaves = [query, key, value, *method.parameters()]
+    query, _ = method.rotate(query[:, :, :s], key[:, :, :0], torch.arange(s), torch.arange(0))
+    _, key = method.rotate(query[:, :, :0], key[:, :, :t], torch.arange(0), torch.arange(t))
+    states = query, key, value[:, :, :t]
+
+    distance = torch.arange(s)[:, None] - torch.arange(t)
+    mask = (distance.abs() >= (window or 17)).expand(3, 1, s, t)
+    arguments = {"window": window, "causal": False}
+    if extra == "key_mask":
+        mask, arguments["key_mask"] = mask | ~KEYS[:, None, None], KEYS
+    if extra == "documents":
+        parts = [slice(0, 6), slice(6, 17)]
+        arguments["documents"] = Documents((torch.arange(17) >= 6).long().expand(3, -1))
+        alone = [[part[:, :, tokens] for part in states] for tokens in parts]
+        contexts = []
+        for part, length in zip(alone, (6, 11), strict=True):
+            contexts.append(dense_attention(method, *part, mask[:, :, :length, :length], causal=False))
+        expected = torch.cat(contexts, dim=2)
+    else:
+        expected = dense_attention(method, *states, mask, causal=False)
+    upstream = upstream_gradient(expected)
+    expected_grads = torch.autograd.grad(expected, leaves, upstream, allow_unused=True, retain_graph=True)
+    has_products = "modify_scores" in method.hooks or name == "xpos"
+    backends = ["auto", "reference", "chunked"]
+    if not has_products and "weight" not in method.hooks:
+        backends.append("sdpa")
+    for backend in backends:
+        actual = Attention(backend, method)(*states, **arguments)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        grads = torch.autograd.grad(actual, leaves, upstream, allow_unused=True, retain_graph=True)
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            if expected_grad is not None:
+                torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+    if not has_products:
+        with torch.no_grad():
+            actual = Attention("flex", method)(*(part.detach() for part in states), **arguments)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cope", "stick_breaking", "forgetting", "cable"])
+def test_methods_without_a_meaning_in_both_directions(name):
+    method, states = build(name, SHAPE), random_states(4, 6, 5)
+    with pytest.raises(ValueError, match=rf"{type(method).__name__} .*kerple_log"):
+        Attention(positional=method)(*states, causal=False)
+
+
+def test_tables_of_one_direction_are_rejected():
+    method = build("rpe", SHAPE, bidirectional=True)
+    for causal in (False, True):
+        tables = position_tables(method, 17, "cpu", causal=not causal)
+        with pytest.raises(ValueError, match=f"causal={causal}"):
+            Attention(positional=method)(*random_states(4, 6, 17), tables=tables, causal=causal)

@@ -76,6 +76,22 @@ def test_auto_chooses_the_fastest_backend_for_each_call_on_a_cpu(calls, fused_av
     assert [backend for backend, *_ in calls] == ["sdpa", "chunked", "chunked", "chunked"]
 
 
+@pytest.mark.parametrize("options", [{"causal": False}, {"key_mask": torch.ones(1, 6, dtype=torch.bool)}])
+def test_calls_that_fused_does_not_support(calls, fused_available, options, monkeypatch):
+    monkeypatch.setattr(dispatch, "_fused_is_fastest", lambda requirements, q_len: fused_supports(requirements))
+
+    def fused_supports(requirements):
+        return dispatch._unsupported_reason("fused", requirements) is None
+
+    states = random_states()
+    with pytest.raises(NotImplementedError, match=r"'fused' .*use auto, or one of reference, sdpa, chunked, flex"):
+        attend(*states, backend="fused", **options)
+    attend(*states, bias_table=torch.zeros(2, 6), **options)
+    attend(*states, **options)
+    attend(*states, window=2, **options)
+    assert [backend for backend, *_ in calls] == ["chunked", "sdpa", "chunked"]
+
+
 def test_the_choice_is_described(fused_available):
     plain = Attention("auto", build("rotary", SHAPE))
     biased = Attention("auto", build("kerple_log", SHAPE))

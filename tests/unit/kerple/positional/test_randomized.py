@@ -96,8 +96,9 @@ def assert_equal_with_gradients(attended, expected, states, method, plain):
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["alibi", "rpe", "kerple_power_ap_ap", "kerple_power__ap", "kerple_log_rotary"])
-def test_attention_at_sampled_positions(name):
+def test_attention_at_sampled_positions(name, causal):
     """Values, and gradients of states and parameters."""
     torch.manual_seed(0)
     method, plain = random_method(name).train(), build(name, SHAPE)
@@ -108,18 +109,23 @@ def test_attention_at_sampled_positions(name):
     states = [torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 
     rotated = method.rotate(*states[:2], POSITIONS, POSITIONS)
-    attended = Attention("chunked", method)(*rotated, states[2])
+    attended = Attention("chunked", method)(*rotated, states[2], causal=causal)
 
     query, key = plain.rotate(*states[:2], positions, positions)
     scores = query @ key.transpose(-1, -2) / 8**0.5
-    distance = (positions[:, None] - positions).clamp(min=0).float()
+    distance = (positions[:, None] - positions).abs().float()
     if "weight" in plain.hooks:
         scores = scores * plain.weight(distance)
     if "bias" in plain.hooks:
         scores = scores + plain.bias(distance)
-    future = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    future = torch.ones(LENGTH, LENGTH).triu(1).bool() & causal
     expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
     assert_equal_with_gradients(attended, expected, states, method, plain)
+
+
+@pytest.mark.parametrize("name", ["xpos", "transformer_xl"])
+def test_methods_that_need_causal_attention_at_sampled_positions(name):
+    assert random_method(name).causal_only
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -5,6 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from transformers.models.t5 import modeling_t5
 
 from kerple.positional import T5
 
@@ -72,7 +73,20 @@ def test_the_table_has_its_name_in_checkpoints_and_is_xavier_normal():
     assert method.weight.std().item() == pytest.approx((2 / 3032) ** 0.5, rel=0.02)
 
 
-@pytest.mark.parametrize("options", [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}])
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (64, 256), (16, 40)])
+def test_buckets_of_both_directions_are_those_of_transformers(buckets, furthest):
+    method = T5(num_heads=2, head_size=4, num_buckets=buckets, max_distance=furthest, bidirectional=True)
+    distance = torch.arange(-400, 401)
+    function = modeling_t5.T5Attention._relative_position_bucket
+    expected = function(-distance, bidirectional=True, num_buckets=buckets, max_distance=furthest)
+    torch.testing.assert_close(method.buckets(distance.float()), expected)
+    assert torch.equal(method.bias_jacobian(torch.zeros(1)).coefficients[:, 0], 2 * method.weight[buckets // 2 - 1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}, {"num_buckets": 33, "bidirectional": True}],
+)
 def test_invalid_buckets_are_rejected(options):
     with pytest.raises(ValueError, match=r"num_buckets.*2"):
         T5(num_heads=2, head_size=4, **options)

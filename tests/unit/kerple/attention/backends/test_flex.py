@@ -44,14 +44,16 @@ def test_grouped_queries(heads, kv_heads, s, t, window):
 
 
 @pytest.mark.parametrize("window", [None, 1, 128, 129, 300])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("s", "t"), [(1, 1), (1, 300), (128, 128), (256, 512), (300, 300), (100, 700), (513, 640)])
-def test_block_masks_are_those_of_create_block_mask(s, t, window):
+def test_block_masks_are_those_of_create_block_mask(s, t, window, causal):
     def visible(batch, head, query, key):
-        distance = query + t - s - key
+        distance = query + t - s - key if causal else (query - key).abs()
         return (distance >= 0) & (distance < (window or t))
 
     expected = create_block_mask(visible, None, None, s, t, device="cpu").as_tuple()
-    for actual, tensor in zip(flex._block_mask(s, t, window, torch.device("cpu")).as_tuple(), expected, strict=True):
+    mask = flex._block_mask(s, t, window, torch.device("cpu"), causal)
+    for actual, tensor in zip(mask.as_tuple(), expected, strict=True):
         if isinstance(tensor, torch.Tensor):
             assert actual.dtype == tensor.dtype
             assert torch.equal(actual, tensor)
