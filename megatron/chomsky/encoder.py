@@ -1,30 +1,21 @@
 """The transformer of the benchmark: an encoder, in which every position attends to all positions.
 
-Relative methods are defined for keys before the query. Here they are extended to keys after it:
-
-    KERPLE, ALiBi, T5, Sandwich    the bias and weight of the absolute distance
-    DAPE (both versions)           its static bias of the absolute distance; its network sees the scores of all keys
-    FIRE                           the pair is treated as if query and key were swapped
-    xPos                           the products decay with the absolute distance; the rotation encodes the direction
-    Transformer-XL                 r of the negative distance, as in the benchmark's own relative encoding
-    CoPE                           the gates between query and key are summed in the direction of the key
-
-Rotary and absolute positions already encode the direction.
+Methods that are defined only for keys before the query are extended to keys after it: the gates of CoPE and the decays
+between query and key are summed in the direction of the key, and stick-breaking is read from right to left.
 
 Legend: b samples, s positions, h heads, d head size, e hidden size.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.attention import tables
-from kerple.positional import Chunk, Fire, ModelShape, PositionalMethod, TransformerXL, build_layers, method_class
-from kerple.positional.dape import Adaptive
+from kerple.attention import Attention, attend
+from kerple.positional import Chunk, ModelShape, PositionalMethod, build_layers, method_class
 from megatron.utils.errors import UserError
 
 ARCHITECTURES = ("pre-norm", "original")
@@ -113,15 +104,14 @@ class EncoderLayer(nn.Module):
         qkv = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         query, key = positional.rotate(query, key, positions, positions)
-        if positional.hooks - {"embed", "rotate"}:
-            scores = bidirectional_products(query, key, positional, positions)
-            scores = bidirectional_scores(scores, query, positional, positions)
-            if "decay" in positional.hooks:
-                sums = positional.decay(hidden).cumsum(dim=-1)
-                scores = scores - (sums[..., :, None] - sums[..., None, :]).abs()
-            context = scores.softmax(dim=-1).to(value.dtype) @ value
+        if positional.causal_only:
+            sums = positional.decay(hidden).cumsum(dim=-1) if "decay" in positional.hooks else None
+            scores = partial(scores_from_both_sides, positional, sums)
+            context = attend(query, key, value, modify_scores=scores, causal=False, backend="reference")
         else:
-            context = F.scaled_dot_product_attention(query, key, value)
+            # The sequences are short, so all scores fit in memory, and training need not compute them twice.
+            backend = "reference" if positional.hooks - {"embed", "rotate"} else "sdpa"
+            context = Attention(backend, positional)(query, key, value, causal=False)
         return self.projection(context.transpose(1, 2).reshape(batch, length, size))
 
 
@@ -148,59 +138,26 @@ class PostNormLayer(EncoderLayer):
         return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
 
-def bidirectional_products(query: Tensor, key: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-    """The scaled products `[b, h, s, s]` of queries and keys, with the method's `scale_qk` in both directions."""
-    if "scale_qk" not in positional.hooks:
-        return query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+def scores_from_both_sides(
+    positional: PositionalMethod,
+    sums: Tensor | None,
+    scores: Tensor,
+    query: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    mask: Tensor,
+    table: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    """The `modify_scores` of `attend` for a method that is defined for keys before the query: `[b, h, s, s]`.
 
-    def decaying(first: Tensor, second: Tensor) -> Tensor:
-        """The products of all pairs, valid where the position of `second` is not after that of `first`."""
-        rows = []
-        for part, part_positions in zip(
-            first.split(positional.segment, dim=2), positions.split(positional.segment), strict=True
-        ):
-            scaled, others = positional.scale_qk(part, second, part_positions, positions)
-            rows.append(scaled @ others.transpose(-1, -2))
-        return torch.cat(rows, dim=2) * query.shape[-1] ** -0.5
-
-    return torch.where(_key_follows(positions, query), decaying(key, query).transpose(-1, -2), decaying(query, key))
-
-
-def bidirectional_scores(scores: Tensor, query: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-    """The final scores `[b, h, s, s]`: with the method's weight and bias, or modified by its `modify_scores`, for pairs
-    in both directions.
+    sums: the prefix sums of the method's decay, `[b, h, s]`, or None for a method with `modify_scores`.
     """
-    distances = positions.to(scores.device, torch.float32)
-    key_follows = _key_follows(positions, scores)
-    if "modify_scores" not in positional.hooks:
-        distance = (positions[:, None] - positions).abs().to(scores.device)
-        bias, weight = tables(positional, len(positions), scores.device)
-        scores = scores if weight is None else scores * weight[:, distance]
-        return scores if bias is None else scores + bias[:, distance]
-    if isinstance(positional, Adaptive):
-        static, bias = positional.static, None
-        if isinstance(static, Fire):
-            bias = static.pair_bias(positions, positions, scores)
-            bias = torch.where(key_follows, bias.transpose(-1, -2), bias)
-        elif static is not None:
-            distance = (positions[:, None] - positions).abs().to(scores.device)
-            bias = static.bias(distances)[:, distance].to(scores.dtype)
-        visible = torch.zeros_like(key_follows)
-        return positional.adapt(scores, bias, (visible, visible))
-
-    def before(scores: Tensor, query: Tensor, table: Tensor | None) -> Tensor:
-        return positional.modify_scores(Chunk(scores, query, positions, positions, key_follows, table))
-
-    causal = before(scores, query, positional.table(distances))
-    if positional.per_pair and not positional.shift_invariant:  # the position of the query matters, not only distances
-        following = before(scores.transpose(-1, -2), query, positional.table(distances)).transpose(-1, -2)
-    else:
-        # Read from right to left, the keys after a query precede it, at the same distances.
-        signed = -distances if isinstance(positional, TransformerXL) else distances
-        following = before(scores.flip(-1, -2), query.flip(-2), positional.table(signed)).flip(-1, -2)
-    return torch.where(key_follows, following, causal)
-
-
-def _key_follows(positions: Tensor, like: Tensor) -> Tensor:
-    """bool `[s, s]`: True for the pairs whose key is after the query."""
-    return torch.ones(len(positions), len(positions), dtype=torch.bool, device=like.device).triu(1)
+    if sums is not None:
+        return scores - (sums[..., :, None] - sums[..., None, :]).abs()
+    follows = torch.ones_like(mask).triu(1)
+    positions = query_positions, key_positions
+    before = positional.modify_scores(Chunk(scores, query, *positions, follows))
+    # Read from right to left, the keys after a query precede it.
+    after = positional.modify_scores(Chunk(scores.flip(-1, -2), query.flip(-2), *positions, follows))
+    return torch.where(follows, after.flip(-1, -2), before)

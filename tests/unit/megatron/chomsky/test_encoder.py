@@ -1,12 +1,10 @@
 """The encoder compared with a computation pair by pair in float64."""
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from kerple.positional import ModelShape, build, primary_names
-from megatron.chomsky.encoder import Encoder, bidirectional_products, bidirectional_scores, check_method
+from megatron.chomsky.encoder import Encoder, check_method, scores_from_both_sides
 from megatron.cli.chomsky import METHODS
 from megatron.utils.errors import UserError
 
@@ -39,74 +37,14 @@ def test_encoder_attends_to_both_sides(pos_emb):
     torch.testing.assert_close(model(symbols), model.output(model.norm(hidden)), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("pos_emb", ["dape_kerple", "dape_alibi", "fire", "dape"])
-def test_adaptive_methods_treat_both_directions_alike(pos_emb):
-    torch.manual_seed(1)
-    method = build(pos_emb, ModelShape(2, 8, 16, 1, 64)).double()
-    scores, positions = torch.randn(3, 2, 6, 6, dtype=torch.float64), torch.arange(6)
-    modified = bidirectional_scores(scores, scores, method, positions)
-
-    def static(distance, query_position):
-        if pos_emb == "dape":
-            return None
-        if pos_emb == "fire":
-            length = max(abs(method.m.item() * 512.0), query_position)
-            x = np.log(0.1 * distance + 1) / (np.log(0.1 * length + 1) + 1e-6)
-            hidden = F.linear(torch.tensor([x], dtype=torch.float64), *method.first.parameters()).relu()
-            return F.linear(hidden, *method.second.parameters())
-        return method.static.bias(torch.tensor(float(distance))).double()
-
-    for m in range(6):
-        for n in range(6):
-            score, bias = scores[:, :, m, n], static(abs(m - n), max(m, n))
-            if pos_emb == "fire":
-                expected = score + bias
-            else:
-                inputs = score if bias is None else torch.cat((score, bias.expand(3, 2)), dim=1)
-                hidden = F.leaky_relu(F.linear(inputs, *method.first.parameters()), 0.01)
-                expected = score + F.linear(hidden, *method.second.parameters())
-                expected = expected if bias is None else expected + bias
-            torch.testing.assert_close(modified[:, :, m, n], expected, rtol=1e-6, atol=1e-6)
-
-
-def test_dape_v2_convolves_the_scores_of_all_keys():
-    """Without a mask: the scores and the bias of the absolute distance, along the keys of each query."""
-    torch.manual_seed(1)
-    method = build("dape_v2_kerple", ModelShape(2, 8, 16, 1, 64)).double()
-    scores, positions = torch.randn(3, 2, 6, 6, dtype=torch.float64), torch.arange(6)
-    distance = (positions[:, None] - positions).abs().double()
-    bias = method.static.bias(distance).double().expand_as(scores)
-    hidden = F.conv2d(torch.cat((scores, bias), dim=1), method.first.weight, method.first.bias, padding=(0, 1))
-    adapted = F.conv2d(F.leaky_relu(hidden, 0.01), method.second.weight, method.second.bias, padding=(0, 1))
-    expected = scores + bias + adapted
-    torch.testing.assert_close(bidirectional_scores(scores, scores, method, positions), expected, rtol=0, atol=1e-6)
-
-
-def test_transformer_xl_encodes_the_direction():
-    torch.manual_seed(1)
-    method = build("transformer_xl", ModelShape(2, 8, 16, 1, 64)).double()
-    query, positions = torch.randn(3, 2, 6, 8, dtype=torch.float64), torch.arange(6)
-    key = torch.randn_like(query)
-    rotated, _ = method.rotate(query, key, positions, positions)
-    scores = rotated @ key.transpose(-1, -2) / 8**0.5
-    actual = bidirectional_scores(scores, rotated, method, positions)
-    frequencies = 10_000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
-    for m in range(6):
-        for n in range(6):
-            angles = (m - n) * frequencies
-            r = (method.relative.weight @ torch.cat((angles.sin(), angles.cos()))).view(2, 8)
-            content = ((query[:, :, m] + method.content_bias[:, 0]) * key[:, :, n]).sum(-1)
-            position = ((query[:, :, m] + method.position_bias[:, 0]) * r).sum(-1)
-            torch.testing.assert_close(actual[:, :, m, n], (content + position) / 8**0.5, rtol=0, atol=1e-6)
-
-
 def test_cope_sums_the_gates_between_query_and_key():
     torch.manual_seed(1)
     method = build("cope", ModelShape(2, 8, 16, 1, 64), npos_max=4).double()
     torch.nn.init.normal_(method.pos_emb)
     query, positions = torch.randn(3, 2, 6, 8, dtype=torch.float64), torch.arange(6)
     scores = torch.randn(3, 2, 6, 6, dtype=torch.float64)
-    actual = bidirectional_scores(scores, query, method, positions)
+    mask = torch.zeros(6, 6, dtype=torch.bool)
+    actual = scores_from_both_sides(method, None, scores, query, positions, positions, mask, None, causal=False)
     gates = scores.sigmoid()
     for m in range(6):
         for n in range(6):
@@ -116,23 +54,6 @@ def test_cope_sums_the_gates_between_query_and_key():
             vector = torch.lerp(low, high, (position - position.floor())[..., None])
             expected = scores[:, :, m, n] + (query[:, :, m] * vector).sum(-1)
             torch.testing.assert_close(actual[:, :, m, n], expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("segment", [2048, 4])
-def test_xpos_decays_in_both_directions(segment, monkeypatch):
-    torch.manual_seed(1)
-    method = build("xpos", ModelShape(2, 8, 16, 1, 64), scale_base=4.0).double()
-    monkeypatch.setattr(type(method), "segment", segment)
-    rotary = build("xpos", ModelShape(2, 8, 16, 1, 64)).double()
-    query, positions = torch.randn(3, 2, 9, 8, dtype=torch.float64), torch.arange(9)
-    key = torch.randn_like(query)
-    query, key = rotary.rotate(query, key, positions, positions)
-    actual = bidirectional_products(query, key, method, positions)
-    zeta = ((torch.arange(4, dtype=torch.float64) / 4 + 0.4) / 1.4).repeat_interleave(2)
-    for m in range(9):
-        for n in range(9):
-            expected = (query[:, :, m] * key[:, :, n] * zeta ** (abs(m - n) / 4)).sum(-1) / 8**0.5
-            torch.testing.assert_close(actual[:, :, m, n], expected, rtol=0, atol=1e-5)
 
 
 def test_the_original_architecture():
