@@ -102,8 +102,9 @@ def attend(
         key_mask: bool `[b, t]`, True for the keys that take part, so padding is False. Positions count all keys. The
             result is zero for a query without a visible key.
         causal: if False, a query also attends to the keys after it. Tables are read at the absolute distance, unless
-            they have a half for keys after the query (see `tables`). Queries and keys both begin at position 0, and
-            without a window there may be more queries than keys. A window has `window` - 1 keys on both sides.
+            they have a half for keys after the query (see `tables`), up to the larger of s and t. Queries and keys both
+            begin at position 0, and without a window there may be more queries than keys. A window has `window` - 1
+            keys on both sides.
         dropout_p: probability of dropping an attention probability.
         scale: factor of q.k, 1 / sqrt(d) by default.
         backend: one of `backend_names()`.
