@@ -14,7 +14,7 @@ from megatron.config import Config, UserError
 from megatron.evaluation.metrics.context import plan_context
 from megatron.evaluation.metrics.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.metrics.resolution import plan_resolution
-from megatron.evaluation.modes import parse_mode, supported_modes
+from megatron.evaluation.modes import parse_modes, supported_modes
 from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import (
@@ -357,8 +357,7 @@ def check_options(options: argparse.Namespace, train_length: int | None, *, task
         for name in ("split", "document_aware"):
             if getattr(options, name) not in ("valid", False):
                 raise UserError(f"--text {options.text}: cannot be combined with {option_name(name)}; remove one")
-    for name in options.modes:
-        parse_mode(name, train_length)
+    parse_modes(options.modes, train_length)
     for protocol in map(parse_protocol, options.protocol):
         if options.document_aware and not protocol.by_document:
             raise UserError(

@@ -18,7 +18,7 @@ from megatron.cli.model_options import (
     parse_with_checkpoint,
 )
 from megatron.config.schema import GenerationConfig
-from megatron.evaluation.modes import parse_mode
+from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
 from megatron.inference.generation import PROMPT_CHUNK, Generation, generate
 from megatron.model.gpt import GPT
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     settings = config.generation
     # Reject invalid requests before loading the model.
-    inference_mode = parse_mode(options.mode, config.model.seq_length)
+    (inference_mode,) = parse_modes([options.mode], config.model.seq_length)
     mode, prompt_file = _generation_mode(settings, options.input)
     output = options.output or settings.sample_output_file
     contexts: list[str] = []

@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.evaluation.modes import parse_mode
     from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
     from megatron.evaluation.records import ExtrapolationRecord, Record, read_results
     from megatron.evaluation.runner import evaluate_extrapolation
@@ -14,7 +13,6 @@ __all__ = [
     "ExtrapolationRecord",
     "Record",
     "evaluate_extrapolation",
-    "parse_mode",
     "parse_protocol",
     "read_results",
 ]
@@ -25,7 +23,6 @@ _MODULES = {
     "ExtrapolationRecord": "records",
     "Record": "records",
     "evaluate_extrapolation": "runner",
-    "parse_mode": "modes",
     "parse_protocol": "protocols",
     "read_results": "records",
 }

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from kerple.attention import Mode
-from kerple.attention import parse_mode as parse
+from kerple.attention import Mode, parse_mode
 from kerple.positional import build_layers
 from megatron.config import Config
 from megatron.inference.decoder import unsupported_reason
@@ -14,8 +13,12 @@ UNSUPPORTED_NOTE = "is not supported"
 
 
 def parse_modes(names: Sequence[str], train_length: int | None = None) -> list[Mode]:
-    """The modes with these names, each once. See `parse_mode`."""
-    return list({mode.name: mode for mode in (parse_mode(name, train_length) for name in names)}.values())
+    """The modes with these names, each once. Raises UserError for a name that `kerple.attention.parse_mode` rejects."""
+    try:
+        modes = [parse_mode(name, train_length) for name in names]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return list({mode.name: mode for mode in modes}.values())
 
 
 def supported_modes(
@@ -31,7 +34,7 @@ def supported_modes(
     for config in configs:
         model = config.model
         methods = build_layers(model.pos_emb, model.shape, **model.positional_options)
-        modes = {name: parse_mode(name, model.seq_length) for name in names}
+        modes = {name: parse_modes([name], model.seq_length)[0] for name in names}
         reasons = {name: unsupported_reason(mode.attention, methods, model) for name, mode in modes.items()}
         supported |= {name for name, reason in reasons.items() if reason is None}
         unsupported = {modes[name].name: reason for name, reason in reasons.items() if reason is not None}
@@ -42,11 +45,3 @@ def supported_modes(
         if name not in supported and not skip_unsupported:
             raise UserError(f"inference mode {name} {first_reasons[name]}")
     return result
-
-
-def parse_mode(name: str, train_length: int | None = None) -> Mode:
-    """`kerple.attention.parse_mode`. Raises UserError for names that are not valid."""
-    try:
-        return parse(name, train_length)
-    except ValueError as error:
-        raise UserError(str(error)) from error

@@ -7,10 +7,9 @@ evaluation may wait for the device or copy from pageable memory.
 import pytest
 import torch
 
-from kerple.attention import Attention, AttentionMode, Span, backend_names
+from kerple.attention import Attention, AttentionMode, Span, backend_names, parse_mode
 from kerple.positional import build
 from megatron.config import UserError, load_config
-from megatron.evaluation.modes import parse_mode
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import ModelSettings

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kerple.attention import parse_mode
 from megatron.cli.generate import TextGenerator, cache_bytes, interact, main, read_prompts, split_prompts
 from megatron.config import Config, UserError
 from megatron.config.schema import GenerationConfig
-from megatron.evaluation.modes import parse_mode
 from megatron.inference.generation import Generation, generate
 from megatron.model.attention import LayerCache
 from megatron.tokenizer.tokenizer import build_tokenizer

@@ -4,9 +4,9 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from kerple.attention import parse_mode
 from megatron.convert import to_hugging_face
 from megatron.evaluation.harness import HarnessModel, evaluate_tasks
-from megatron.evaluation.modes import parse_mode
 from megatron.inference import load_model
 from megatron.inference.generation import generate
 from megatron.tokenizer.tokenizer import CharLevelTokenizer, TokenizerFiles, build_tokenizer

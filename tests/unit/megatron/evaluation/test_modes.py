@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.evaluation.modes import UNSUPPORTED_NOTE, parse_mode, parse_modes
+from kerple.attention import parse_mode
+from megatron.evaluation.modes import UNSUPPORTED_NOTE, parse_modes
 from megatron.inference.decoder import as_decoder
 from megatron.utils.errors import UserError
 from tests.support.language_models import small_gpt
@@ -15,7 +16,7 @@ def test_each_mode_is_listed_once():
 
 def test_invalid_names():
     with pytest.raises(UserError, match="choose full, window@W"):
-        parse_mode("sliding")
+        parse_modes(["sliding"])
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from kerple.attention import parse_mode
 from megatron.evaluation.metrics.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
-from megatron.evaluation.modes import parse_mode
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
