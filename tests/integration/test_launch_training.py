@@ -146,7 +146,7 @@ def test_llama_7b_does_not_fit(tmp_path, data_path, forked_scripts):
 
 
 def test_force_trains_with_too_little_memory(tmp_path, data_path, monkeypatch, capfd):
-    monkeypatch.setattr("megatron.training.startup.free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("megatron.training.startup.free_memory", lambda device="cpu": 1_000_000)
     settings = training_settings(tmp_path, data_path, train_iters=1, eval_iters=0)
     (tmp_path / "config.yml").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=r"0\.0.*--force"):

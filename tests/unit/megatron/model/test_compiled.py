@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from megatron.config import Config, UserError
 from megatron.model.compiled import capture, compile_blocks, is_traceable
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.training.engine import GPTWithLoss
-from megatron.training.loop import train
 from tests.support.language_models import model_settings, small_gpt
-from tests.support.runs import training_settings
 
 # All tests use blocks and micro-batches of the same sizes, so each is compiled once.
 pytestmark = pytest.mark.usefixtures("empty_inductor_cache")
@@ -122,9 +119,3 @@ def test_the_graphed_loss_replaces_forward(monkeypatch):
     assert model.forward(tokens, tokens) is captured[0]
     assert torch.equal(captured[0], expected)
     assert not any("forward" in name for name in model.state_dict())
-
-
-def test_a_gpu_is_required(tmp_path, data_path):
-    keys = {"enable_cuda_graph": True, "precision": "bfloat16"}
-    with pytest.raises(UserError, match=r"enable_cuda_graph.*GPU"):
-        train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))

@@ -113,3 +113,9 @@ def test_keys_that_deepspeed_knows(tmp_path, data_path):
     keys = {"train_iters": 1, "eval_iters": 0, "save": None, "load": None}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys, deepspeed_extra_args=extra)))
     assert list(metrics(tmp_path)) == [1]
+
+
+def test_cuda_graphs_need_a_gpu(tmp_path, data_path):
+    keys = {"enable_cuda_graph": True, "precision": "bfloat16"}
+    with pytest.raises(UserError, match=r"enable_cuda_graph.*GPU"):
+        train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))

@@ -16,18 +16,18 @@ SINKS = AttentionMode(Span(window=4, sinks=2))
 REINDEXED = AttentionMode(Span(window=4, sinks=2), reindexed=True)
 NTK = AttentionMode(dynamic_ntk=DynamicNtk(1.0, 32))
 SCALED = AttentionMode(scaling=LogLength(32))
-ROTATIONS = {"per_layer", "rotary", "p_rope", "kerple_log_rotary", "xpos", "dape_rotary", "dape_v2_rotary"}
 WITHOUT_DISTANCE = {"none", "sinusoidal", "learned", "cope", "dape", "dape_v2", "forgetting", "cable", "stick_breaking"}
 
 
 @pytest.mark.parametrize("name", primary_names())
 def test_supported_methods(name):
     method = build(name, SHAPE)
+    rotates = method.turns
     assert SINKS.unsupported_reason(method) is None
     assert SCALED.unsupported_reason(method) is None
     assert (MAP.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE)
-    assert (LOG.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE | ROTATIONS)
-    assert (NTK.unsupported_reason(method) is None) == (name in ROTATIONS)
+    assert (LOG.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE and not rotates)
+    assert (NTK.unsupported_reason(method) is None) == rotates
     if "modify_scores" in method.hooks or name in WITHOUT_DISTANCE:
         assert "use sinks without reindexed" in str(REINDEXED.unsupported_reason(method))
     else:
