@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# First contact with a GPU, in at most nine minutes: the doctor, all kernels against float64, attention against SDPA,
-# FlexAttention and FlashAttention, the 162M training step with and without graphs and compilation, and the engine
-# without host synchronizations. Prints one table; results and logs: runs/bench/first_contact.
+# First contact with a GPU, in at most nine minutes: the doctor, the engine without host synchronizations, all kernels
+# against float64, attention against SDPA, FlexAttention and FlashAttention, and the 162M training step with and without
+# graphs and compilation. Prints one table; results and logs: runs/bench/first_contact.
 #
 #     PYTHON=python3 bash benchmarks/first_contact.sh [--full] [--dry-run]
 #
@@ -31,13 +31,13 @@ failed=0
 part() {  # part NAME COMMAND...: its output goes to the terminal and to NAME.log; it ends at the deadline
   local name=$1 left=$((deadline - SECONDS))
   shift
-  timeout $((left > 1 ? left : 1)) "$PYTHON" "$@" 2>&1 | tee $out/$name.log || { failed=1; echo "$name FAILED"; }
+  timeout -k 10 $((left > 1 ? left : 1)) "$PYTHON" "$@" 2>&1 | tee $out/$name.log || { failed=1; echo "$name FAILED"; }
 }
 
 part doctor -m megatron.cli.doctor --jobs "$jobs" --json $out/doctor.json
+part engine benchmarks/engine_gpu.py --json $out/engine.json $dry
 part attention benchmarks/attention_gpu.py --check --jobs "$jobs" $quick --seconds 150 --json $out/attention.json $dry
 part train_step benchmarks/train_step_gpu.py --check $quick --seconds 120 --json $out/train_step.json $dry
-part engine benchmarks/engine_gpu.py --json $out/engine.json $dry
 [ -n "$quick" ] || part evaluation benchmarks/evaluation_gpu.py --check --seconds 90 --json $out/evaluation.json $dry
 "$PYTHON" -m benchmarks.support.gpu $out || failed=1
 exit $failed

@@ -116,6 +116,7 @@ def main() -> int:
             else:
                 model = initialized_gpt(settings).to(bench.device)
                 if backend == "compiled":
+                    torch._dynamo.reset()  # it limits how often one function is recompiled
                     compile_blocks(model, bench.device)
                 if backend == "graphs":
                     capture(model.bfloat16(), [text[:, :-1].contiguous(), text[:, 1:].contiguous()])
