@@ -29,7 +29,7 @@ from benchmarks.support.timing import Timing, add_options, apply_options, compar
 from kerple.attention import dispatch
 from megatron.model.compiled import compile_blocks
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.training.optimizer import parameter_groups
 from megatron.utils.command_line import run_main
 

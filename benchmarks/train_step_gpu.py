@@ -25,7 +25,7 @@ from benchmarks.support.materialized import MATERIALIZED
 from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
 from megatron.model.compiled import capture, compile_blocks
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 from megatron.utils.command_line import run_main
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kerple.positional import ModelShape
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 
 class PlainConfig(SimpleNamespace):

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from kerple.attention.tables import NO_TABLES, Documents, PositionTables
-from kerple.positional import append_decay
+from kerple.positional import Chunk, append_decay
 
-# A positional method's `final_scores`: (scores, query, query positions, key positions, mask, table) -> scores. In
-# attention that is not causal, it also gets causal=False.
-ModifyScores = Callable[..., Tensor]
+# A positional method's `final_scores`.
+ModifyScores = Callable[[Chunk], Tensor]
 # (query, key, query positions, key positions, scale) -> scaled products, in the place of scale * q.k.
-Products = Callable[..., Tensor]
+Products = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 Position = TypeVar("Position", int, Tensor)
 
 

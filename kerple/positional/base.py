@@ -7,7 +7,7 @@ and keys of a chunk, n distances, p parameters per head.
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,29 +188,22 @@ class PositionalMethod(nn.Module):
         """
         return self.table(distance)
 
-    def final_scores(
-        self,
-        scores: Tensor,
-        query: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        table: Tensor | None,
-        causal: bool = True,
-    ) -> Tensor:
-        """`modify_scores` of a `Chunk`, if causal with `lookahead` additional masked keys after the last one, whose
+    def final_scores(self, chunk: Chunk) -> Tensor:
+        """`modify_scores`, `[b, h, c, l]`; if causal, with `lookahead` additional masked keys after the last one, whose
         scores are not returned.
 
         The result for a query is then the same whether or not keys follow, as in decoding with a KV cache.
         """
-        if not causal:
-            return self.modify_scores(Chunk(scores, query, query_positions, key_positions, mask, table, causal))
-        if self.lookahead:
-            following = torch.arange(self.lookahead, device="cpu") + key_positions[-1] + 1
-            key_positions = torch.cat((key_positions, following))
-            scores, mask = F.pad(scores, (0, self.lookahead)), F.pad(mask, (0, self.lookahead), value=True)
-        final = self.modify_scores(Chunk(scores, query, query_positions, key_positions, mask, table))
-        return final[..., : final.shape[-1] - self.lookahead]
+        if not chunk.causal or not self.lookahead:
+            return self.modify_scores(chunk)
+        following = torch.arange(self.lookahead, device="cpu") + chunk.key_positions[-1] + 1
+        longer = replace(
+            chunk,
+            scores=F.pad(chunk.scores, (0, self.lookahead)),
+            key_positions=torch.cat((chunk.key_positions, following)),
+            mask=F.pad(chunk.mask, (0, self.lookahead), value=True),
+        )
+        return self.modify_scores(longer)[..., : -self.lookahead]
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
         """The bias's derivatives at the float32 distances `[n]`, which speed up training with fused kernels.

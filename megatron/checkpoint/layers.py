@@ -21,7 +21,7 @@ from megatron.checkpoint.directory import STATE_FILE, layer_file, layer_files, r
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT, TransformerBlock
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 # Parameters of GPT-NeoX's RMSNorm -> their names in this project.
 SCALE_NAMES = {f"{norm}.scale": f"{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm", "norm")}

@@ -39,7 +39,7 @@ from megatron.checkpoint.state_dict import (
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.config.schema import CheckpointConfig
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS, optimizer_setting
 from megatron.tokenizer.tokenizer import padded_vocab_size
 from megatron.utils.ranks import run_on_all_ranks

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.optimizers.registry import OptimizerName
 from megatron.utils.errors import first_line, first_problem
 

@@ -12,7 +12,7 @@ from megatron.chomsky.experiment import TEST_SEED, Experiment, Result
 from megatron.chomsky.length_tasks import IGNORED, LENGTH_TASKS
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 TEST_TOKENS = 8192  # computed at once
 

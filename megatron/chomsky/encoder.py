@@ -8,6 +8,7 @@ Legend: b samples, s positions, h heads, d head size, e hidden size.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -138,26 +139,16 @@ class PostNormLayer(EncoderLayer):
         return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
 
-def scores_from_both_sides(
-    positional: PositionalMethod,
-    sums: Tensor | None,
-    scores: Tensor,
-    query: Tensor,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    mask: Tensor,
-    table: Tensor | None,
-    causal: bool,
-) -> Tensor:
+def scores_from_both_sides(positional: PositionalMethod, sums: Tensor | None, chunk: Chunk) -> Tensor:
     """The `modify_scores` of `attend` for a method that is defined for keys before the query: `[b, h, s, s]`.
 
     sums: the prefix sums of the method's decay, `[b, h, s]`, or None for a method with `modify_scores`.
     """
     if sums is not None:
-        return scores - (sums[..., :, None] - sums[..., None, :]).abs()
-    follows = torch.ones_like(mask).triu(1)
-    positions = query_positions, key_positions
-    before = positional.modify_scores(Chunk(scores, query, *positions, follows))
+        return chunk.scores - (sums[..., :, None] - sums[..., None, :]).abs()
+    follows = torch.ones_like(chunk.mask).triu(1)
+    before = positional.modify_scores(replace(chunk, mask=follows, causal=True))
     # Read from right to left, the keys after a query precede it.
-    after = positional.modify_scores(Chunk(scores.flip(-1, -2), query.flip(-2), *positions, follows))
+    flipped = {"scores": chunk.scores.flip(-1, -2), "query": chunk.query.flip(-2)}
+    after = positional.modify_scores(replace(chunk, mask=follows, causal=True, **flipped))
     return torch.where(follows, after.flip(-1, -2), before)

@@ -12,7 +12,7 @@ from kerple.attention import self_check
 from kerple.doctor import DTYPES, Check
 from megatron.model import fused_block, loss
 from megatron.model.layers import make_mlp, make_norm
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 # The options of a block that select its kernels.
 BLOCKS: dict[str, dict[str, Any]] = {

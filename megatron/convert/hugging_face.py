@@ -53,7 +53,7 @@ from megatron.convert.weights import (
     read_hugging_face,
 )
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import first_line, install_command
 

@@ -19,7 +19,7 @@ from megatron.checkpoint.directory import CONFIG_FILE, layer_file, tag_for, upda
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.utils.files import check_writable, sync_folder
 from megatron.utils.locks import Lock
 

@@ -29,7 +29,7 @@ from megatron.convert.output import (
 )
 from megatron.convert.weights import cast, layers_with_weights
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 # Positional methods of the release's code, by its names. This list cannot be derived from the registry, which contains
 # more methods.

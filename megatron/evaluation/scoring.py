@@ -24,7 +24,7 @@ from megatron.evaluation.text import Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
 from megatron.model.gpt import text_length
-from megatron.model.parallel import ONE_RANK
+from megatron.model.settings import ONE_RANK
 
 LOGIT_POSITIONS = 1024
 

@@ -18,7 +18,7 @@ from megatron.checkpoint.layers import (
 )
 from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.utils.environment import free_memory
 
 

@@ -27,7 +27,8 @@ from kerple.attention import (
 )
 from kerple.positional import PositionalMethod, TableJacobian, decay_sums
 from megatron.model.layers import HeadNorm
-from megatron.model.parallel import ModelSettings, column_linear, row_linear, sum_head_gradients
+from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
+from megatron.model.settings import ModelSettings
 
 
 class LayerCache:

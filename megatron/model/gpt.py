@@ -23,13 +23,8 @@ from megatron.model import fused_block
 from megatron.model.attention import KVCache, LayerCache, SelfAttention
 from megatron.model.layers import make_mlp, make_norm
 from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
-from megatron.model.parallel import (
-    ModelSettings,
-    column_linear,
-    gather_vocabulary,
-    tensor_parallel_group,
-    vocab_embedding,
-)
+from megatron.model.parallel import column_linear, gather_vocabulary, tensor_parallel_group, vocab_embedding
+from megatron.model.settings import ModelSettings
 
 
 class TransformerBlock(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kerple.positional import outermost
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 Initializer = Callable[[Tensor, torch.Generator], object]
 

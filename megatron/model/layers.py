@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.parallel import ModelSettings, column_linear, row_linear, sum_head_gradients
+from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
+from megatron.model.settings import ModelSettings
 
 if TYPE_CHECKING:  # GPU benchmarks run without pydantic
     from megatron.config.schema.model import ModelConfig

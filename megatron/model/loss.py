@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kerple.attention.self_check import MAX_ERROR
-from megatron.model.parallel import TensorParallel
+from megatron.model.settings import TensorParallel
 
 # Devices on which the kernel runs; Triton's interpreter also runs it on a CPU, slowly, for tests.
 KERNEL_DEVICES = ["cuda"]

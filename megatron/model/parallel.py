@@ -1,52 +1,18 @@
-"""What a model is built from, and its linear and embedding layers: torch layers on one rank, megatron-core layers on
-several.
+"""Linear and embedding layers for tensor parallelism: torch's on one rank, megatron-core's on several.
 
-Both kinds of layers have the same parameter names, and the same shapes up to the slice, so checkpoints and the rest of
-the model treat them alike. megatron-core is imported only if the model is tensor parallel: a model on one rank needs
-neither megatron-core nor a process group.
+Both kinds have the same parameter names, and the same shapes up to the slice, so checkpoints and the rest of the model
+treat them alike. megatron-core is imported only if the model is tensor parallel: a model on one rank then needs neither
+megatron-core nor a process group.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.model.settings import TensorParallel
 from megatron.utils.versions import check_version
-
-if TYPE_CHECKING:  # GPU benchmarks run without pydantic
-    from megatron.config.schema.model import ModelConfig
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """This rank's place in the tensor-parallel group. The process group itself is in megatron-core's parallel_state."""
-
-    size: int = 1
-    rank: int = 0
-
-    def heads(self, num_heads: int) -> slice:
-        """The slice of all `num_heads` attention heads that this rank computes."""
-        local = num_heads // self.size
-        return slice(self.rank * local, (self.rank + 1) * local)
-
-
-ONE_RANK = TensorParallel()
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """Settings of a model on one rank. Sizes are those of the full model, not of a tensor-parallel slice.
-
-    Attributes:
-        padded_vocab_size: rows of the embedding; the key of this name in `config` may be unset.
-    """
-
-    config: "ModelConfig"
-    padded_vocab_size: int
-    tp: TensorParallel = ONE_RANK
-
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig

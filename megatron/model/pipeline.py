@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.gpt import Embedding, Output, TransformerBlock, layer_factories, positional_methods
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 
 class _FactorySpec(LayerSpec):

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 from torch import Tensor
 
 from kerple.attention import Span, score_table
-from kerple.positional import method_class
+from kerple.positional import Chunk, method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
@@ -300,7 +300,8 @@ def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
     static = table.flip(-1).float() if table is not None else None
     if isinstance(method.static, Fire):
         static = method.static.pair_bias(positions[-1:], positions, scores)[:, 0]
-    modified = method.final_scores(scores.clone(), query[None, :, -1:], positions[-1:], positions, mask, table)
+    chunk = Chunk(scores.clone(), query[None, :, -1:], positions[-1:], positions, mask, table)
+    modified = method.final_scores(chunk)
     adapted = modified[0, :, 0] - scores[0, :, 0]
     if static is not None and method.variant != "Concat":
         adapted = adapted - static

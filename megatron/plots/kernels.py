@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kerple.attention import score_table
-from kerple.positional import ModelShape, PositionalMethod, build, method_class, primary_names
+from kerple.positional import Chunk, ModelShape, PositionalMethod, build, method_class, primary_names
 from kerple.positional.registry import canonical_name
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
@@ -92,7 +92,7 @@ def distance_curves(
         scores = torch.zeros(1, shape.num_heads, 1, num_distances)
         mask = torch.zeros(1, num_distances, dtype=torch.bool)
         table = score_table(method, num_distances, "cpu")
-        modified = method.final_scores(scores, query, last, positions, mask, table)[0, :, 0].flip(-1)
+        modified = method.final_scores(Chunk(scores, query, last, positions, mask, table))[0, :, 0].flip(-1)
         return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
     curves = {}
     if "rotate" in method.hooks:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config, UserError
-from megatron.model.parallel import TensorParallel
+from megatron.model.settings import TensorParallel
 from megatron.utils.environment import use_gpus
 from megatron.utils.errors import first_line
 
@@ -60,7 +60,7 @@ def initialize(config: Config) -> Layout:
     from deepspeed.accelerator import get_accelerator
 
     from megatron.core import parallel_state
-    from megatron.training.deepspeed_patches import disable_shared_memory_collectives
+    from megatron.training.deepspeed_setup import disable_shared_memory_collectives
 
     on_gpu = use_gpus()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -31,10 +31,11 @@ from megatron.model.compiled import capture
 from megatron.model.gpt import GPT, positional_methods, text_length
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
-from megatron.model.parallel import ModelSettings, gather_vocabulary
+from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
+from megatron.model.settings import ModelSettings
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
-from megatron.training.deepspeed_patches import (
+from megatron.training.deepspeed_setup import (
     PatchedEngine,
     PatchedPipelineEngine,
     deepspeed_curriculum,

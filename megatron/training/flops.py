@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.model.gpt import positional_methods
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 if TYPE_CHECKING:
     from megatron.config.schema.model import ModelConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.step_counts import StepCounter, count_step, rows
-from megatron.training.deepspeed_patches import PatchedBF16Optimizer
+from megatron.training.deepspeed_setup import PatchedBF16Optimizer
 from tests.support.runs import ROOT
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.training import SimulatedTraining, process_group

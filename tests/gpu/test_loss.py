@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.model.loss import linear_cross_entropy, token_losses
-from megatron.model.parallel import ONE_RANK
+from megatron.model.settings import ONE_RANK
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.traffic import Cost
 

@@ -12,7 +12,7 @@ from kerple.positional import build
 from megatron.config import UserError, load_config
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from tests.support.simulated_cuda import ROOT, SimulatedCuda, move_to_cuda
 
 METHODS = sorted(path.stem for path in (ROOT / "configs/pos_emb").glob("*.yml"))

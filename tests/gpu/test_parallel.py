@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.model import fused_block
 from megatron.model.gpt import GPT
-from megatron.model.parallel import TensorParallel
+from megatron.model.settings import TensorParallel
 from tests.gpu.test_methods import check_training, settings_for
 from tests.support.simulated_cuda import SimulatedCuda, move_to_cuda
 

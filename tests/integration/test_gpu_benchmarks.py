@@ -12,7 +12,7 @@ from benchmarks.support.gpu import Bench, print_results
 from benchmarks.support.models import PlainConfig, initialized_gpt
 from kerple.doctor import run_in_processes
 from megatron.config.schema.model import ModelConfig
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ["cli.doctor", "engine_gpu", "attention_gpu", "train_step_gpu", "benchmarks.support.gpu"]

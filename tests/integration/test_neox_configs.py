@@ -8,7 +8,7 @@ import yaml
 
 from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from tests.support.runs import ROOT
 
 FILES = yaml.safe_load((ROOT / "tests" / "data" / "neox_configs.yml").read_text())

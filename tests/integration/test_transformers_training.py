@@ -5,7 +5,7 @@ import torch
 
 from megatron.config import Config
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Attention, Span, attend, score_table, tables
-from kerple.positional import Fire, ModelShape, PositionalMethod, TransformerXL, XPos, build
+from kerple.positional import Chunk, Fire, ModelShape, PositionalMethod, TransformerXL, XPos, build
 from kerple.positional.dape import Adaptive
 from kerple.positional.dape_v2 import DapeConvolution
 
@@ -251,7 +251,7 @@ def dense_attention(
     if not causal:
         scores = _scores_in_both_directions(method, scores, query, signed, mask)
     elif "modify_scores" in method.hooks:
-        scores = method.final_scores(scores, query, queries, keys, mask, score_table(method, t, "cpu"))
+        scores = method.final_scores(Chunk(scores, query, queries, keys, mask, score_table(method, t, "cpu")))
     if "weight" in method.hooks:
         scores = scores * method.weight((signed if method.signed and not causal else distance).float())
     if "bias" in method.hooks:

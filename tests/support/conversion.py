@@ -7,7 +7,7 @@ import torch
 
 from megatron.config import Config
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY, settings_of
 
 LONG = 4 * TRAIN_LENGTH

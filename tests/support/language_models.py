@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 VOCABULARY = 61
 

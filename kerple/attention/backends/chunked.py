@@ -21,11 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable, modify_rows
 from kerple.attention.backends.reference import attend_to_chunk
-from kerple.attention.call import (
-    AttentionCall,
-    Backend,
-    without_autocast,
-)
+from kerple.attention.call import AttentionCall, Backend, without_autocast
 from kerple.attention.tables import PositionTables
 
 # Scores this far below the maximum of their row (probabilities below e^-40), and weights below this fraction of the

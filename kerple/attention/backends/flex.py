@@ -101,11 +101,12 @@ def flex_attention(call: AttentionCall) -> Tensor:
 
     Raises RuntimeError if more than MAX_KERNELS kernels would have to be compiled.
     """
-    modify, mask, distance_of = None, None, lambda batch, query, key: query + call.offset - key
     if call.documents is not None:
         mask, distance_of = _document_mask(call, call.documents)
     else:
         mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device, call.span.causal)
+        distance_of = lambda batch, query, key: query + call.offset - key  # noqa: E731
+    modify = None
     if call.has_tables:
         modify = table_score_mod(call.tables.bias, call.tables.weight, distance_of, call.span.causal)
     if call.key_mask is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kerple.attention.call import AttentionCall, Backend
 from kerple.attention.tables import lookup
+from kerple.positional import Chunk
 
 
 def reference_attention(call: AttentionCall) -> Tensor:
@@ -42,17 +43,19 @@ def attend_to_chunk(
     flat_query, flat_key, flat_value = (states.flatten(0, 1) for states in contiguous)
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * len(queries)
-    positions = [torch.arange(part.start, part.stop, device="cpu") + call.dropped for part in (queries, keys)]
+    query_positions = torch.arange(queries.start, queries.stop, device="cpu") + call.dropped
+    key_positions = torch.arange(keys.start, keys.stop, device="cpu") + call.dropped
     if call.products is None:
         flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
         scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
         scores = scores.view(*query.shape[:3], len(keys))
     else:
-        scores = call.products(*contiguous[:2], *positions, call.scale)
+        scores = call.products(contiguous[0], contiguous[1], query_positions, key_positions, call.scale)
     mask = call.mask(queries, keys)
     if call.modify_scores is not None:
-        causal = {} if call.span.causal else {"causal": False}
-        scores = call.modify_scores(scores, query, *positions, mask, score_table, **causal)
+        scores = call.modify_scores(
+            Chunk(scores, query, query_positions, key_positions, mask, score_table, call.span.causal)
+        )
     elif call.has_tables:
         distance = call.distances(queries, keys)
         if call.tables.weight is not None:

@@ -20,7 +20,7 @@ from kerple.attention.backends.chunk_plan import MODIFY_MIN_ROWS, modify_rows
 from kerple.attention.call import without_autocast
 from kerple.attention.inference.mode import AttentionMode
 from kerple.attention.tables import pair_distances, score_table, tables
-from kerple.positional import PositionalMethod
+from kerple.positional import Chunk, PositionalMethod
 from kerple.positional.functional import positions_on
 
 # (first, end) -> (bias, weight) at the distances first ... end-1, mapped if the mode has a map: `[h, n]` or None.
@@ -250,7 +250,7 @@ def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Te
         first, end = pairs.nearest, pairs.farthest + 1
     table = score_table(method, end, part.scores.device, distance_map=mode.distance_map, first=first)
     positions = pairs.query_positions - first, pairs.key_positions
-    return method.final_scores(part.scores, part.query, *positions, pairs.mask, table)
+    return method.final_scores(Chunk(part.scores, part.query, *positions, pairs.mask, table))
 
 
 def _with_tables(part: _Range, tables_at: Tables) -> Tensor:

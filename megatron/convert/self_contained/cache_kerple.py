@@ -56,8 +56,8 @@ class BoundedLayer(DynamicLayer):
     def dropped(self):
         return self.cumulative_length - self.keys.shape[2] if self.is_initialized else 0
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Append `[b, g, s, d]`; return these and the kept ones."""
+    def update(self, key_states, value_states, cache_kwargs=None):
+        """Append `[b, g, s, d]`; return these and the kept ones. cache_kwargs: places in a static cache, not used."""
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
         if keys.shape[2] > self.first + self.last:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention import Attention, AttentionMode, PositionTables, Span
-from kerple.positional import PositionsExceeded
+from kerple.positional import Chunk, PositionsExceeded
 from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import Provenance, Record, ResolutionRecord
@@ -183,7 +183,7 @@ class ScoreRecorder:
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and "modify_scores" in method.hooks:
                 positions = query_positions + dropped, key_positions + dropped
-                scores = method.final_scores(scores, queries, *positions, mask, tables.scores)
+                scores = method.final_scores(Chunk(scores, queries, *positions, mask, tables.scores))
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
             distances = min(end - begin, max_kv_len)
             sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]

@@ -66,7 +66,8 @@ def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
         assert method.weight(distance).is_meta
     if "modify_scores" in method.hooks:
         scores, mask = torch.empty(1, 2, 6, 6, device="meta"), torch.empty(6, 6, dtype=torch.bool, device="meta")
-        assert method.final_scores(scores, query, positions, positions, mask, method.table(distance)).is_meta
+        chunk = Chunk(scores, query, positions, positions, mask, method.table(distance))
+        assert method.final_scores(chunk).is_meta
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -107,7 +107,7 @@ def test_released_module(name):
     torch.testing.assert_close(actual.masked_fill(mask, 0.0), final, rtol=0, atol=1e-5)
     # As attention calls it, only the scores of the last k // 2 queries differ: the release has no hidden units after
     # the last key of the sequence.
-    actual = method.final_scores(scores, None, position, position, mask, table).masked_fill(mask, 0.0)
+    actual = method.final_scores(Chunk(scores, None, position, position, mask, table)).masked_fill(mask, 0.0)
     last = length - radius
     torch.testing.assert_close(actual[:, :, :last], final[:, :, :last], rtol=0, atol=1e-5)
     if radius:
@@ -122,12 +122,11 @@ def test_scores_do_not_change_when_the_text_goes_on(kernel_size):
     position = torch.arange(9)
     mask = position > position[:, None]
     table = method.table(torch.arange(9.0))
-    whole = method.final_scores(scores, None, position, position, mask, table)
+    whole = method.final_scores(Chunk(scores, None, position, position, mask, table))
     for query in range(9):
         row, keys = slice(query, query + 1), slice(query + 1)
-        decoded = method.final_scores(
-            scores[:, :, row, keys], None, position[row], position[keys], mask[row, keys], table
-        )
+        chunk = Chunk(scores[:, :, row, keys], None, position[row], position[keys], mask[row, keys], table)
+        decoded = method.final_scores(chunk)
         torch.testing.assert_close(decoded, whole[:, :, row, keys], rtol=0, atol=1e-12)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerple.positional import ModelShape, build, primary_names
+from kerple.positional import Chunk, ModelShape, build, primary_names
 from megatron.chomsky.encoder import Encoder, check_method, scores_from_both_sides
 from megatron.cli.chomsky import METHODS
 from megatron.utils.errors import UserError
@@ -44,7 +44,8 @@ def test_cope_sums_the_gates_between_query_and_key():
     query, positions = torch.randn(3, 2, 6, 8, dtype=torch.float64), torch.arange(6)
     scores = torch.randn(3, 2, 6, 6, dtype=torch.float64)
     mask = torch.zeros(6, 6, dtype=torch.bool)
-    actual = scores_from_both_sides(method, None, scores, query, positions, positions, mask, None, causal=False)
+    chunk = Chunk(scores, query, positions, positions, mask, causal=False)
+    actual = scores_from_both_sides(method, None, chunk)
     gates = scores.sigmoid()
     for m in range(6):
         for n in range(6):

@@ -14,7 +14,7 @@ from megatron.inference import load_model
 from megatron.model.attention import KVCache
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
 from tests.support.language_models import VOCABULARY, model_settings, random_tokens, small_gpt, with_repeated_heads
 from tests.support.methods import methods_and_slow_variants

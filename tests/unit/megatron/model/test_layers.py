@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.layers import GatedMLP, HeadNorm, make_mlp, make_norm
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from tests.support.language_models import model_settings
 
 

@@ -12,7 +12,7 @@ from megatron.model import gpt, loss
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.loss import chunk_rows, kernel_failure, linear_cross_entropy, token_losses
-from megatron.model.parallel import ONE_RANK
+from megatron.model.settings import ONE_RANK
 from tests.support.language_models import model_settings
 
 

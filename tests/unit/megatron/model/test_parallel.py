@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.parallel import (
-    ONE_RANK,
-    TensorParallel,
     column_linear,
     gather_vocabulary,
     row_linear,
@@ -19,6 +17,7 @@ from megatron.model.parallel import (
     tensor_parallel_group,
     vocab_embedding,
 )
+from megatron.model.settings import ONE_RANK, TensorParallel
 
 SLICED = TensorParallel(size=2, rank=0)  # selects megatron-core's layers
 
@@ -61,11 +60,3 @@ def test_megatron_core_s_embedding_behaves_like_torch_s():
     nn.init.normal_(layer.weight)
     assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (True, 0)
     assert torch.equal(layer(tokens), F.embedding(tokens, layer.weight))
-
-
-def test_each_tensor_parallel_rank_has_its_own_heads():
-    assert [TensorParallel(size=3, rank=rank).heads(12) for rank in range(3)] == [
-        slice(0, 4),
-        slice(4, 8),
-        slice(8, 12),
-    ]

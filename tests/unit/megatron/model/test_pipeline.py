@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.model.gpt import GPT, TransformerBlock
 from megatron.model.initialization import initialize
 from megatron.model.pipeline import GPTPipeline
-from megatron.training.deepspeed_patches import disable_shared_memory_collectives
+from megatron.training.deepspeed_setup import disable_shared_memory_collectives
 from tests.support.language_models import model_settings
 
 SETTINGS = model_settings(

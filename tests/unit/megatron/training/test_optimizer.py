@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.data.datasets import build_datasets
 from megatron.data.loader import build_loader
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training.loop import train

@@ -14,7 +14,8 @@ import yaml
 from kerple.positional.functional import may_cache
 from megatron.config import UserError
 from megatron.config.yaml_files import parse_override
-from megatron.model.parallel import TensorParallel, column_linear
+from megatron.model.parallel import column_linear
+from megatron.model.settings import TensorParallel
 from megatron.optimizers.registry import build_optimizer
 from megatron.utils.versions import VERSIONS, check_parameters, check_version
 from tests.support.errors import assert_rejected
@@ -49,7 +50,7 @@ def test_a_version_built_from_source_is_accepted(monkeypatch):
 @pytest.mark.parametrize(
     ("package", "module"),
     [
-        ("deepspeed", "megatron.training.deepspeed_patches"),
+        ("deepspeed", "megatron.training.deepspeed_setup"),
         ("megatron-core", "megatron.data.index_cache"),
         ("lm-eval", "megatron.evaluation.harness"),
     ],

@@ -15,7 +15,7 @@ from kerple.positional import Cope, ModelShape, StickBreaking, build, primary_na
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 from tests.support.attention import peak_memory
 from tests.support.language_models import model_settings
 

@@ -3,7 +3,7 @@ import pytest
 from kerple.positional import build
 from megatron.config import Config, UserError
 from megatron.model.attention import SelfAttention
-from megatron.model.parallel import ModelSettings
+from megatron.model.settings import ModelSettings
 
 
 def test_derived_sizes(flat):

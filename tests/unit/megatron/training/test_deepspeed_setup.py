@@ -1,4 +1,4 @@
-"""The patches of DeepSpeed."""
+"""The configuration and the patches of DeepSpeed."""
 
 import itertools
 import math
@@ -14,8 +14,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megatron.config import Config, UserError
-from megatron.training import deepspeed_patches
-from megatron.training.deepspeed_patches import (
+from megatron.training import deepspeed_setup
+from megatron.training.deepspeed_setup import (
     DeviceOnlyBF16Optimizer,
     PatchedZeroOptimizer,
     deepspeed_curriculum,
@@ -112,7 +112,7 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
     keys = {"precision": "bfloat16", "gradient_clipping": clipping, "gradient_accumulation_steps": 2}
     keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.002}}, "load": None}
     train(Config.from_flat(training_settings(tmp_path / "ours", data_path, **keys)))
-    monkeypatch.setattr(deepspeed_patches, "DeviceOnlyBF16Optimizer", BF16_Optimizer)
+    monkeypatch.setattr(deepspeed_setup, "DeviceOnlyBF16Optimizer", BF16_Optimizer)
     train(Config.from_flat(training_settings(tmp_path / "upstream", data_path, **keys)))
     assert calls == [DeviceOnlyBF16Optimizer] * 12 + [BF16_Optimizer] * 12
     for name in ("train/loss", "train/grad_norm"):
@@ -131,7 +131,7 @@ def test_the_zero_optimizer_updates_like_upstream(precision, stage, tmp_path, da
     keys |= {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}} if precision == "fp16" else {}
     keys |= {"pipe_parallel_size": 0}
     for folder, optimizer_class in (("ours", PatchedZeroOptimizer), ("upstream", DeepSpeedZeroOptimizer)):
-        monkeypatch.setattr(deepspeed_patches, "PatchedZeroOptimizer", optimizer_class)
+        monkeypatch.setattr(deepspeed_setup, "PatchedZeroOptimizer", optimizer_class)
         train(Config.from_flat(training_settings(tmp_path / folder, data_path, **keys)))
     norms = metrics(tmp_path / "ours", "train/grad_norm").values()
     assert {math.isinf(norm) for norm in norms} == ({True, False} if precision == "fp16" else {False})
