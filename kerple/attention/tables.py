@@ -222,6 +222,16 @@ class Documents:
         self._from_zero, self.queries = positions is None, queries
         self.positions = document_positions(self.ids) if positions is None else positions
 
+    def to(self, device: torch.device) -> "Documents":
+        """The same documents for tensors on `device`; `groups` of the result does not wait for the device."""
+        if self.ids.device == device:
+            return self
+        queries = None if self.queries is None else self.queries.to(device)
+        moved = Documents(self.ids.to(device), self.positions.to(device), queries)
+        moved._from_zero = self._from_zero
+        moved._tokens = self._tokens
+        return moved
+
     def places(self, queries: range, offset: int) -> slice | Tensor:
         """The places of a range of queries, the first of which would be at `offset` in the last tokens."""
         if self.queries is None:

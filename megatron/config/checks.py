@@ -159,6 +159,7 @@ def _compiled_steps(config: "Config") -> Iterator[str]:
         f"{dtype} (only bf16 is)": dtype != "bf16",
         f"attention_dropout {model.attention_dropout}": model.attention_dropout > 0,
         "random positions (random_range)": "random_range" in str(model.positional_options),
+        "reset_attention_mask": config.data.reset_attention_mask,
     }
     for key in [*splits, *(key for key, conflict in conflicts.items() if conflict)]:
         yield f"enable_cuda_graph with {key} is not supported; remove one of the two keys"

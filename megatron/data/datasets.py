@@ -30,7 +30,7 @@ from megatron.data.index_cache import (
     open_megatron_dataset,
     order_of,
 )
-from megatron.data.indexed_dataset import IndexedFiles, bin_path, check_tokenizer, largest_id
+from megatron.data.indexed_dataset import IndexedFiles, bin_path, check_tokenizer, largest_id, read_manifest
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
@@ -50,6 +50,7 @@ class SampleSettings:
         seed: determines the order of documents and samples; 0 <= seed < 2^32.
         cache_path: folder for the sample indices; None stores them next to each corpus.
         eod_mask_loss: set the loss mask to 0 where the input token is `eod`.
+        reset_attention_mask: batches contain document ids.
     """
 
     vocab_size: int
@@ -57,6 +58,7 @@ class SampleSettings:
     seed: int
     cache_path: str | None = None
     eod_mask_loss: bool = False
+    reset_attention_mask: bool = False
 
 
 class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -190,18 +192,33 @@ def build_datasets(
     """
     data = config.data
     settings = SampleSettings(
-        tokenizer.vocab_size, tokenizer.eod, config.training.seed, data.data_cache_path, data.eod_mask_loss
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        seed=config.training.seed,
+        cache_path=data.data_cache_path,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_attention_mask=data.reset_attention_mask,
     )
     valid_sequence_length = valid_sequence_length or sequence_length
     lengths = (sequence_length, valid_sequence_length, valid_sequence_length)
     blends = config_blends(config)
     if blends is None:
         assert data.data_path is not None  # checked by config_blends
-        check_tokenizer(data.data_path, tokenizer)
+        _check_files(data.data_path, tokenizer, settings)
         return datasets_from_split(data.data_path, data.split, lengths, num_samples, settings)
     for prefix in {prefix: None for blend in blends if blend is not None for prefix in blend.prefixes}:
-        check_tokenizer(prefix, tokenizer)
+        _check_files(prefix, tokenizer, settings)
     return datasets_from_blends(blends, lengths, num_samples, settings)
+
+
+def _check_files(prefix: str, tokenizer: Tokenizer, settings: SampleSettings) -> None:
+    """Compare a dataset's manifest, if it has one, with the tokenizer and the settings. Raises UserError."""
+    manifest = read_manifest(prefix) if check_tokenizer(prefix, tokenizer) else None
+    if settings.reset_attention_mask and manifest is not None and not manifest.append_eod:
+        raise UserError(
+            f"reset_attention_mask: documents in {prefix} do not end with the end-of-document token, which separates "
+            "them; preprocess the data with --append-eod, or remove the key"
+        )
 
 
 def datasets_from_split(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.data.datasets import Samples
+from megatron.data.datasets import Samples, SampleSettings
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.processes import exit_with_parent
 
@@ -65,7 +65,7 @@ class Loader:
             self._dataset,
             batch_sampler=_BatchSampler(len(self._dataset), self._placement, first_batch),
             num_workers=num_workers,
-            collate_fn=_Collate(self._dataset.settings.eod_mask_loss),
+            collate_fn=_Collate(self._dataset.settings),
             generator=torch.Generator(),
             pin_memory=self._pin_memory,
             worker_init_fn=_start_worker,
@@ -126,7 +126,8 @@ def build_loader(
 
     Returns:
         an endless iterable of {"tokens": int64 [b, s], "labels": int64 [b, s]}, with eod_mask_loss also "loss_mask":
-        float32 [b, s]. Without a loss_mask, all labels count.
+        float32 [b, s], and with reset_attention_mask "document_ids": int64 [b, s]. Without a loss_mask, all labels
+        count.
 
     Raises:
         UserError: while iterating: a token id is beyond the vocabulary.
@@ -179,8 +180,12 @@ class _BatchSampler:
 class _Collate:
     """Stacks samples into a batch. A class rather than a closure, so that it can be pickled for worker processes."""
 
-    with_loss_mask: bool
+    settings: SampleSettings
 
     def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        keys = ["tokens", "labels"] + ["loss_mask"] * self.with_loss_mask
-        return {key: torch.stack([sample[key] for sample in samples]) for key in keys}
+        keys = ["tokens", "labels"] + ["loss_mask"] * self.settings.eod_mask_loss
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
+        if self.settings.reset_attention_mask:
+            ends = (batch["tokens"] == self.settings.eod).long()
+            batch["document_ids"] = ends.cumsum(1) - ends  # a document ends with the token `eod`
+        return batch

@@ -17,6 +17,7 @@ from kerple.attention import (
     FULL,
     Attention,
     AttentionMode,
+    Documents,
     PositionTables,
     Span,
     attend_in_mode,
@@ -189,12 +190,16 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         mode: AttentionMode = DEFAULT_MODE,
         tables: PositionTables | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None."""
+        """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None.
+
+        documents: a query attends only to keys of its own document; without a cache and in the default mode.
+        """
         decay = None
         if self.decays:
             decay = sum_head_gradients(self.rpe.decay(hidden), self.tp)[:, self.local_heads]
-        return self.dense(self.context(self.query_key_value(hidden), cache, mode, tables, decay))
+        return self.dense(self.context(self.query_key_value(hidden), cache, mode, tables, decay, documents))
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, before rotation."""
@@ -210,6 +215,7 @@ class SelfAttention(nn.Module):
         mode: AttentionMode,
         tables: PositionTables | None,
         decay: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. `compiled.py` excludes this part from
         compilation. decay: `[b, h, s]`, if the positional method has it.
@@ -258,6 +264,7 @@ class SelfAttention(nn.Module):
             decay_sums=sums,
             window=span.window,
             block=span.block,
+            documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
             scale=scale,
             dropped=length - key.shape[2],

@@ -14,7 +14,7 @@ Legend: b batch, s tokens, e hidden size.
 import torch
 from torch import Tensor, nn
 
-from kerple.attention import DEFAULT_MODE, AttentionMode, PositionTables
+from kerple.attention import DEFAULT_MODE, AttentionMode, Documents, PositionTables
 from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.gpt import GPT, TransformerBlock
 
@@ -40,15 +40,16 @@ class _CompiledBlock(TransformerBlock):
         cache: LayerCache | None = None,
         mode: AttentionMode = DEFAULT_MODE,
         tables: PositionTables | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         if self.training and torch.is_grad_enabled() and cache is None and mode == DEFAULT_MODE:
-            return self._compiled(hidden, tables=tables)
-        return super().forward(hidden, cache, mode, tables)
+            return self._compiled(hidden, tables=tables, documents=documents)
+        return super().forward(hidden, cache, mode, tables, documents)
 
 
-def compile_blocks(model: nn.Module, device: torch.device) -> bool:
+def compile_blocks(model: nn.Module, device: torch.device, *, documents: bool = False) -> bool:
     """Compile the model's blocks for this device, at their first call in training. Returns whether this includes
-    attention.
+    attention. With documents, whose sizes change from step to step, it does not.
 
     Raises RuntimeError if torch.compile does not work on this machine.
     """
@@ -61,7 +62,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> bool:
             "Python's headers, and on a GPU also Triton"
         ) from error
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
-    traceable = all(is_traceable(block.attention, device) for block in blocks)
+    traceable = not documents and all(is_traceable(block.attention, device) for block in blocks)
     for block in blocks:
         block.__class__ = _CompiledBlock
         if not traceable:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kerple.attention import DEFAULT_MODE, PositionTables
+from kerple.attention import DEFAULT_MODE, Documents, PositionTables
 from megatron.model.layers import GatedMLP
 from megatron.model.parallel import tensor_parallel_group
 
@@ -145,16 +145,26 @@ def reject_kernels(device: torch.device) -> None:
     KERNEL_DEVICES.remove(device.type)
 
 
-def run_blocks(blocks: Sequence["TransformerBlock"], hidden: Tensor, tables: Sequence[PositionTables | None]) -> Tensor:
+def run_blocks(
+    blocks: Sequence["TransformerBlock"],
+    hidden: Tensor,
+    tables: Sequence[PositionTables | None],
+    documents: Documents | None = None,
+) -> Tensor:
     """`[b, s, e] -> [b, s, e]` through several blocks that `supports` accepts; tables: one for each block."""
     flat, update = hidden.flatten(0, 1), None
     for block, table in zip(blocks, tables, strict=True):
-        flat, update = _run_block(block, flat, update, hidden.shape, table)
+        flat, update = _run_block(block, flat, update, hidden.shape, table, documents)
     return _added(flat, update).view(hidden.shape)
 
 
 def _run_block(
-    block: "TransformerBlock", hidden: Tensor, update: Update | None, shape: torch.Size, tables: PositionTables | None
+    block: "TransformerBlock",
+    hidden: Tensor,
+    update: Update | None,
+    shape: torch.Size,
+    tables: PositionTables | None,
+    documents: Documents | None,
 ) -> tuple[Tensor, Update]:
     """(the residual `[n, e]`, what remains to be added to it)."""
     attention = block.attention
@@ -162,7 +172,7 @@ def _run_block(
     group = tensor_parallel_group(attention.tp)
     projection = attention.query_key_value
     hidden, qkv = _norm_linear(hidden, update, block.input_layernorm, projection.weight, projection.bias, group)
-    context = attention.context(qkv.view(*shape[:2], -1), None, DEFAULT_MODE, tables).flatten(0, 1)
+    context = attention.context(qkv.view(*shape[:2], -1), None, DEFAULT_MODE, tables, documents=documents).flatten(0, 1)
     attended = _dropped(block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias)
     update = None if block.parallel_residual else attended
     norm = block.post_attention_layernorm

@@ -14,10 +14,11 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kerple.attention import DEFAULT_MODE, AttentionMode, PositionTables
+from kerple.attention import DEFAULT_MODE, AttentionMode, Documents, PositionTables
 from kerple.positional import PositionalMethod, build, outermost
 from megatron.model import fused_block
 from megatron.model.attention import KVCache, LayerCache, SelfAttention
@@ -52,10 +53,11 @@ class TransformerBlock(nn.Module):
         cache: LayerCache | None = None,
         mode: AttentionMode = DEFAULT_MODE,
         tables: PositionTables | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         if cache is None and mode == DEFAULT_MODE and fused_block.supports(self, hidden):
-            return fused_block.run_blocks([self], hidden, [tables])
-        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, mode, tables))
+            return fused_block.run_blocks([self], hidden, [tables], documents)
+        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, mode, tables, documents))
         if self.parallel_residual:
             return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         hidden = hidden + attended
@@ -73,12 +75,16 @@ class Embedding(nn.Module):
             self.position_embeddings = positional
         self.dropout = nn.Dropout(settings.config.hidden_dropout)
 
-    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
-        """`offset`: the position of the first token."""
+    def forward(self, tokens: Tensor, offset: int = 0, documents: Documents | None = None) -> Tensor:
+        """`offset`: the position of the first token. In documents, positions start at 0."""
         hidden = self.word_embeddings(tokens)
         if self.embeds:
             positions = torch.arange(offset, offset + tokens.shape[1], device="cpu")
-            hidden = self.position_embeddings.embed(hidden, positions)
+            if documents is None:
+                hidden = self.position_embeddings.embed(hidden, positions)
+            else:
+                vectors = self.position_embeddings.embed(torch.zeros_like(hidden[:1]), positions)[0]
+                hidden = hidden + F.embedding(documents.positions, vectors)
         return self.dropout(hidden)
 
 
@@ -246,13 +252,22 @@ class GPT(nn.Module):
         """
         return KVCache([mode.span.within(window) for window in self.settings.config.windows], max_length)
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        mode: AttentionMode = DEFAULT_MODE,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.
 
-        mode: how every layer attends. A cache must be that of `new_cache` for the same mode.
+        Args:
+            mode: how every layer attends. A cache must be that of `new_cache` for the same mode.
+            documents: the documents of the tokens, without a cache and in the default mode. A token attends only to its
+                own document, in which positions start at 0.
         """
         start = cache.length if cache is not None else 0
-        hidden = self.embedding(tokens, offset=start)
+        hidden = self.embedding(tokens, offset=start, documents=documents)
         blocks = self.blocks
         tables = self.shared_tables(hidden, start + tokens.shape[1], mode)
         if cache is not None or mode != DEFAULT_MODE:
@@ -261,9 +276,9 @@ class GPT(nn.Module):
         elif self.checkpoint_every and self.training and torch.is_grad_enabled():
             for first in range(0, len(blocks), self.checkpoint_every):
                 group = slice(first, first + self.checkpoint_every)
-                hidden = checkpoint(_run_blocks, blocks[group], hidden, tables[group], use_reentrant=False)
+                hidden = checkpoint(_run_blocks, blocks[group], hidden, tables[group], documents, use_reentrant=False)
         else:
-            hidden = _run_blocks(blocks, hidden, tables)
+            hidden = _run_blocks(blocks, hidden, tables, documents)
         return self.get_submodule(str(self.settings.config.num_layers + 3))(hidden)
 
     def shared_tables(
@@ -291,16 +306,23 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         return self.logits(self.hidden(tokens, cache, mode))
 
-    def loss(self, tokens: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    def loss(
+        self, tokens: Tensor, labels: Tensor, weights: Tensor | None = None, *, documents: Documents | None = None
+    ) -> Tensor:
         """Mean over the tokens of the cross entropy in nats times the weight (default: 1); labels int64 `[b, s]`,
-        weights float `[b, s]`.
+        weights float `[b, s]`. documents: see `hidden`.
         """
-        return self.output.loss(self.hidden(tokens), labels, weights)
+        return self.output.loss(self.hidden(tokens, documents=documents), labels, weights)
 
 
-def _run_blocks(blocks: list[TransformerBlock], hidden: Tensor, tables: Sequence[PositionTables | None]) -> Tensor:
+def _run_blocks(
+    blocks: list[TransformerBlock],
+    hidden: Tensor,
+    tables: Sequence[PositionTables | None],
+    documents: Documents | None,
+) -> Tensor:
     if all(fused_block.supports(block, hidden) for block in blocks):
-        return fused_block.run_blocks(blocks, hidden, tables)
+        return fused_block.run_blocks(blocks, hidden, tables, documents)
     for block, table in zip(blocks, tables, strict=True):
-        hidden = block(hidden, tables=table)
+        hidden = block(hidden, tables=table, documents=documents)
     return hidden

@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kerple.attention import Documents
 from megatron.model.gpt import Embedding, Output, TransformerBlock, layer_factories, positional_methods
 from megatron.model.settings import ModelSettings
 
@@ -40,7 +41,8 @@ class GPTPipeline(PipelineModule):
     """This rank's stage of the model.
 
     Labels are tuples (labels int64 `[b, s]`, weights float `[b, s]`). The loss function includes the output layer, so
-    that it can compute the logits in chunks: the output of DeepSpeed's last stage is the final hidden states.
+    that it can compute the logits in chunks: the output of DeepSpeed's last stage is the final hidden states. If inputs
+    are tuples (tokens, document ids int64 `[b, s]`), the stages pass the ids on, beside the hidden states.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GPTPipeline(PipelineModule):
             layer_type = TransformerBlock if 2 <= index < num_layers + 2 else nn.Module
             specs.append(_FactorySpec(f"layer {index}", layer_type, factories[index]))
         self.settings = settings
+        self._documents: Documents | None = None  # of the last inputs
         super().__init__(
             specs,
             topology=topology,
@@ -74,7 +77,26 @@ class GPTPipeline(PipelineModule):
         )
         if self.output is not None:
             self.output.in_loss = True
+        for layer in self.layers().values():
+            layer.register_forward_pre_hook(self._split_documents, with_kwargs=True)
+            layer.register_forward_hook(self._append_ids, with_kwargs=True)
         self._shared = self._find_shared()
+
+    def _split_documents(
+        self, layer: nn.Module, inputs: tuple[Tensor | tuple[Tensor, Tensor]], options: dict[str, Any]
+    ) -> tuple[tuple[Tensor], dict[str, Any]] | None:
+        """Turn ids in the input of a layer into its argument `documents`. Layers after the blocks need none."""
+        if not isinstance(inputs[0], tuple):
+            return None
+        states, ids = inputs[0]
+        if not isinstance(layer, Embedding | TransformerBlock):
+            return (states,), {}
+        if self._documents is None or self._documents.ids is not ids:
+            self._documents = Documents(ids)  # all layers of this stage share it
+        return (states,), {"documents": self._documents}
+
+    def _append_ids(self, layer: nn.Module, inputs: Any, options: dict[str, Any], states: Tensor) -> Any:
+        return (states, options["documents"].ids) if "documents" in options else None
 
     @property
     def output(self) -> Output | None:

@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, register_external_parameter
 from torch import Tensor, nn
 
+from kerple.attention import Documents
 from kerple.positional import PositionalMethod, build, project
 from megatron.checkpoint.layers import DTYPES, tied_output
 from megatron.checkpoint.optimizer import parameter_names
@@ -47,16 +48,16 @@ from megatron.training.optimizer import attach, configure_optimizer, project_mas
 from megatron.utils.environment import slow_dtype_notice
 from megatron.utils.errors import shortened
 
-Batch = dict[str, Tensor]  # tokens and labels int64 [b, s], and optionally loss_mask float32 [b, s]
+Batch = dict[str, Tensor]  # see `build_loader`
 
 
 class GPTWithLoss(GPT):
     """A GPT whose forward returns the training loss, which is what DeepSpeed's engine wraps."""
 
     def forward(  # type: ignore[override]  # DeepSpeed's engine calls forward for the loss
-        self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None
+        self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None, *, documents: Documents | None = None
     ) -> Tensor:
-        return self.loss(tokens, labels, mask)
+        return self.loss(tokens, labels, mask, documents=documents)
 
 
 def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]) -> "Engine":
@@ -136,7 +137,7 @@ def _prepare_for_device(
         from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
 
         try:
-            whole = compile_blocks(model, device)
+            whole = compile_blocks(model, device, documents=config.data.reset_attention_mask)
         except RuntimeError as error:
             raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
         report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
@@ -244,12 +245,11 @@ class Engine:
         self.deepspeed.train()
         total = torch.zeros((), device=self.layout.device)
         for _ in range(self.accumulation):
-            batch = self._to_device(next(batches))
-            inputs = [batch[name] for name in ("tokens", "labels", "loss_mask") if name in batch]
+            inputs, documents = self._to_device(next(batches))
             if self._needs_capture and isinstance(self.model, GPT):
                 capture(self.model, inputs)
                 self._needs_capture = False
-            loss = self.deepspeed(*inputs)
+            loss = self.deepspeed(*inputs, **documents)
             self.deepspeed.backward(loss)
             if self.config.training.enable_cuda_graph:
                 # The graph overwrites the gradients in the next micro-batch, so the optimizer must have read them.
@@ -272,8 +272,8 @@ class Engine:
             self.model.eval()
             total = torch.zeros((), device=self.layout.device)
             for _ in range(num_micro_batches):
-                batch = self._to_device(next(batches))
-                total += self.model.loss(batch["tokens"], batch["labels"], batch.get("loss_mask"))
+                inputs, documents = self._to_device(next(batches))
+                total += self.model.loss(*inputs, **documents)
             self.model.train()
         return float(self.mean_over_replicas(total / num_micro_batches))
 
@@ -328,8 +328,15 @@ class Engine:
         share = self.mean_over_replicas(torch.stack(masks).mean().to(self.layout.device)).to(masks[0].device)
         return iter([{**batch, "loss_mask": batch["loss_mask"] / share.clamp(min=1e-9)} for batch in step])
 
-    def _to_device(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.layout.device, non_blocking=True) for name, tensor in batch.items()}
+    def _to_device(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
+        """The arguments of `GPT.loss`, and its keyword argument if there are documents."""
+        device = self.layout.device
+        inputs = [
+            batch[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask") if name in batch
+        ]
+        if "document_ids" not in batch:
+            return inputs, {}
+        return inputs, {"documents": Documents(batch["document_ids"]).to(device)}
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
@@ -483,10 +490,15 @@ def _shortened(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
         yield {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
 
 
-def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """(tokens, (labels, loss mask)) as DeepSpeed's pipeline engine expects them."""
+def _pipeline_batches(
+    batches: Iterator[Batch],
+) -> Iterator[tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    """(tokens, (labels, loss mask)) as DeepSpeed's pipeline engine expects them; with documents, their ids are next to
+    the tokens.
+    """
     for batch in batches:
         mask = batch.get("loss_mask")
         if mask is None:
             mask = torch.ones_like(batch["labels"], dtype=torch.float32)
-        yield batch["tokens"], (batch["labels"], mask)
+        tokens, ids = batch["tokens"], batch.get("document_ids")
+        yield tokens if ids is None else (tokens, ids), (batch["labels"], mask)

@@ -82,9 +82,13 @@ def test_two_ranks_train_like_one(layout, run_in):
             *({"pos_emb": "forgetting"}, "tensor", ("kernel/layer_02/gate/mean", "kernel/layer_03/gate/max")),
             marks=pytest.mark.slow,
         ),
+        ({"reset_attention_mask": True, **RECOMPUTE}, "pipeline", ()),
+        *(
+            pytest.param({"reset_attention_mask": True}, layout, (), marks=pytest.mark.slow)
+            for layout in ("tensor", "zero-3")
+        ),
         (PER_LAYER, "tensor", ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")),
     ],
-    ids=["transformer_xl", "xpos", "masked loss", "masked loss in a pipeline", "forgetting", "kerple per layer"],
 )
 def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
     trained(tmp_path / "one", "one", **keys)

@@ -46,6 +46,12 @@ class DataConfig(ConfigSection):
         tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches' means.)""",
     )
 
+    reset_attention_mask: bool = field(
+        False,
+        """True: in training and validation, a token attends only to its own document, in which positions start at 0.
+        Documents end with the end-of-document token. (In Megatron, positions also need reset_position_ids.)""",
+    )
+
     def contradictions(self) -> Iterator[str]:
         if self.data_path is not None and self.train_data_paths is not None:
             yield (

@@ -102,6 +102,7 @@ from megatron.config.loader import ALIASES, FIELDS, MAPPINGS
                     {"pos-emb": "rotary", "pos-emb-options": {"random_range": 64}},
                     "random positions",
                 ),
+                ({"reset-attention-mask": True}, "reset_attention_mask"),
             )
         ),
         ({"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}}, r'"use_bnb_optimizer".*optimizer\.type.*lion'),

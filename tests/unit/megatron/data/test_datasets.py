@@ -306,6 +306,16 @@ def test_data_of_another_tokenizer_are_rejected(configuration, corpus, tmp_path,
     assert len(build_datasets(configuration(data_path=other, split="1"), tokenizer, 32, (10, 0, 0)).train) == 10
 
 
+def test_documents_without_an_end_cannot_be_kept_apart(configuration, corpus):
+    tokenizer = SimpleNamespace(vocab_size=1000, eod=0, fingerprint="a")
+    manifest = manifest_of(open_indexed_files(corpus), 999)
+    write_manifest(corpus, replace(manifest, tokenizer_fingerprint="a", append_eod=False))
+    keys = {"data_path": corpus, "split": "1"}
+    assert len(build_datasets(configuration(**keys), tokenizer, 32, (10, 0, 0)).train) == 10
+    with pytest.raises(UserError, match=r"reset_attention_mask: .*corpus.*--append-eod"):
+        build_datasets(configuration(**keys, reset_attention_mask=True), tokenizer, 32, (10, 0, 0))
+
+
 @pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.9), (0.5, 0.75), (0.0, 0.5)])
 def test_blend_by_documents(configuration, tmp_path, write_corpus, exponent, share):
     """p ~ n^a (Conneau et al. 2020): 90 and 10 documents are 9:1, or 3:1 with a = 1/2."""

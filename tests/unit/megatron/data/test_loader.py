@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from kerple.attention import Documents
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.loader import build_loader, rank_samples
 from megatron.utils.errors import UserError
@@ -99,6 +101,18 @@ def test_loss_mask(corpus):
     (batch,) = take(masked, 1, micro_batch_size=9)
     assert batch["loss_mask"].shape == (9, 16)
     assert batch["loss_mask"].dtype == torch.float32
+
+
+def test_documents_are_those_of_megatron_core(corpus):
+    settings = SampleSettings(1000, 7, 1, reset_attention_mask=True)
+    (batch,) = take(datasets_from_split(corpus, "1", (16,) * 3, (300, 0, 0), settings).train, 1, micro_batch_size=300)
+    documents = Documents(batch["document_ids"])
+    assert documents.ids[:, -1].any()
+    for row, tokens in enumerate(batch["tokens"]):
+        mask, _, positions = _get_ltor_masks_and_position_ids(tokens, 7, True, True, False, True)
+        same_document = documents.ids[row, :, None] == documents.ids[row]
+        assert torch.equal(~same_document | torch.ones(16, 16, dtype=torch.bool).triu(1), mask[0])
+        assert torch.equal(documents.positions[row], positions)
 
 
 def test_two_ranks_together_see_the_samples_of_one(train):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kerple.attention import Documents
 from megatron.model.compiled import capture, compile_blocks, is_traceable
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
@@ -28,16 +29,18 @@ def small_model(pos_emb: str, checkpoint_every: int, **keys: object) -> GPT:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dape_kerple", 1), ("xpos", 0), ("sinusoidal", 0))),
     ],
 )
-def test_loss_and_gradients_are_those_of_the_uncompiled_model(pos_emb, checkpoint_every):
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_loss_and_gradients_are_those_of_the_uncompiled_model(pos_emb, checkpoint_every, with_documents):
     """The ten layers share the graphs of one layer."""
     eager, compiled = small_model(pos_emb, checkpoint_every), small_model(pos_emb, checkpoint_every)
-    compile_blocks(compiled, torch.device("cpu"))
+    compile_blocks(compiled, torch.device("cpu"), documents=with_documents)
+    documents = Documents((torch.arange(32) // 9).expand(4, 32)) if with_documents else None
     assert list(compiled.state_dict()) == list(eager.state_dict())
     text = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(0))
     results = []
     torch._dynamo.utils.counters.clear()
     for model in (eager, compiled):
-        loss = model.loss(text[:, :-1], text[:, 1:])
+        loss = model.loss(text[:, :-1], text[:, 1:], documents=documents)
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] < 10
     for actual, expected in zip(results[1], results[0], strict=True):

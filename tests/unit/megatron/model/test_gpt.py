@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from kerple.attention import FULL, AttentionMode, Span
+from kerple.attention import FULL, AttentionMode, Documents, Span
 from kerple.positional import KerpleLog, primary_names
 from megatron.checkpoint.layers import load_layers
 from megatron.config import load_config
@@ -66,6 +66,31 @@ def test_all_layers_share_the_kernel_parameters():
         "2.attention.rpe.bias_p",
     ]
     assert model.blocks[0].attention.rpe is model.blocks[1].attention.rpe
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "learned", "sinusoidal", "rotary", "xpos", "dape_kerple", "forgetting", "transformer_xl"]
+)
+def test_documents_of_a_row_are_read_as_if_each_were_alone(pos_emb, recompute, tokens):
+    """The loss and its gradients."""
+    model = small_model(pos_emb).train()
+    model.checkpoint_every = int(recompute)
+    ids = torch.tensor([[0] * 7 + [1] * 20 + [2] * 21, [0] * 20 + [3] * 28, [4] * 48])
+    labels = tokens.roll(-1, 1)
+    loss = model.loss(tokens, labels, documents=Documents(ids))
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    model.zero_grad()
+    expected = torch.zeros(())
+    for row, first, last in [(0, 0, 7), (0, 7, 27), (0, 27, 48), (1, 0, 20), (1, 20, 48), (2, 0, 48)]:
+        document = slice(row, row + 1), slice(first, last)
+        expected = expected + (last - first) / tokens.numel() * model.loss(tokens[document], labels[document])
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize(("options", "times"), [({}, 1), ({"parameters": "per-layer"}, 2)])
