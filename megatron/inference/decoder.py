@@ -191,7 +191,7 @@ class TransformersDecoder:
         assert self.vocab_size is not None
         middle = self.vocab_size // 2  # special tokens, such as padding, are at the ends of vocabularies
         tokens = torch.arange(middle, middle + PROBE_TOKENS, device=model_device(self._model))[None] % self.vocab_size
-        with inference(self._model):
+        with inference(self._model), self._short_window():
             check_causal(self._forward, tokens, type(self._inner).__name__)
             if self._length_dependent:
                 return "its rotary angles depend on the length of the text"
@@ -204,6 +204,21 @@ class TransformersDecoder:
             except Exception as error:  # of any kind, from the model's own code
                 return f"its KV cache fails: {type(error).__name__}"
             return "its KV cache changes its logits" if _differ(expected, torch.cat(chunks, dim=1), 0.5) else None
+
+    @contextmanager
+    def _short_window(self) -> Iterator[None]:
+        """Shorten a sliding window in the block, so that the cache of a short text drops keys. Some models, such as
+        Moshi, attend to all keys, but their cache keeps only a window.
+        """
+        config = self._inner.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        if window is not None:
+            config.sliding_window = min(window, PROBE_TOKENS // 4)
+        try:
+            yield
+        finally:
+            if window is not None:
+                config.sliding_window = window
 
     @property
     def cached(self) -> bool:

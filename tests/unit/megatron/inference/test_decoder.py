@@ -89,34 +89,79 @@ def test_other_shapes_than_logits_are_rejected(output):
         as_decoder(lambda tokens: output).hidden(torch.zeros(2, 5, dtype=torch.long))
 
 
-BERT_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {**TINY, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0}
+GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}
+GEMMA = {
+    **HEADS, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "num_kv_shared_layers": 0,
+    "max_position_embeddings": 16, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+# Read in chunks through the KV cache. The tables of inputs of Gemma are no tables of positions.
+CACHED = {
+    **dict.fromkeys(["codegen", "gpt2", "gptj"], GPT),
+    "ctrl": {**GPT, "dff": 32},
+    "gemma3n_text": {**GEMMA, "altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_pattern": None},
+    "gemma4_text": {**GEMMA, "global_head_dim": 8},
+}
+# Read in complete segments: no KV cache, further state, or a cache that changes the logits beyond a window (Moshi).
+COMPLETE = {
+    "bamba": {**HEADS, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "falcon_mamba": {**TINY, "state_size": 8},
+    "jamba": {**HEADS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "num_experts": 1},
+    "mamba": {**TINY, "state_size": 8},
+    "mamba2": {**TINY, "state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "minimax": {**HEADS, "num_local_experts": 2, "block_size": 8, "experts_implementation": "eager"},
+    "moshi": {**HEADS, "sliding_window": 16, "ffn_dim": 64},
+    "openai-gpt": GPT,
+    "recurrent_gemma": {**HEADS, "block_types": ["recurrent", "attention"]},
+    "rwkv": {**TINY, "attention_hidden_size": 32, "context_length": 64},
+    "xlstm": {**TINY, "num_heads": 2, "chunk_size": 8, "autocast_kernel_dtype": "float32"},
+}
+NOT_CAUSAL = {
+    "bert": HEADS,
+    "cpmant": {**HEADS, "dim_head": 8, "dim_ff": 32, "prompt_length": 4},
+    "xlm": {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 1, "n_heads": 2},
+}
+ARCHITECTURES = {**CACHED, **COMPLETE, **NOT_CAUSAL, "llama": HEADS, "phi3": HEADS, "gemma3_text": HEADS}
 
 
-@pytest.mark.parametrize("family", ["bert", "xlm", "cpmant", "function"])
-def test_models_that_see_later_tokens_are_rejected(family):
-    """BERT with `is_decoder` is causal."""
+def tiny_model(model_type, **keys):
+    """A random model; large weights, so that a wrong context changes the loss."""
     import transformers
 
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     torch.manual_seed(0)
-    if family == "bert":
-        config = transformers.BertConfig(vocab_size=VOCABULARY, **BERT_SIZES)
-        model = transformers.BertForMaskedLM(config)
-        config = transformers.BertConfig(vocab_size=VOCABULARY, **BERT_SIZES, is_decoder=True)
-        assert evaluate(transformers.BertLMHeadModel(config))["loss"] > 0
-    elif family == "xlm":
-        config = transformers.XLMConfig(vocab_size=VOCABULARY, emb_dim=32, n_layers=1, n_heads=2)
-        model = transformers.XLMWithLMHeadModel(config)
-    elif family == "cpmant":
-        sizes = {"dim_head": 16, "num_attention_heads": 2, "dim_ff": 32, "num_hidden_layers": 1}
-        config = transformers.CpmAntConfig(vocab_size=VOCABULARY, hidden_size=32, prompt_length=4, **sizes)
-        model = transformers.CpmAntForCausalLM(config)
-    else:
+    config = transformers.AutoConfig.for_model(model_type, **{**ARCHITECTURES[model_type], **keys})
+    config.initializer_range = 0.5
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
-        def model(tokens):
-            return nn.functional.one_hot(tokens, VOCABULARY).float().cumsum(1).flip(1)
+
+def evaluate(model):
+    """The record of one length, 24 tokens, for two segments in chunks of 7."""
+    (row,) = evaluate_extrapolation(model, random_tokens(49), [24], query_chunk=7, progress=False)
+    return row
+
+
+@pytest.mark.parametrize("model_type", [*CACHED, *COMPLETE])
+def test_the_loss_of_an_architecture_is_that_of_one_pass(model_type):
+    model, text = tiny_model(model_type).double(), random_tokens(49)
+    with torch.no_grad():
+        logits = model(text[:48].view(2, 24), use_cache=False).logits
+    record = evaluate(model)
+    assert record["loss"] == pytest.approx(direct_losses(logits, text[1:].view(2, 24)).mean().item(), abs=1e-6)
+    assert ("complete_segments" in record) == (model_type in COMPLETE)
+
+
+@pytest.mark.parametrize("model_type", [*NOT_CAUSAL, "function"])
+def test_models_that_see_later_tokens_are_rejected(model_type):
+    def reversed_counts(tokens):
+        return nn.functional.one_hot(tokens, VOCABULARY).float().cumsum(1).flip(1)
 
     with pytest.raises(UserError, match="is not causal"):
-        evaluate(model)
+        evaluate(reversed_counts if model_type == "function" else tiny_model(model_type))
+    if model_type == "bert":
+        assert evaluate(tiny_model("bert", is_decoder=True))["loss"] > 0
 
 
 def test_models_with_an_encoder_and_a_decoder_are_rejected():
@@ -127,61 +172,28 @@ def test_models_with_an_encoder_and_a_decoder_are_rejected():
         evaluate(T5ForConditionalGeneration(config))
 
 
-def evaluate(model, **options):
-    """The record of one length, 24 tokens."""
-    (row,) = evaluate_extrapolation(model, random_tokens(49), [24], query_chunk=7, progress=False, **options)
-    return row
-
-
-TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-GPT_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
-GPT_SIZES |= {"rotary_dim": 8}
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gptj", "codegen", "ctrl"])
-def test_a_text_beyond_a_table_of_positions_has_a_note(family):
+@pytest.mark.parametrize("model_type", ["gpt2", "gptj", "codegen", "ctrl"])
+def test_a_text_beyond_a_table_of_positions_has_a_note(model_type):
     """Tables in weights (GPT-2) and in buffers. The shorter texts before and after it are measured."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {**GPT_SIZES, "n_head": 4} if family == "codegen" else {**GPT_SIZES, "dff": 32}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    model = tiny_model(model_type, n_positions=16)
     assert isinstance(as_decoder(model), TransformersDecoder)
     rows = evaluate_extrapolation(model, random_tokens(49), [16, 24, 8], query_chunk=7, progress=False)
     assert [row["loss"] is None for row in rows] == [False, True, False]
-    assert "cannot read" in rows[1]["note"]
+    assert "table of 16 positions" in rows[1]["note"]
     with pytest.raises(PositionsExceeded, match="IndexError"), torch.inference_mode():
         as_decoder(model).hidden(random_tokens(24)[None])
 
 
 def test_a_failure_within_the_lengths_that_were_read_is_an_error():
-    decoder, tokens = as_decoder(rope_model("llama", None)), random_tokens(16)[None]
+    decoder, tokens = as_decoder(tiny_model("llama")), random_tokens(16)[None]
     decoder.hidden(tokens)
     decoder._forward = lambda *_: tokens[:, 99]
     with pytest.raises(IndexError):
         decoder.hidden(tokens)
 
 
-def test_other_large_embeddings_do_not_limit_the_length():
-    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
-
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_kv_shared_layers": 0}
-    inputs = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2}
-    other = {"laurel_rank": 4, "activation_sparsity_pattern": None, "max_position_embeddings": 16}
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
-    model = Gemma3nForCausalLM(Gemma3nTextConfig(**TINY, **heads, **inputs, **other, **layers))
-    assert evaluate(model)["loss"] > 0
-
-
 def rope_model(model_type, rope_parameters, **keys):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0}
-    rope = {"max_position_embeddings": 16, "rope_parameters": rope_parameters}
-    config = AutoConfig.for_model(model_type, **sizes, **heads, **rope, **keys)
-    config.initializer_range = 0.5
-    return AutoModelForCausalLM.from_config(config).eval()
+    return tiny_model(model_type, max_position_embeddings=16, rope_parameters=rope_parameters, **keys)
 
 
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -236,38 +248,6 @@ def test_wrapped_models_are_read_like_the_model(wrapper):
     with torch.compiler.set_stance("force_eager"):  # compiling takes long
         assert evaluate(wrapped)["loss"] == pytest.approx(expected, abs=1e-6)
     assert calls
-
-
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
-MAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_expand": 2, "use_mamba_kernels": False, "num_experts": 1}
-STATEFUL = {
-    "rwkv": {**TINY, "attention_hidden_size": 32, "context_length": 64},
-    "mamba": {**TINY, "state_size": 8},
-    "jamba": {**TINY, **HEADS, **MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "openai-gpt": {**GPT_SIZES, "n_positions": 64},
-    "minimax": {**TINY, **HEADS, "head_dim": 8, "num_local_experts": 2, "block_size": 8},
-}
-
-
-@pytest.mark.parametrize("family", [*STATEFUL, "ignores its cache"])
-def test_models_with_another_state_read_complete_segments(family):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family if family in STATEFUL else "gpt2", **STATEFUL.get(family, {**GPT_SIZES, "n_positions": 64})
-    )
-    config.initializer_range = 0.5
-    model = AutoModelForCausalLM.from_config(config).eval()
-    if family not in STATEFUL:
-        forward = model.forward
-        model.forward = lambda tokens, cache=None, **_: forward(tokens)
-    record, text = evaluate(model), random_tokens(49)
-    with torch.no_grad():
-        logits = model(torch.stack((text[:24], text[24:48]))).logits
-    losses = direct_losses(logits, torch.stack((text[1:25], text[25:])))
-    assert record["loss"] == pytest.approx(losses.mean().item(), abs=1e-4)
-    assert record["complete_segments"]
 
 
 def test_constant_angles_are_cached():
