@@ -72,7 +72,8 @@ class Record(TypedDict):
         environment: None if it is not known, e.g. for results of `evaluate_extrapolation`.
         complete_segments: why a transformers model read complete segments instead of chunks through its KV cache; the
             key is missing otherwise.
-        bos: the token that replaced the first one of each segment; the key is missing if there was none.
+        bos: the token that `--bos` put at the start of each segment, or the tokenizer at the start of each passkey
+            prompt; None if there was none. Files of earlier versions lack the key in this case.
     """
 
     kind: Name
@@ -88,7 +89,7 @@ class Record(TypedDict):
     measurement: Name
     environment: Environment | None
     complete_segments: NotRequired[Text]
-    bos: NotRequired[Count]
+    bos: NotRequired[Count | None]
 
 
 class DocumentGroups(TypedDict):
@@ -261,7 +262,7 @@ class Provenance:
     ) -> Record:
         """A record without values. `determined_by` and `settings` together determine the values."""
         digest = hashlib.sha256(repr((determined_by, self.settings)).encode()).hexdigest()[:16]
-        record = Record(
+        return Record(
             kind=kind,
             corpus=corpus,
             checkpoint=self.checkpoint,
@@ -274,10 +275,8 @@ class Provenance:
             note=None,
             measurement=digest,
             environment=self.environment,
+            bos=bos,
         )
-        if bos is not None:
-            record["bos"] = bos
-        return record
 
 
 def perplexity(loss: float | None) -> float | None:

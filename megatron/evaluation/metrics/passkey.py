@@ -192,6 +192,7 @@ def plan_passkey(
                 **provenance.record(
                     "passkey",
                     corpus=corpus,
+                    bos=prompts.tokenizer.bos,
                     mode=mode.name,
                     protocol=PROTOCOL,
                     length=length,

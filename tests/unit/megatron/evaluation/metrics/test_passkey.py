@@ -57,7 +57,10 @@ def test_prompts_of_a_tokenizer_that_adds_tokens_to_texts(tmp_path):
     train_sentencepiece(tmp_path / "tokenizer.model", **LLAMA)
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     tokenizer = build_tokenizer("SPMTokenizer", tmp_path / "tokenizer.model")
-    rows, _ = Prompts(tokenizer).build(400, 0.5, 3)
+    prompts = Prompts(tokenizer)
+    (task,) = plan_passkey(prompts, [400], ["full"], [0.5], 1, Provenance())
+    assert task.planned[0]["bos"] == tokenizer.bos
+    rows, _ = prompts.build(400, 0.5, 3)
     for row in rows.tolist():
         assert row.count(tokenizer.bos) == 1
         assert row[0] == tokenizer.bos
