@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kerple.attention import FULL, Attention, Documents, PositionTables, Span, attend, position_tables
+from kerple.attention import FULL, Attention, Documents, Span, attend, position_tables
 from kerple.attention.backends import sdpa
-from kerple.attention.call import AttentionCall, Backend, Requirements
+from kerple.attention.call import Backend, Requirements
 from kerple.positional import ModelShape, TableJacobian, XPos, build, primary_names
 from tests.support.attention import SPANS, dense_attention, random_states, upstream_gradient, visible_pairs
 
@@ -102,25 +102,6 @@ def test_invalid_arguments_are_named(change, message):
         attend(**{**states, **change})
 
 
-def test_requirements_of_a_call():
-    query = torch.randn(2, 3, 4, 8, requires_grad=True)
-    tables = PositionTables(weight=torch.ones(3, 4))
-    call = AttentionCall(query=query, key=query, value=query, scale=1.0, tables=tables, dropout_p=0.1)
-    expected = Requirements(
-        weight=True,
-        dropout=True,
-        training=True,
-        dtype=torch.float32,
-        head_size=8,
-        value_size=8,
-        batch_heads=6,
-        device=torch.device("cpu"),
-    )
-    assert call.requirements == expected
-    with torch.no_grad():
-        assert not call.requirements.training
-
-
 @pytest.mark.parametrize(
     ("capabilities", "requirements", "reason"),
     [
@@ -159,8 +140,8 @@ SHAPE = ModelShape(num_heads=4, head_size=6, hidden_size=24, num_layers=1, max_p
 @pytest.mark.parametrize(
     ("name", "span"),
     [
-        *((name, FULL) for name in primary_names()),
-        *((name, span) for name in SPANNED for span in (Span(window=3), Span(block=4))),
+        ("rotary", FULL),
+        *((name, span) for name in SPANNED for span in (FULL, Span(window=3), Span(block=4))),
     ],
 )
 def test_keys_that_take_no_part(name, s, span):
@@ -208,14 +189,13 @@ def test_a_key_mask_in_each_document():
     torch.testing.assert_close(masked, actual[:, :, -3:], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("value_size", [3, 9])
 @pytest.mark.parametrize(("s", "t", "span"), SPANS)
 @pytest.mark.parametrize("name", SPANNED)
-def test_value_heads_of_another_size(name, s, t, span, value_size):
+def test_value_heads_of_another_size(name, s, t, span):
     torch.manual_seed(0)
     method = build(name, SHAPE).double()
     query, key, _ = random_states(4, 6, t, kv_heads=2)
-    value = torch.randn(2, 2, t, value_size, dtype=torch.float64, requires_grad=True)
+    value = torch.randn(2, 2, t, 9, dtype=torch.float64, requires_grad=True)
     sums = (-torch.rand(2, 4, t, dtype=torch.float64)).cumsum(-1) if "decay" in method.hooks else None
     mask = ~visible_pairs(t, span)[None, None, -s:]
     expected = dense_attention(method, query[:, :, -s:], key, value, mask, sums)
@@ -244,17 +224,21 @@ def methods_in_both_directions():
     return [*names, ("rpe", {"bidirectional": True})]
 
 
+OTHER_CALLS = [(17, 17, 3, "key_mask"), (17, 17, None, "documents"), (5, 17, None, "key_mask"), (9, 6, None, "")]
+
+
 @pytest.mark.parametrize(
-    ("s", "t", "window", "extra"),
+    ("name", "options", "s", "t", "window", "extra"),
     [
-        (17, 17, None, ""),
-        (17, 17, 3, "key_mask"),
-        (17, 17, None, "documents"),
-        (5, 17, None, "key_mask"),
-        (9, 6, None, ""),
+        *((*method, 17, 17, None, "") for method in methods_in_both_directions()),
+        *(
+            (name, {}, *call)
+            for name in ("kerple_power_ap_ap", "xpos", "dape_v2_kerple", "fire")
+            for call in OTHER_CALLS
+        ),
+        *(("rpe", {"bidirectional": True}, *call) for call in OTHER_CALLS),
     ],
 )
-@pytest.mark.parametrize(("name", "options"), methods_in_both_directions())
 def test_attention_in_both_directions(name, options, s, t, window, extra, monkeypatch):
     """Values and gradients in each backend, in flex without gradients, also in chunks of queries, with other numbers
     of queries than keys, grouped queries and value heads of another size.

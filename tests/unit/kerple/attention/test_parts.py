@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from kerple.attention import (
     FULL,
@@ -65,10 +64,8 @@ def blockwise_reference(arguments: dict, block: int) -> torch.Tensor:
     return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1) @ value
 
 
-@pytest.mark.parametrize(
-    ("s", "t"), [(40, 40), (1, 40), (1, 48), (7, 40), (9, 64), (30, 64), (33, 49), (16, 16), (5, 5)]
-)
-@pytest.mark.parametrize("block", [1, 8, 16, 100])
+@pytest.mark.parametrize(("s", "t"), [(40, 40), (1, 40), (1, 48), (9, 64), (33, 49), (5, 5)])
+@pytest.mark.parametrize("block", [1, 8, 100])
 @pytest.mark.parametrize(("method", "backends"), [("none", ("auto", "sdpa")), ("kerple_power_ap_ap", ("chunked",))])
 def test_blockwise_attention(method, backends, block, s, t):
     arguments = attend_arguments(method, 2, 3, s, t, 4, window=min(t, 2 * block))
@@ -128,13 +125,12 @@ def backends(method):
     return ("auto", "reference", "chunked", *(() if "weight" in method.hooks else ("sdpa",)))
 
 
-@pytest.mark.parametrize("s", [LENGTH, 3])
 @pytest.mark.parametrize(
-    ("name", "span"),
+    ("name", "span", "s"),
     [
-        *((name, FULL) for name in primary_names()),
-        *((name, Span(window=3)) for name in SPANNED),
-        *((name, Span(block=2)) for name in SPANNED),
+        *((name, FULL, LENGTH) for name in primary_names()),
+        *((name, FULL, 3) for name in SPANNED),
+        *((name, span, s) for name in SPANNED for span in (Span(window=3), Span(block=2)) for s in (LENGTH, 3)),
     ],
 )
 def test_a_document_is_attended_to_as_if_it_were_alone(name, s, span):
@@ -262,33 +258,6 @@ def test_ids_of_sequences_with_lengths():
 def test_ids_that_do_not_fit(ids, value):
     with pytest.raises(ValueError, match=rf"document_ids .*{value}"):
         attend(document_ids=ids, **attend_arguments("alibi", 2, 4, 9, 9, 8))
-
-
-def masked_language_model_loss(causal: bool) -> float:
-    """The last loss of a layer with xPos that fills in one token of a text of three tokens and their repetition."""
-    torch.manual_seed(0)
-    method, positions = XPos(16, scale_base=8.0), torch.arange(6)
-    embedding, query_key_value, output = nn.Embedding(9, 32), nn.Linear(32, 96), nn.Linear(32, 8)
-    parameters = nn.ModuleList((embedding, query_key_value, output)).parameters()
-    optimizer = torch.optim.Adam(parameters, lr=1e-2)
-    for _ in range(300):
-        text = torch.randint(8, (32, 3)).repeat(1, 2)
-        masked = F.one_hot(torch.randint(6, (32,)), 6).bool()
-        states = query_key_value(embedding(text.masked_fill(masked, 8))).view(32, 6, 3, 2, 16)
-        query, key, value = states.permute(2, 0, 3, 1, 4)
-        query, key = method.rotate(query, key, positions, positions)
-        context = Attention(positional=method)(query, key, value, causal=causal)
-        loss = F.cross_entropy(output(context.transpose(1, 2).flatten(2))[masked], text[masked])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
-def test_masked_language_modeling_with_xpos():
-    """Causal attention does not see the repetition of the first three tokens, so it guesses half of them: ln(8) / 2."""
-    assert masked_language_model_loss(causal=False) < 0.01
-    assert masked_language_model_loss(causal=True) > 0.5
 
 
 def test_xpos_in_both_directions_at_far_positions():

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kerple.attention import FULL, Attention, Span, attend, position_tables, tables
+from kerple.attention import FULL, Attention, Span, attend, position_tables
 from kerple.attention.backends import chunk_plan, chunked
 from kerple.attention.backends.chunk_plan import modify_budget
 from kerple.attention.call import AttentionCall
@@ -24,7 +24,7 @@ from tests.support.attention import (
     upstream_gradient,
 )
 
-METHODS = ["none", "alibi", "rpe", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap"]
+METHODS = ["none", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap"]
 TABLES = ["none", "kerple_log", "kerple_power_ap_ap"]
 
 
@@ -105,20 +105,6 @@ def test_a_single_input_may_require_a_gradient(required):
     result = attend(backend="chunked", **leaves)
     result.backward(upstream_gradient(result))
     torch.testing.assert_close(leaves[required].grad, expected[required], rtol=1e-9, atol=1e-11)
-
-
-def test_gradients_reach_the_parameters_of_a_method():
-    torch.manual_seed(0)
-    positional = build("kerple_power_ap_ap", ModelShape(2, 8, 16, 1, 150))
-    grads = {}
-    for backend in ("reference", "chunked"):
-        arguments = attend_arguments("none", 2, 2, 150, 150, 8, dtype=torch.float32)
-        arguments["bias_table"], arguments["weight_table"] = tables(positional, 150, "cpu")
-        positional.zero_grad()
-        attend(backend=backend, **arguments).square().sum().backward()
-        grads[backend] = [parameter.grad.clone() for parameter in positional.parameters()]
-    for actual, expected in zip(grads["chunked"], grads["reference"], strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_activation_checkpointing_gives_the_same_gradients():
@@ -331,18 +317,6 @@ def test_modified_scores_never_wait_for_the_device(name, monkeypatch):
         assert transfers.names == []
         torch.ones(2).to("meta")
     assert transfers.names == ["aten._to_copy.default"]
-
-
-@pytest.mark.parametrize("name", MODIFYING)
-def test_modified_scores_are_causal(name):
-    method = make_method(name)
-    query, key, value = (state.detach() for state in random_states(3, 4, 30))
-    before = attended("chunked", method, query, key, value, 30, FULL)
-    for changed in (query, key, value):
-        changed[:, :, 20:] += 5.0
-    after = attended("chunked", method, query, key, value, 30, FULL)
-    torch.testing.assert_close(before[:, :, :20], after[:, :, :20], rtol=0, atol=1e-12)
-    assert (before[:, :, 20:] - after[:, :, 20:]).abs().amax(dim=(0, 1, 3)).min() > 1e-3
 
 
 @pytest.mark.parametrize("name", MODIFYING)
