@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from kerple.positional import Learned, ModelShape, PositionsExceeded, Sinusoidal, build
-from megatron.model.gpt import GPT
-from tests.support.language_models import model_settings
 
 
 def test_sinusoidal_adds_sines_then_cosines():
@@ -64,15 +62,3 @@ def test_none_has_no_hooks_and_no_parameters():
     method = build("none", ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=8))
     assert not method.hooks
     assert list(method.parameters()) == []
-
-
-def test_the_order_of_earlier_tokens_does_not_matter():
-    """Without positions, the last token of a one-layer model sees the earlier tokens as a set."""
-    settings = model_settings(num_layers=1, hidden_size=16, num_attention_heads=2)
-    torch.manual_seed(0)
-    model = GPT(settings).eval()
-    first = torch.tensor([[3, 1, 4, 15, 9]])
-    second = torch.tensor([[15, 4, 3, 1, 9]])
-    with torch.no_grad():
-        torch.testing.assert_close(model(first)[:, -1], model(second)[:, -1])
-        assert not torch.allclose(model(first)[:, -2], model(second)[:, -2])

@@ -106,15 +106,6 @@ def test_both_inputs_of_the_mlp_get_gradients():
     assert (method.static.bias_a.grad != 0).all()
 
 
-def test_1196_parameters_per_layer_at_12_heads():
-    assert sum(parameter.numel() for parameter in DapeAlibi(12).parameters()) == 1196
-    shape = ModelShape(12, 64, 768, 12, 512)
-    counts = {name: sum(p.numel() for p in build(name, shape).parameters()) for name in ("kerple_c", "fire_c", "dape")}
-    assert counts == {"kerple_c": 1196 + 24, "fire_c": 1196 + 2 + 32 + 32 + 12 * 32 + 12, "dape": 1196 - 12 * 32}
-    assert sum(p.numel() for p in build("alibi_c", shape, mlp_width=16).parameters()) == 24 * 16 + 16 + 16 * 12 + 12
-    assert not build("dape_kerple", shape).shared
-
-
 def test_initial_weights_are_those_of_nn_linear():
     method = DapeAlibi(500, mlp_width=400)
     method.reset_parameters(torch.Generator().manual_seed(1))
@@ -126,11 +117,6 @@ def test_initial_weights_are_those_of_nn_linear():
             assert parameter.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
     for parameter, cast_parameter in zip(method.parameters(), cast.parameters(), strict=True):
         assert torch.equal(parameter.bfloat16(), cast_parameter)
-
-
-def test_statistics_are_those_of_the_static_bias():
-    assert set(DapeKerple(2).statistics()) == {"bias_p", "bias_a"}
-    assert DapeAlibi(2).statistics() == {}
 
 
 @pytest.mark.parametrize(

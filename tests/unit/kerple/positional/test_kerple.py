@@ -147,16 +147,6 @@ def test_every_method_is_conditionally_positive_definite(cls, options, bias, wei
         assert (lemma_constant(method.weight, points) == 0).all()
 
 
-@pytest.mark.parametrize("cls", [KerpleLog, KerplePower, KerpleWeight, KerpleBiasWeight])
-def test_distances_of_any_shape(cls):
-    method = cls(num_heads=3)
-    distance = torch.arange(12.0).reshape(3, 4)
-    for hook in method.hooks:
-        table = getattr(method, hook)(distance)
-        assert table.shape == (3, 3, 4)
-        assert torch.equal(table.reshape(3, 12), getattr(method, hook)(distance.flatten()))
-
-
 @pytest.mark.parametrize(
     ("cls", "ranges"),
     [
