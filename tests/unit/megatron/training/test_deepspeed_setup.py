@@ -33,20 +33,19 @@ def test_the_bf16_optimizer_needs_found_inf(tmp_path, data_path, monkeypatch):
         train(Config.from_flat(training_settings(tmp_path, data_path, precision="bfloat16", save=None, load=None)))
 
 
-@pytest.mark.parametrize("keys", [{}, {"train_micro_batch_size_per_gpu": 4, "precision": "bfloat16"}])
-def test_the_wall_clock_breakdown_is_one_line_per_steps_per_print(keys, tmp_path, data_path, monkeypatch, capsys):
+def test_the_wall_clock_breakdown_is_one_line_per_steps_per_print(tmp_path, data_path, monkeypatch, capsys):
     """With a clock that advances by 1 s at each reading, a micro-batch's timer around another one takes 2 s."""
     seconds = itertools.count()
     monkeypatch.setattr("deepspeed.utils.timer.time", SimpleNamespace(time=lambda: float(next(seconds))))
-    keys = {**keys, "wall_clock_breakdown": True, "steps_per_print": 3, "save": None, "load": None, "eval_iters": 0}
+    keys = {"train_micro_batch_size_per_gpu": 4, "precision": "bfloat16", "eval_iters": 0}
+    keys |= {"wall_clock_breakdown": True, "steps_per_print": 3, "save": None, "load": None}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
     lines = [line for line in capsys.readouterr().out.splitlines() if "time (ms)" in line]
     assert len(lines) == 2
-    micro_batches = 2 if "precision" in keys else 1
     for line in lines:
         times = dict(re.findall(r"(\w+): ([\d.]+)", line))
         assert list(times) == ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
-        assert float(times["bwd_inner"]) == 2000 * micro_batches
+        assert float(times["bwd_inner"]) == 4000
 
 
 def test_startup_messages_are_hidden_unless_dump_state_is_set(tmp_path, data_path, capsys, caplog):
@@ -57,13 +56,6 @@ def test_startup_messages_are_hidden_unless_dump_state_is_set(tmp_path, data_pat
         with startup_messages(dump_state):
             print("stage=0 layers=3")
         assert ("stage=0" in capsys.readouterr().out) is dump_state
-
-
-def test_fp16_runs_on_a_cpu(tmp_path, data_path):
-    train(Config.from_flat(training_settings(tmp_path, data_path, precision="fp16", save=None, load=None)))
-    losses = metrics(tmp_path)
-    assert losses[6] < losses[1]
-    assert metrics(tmp_path, "train/loss_scale")[6] == 2**16
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.25])
@@ -121,7 +113,7 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
         )
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("fp16", 1), ("fp16", 2), ("bfloat16", 2)])
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("fp16", 2), ("bfloat16", 2)])
 def test_the_zero_optimizer_updates_like_upstream(precision, stage, tmp_path, data_path, monkeypatch):
     """In fp16, with an initial loss scale at which the first steps overflow and are skipped.
 
@@ -253,18 +245,6 @@ def test_batch_sizes_must_fit():
 def test_settings_from_other_keys_cannot_be_given_twice(name, keys):
     with pytest.raises(UserError, match=rf"deepspeed_extra_args\.{name}.: remove it"):
         settings(deepspeed_extra_args={name: {}}, **keys)
-
-
-def test_deepspeed_accepts_it(monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    keys = {"fp16": {"enabled": True}, "fp32_allreduce": True, "zero_optimization": {"stage": 1, "overlap_comm": True}}
-    accepted = DeepSpeedConfig(settings(**keys))
-    assert accepted.train_batch_size == 2
-    assert accepted.float16_config.enabled
-    assert accepted.zero_config.stage == 1
-    assert accepted.gradient_clipping == 1.0
 
 
 def test_the_curriculum_is_that_of_gpt_neox():

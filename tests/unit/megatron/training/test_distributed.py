@@ -29,15 +29,6 @@ def test_a_process_without_a_launcher_trains_alone_on_gloo(capsys, layout):
     assert "distributed-backend: nccl requires a GPU" in capsys.readouterr().out
 
 
-def test_seeds_are_reproducible(layout):
-    draws = []
-    for seed in (1, 1, 2):
-        distributed.seed_everything(seed, layout)
-        draws.append(torch.rand(4))
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
-
-
 def test_a_signal_is_recorded(layout):
     default = signal.getsignal(signal.SIGINT)
     with distributed.DistributedSignalHandler() as signals:

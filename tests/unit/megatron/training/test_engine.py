@@ -33,8 +33,9 @@ class HostReads(TorchDispatchMode):
         return operator(*arguments, **(keywords or {}))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
-@pytest.mark.parametrize(("pos_emb", "backend"), [("kerple_bias_wht", "reference"), ("rpe", "sdpa")])
+@pytest.mark.parametrize(
+    ("pos_emb", "backend", "precision"), [("kerple_bias_wht", "reference", "fp32"), ("rpe", "sdpa", "bfloat16")]
+)
 def test_a_step_reads_no_tensor_on_the_host(pos_emb, backend, precision, tmp_path, data_path, monkeypatch):
     """With clipping and gradient accumulation, and backends that treat a CPU like a GPU.
 

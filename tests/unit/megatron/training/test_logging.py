@@ -69,13 +69,6 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
                 assert secret.encode() not in handle.read(), name
 
 
-def test_the_first_step_is_logged_at_once(tmp_path, data_path, capsys):
-    keys = {"log_interval": 3, "eval_iters": 0, "save": None, "load": None}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
-    assert re.findall(r"^iteration (\d)/6 \| lm loss \d", capsys.readouterr().out, re.M) == ["1", "3", "6"]
-    assert list(metrics(tmp_path)) == [3, 6]
-
-
 @pytest.mark.parametrize(("key", "package"), [("tensorboard_dir", "matplotlib"), ("use_wandb", "wandb")])
 def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, package):
     monkeypatch.setitem(sys.modules, package, None)
@@ -84,17 +77,6 @@ def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, packa
     with pytest.raises(UserError, match=rf"need {package}, which is not installed: .*tracking"):
         logger.start_metrics(0)
     logger.close()
-
-
-def test_pictures_do_not_change_the_training(tmp_path, data_path):
-    """Their copies of the method draw no numbers from the generator of dropout."""
-    keys = {"pos_emb": "dape_kerple", "hidden_dropout": 0.2, "eval_interval": 1, "train_iters": 3, "save": None}
-    losses = []
-    for folder in (None, str(tmp_path / "tensorboard")):
-        settings = training_settings(tmp_path / str(folder is None), data_path, tensorboard_dir=folder, **keys)
-        train(Config.from_flat(settings))
-        losses.append(metrics(tmp_path / str(folder is None)))
-    assert losses[0] == losses[1]
 
 
 def test_a_method_that_cannot_be_plotted_does_not_stop_the_training(tmp_path, data_path, monkeypatch):
@@ -338,7 +320,6 @@ def recorded(tmp_path, iteration, total, device="cpu"):
     ("iteration", "total", "steps", "line"),
     [
         (0, 7, ["step 3", "step 4"], "profile: iterations 4 to 5;"),
-        (2, 7, ["step 3", "step 4"], "profile: iterations 4 to 5;"),
         (4, 7, ["step 4"], "profile: iterations 5 to 5;"),  # resumed
         (5, 7, [], "profile: no step is profiled, because training resumes after profile_step_stop 5"),
         (0, 4, ["step 3"], "profile: iterations 4 to 4;"),  # stopped by a signal

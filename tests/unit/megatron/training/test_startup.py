@@ -106,11 +106,10 @@ def test_two_runs_cannot_log_to_the_same_folder(key, tmp_path, data_path, nothin
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("spelling", ["logs/", "./logs", "other/../logs"])
-def test_one_folder_in_two_spellings(spelling, tmp_path, data_path, monkeypatch):
+def test_one_folder_in_two_spellings(tmp_path, data_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
-    keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": spelling, "train_iters": 1, "eval_iters": 0}
+    keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": "other/../logs", "train_iters": 1, "eval_iters": 0}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
     assert list(metrics(tmp_path)) == [1]
     assert list((tmp_path / "logs").glob("events.*"))
@@ -182,11 +181,10 @@ def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
     "keys",
     [
         {"precision": "fp32"},
-        {"precision": "bfloat16"},
         {"precision": "fp16", "no_save_optim": True},
         {"precision": "bfloat16", "no_weight_tying": False, "norm": "rmsnorm"},
     ],
-    ids=["fp32", "bfloat16", "no_save_optim", "tied"],
+    ids=["fp32", "no_save_optim", "tied"],
 )
 def test_the_estimate_is_the_size_of_a_checkpoint(keys, tmp_path, data_path):
     keys = {"hidden_size": 128, "train_iters": 1, "eval_iters": 0, **keys}
