@@ -75,14 +75,6 @@ def test_clean_up_completes_a_first_save(tmp_path):
     assert not has_checkpoint(tmp_path)
 
 
-def test_manifest_lists_every_file(tmp_path):
-    save(tmp_path, 5)
-    step = find_valid_step(tmp_path)
-    assert set(read_manifest(step)) == {"weights.pt", "configs/config.yml"}
-    assert read_manifest(step)["configs/config.yml"].size == 3
-    assert find_damage(step) is None
-
-
 @pytest.mark.parametrize("how", ["altered", "cut", "missing", "manifest"])
 def test_damage_is_named_with_the_newest_valid_checkpoint(how, tmp_path):
     for iteration in (10, 20, 30):

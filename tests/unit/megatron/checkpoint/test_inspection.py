@@ -33,22 +33,6 @@ def test_a_released_checkpoint(method):
     assert description["kernels"] == ({"all layers": expected} if expected else {})
 
 
-def test_a_checkpoint_of_this_project(trained_run):
-    description = describe(trained_run / "checkpoints" / "global_step2")
-    assert description["manifest"] == "whole"
-    assert description["training"]["consumed_samples"] == 16
-    assert description["dtypes"] == ["float32"]
-    assert description["optimizer"] == "per parameter, in 1 file"
-    assert description["shape"]["zero_stage"] == 0
-    assert "kernels" not in description
-
-
-def test_damage_is_described(trained_run, tmp_path):
-    step = shutil.copytree(trained_run / "checkpoints" / "global_step2", tmp_path / "global_step2")
-    (step / "optimizer_rank_00000.pt").write_bytes(b"")
-    assert "optimizer_rank_00000.pt: has 0 bytes instead of" in describe(step)["manifest"]
-
-
 def test_positional_methods_have_the_parameters_of_the_checkpoint():
     step = checkpoints("kerple_log") / "global_step300"
     ((place, method),) = positional_methods(step, settings_of(step))

@@ -8,7 +8,6 @@ import torch
 from megatron.checkpoint import saving
 from megatron.checkpoint.directory import find_damage, read_manifest
 from megatron.checkpoint.saving import to_host, write_files
-from megatron.checkpoint.storage import file_record
 from megatron.config import Config
 from megatron.training.loop import train
 from tests.support.runs import training_settings
@@ -30,12 +29,6 @@ def test_no_file_contains_a_secret(trained_run):
     saved = json.loads((step / "configs" / "config.yml").read_text())
     assert saved["deepspeed_extra_args"]["comet"] == {"enabled": False}
     assert saved["tokenizer_type"] == "CharLevelTokenizer"
-
-
-def test_records_of_the_written_files(tmp_path):
-    records, error = write_files(tmp_path, [("a.pt", {"w": torch.ones(5)}), ("configs/config.yml", b"{}\n")])
-    assert error is None
-    assert records == {name: file_record(tmp_path / name) for name in ("a.pt", "configs/config.yml")}
 
 
 @pytest.mark.parametrize("failure", ["save", "flush"])
