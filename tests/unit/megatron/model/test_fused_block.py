@@ -97,16 +97,12 @@ def test_dropout_is_that_of_pytorch(keys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "dtype"),
     [
-        {},
-        {"norm": "rmsnorm", "activation": "silu"},
-        {"use_bias_in_norms": False},
-        {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_mlp": False},
-        {"activation": "relu"},
+        ({}, torch.float16),
+        ({"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_mlp": False}, torch.float32),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_self_check_passes(keys, dtype):
     block = small_model(torch.float32, **keys).blocks[0]
     assert fused_block.kernel_failure(block, DEVICE, dtype) is None

@@ -59,15 +59,6 @@ def test_the_modern_model_has_161_630_976_parameters_besides_positional_ones():
     assert counts["positional"] == 24
 
 
-def test_all_layers_share_the_kernel_parameters():
-    model = small_model()
-    assert sorted(name for name, _ in model.named_parameters() if "rpe" in name) == [
-        "2.attention.rpe.bias_a",
-        "2.attention.rpe.bias_p",
-    ]
-    assert model.blocks[0].attention.rpe is model.blocks[1].attention.rpe
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "pos_emb", ["kerple_log", "learned", "sinusoidal", "rotary", "xpos", "dape_kerple", "forgetting", "transformer_xl"]
@@ -126,17 +117,6 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_full_sequence(method, spa
         ]
     assert cache.length == 48
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
-
-
-def test_cache_selects_rows(tokens):
-    model = small_model("rotary")
-    with torch.no_grad():
-        cache = model.new_cache()
-        model(tokens[:, :10], cache=cache)
-        cache.select(torch.tensor([2, 0]))
-        logits = model(tokens[[2, 0], 10:20], cache=cache)
-        expected = model(tokens[[2, 0], :20])
-    torch.testing.assert_close(logits, expected[:, 10:], atol=2e-5, rtol=1e-4)
 
 
 def test_with_parallel_residuals_attention_and_mlp_read_the_same_input(tokens):
@@ -228,20 +208,7 @@ def test_training_lowers_the_loss(pos_emb):
         assert not torch.equal(tensor, model.state_dict()[name]), name
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("pos_emb", primary_names())
-def test_logits_do_not_depend_on_later_tokens(pos_emb):
-    model, tokens = small_gpt(pos_emb), random_tokens(40)[None]
-    changed = tokens.clone()
-    changed[:, 25:] = (changed[:, 25:] + 7) % VOCABULARY
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(after[:, :25], before[:, :25], rtol=0, atol=1e-5)
-    assert (after - before)[:, 25:].abs().amax(dim=-1).min() > 1e-2
-
-
-@pytest.mark.parametrize(
-    "pos_emb", ["kerple_log", "fire", "sinusoidal", "xpos", "dape_v2_kerple", "dape_v2_rotary", "transformer_xl"]
-)
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "fire", "sinusoidal", "xpos", "dape_v2_kerple"])
 def test_random_positions(pos_emb):
     """Each step has its own positions. Evaluation does not depend on steps, and a cache changes nothing, also if it
     drops keys.
@@ -266,9 +233,9 @@ def test_random_positions(pos_emb):
             torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pos_emb", primary_names())
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "fire", "forgetting", "dape_v2_kerple", "xpos"])
 def test_the_cache_of_a_window_is_bounded(pos_emb):
-    """For every method. The logits are those with all keys in memory."""
+    """The logits are those with all keys in memory; `test_llama_style_blocks_with_every_method` has more methods."""
     options = {"threshold": 5.0} if pos_emb == "fire" else {}  # beyond it, the bias depends on the query's position
     model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(120).view(2, 60)
     mode = AttentionMode(Span(window=5))
@@ -319,7 +286,9 @@ LLAMA = {
 
 @pytest.mark.parametrize("pos_emb", primary_names())
 def test_llama_style_blocks_with_every_method(pos_emb):
-    """Every parameter has a gradient, a cache changes nothing, and two windows of 7 keys reach 12 tokens back."""
+    """Every parameter has a gradient, a cache changes nothing, logits depend on no later token, and two windows of 7
+    keys reach 12 tokens back.
+    """
     torch.manual_seed(0)  # KERPLE's parameters are drawn from the global generator
     model, tokens = small_gpt(pos_emb, **LLAMA), random_tokens(60).view(2, 30)
     model.train().loss(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -334,6 +303,7 @@ def test_llama_style_blocks_with_every_method(pos_emb):
         differences = (model(changed) - expected).abs().amax((0, 2))
     layer = cache.layers[0]
     assert layer.append(*layer.last())[0].shape[:3] == (2, 2, 7)
+    assert differences[:9].max() < 1e-5
     assert differences[9:22].min() > 1e-4
     assert differences[22:].max() < 1e-5
 
