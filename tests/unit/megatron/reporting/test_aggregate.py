@@ -50,12 +50,6 @@ def test_values_by_seed():
     assert values.select([setting], [Method("rpe")]).methods == [Method("rpe")]
 
 
-def test_no_records_give_empty_measurements():
-    values = measurements([], "extrapolation", "perplexity")
-    assert (values.settings, values.methods, values.lengths, values.num_seeds) == ([], [], [], 0)
-    assert values.over_depths().lengths == []
-
-
 def test_mean_over_depths():
     records = [passkey_record("alibi", 512, depth, accuracy) for depth, accuracy in ((0, 0.2), (0.5, 0.4))]
     records += [passkey_record("rpe", 512, 0, 0.2), passkey_record("rpe", 512, 0.5, None)]

@@ -50,12 +50,6 @@ def test_results_on_different_tokens_have_a_note():
     assert "different tokens" not in notes(("alibi", "a"), ("rpe", "a"))
 
 
-def test_copies_of_a_result_are_not_seeds():
-    entry = context("alibi", [0.01, -0.02], [0.02, 0.01])
-    (table,) = context_tables([entry, {**entry, "checkpoint": {**entry["checkpoint"], "path": "copy"}}])
-    assert [cell.text for cell in table.rows[0].cells] == ["+0.010 ± 0.020", "-0.020 ± 0.010"]
-
-
 def test_figure():
     (figure,) = context_figures(RECORDS)
     (axes,) = figure.draw(SCREEN).axes

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.evaluation.statistics import standard_error
 from megatron.reporting import figures
-from megatron.reporting.aggregate import Method, measurements
+from megatron.reporting.aggregate import measurements
 from megatron.reporting.differences import PairedLosses
 from megatron.reporting.style import SCREEN
 from tests.support.records import passkey_record, record, seeds
@@ -83,14 +83,6 @@ def test_shapes_of_results(records, panels, lines):
     assert len(plotted) == lines
 
 
-def test_the_second_panel_enlarges_the_lowest_lines():
-    first, second = plot(ONE_DIVERGES).axes
-    assert (first.get_yscale(), second.get_yscale()) == ("log", "linear")
-    low, high = second.get_ylim()
-    assert 17 < low < 18
-    assert 21 < high < 23
-
-
 def test_two_seeds_are_lines():
     records = [*seeds("alibi", 128, [20.0, 22.0]), *seeds("alibi", 256, [21.0, 25.0]), record("rpe", 128, 20.0)]
     (figure,) = figures.perplexity_figures(records)
@@ -127,12 +119,6 @@ def test_modes_are_panels_in_which_methods_look_the_same():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rpe", "alibi", "rotary"]
 
 
-def test_modes_are_lines_if_there_is_one_method():
-    (axes,) = plot([record("alibi", 128, 20.0, mode=mode) for mode in ("full", "window@64", "blockwise")]).axes
-    assert len({line.get_color() for line in axes.lines if line.get_label().startswith("alibi")}) == 3
-    assert {"alibi", "alibi, window@64", "alibi, blockwise"} < data(axes).keys()
-
-
 def test_with_one_seed_differences_are_paired_by_document():
     tokens = [100, 300]
     records = []
@@ -149,33 +135,6 @@ def test_with_one_seed_differences_are_paired_by_document():
     assert "kerple_log" in second.get_title(loc="left")
     several = records + [{**each, "seed": 2} for each in records]
     assert len(plot(several).axes) == 1
-
-
-def test_differences_from_a_reference_with_a_label():
-    """A point keeps its place when both panels share an x axis, and differences above 1 nat a logarithmic one."""
-    groups = {"a": 3.5, "alibi (tuned)": 2.0, "b": 2.1}
-    records = [
-        record(name, 128, 20.0, targets="t", loss=loss, groups={"tokens": [9, 9], "losses": [loss, loss]})
-        for name, loss in groups.items()
-    ]
-    (figure,) = figures.perplexity_figures(records, Method("alibi"))
-    drawn = figure.draw(SCREEN)
-    drawn.draw_without_rendering()
-    first, second = drawn.axes
-    assert second.get_title(loc="left") == "minus ALiBi (tuned)"
-    assert second.get_yscale() == "symlog"
-    values = sorted(container.lines[0].get_ydata(orig=False)[0] for container in second.containers)
-    assert values == pytest.approx([0.1, 1.5])
-    assert first.get_xlim()[0] < 128 < first.get_xlim()[1]
-    assert first.get_window_extent().x1 < second.get_window_extent().x0
-    assert not any("$" in label.get_text() for label in second.get_yticklabels())
-
-
-def test_passkey_titles_keep_long_names():
-    names = [f"rotary (a-{size}-model-of-others)" for size in ("small", "large", "tiny")]
-    (figure,) = figures.passkey_figures([passkey_record(name, 1024, 0, 0.2) for name in names])
-    titles = [axes.get_title(loc="left") for axes in figure.draw(SCREEN).axes]
-    assert {name.replace("rotary", "Rotary") for name in names} <= set(titles)
 
 
 def test_passkey_heat_maps():

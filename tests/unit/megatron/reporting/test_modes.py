@@ -74,24 +74,6 @@ def test_the_best_combination():
     assert best_notes([row for row in records() if row["mode"] == "full"]) == []
 
 
-def test_the_runner_up_can_be_the_same_method_in_mode_full():
-    (best,) = best_combinations([row for row in records() if row["pos_emb"] == "alibi"])
-    assert str(best) == (
-        "ALiBi in mode sinks@4+508, loss 3.150 (-0.150 ± 0.029 against the runner-up, ALiBi in mode full)"
-    )
-
-
-def test_the_best_combination_compares_common_seeds():
-    rows = [
-        record("rotary", 512, math.exp(3.0), mode="full", seed=1),
-        record("rotary", 512, math.exp(4.0), mode="full", seed=2),
-        record("rotary", 512, math.exp(3.3), mode="full+clip@32", seed=1),
-    ]
-    (best,) = best_combinations(rows)
-    assert (best.method.mode, best.loss) == ("full", pytest.approx(3.0))
-    assert best.runner_up.mode == "full+clip@32"
-
-
 def test_differences_of_the_best_combination_are_those_of_the_common_seeds():
     """Rotary has one seed; in the second one of ALiBi, best and runner-up are exchanged."""
     rotary = [row for row in records() if (row["pos_emb"], row["mode"]) == ("rotary", "full")]

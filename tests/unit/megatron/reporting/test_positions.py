@@ -47,14 +47,6 @@ def test_a_single_method_has_its_perplexity_or_a_line_per_mode():
     np.testing.assert_allclose(line.get_ydata(), [0.0, 0.0, math.nan])
 
 
-def test_modes_of_several_methods_are_panels():
-    records = [positions(mode, 1, [3.0, 2.0, 1.0], name) for mode in ("full", "window@10") for name in ("alibi", "rpe")]
-    _, axes = drawn(records)
-    assert [panel.get_title(loc="left") for panel in axes] == ["full", "window@10"]
-    colors = [{line.get_label(): line.get_color() for line in panel.lines} for panel in axes]
-    assert colors[0]["T5"] == colors[1]["T5"] != colors[1]["ALiBi"]
-
-
 def test_a_position_figure_per_protocol():
     records = [positions("full", 1, [3.0, 2.0, 1.0], protocol=name) for name in ("non-overlapping", "last-k@16")]
     assert [figure.name for figure in position_figures(records)] == [

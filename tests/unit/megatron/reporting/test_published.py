@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from kerple.positional import registered_names
 from kerple.positional.registry import primary_names
 from megatron.reporting.aggregate import Method, Setting
 from megatron.reporting.published import (
@@ -88,23 +87,6 @@ def test_names():
     assert (
         corpus_sort_key("openwebtext2") < corpus_sort_key("ArXiv") < corpus_sort_key("books") == corpus_sort_key(None)
     )
-
-
-def test_order():
-    methods = [Method("new", "window@8"), Method("alibi"), Method("new"), Method("kerple_log", "window@8")]
-    methods.append(Method("kerple_log"))
-    assert load_published("kerple-3").ordered(methods) == [
-        Method("kerple_log"),
-        Method("kerple_log", "window@8"),
-        Method("alibi"),
-        Method("new"),
-        Method("new", "window@8"),
-    ]
-
-
-def test_kerple_s_methods_are_registered():
-    pos_embs = {method.pos_emb for number in (3, 4, 5, 6) for method in load_published(f"kerple-{number}").methods}
-    assert pos_embs <= set(registered_names())
 
 
 def test_methods_have_the_same_style_in_all_figures():

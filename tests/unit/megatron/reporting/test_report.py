@@ -7,7 +7,6 @@ import pytest
 
 from megatron.plots.checkpoints import add_weight_figures
 from megatron.reporting.report import Sources, write_report
-from megatron.reporting.style import SCREEN, parse_style
 from megatron.utils.errors import UserError
 from tests.support.records import record, seeds
 from tests.support.release import RELEASE
@@ -61,16 +60,6 @@ def test_files(report):
     text = (path.parent / "tables" / f"{table}.md").read_text()
     assert "| 512 | **3.17 ± 0.15** | 3.27 ± 0.15 † | 5.17 ± 0.15 † |" in text
     assert "| *512, paper* | *3.40 ± 0.20* | *3.42 ± 0.21* | *3.44 ± 0.20 †* |" in text
-
-
-def test_the_style_is_that_of_the_files_and_not_of_the_page(tmp_path):
-    records = [record("alibi", 512, 3.0), record("alibi", 1024, 3.1)]
-    styles = {"screen": SCREEN, "paper": parse_style([])}
-    pages = [write_report(Sources(records), tmp_path / name, style=style) for name, style in styles.items()]
-    assert pages[0].read_text() == pages[1].read_text()
-    name = "figures/extrapolation-github-12x768-512-non-overlapping.pdf"
-    boxes = [re.search(rb"/MediaBox \[ 0 0 (\S+)", (page.parent / name).read_bytes())[1] for page in pages]
-    assert [float(width) / 72 for width in boxes] == [5.0, 5.5]
 
 
 def test_different_names_with_the_same_slug_have_files_of_their_own(tmp_path):

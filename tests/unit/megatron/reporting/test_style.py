@@ -4,10 +4,9 @@ import io
 
 import matplotlib.image
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from megatron.reporting.figures import perplexity_figures
-from megatron.reporting.style import PAPER, SCREEN, Style, length_ticks, new_figure, parse_style, render
+from megatron.reporting.style import PAPER, SCREEN, Style, parse_style, render
 from megatron.utils.errors import UserError
 from tests.support.records import record
 
@@ -75,32 +74,10 @@ def test_fonts_are_embedded_as_type_42(font):
     assert b"/Type3" not in pdf
 
 
-@pytest.mark.parametrize(
-    ("width", "count", "columns"), [(3.25, 4, 2), (5.5, 4, 2), (5.5, 3, 3), (6.75, 4, 4), (6.75, 5, 3), (3.25, 1, 1)]
-)
-def test_panels_are_in_rows_of_about_equal_length(width, count, columns):
-    assert parse_style([f"width={width}"]).columns(count) == columns
-
-
 def test_equal_figures_are_equal_files():
     (figure,) = perplexity_figures(RECORDS[:7])
     assert figure.render(PAPER, "pdf") == figure.render(PAPER, "pdf")
     assert figure.render(PAPER) == figure.render(PAPER)
-
-
-def test_text_has_the_size():
-    def draw(style):
-        figure, (axes,) = new_figure(style)
-        axes.set_xlabel("x")
-        length_ticks(axes, style, [128, 256], 1)
-        FigureCanvasAgg(figure).draw()
-        sizes.extend((axes.xaxis.label.get_size(), axes.get_xticklabels()[0].get_size()))
-        return figure
-
-    sizes: list[float] = []
-    render(draw, Style(5.5, size=8.0))
-    assert sizes == pytest.approx([8.0, 7.2])
-    assert SCREEN.size / 72 * 96 / (96 * SCREEN.width) * 390 > 10, "pixels on a screen of 420, without the margins"
 
 
 def test_names_are_drawn_as_they_are():

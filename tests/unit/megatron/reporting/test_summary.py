@@ -1,18 +1,14 @@
 """The report of evaluate.py: JSON, Markdown, plot and terminal."""
 
-import io
 import json
 import math
 
 import matplotlib.image
 import pytest
-from rich.console import Console
 
-from megatron.reporting.summary import PERPLEXITY, print_summary, summary_table, write_summary
+from megatron.reporting.summary import PERPLEXITY, summary_table, write_summary
 from megatron.reporting.tables import Section, markdown
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
-from tests.support.records import record
 
 LENGTHS = (128, 256, 512)
 
@@ -83,11 +79,6 @@ def test_a_failed_report_leaves_the_previous_one(tmp_path, monkeypatch):
     assert_rejected("file/report", write_summary, ROWS[:1], tmp_path / "file" / "report")
 
 
-def test_nothing_to_report(tmp_path):
-    with pytest.raises(UserError, match="no results"):
-        write_summary([], tmp_path)
-
-
 def test_table_of_one_mode():
     table = summary_table(ROWS)
     assert table.headers == ("method", "128*", "256", "512", "512 / 128")
@@ -113,15 +104,6 @@ def test_table_of_several_modes_seeds_and_training_lengths():
         ["alibi", "window@64", "256", "30.00", "31.00", "n/a"],
     ]
     assert "Mean ± standard deviation over 1 to 2 seeds." in table.notes
-
-
-def test_protocols_and_corpora_are_columns_if_they_differ():
-    rows = [row("alibi", 128, 20.0), {**row("alibi", 128, 21.0), "protocol": "last-k@256", "corpus": "books"}]
-    assert summary_table(rows).label_columns == ("method", "corpus", "protocol")
-    assert [texts[:3] for texts in sections(rows)[PERPLEXITY]] == [
-        ["alibi", "unknown", "non-overlapping"],
-        ["alibi", "books", "last-k@256"],
-    ]
 
 
 def test_notes():
@@ -216,13 +198,6 @@ def test_a_section_per_measure():
         assert note in table.notes
 
 
-def test_means_over_seeds():
-    texts = sections([*full_records(1), *full_records(2, shift=0.1)])
-    assert texts["loss"][0][1] == "4.668 ± 0.071"
-    assert texts["standard error"][0][1] == "0.012"
-    assert texts["passkey accuracy"][0][1] == "38% ± 0%"
-
-
 def test_measures_without_values_have_no_section():
     records = [
         {**record, "bits_per_byte": None, "stderr": None} for record in full_records() if record["kind"] != "passkey"
@@ -232,17 +207,6 @@ def test_measures_without_values_have_no_section():
     records = [{**record, **failed} if record["kind"] == "resolution" else record for record in full_records()]
     assert "resolution" not in sections(records)
     assert "n/a: rotary (full) at 128, 256: positions end at 127." in summary_table(records).notes
-
-
-@pytest.mark.parametrize("width", [40, 100])
-def test_terminal(width):
-    output = io.StringIO()
-    print_summary(full_records(), "On the screen", Console(file=output, width=width))
-    text = output.getvalue()
-    assert "On the screen" in text
-    assert all(cell in text for rows in sections(full_records()).values() for row in rows for cell in row)
-    assert "…" not in text
-    assert "The star marks the training length." in text
 
 
 def test_daggers():
@@ -264,15 +228,3 @@ def test_two_checkpoints_with_the_same_seed_are_not_averaged():
     assert sections(rows)[PERPLEXITY] == [["alibi (runs/a at 10)", "20.00"], ["alibi (runs/a at 20)", "21.00"]]
     rows[1]["seed"] = 2
     assert sections(rows)[PERPLEXITY] == [["alibi", "20.50 ± 0.71"]]
-
-
-def test_the_ratio_compares_the_same_seeds():
-    rows = [record("alibi", 512, value, seed) for seed, value in ((1, 10.0), (2, 40.0))]
-    rows += [record("alibi", 2048, 12.0, 1), record("alibi", 2048, None, 2)]
-    table = summary_table(rows)
-    assert table.columns[-1] == "2,048 / 512"
-    assert table.rows[0].cells[-1].text == "1.20x"
-    row = summary_table(rows[1:3]).rows[0]  # no seed has both
-    assert row.cells[-1].text == "n/a"
-    unknown = [{**entry, "seed": None} for entry in (rows[0], rows[2])]
-    assert summary_table(unknown).rows[0].cells[-1].text == "1.20x"

@@ -51,12 +51,6 @@ def test_columns_that_do_not_fit_into_the_terminal_become_further_tables(width, 
     assert text.count("±") == 7
 
 
-def test_tables_in_files_are_not_split():
-    output = io.StringIO()
-    print_table(Console(file=output, width=80), SEVEN_LENGTHS)
-    assert output.getvalue().count("kerple_log") == 1
-
-
 def test_best_values_are_bold():
     table = Table("name", "title", ("method",), ("512",), (Row(("alibi",), (Cell("2.5", best=True),)),))
     output = io.StringIO()
