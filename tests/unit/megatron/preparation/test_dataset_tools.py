@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib import image
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.indexed_dataset import manifest_path, open_indexed_files, read_manifest, write_manifest
@@ -72,13 +71,6 @@ def test_without_a_manifest(dataset, documents):
     )  # a NUL in the text is an eod too
 
 
-def test_histogram(dataset, tmp_path):
-    plot_lengths(inspect(dataset)[1], tmp_path / "lengths.png")
-    picture = image.imread(tmp_path / "lengths.png")
-    assert picture.shape[:2] == (540, 960)
-    assert len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 5
-
-
 @pytest.mark.parametrize(("name", "message"), [("a.foo", r"a\.foo.*'foo'"), ("no/a.png", "No such file")])
 def test_unwritable_figure(dataset, tmp_path, name, message):
     with pytest.raises(UserError, match=message):
@@ -127,13 +119,6 @@ def test_merge(tmp_path):
     assert (manifest.documents, manifest.tokens, manifest.sha256) == (written.documents, written.tokens, written.sha256)
     assert manifest.text_bytes == sum(part.text_bytes for part in parts) == len("onetwothreefourfive")
     assert manifest.inputs == ["a", "b", "c"]
-
-
-def test_merge_equals_preprocessing_all_inputs(tmp_path):
-    together = build(tmp_path, "together", "one two three four")
-    merge([build(tmp_path, "a", "one two three"), build(tmp_path, "b", "four")], str(tmp_path / "merged"))
-    for ending in ("bin", "idx"):
-        assert (tmp_path / f"merged.{ending}").read_bytes() == Path(f"{together}.{ending}").read_bytes()
 
 
 def test_split_equals_that_of_training(tmp_path):

@@ -14,7 +14,6 @@ import yaml
 
 from megatron.preparation import corpora, debian
 from megatron.preparation.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
-from megatron.utils.errors import UserError
 from tests.support.archives import tar_of
 from tests.support.corpora import debian_package
 from tests.support.errors import assert_rejected
@@ -92,14 +91,6 @@ def test_documents(corpus, capsys):
     assert "23 documents: 1 exact duplicates and 1 near-duplicates removed, 21 kept" in output
 
 
-def test_documents_do_not_depend_on_the_folder(corpus, capsys):
-    first = corpus("one").documents
-    assert corpus("two").documents == first
-    capsys.readouterr()
-    assert corpus("one").documents == first
-    assert capsys.readouterr().out.count("already downloaded") == 2
-
-
 def test_limit(corpus):
     everything = corpus().documents
     limit = sum(len(content) for _, content in everything[:6]) / 1e6
@@ -168,12 +159,6 @@ def test_archives_in_a_package(corpus, tmp_path):
         "x.deb:./b.c.gz": b"int b;",
         "x.deb:./x.ZIP:d.c": b"int d;",
     }
-
-
-def test_damaged_package(corpus, tmp_path):
-    (tmp_path / "mirror" / CODE.path).write_bytes(b"other")
-    with pytest.raises(UserError, match=CODE.sha256):
-        corpus().tokenizer_texts()
 
 
 @pytest.mark.parametrize("name", DEBIAN_CORPORA)

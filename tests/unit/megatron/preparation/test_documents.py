@@ -19,11 +19,6 @@ def parse(content, kind="lines", first_line=1, skipped=None, **options):
     return [document.texts for document in parse_documents(chunk, DocumentOptions(**options), skipped)]
 
 
-def test_several_keys():
-    lines = [{"a": "one", "b": "two"}, {"a": "three", "b": ""}]
-    assert parse(lines, keys=("b", "a")) == [["two", "one"], ["", "three"]]
-
-
 def test_record_types():
     assert parse(["bare", {"text": ["p", "q"]}]) == [["bare"], ["p\n\nq"]]
     assert parse(b"whole\nfile", kind="text") == [["whole\nfile"]]

@@ -58,13 +58,6 @@ def test_documents_start_with_the_token_that_the_tokenizer_adds(monkeypatch):
     assert encoded.empty == [1]
 
 
-def test_several_keys():
-    encoded = encode([{"a": "one", "b": "two"}, {"a": "three", "b": ""}], keys=("b", "a"))
-    assert decode(encoded, 0) == ["two"]
-    assert decode(encoded, 1) == ["one", "three"]
-    assert encoded.empty == [1, 0]
-
-
 def test_ids_that_overflow_their_dtype_are_an_error():
     class LargeIds(CharLevelTokenizer):
         def tokenize(self, text):
@@ -109,8 +102,3 @@ def test_killed_worker(corpus):
     items = work_items(corpus, START)
     with pytest.raises(UserError, match="a worker process died, most likely because the machine is out of memory"):
         list(process_in_order(items, exit_process, TOKENIZER, BYTE_TOKENIZER, DocumentOptions(), workers=2))
-
-
-def test_number_of_workers(corpus):
-    with pytest.raises(UserError, match="workers is 0; it must be at least 1"):
-        process(corpus, workers=0)

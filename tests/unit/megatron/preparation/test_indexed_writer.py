@@ -61,12 +61,6 @@ def test_two_writers_of_one_prefix(tmp_path):
         IndexedWriter(tmp_path / "a", 100)
 
 
-def test_overwriting_replaces_the_pair(tmp_path, write_corpus):
-    write_corpus(tmp_path / "a", [5, 6])
-    write_corpus(tmp_path / "a", [7])
-    assert open_indexed_files(tmp_path / "a").lengths.tolist() == [7]
-
-
 def test_damage_on_disk_is_detected(tmp_path):
     with IndexedWriter(tmp_path / "a", 100) as writer:
         writer.add(np.arange(5, dtype=np.uint16), np.array([5]))

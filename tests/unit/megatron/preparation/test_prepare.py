@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 import sysconfig
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,12 +162,6 @@ def test_subsets_of_the_pile(tmp_path, dataset, expected):
     assert dataset_text(prefix) == expected
 
 
-def test_enwik8(tmp_path):
-    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
-        archive.writestr("enwik8", "<mediawiki>")
-    assert dataset_text(prepare(options_for("enwik8", tmp_path, tmp_path / "enwik8.zip"))) == "<mediawiki>\0"
-
-
 def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys):
     """GPT-2's files are downloaded too, if the tokenizer is GPT-2's and no files are given."""
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
@@ -198,13 +191,6 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
         (served / "gpt2-merges.txt").unlink()
         with pytest.raises(UserError, match=r"gpt2-merges.txt: 404 .*--vocab-file and --merge-file"):
             prepare(PrepareOptions("pile_subset", tmp_path / "third"))
-
-
-def test_github_from_a_source_tree(tmp_path):
-    for name in ("x.py", "a.c", "README"):
-        (tmp_path / "tree" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "tree" / name).write_text(name)
-    assert dataset_text(prepare(options_for("github", tmp_path, tmp_path / "tree", suffixes=(".py",)))) == "x.py\0"
 
 
 def test_object_store(tmp_path, capsys):
@@ -262,22 +248,6 @@ def test_debian_corpus(tmp_path, monkeypatch, capsys):
     prepare(options)
     assert "up to date" in capsys.readouterr().out
     assert_rejected("debian_c.*--from", prepare, replace(options, sources=("x.c",)))
-
-
-def test_changed_source(tmp_path, capsys):
-    shard = write_pile_shard(tmp_path / "00.jsonl")
-    prepare(options_for("github", tmp_path, shard))
-    write_pile_shard(shard, ("Github",))
-    assert dataset_text(prepare(options_for("github", tmp_path, shard))) == "Github 0\0"
-    assert "rebuilt: corpus changed" in capsys.readouterr().out
-
-
-def test_changed_bad_documents_option(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{broken\n')
-    options = options_for("pile", tmp_path, tmp_path / "a.jsonl")
-    prepare(replace(options, skip_bad=True))
-    assert_rejected(r"a\.jsonl.*2.*JSON", prepare, options)
-    assert "rebuilt: --bad-documents changed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dataset", [name for name, known in KNOWN_DATASETS.items() if known.url is None])

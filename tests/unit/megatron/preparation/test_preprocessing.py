@@ -95,11 +95,6 @@ def test_subset_without_documents(tmp_path):
     assert_rejected("Github.*ArXiv.*1", run, tmp_path / "a.jsonl", tmp_path / "out", subset="Github")
 
 
-def test_no_text(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(json_lines(""))
-    assert_rejected(r"out_text_document\.bin", run, tmp_path / "a.jsonl", tmp_path / "out", append_eod=True)
-
-
 def test_failure_keeps_the_previous_output(tmp_path, shard):
     run(shard, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
@@ -139,36 +134,6 @@ def test_size_limit(tmp_path, monkeypatch, workers):
 def test_number_of_workers(tmp_path, shard):
     with pytest.raises(UserError, match="workers is 0; it must be at least 1"):
         run(shard, tmp_path / "out", workers=0)
-
-
-def test_progress_display(tmp_path, monkeypatch):
-    updates = []
-
-    class RecordingProgress(preprocessing.Progress):
-        def update(self, completed, status="", amount=None):
-            updates.append((completed, status, amount))
-
-    monkeypatch.setattr(preprocessing, "Progress", RecordingProgress)
-    monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
-    monkeypatch.setattr(readers, "BLOCK", 16)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(json_lines(*["12345"] * 50))
-    preprocess(
-        FileCorpus(find_files([path])),
-        tmp_path / "out",
-        BYTE_TOKENIZER,
-        DocumentOptions(),
-        num_docs=50,
-        log_interval=20,
-    )
-    size = path.stat().st_size
-    assert [status for _, status, _ in updates] == [
-        "20/50 documents, 100 tokens",
-        "40/50 documents, 200 tokens",
-        "50/50 documents, 250 tokens",
-    ]
-    assert updates[-1][0] == size
-    assert updates[-1][2] == 250 / 1e6
 
 
 # --- resuming
@@ -402,15 +367,6 @@ def test_resume_after_a_full_disk(tmp_path, shared_input, expected, small_items,
 def test_a_folder_in_place_of_the_journal(tmp_path, shared_input):
     (tmp_path / "out.progress.json").mkdir()
     assert_rejected(r"out\.progress\.json", build, shared_input, tmp_path / "out")
-
-
-def test_a_folder_that_is_not_writable(tmp_path):
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(UserError, match=r"output prefix: cannot write to .*file: Not a directory"),
-        Journal(tmp_path / "file" / "out", {}),
-    ):
-        pass
 
 
 def test_concurrent_runs_are_rejected(tmp_path, shared_input):

@@ -49,12 +49,6 @@ def test_text(tmp_path, ending, compression):
     assert read_inputs(path) == [KINDS["unicode"]]
 
 
-def test_empty_files(tmp_path):
-    for name in ("a.jsonl", "b.jsonl.zst", "c.txt"):
-        (tmp_path / name).write_bytes(b"")
-    assert read_inputs(tmp_path) == [""]
-
-
 def test_lm_dataformat_archive(tmp_path):
     archive = lm_dataformat.Archive(str(tmp_path / "lmd"))
     for text in TEXTS[:5]:
@@ -149,13 +143,6 @@ def test_tar_of_shards(tmp_path, ending):
     content = tar_of(members)
     (tmp_path / f"a{ending}").write_bytes(content if ending == ".tar" else compress(content))
     assert read_inputs(tmp_path / f"a{ending}") == ["one", "two", "three", KINDS["latex"]]
-
-
-def test_openwebtext2_layout(tmp_path):
-    """openwebtext2.jsonl.zst.tar: a plain tar of compressed shards."""
-    members = {"2005-06.jsonl.zst": zstandard.compress(json_lines("one")), "2005-07.jsonl.zst": zstandard.compress(b"")}
-    (tmp_path / "openwebtext2.jsonl.zst.tar").write_bytes(tar_of(members))
-    assert read_inputs(tmp_path / "openwebtext2.jsonl.zst.tar") == ["one"]
 
 
 def test_archives_of_source_files(tmp_path):
@@ -360,12 +347,6 @@ def test_uncompressed_documents_are_not_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_COMPRESSED_DOCUMENT", 10)
     (tmp_path / "a.txt").write_text("longer than ten bytes")
     assert read_inputs(tmp_path / "a.txt") == ["longer than ten bytes"]
-
-
-def test_lists_with_a_byte_order_mark(tmp_path):
-    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf\n["one", {"text": "two"}]')
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\n')
-    assert read_inputs(tmp_path) == ["one", "two", "three"]
 
 
 def test_damaged_files(tmp_path):
