@@ -13,16 +13,14 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from kerple.attention import FULL, AttentionMode, Span
 from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
-from megatron.cli.generate import main as generate
 from megatron.convert.hub import PATTERNS, download, local_checkpoint, upload
 from megatron.data.streams import validation_stream
 from megatron.inference import load_model
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import TRAIN_LENGTH, write_checkpoint, write_corpus
+from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, random_tokens
 from tests.support.errors import assert_rejected
 from tests.support.families import family_model
@@ -94,6 +92,7 @@ def test_models_that_cannot_be_found(hub, tmp_path):
     for name in ("hf:org/other", "hf:org/tiny@v2", "hf:a/b/c", "hf:"):
         with pytest.raises(UserError, match=f"{name}: cannot be downloaded: .*; check the name, the network"):
             download(name)
+    assert_rejected("hf:org/tiny.*--output", evaluate, ["--checkpoint", "hf:org/tiny", "--lengths", "32"])
     snapshot = tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
     (snapshot / "model.safetensors").unlink()
     (snapshot / "pytorch_model.bin").write_bytes(b"")
@@ -119,37 +118,6 @@ def test_only_data_is_downloaded(monkeypatch, tmp_path):
     assert calls == [("org/tiny", "v1")]
     assert {path.name for path in tmp_path.iterdir()} == set(files[:5])
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in PATTERNS)
-
-
-@torch.no_grad()
-def test_evaluation_in_every_mode(hub, tmp_path, capsys):
-    data = write_corpus(tmp_path)
-    modes = {"full": FULL, "window@9": Span(window=9), "blockwise@16": Span(block=8)}
-    words = ["--checkpoint", "hf:org/tiny", "--lengths", str(TRAIN_LENGTH), str(LONG), "--tokens", str(2 * LONG)]
-    keys = [f"data-path={data}", "split=2,1,0"]
-    assert_rejected("hf:org/tiny.*--output", evaluate, [*words, "--set", *keys])
-    evaluate([*words, "--modes", *modes, "--output", str(tmp_path / "report"), "--set", *keys])
-    rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
-    assert [(row["mode"], row["length"]) for row in rows] == [(m, n) for m in modes for n in (TRAIN_LENGTH, LONG)]
-    text = torch.from_numpy(validation_stream(data, "2,1,0"))
-    ours, _ = load_model("hf:org/tiny")
-    for row in rows:
-        starts = [piece * (len(text) - 1) // 2 for piece in range(2)]
-        starts = [start + offset for start in starts for offset in range(0, LONG, row["length"])]
-        segments = torch.stack([text[start : start + row["length"] + 1] for start in starts])
-        if row["mode"] == "full":
-            logits = hub["main"](segments[:, :-1]).logits
-        else:
-            logits = ours(segments[:, :-1], mode=AttentionMode(modes[row["mode"]]))
-        assert row["loss"] == pytest.approx(direct_losses(logits, segments[:, 1:]).mean().item(), abs=1e-5)
-    records = [json.loads(line) for line in (tmp_path / "report" / "results.jsonl").read_text().splitlines()]
-    assert {record["checkpoint"]["path"] for record in records} == {"hf:org/tiny"}
-
-
-def test_generation(hub, tmp_path, capsys):
-    words = ["text_gen_type=unconditional", "num_samples=2", "maximum_tokens=5", "tokenizer-type=CharLevelTokenizer"]
-    generate(["--checkpoint", "hf:org/tiny", "-o", str(tmp_path / "texts"), "--set", *words])
-    assert len((tmp_path / "texts").read_text().splitlines()) == 2
 
 
 class FakeApi:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from kerple.attention import AttentionMode, LogLength
+from kerple.positional import primary_names
 from kerple.positional.distance_maps import Clip
 from megatron.checkpoint.layers import open_layers
 from megatron.checkpoint.storage import CheckpointError
@@ -32,7 +33,6 @@ from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model
-from tests.support.methods import methods_and_slow_variants
 from tests.support.release import checkpoints
 from tests.support.texts import KINDS
 
@@ -47,11 +47,18 @@ def load(folder) -> torch.nn.Module:
 PADDED = ("kerple_log", "kerple_power_ap_ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2")
 
 
+# `test_sources.py` checks the files of every method.
+QUICK = (*PADDED, "none", "rotary", "forgetting", "cope", "stick_breaking", "transformer_xl")
+
+
 def longest(pos_emb: str) -> int:
     return TRAIN_LENGTH if pos_emb == "learned" else LONG
 
 
-@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
+@pytest.mark.parametrize(
+    "pos_emb",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in primary_names()],
+)
 @torch.no_grad()
 def test_every_method(pos_emb, tmp_path):
     model, config = make_model(pos_emb)
@@ -118,7 +125,7 @@ RMSNORM = {"norm": "rmsnorm", "activation": "silu"}
     ("pos_emb", "keys", "stock"),
     [
         *(("rotary", PARALLEL, True), ("rotary", TIED, True), ("rotary", RMSNORM, False)),
-        *(("kerple_log", PARALLEL, False), ("kerple_log", TIED, False)),
+        ("kerple_log", TIED, False),
     ],
 )
 @torch.no_grad()
@@ -131,18 +138,9 @@ def test_every_shape_of_model(pos_emb, keys, stock, tmp_path):
     assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
 
 
-@torch.no_grad()
-def test_partial_rotary_with_another_base(tmp_path):
-    model, config = make_model("rotary", rotary_pct=0.5, rotary_emb_base=500)
-    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-    tokens = random_tokens(1, LONG)
-    assert (load(tmp_path / "hf")(tokens).logits - model(tokens)).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize(
     ("options", "stock"),
     [
-        ({"scaling": "linear", "factor": 4.0}, True),
         ({"scaling": "yarn", "factor": 4.0, "beta_fast": 16}, True),
         ({"scaling": "ntk", "factor": 4.0}, False),
     ],
@@ -278,11 +276,11 @@ def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
     assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_files_have_the_permissions_of_the_umask(umask, tmp_path, monkeypatch):
+def test_files_have_the_permissions_of_the_umask(tmp_path, monkeypatch):
     """And no bytecode is written, although the model's code is imported for the comparison."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     model, config = make_model("alibi")
+    umask = 0o027
     before = os.umask(umask)
     try:
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
@@ -408,7 +406,7 @@ def test_an_inference_mode_is_written(tmp_path):
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model(tokens))
 
 
-@pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log", "rpe", "learned"])
+@pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log", "learned"])
 @torch.no_grad()
 def test_exported_models_are_imported_again(pos_emb, tmp_path):
     model, config = make_model(pos_emb, gpt_j_residual=True)
@@ -458,11 +456,3 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match="there are no weights to convert"):
         from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
     assert not (tmp_path / "ours").exists()
-
-
-def test_rounded_distances_are_not_exported(tmp_path):
-    model, config = make_model("alibi", release_bf16_distances=True)
-    messages = []
-    to_hugging_face(model, config, tmp_path / "out", report=messages.append)
-    assert "release_bf16_distances is not exported" in messages[0]
-    assert "largest difference" in messages[-1]

