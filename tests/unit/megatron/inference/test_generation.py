@@ -14,7 +14,6 @@ from megatron.model.attention import KVCache
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
-from tests.support.methods import methods_and_slow_variants
 
 # Two of the same length, a single token, a long one.
 PROMPTS = [random_tokens(length, seed=seed).tolist() for seed, length in enumerate((5, 1, 9, 5, 23))]
@@ -33,7 +32,7 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("method", methods_and_slow_variants())
+@pytest.mark.parametrize("method", ["kerple_log", "xpos", "forgetting", "fire", "dape_v2_kerple"])
 def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
     model = small_gpt(method).double()
     expected = [one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED) for row, prompt in enumerate(PROMPTS)]
@@ -43,13 +42,6 @@ def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
     assert [generation.tokens for generation in recomputed] == expected
     assert [generation.prompt for generation in cached] == PROMPTS
     assert len({tuple(tokens) for tokens in expected}) > 2  # the model is not constant
-
-
-@pytest.mark.parametrize("method", ["kerple_log", "rotary"])
-def test_greedy_generation(method):
-    model = small_gpt(method).double()
-    expected = [one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)]
-    assert [generation.tokens for generation in generate(model, PROMPTS, maximum_tokens=20)] == expected
 
 
 def test_dynamic_scaling_needs_the_complete_text():
@@ -62,7 +54,7 @@ def test_dynamic_scaling_needs_the_complete_text():
     assert [generation.tokens for generation in recomputed] == expected
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 32])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_results_do_not_depend_on_the_batch(batch_size):
     model = small_gpt("kerple_log").double()
     expected = [generation.tokens for generation in generate(model, PROMPTS, maximum_tokens=12, **SAMPLED)]
@@ -156,22 +148,6 @@ def test_learned_positions_stop_at_the_end_of_their_table_with_a_message(recompu
     assert results[1].tokens == one_by_one(model, prompts[1], 1, maximum_tokens=3)
 
 
-def test_a_long_text_from_a_single_token():
-    model = small_gpt("kerple_log").double()
-    assert generate(model, [[1]], maximum_tokens=150)[0].tokens == generate(
-        model, [[1]], maximum_tokens=150, recompute=True
-    )[0].tokens  # fmt: skip
-
-
-def test_padding_of_the_vocabulary_is_not_generated():
-    model = small_gpt("none", padded_vocab_size=128)
-    with torch.no_grad():
-        model.output.final_linear.weight[100:] *= 100
-    free = generate(model, [[1]], maximum_tokens=20, temperature=1.0)[0].tokens
-    limited = generate(model, [[1]], maximum_tokens=20, temperature=1.0, vocab_size=100)[0].tokens
-    assert max(free) >= 100 > max(limited)
-
-
 def test_no_prompts_no_results():
     assert generate(counting_up, [], maximum_tokens=3, recompute=True) == []
 
@@ -242,13 +218,11 @@ def test_distribution_equals_its_definition(seed, temperature, top_k, top_p):
         np.testing.assert_allclose(results[row], by_definition(logits[row], temperature, top_k, top_p), atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 0.0), (0.7, 5, 0.0), (1.3, 0, 0.8), (1.0, 6, 0.9)]
-)
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 5, 0.0), (1.3, 0, 0.8)])
 def test_frequencies(temperature, top_k, top_p):
     sampling = Sampling(temperature, top_k, top_p)
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(3))
-    draws = 20_000
+    draws = 5000
     generators = [np.random.default_rng([5, row]) for row in range(draws)]
     counts = np.bincount(sampling.choose(logits.expand(draws, -1), generators), minlength=12)
     expected = by_definition(logits[0].double().numpy(), temperature, top_k, top_p)
@@ -328,11 +302,8 @@ SINKS = Span(window=6, sinks=2)
 MODES = [
     ("kerple_log", AttentionMode(SINKS, reindexed=True)),
     ("dape_kerple", AttentionMode(SINKS)),
-    ("cope", AttentionMode(SINKS)),
-    ("sinusoidal", AttentionMode(SINKS)),
     ("rotary", AttentionMode(SINKS, distance_map=Clip(3))),
     ("rotary", AttentionMode(distance_map=Linear(16), dynamic_ntk=DynamicNtk(1.0, 16))),
-    ("alibi", AttentionMode(Span(window=6), distance_map=Clip(3))),
 ]
 
 
@@ -346,7 +317,7 @@ def test_modes_with_a_cache_give_the_tokens_of_the_complete_text(method, mode):
     assert [generation.tokens for generation in cached] != [generation.tokens for generation in plain]
 
 
-BOUNDED = ("kerple_log", "rotary", "cope", "stick_breaking", "transformer_xl", "dape_v2_kerple")
+BOUNDED = ("kerple_log", "cope", "dape_v2_kerple")
 
 
 @pytest.mark.parametrize("tokens", [120, pytest.param(10_000, marks=pytest.mark.slow)])
