@@ -146,9 +146,3 @@ def test_unknown_tasks_are_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(arguments(tmp_path, "--tasks", "sorting"))
     assert "invalid choice: 'sorting'" in capsys.readouterr().err
-
-
-def test_help_lists_every_task_once(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert capsys.readouterr().out.count("bucket_sort") == 1

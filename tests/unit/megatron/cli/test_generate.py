@@ -14,7 +14,6 @@ from megatron.config.schema import GenerationConfig
 from megatron.inference.generation import Generation, generate
 from megatron.model.attention import LayerCache
 from megatron.tokenizer.tokenizer import build_tokenizer
-from megatron.utils.command_line import run_main
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.language_models import small_gpt
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
@@ -104,15 +103,6 @@ def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monk
     assert [record["text"] for record in records] == [" Paris.", "Paris."]
 
 
-def test_recompute_and_batches_of_one_give_the_same(tmp_path, configuration):
-    outputs = []
-    for name, keys, words in (("a", {}, []), ("b", {"recompute": True}, []), ("c", {}, ["--batch-size", "1"])):
-        output = tmp_path / name
-        main([configuration(text_gen_type="unconditional", num_samples=3, **keys), "-o", str(output), *words])
-        outputs.append([record["text"] for record in read_records(output)])
-    assert outputs[0] == outputs[1] == outputs[2]
-
-
 def test_modes(tmp_path, configuration):
     output, texts = tmp_path / "a", {}
     for mode in ("full", "sinks@2+6"):
@@ -141,19 +131,6 @@ def test_greedy_samples_are_said_to_be_identical(configuration, capsys):
     assert "the samples of a prompt are identical: temperature is 0" in errors
     main(words)
     assert "identical" not in capsys.readouterr().err
-
-
-def test_json_lines_on_stdout(configuration, capsys):
-    main([configuration(text_gen_type="unconditional"), "-o", "-"])
-    record = json.loads(capsys.readouterr().out)
-    assert record["context"] == ""
-
-
-def test_only_a_checkpoint_without_configuration_files(tmp_path, trained):
-    output = tmp_path / "out.jsonl"
-    (tmp_path / "p.txt").write_text("import")
-    main(["--checkpoint", str(trained[0]), "-i", str(tmp_path / "p.txt"), "-o", str(output)])
-    assert read_records(output)[0]["length"] <= 64  # GPT-NeoX's default
 
 
 def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
@@ -278,13 +255,6 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
         main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
 
 
-def test_an_error_is_one_line_and_status_2(configuration, capsys):
-    arguments = [configuration(), "-i", "missing.txt"]
-    assert run_main(lambda: main(arguments)) == 2
-    errors = capsys.readouterr().err
-    assert errors == "error: cannot read missing.txt: No such file or directory\n"
-
-
 def test_the_default_type(tmp_path, configuration, capsys):
     (tmp_path / "p.txt").write_text("ab")
     for keys, context, mode in (
@@ -308,12 +278,8 @@ def test_a_file_of_prompts_overrides_the_type(tmp_path, configuration, capsys):
 @pytest.mark.parametrize(
     ("pos_emb", "mode", "longest", "keys"),
     [
-        ("kerple_log", "full", 9, {}),
-        ("rotary", "full", 9, {"num_kv_heads": 1}),
         ("forgetting", "full", 9, {"num_kv_heads": 2}),
         ("rotary", "window@12", 9, {"num_kv_heads": 2}),
-        ("rotary", "window@100", 600, {}),
-        ("kerple_log", "sinks@3+12", 9, {}),
         ("kerple_log", "sinks@3+100", 600, {}),
         ("kerple_log", "full", 9, {"sliding_window_width": [11, None]}),
     ],

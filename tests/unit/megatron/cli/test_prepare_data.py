@@ -11,7 +11,7 @@ from megatron.preparation.prepare import PrepareOptions
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.command_line import run_main
 from megatron.utils.errors import UserError
-from tests.support.corpora import dataset_text, json_lines
+from tests.support.corpora import json_lines
 
 
 def test_options():
@@ -32,12 +32,6 @@ def test_options():
     )
 
 
-def test_dataset_from_a_file(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(json_lines("one", "two"))
-    main(["-d", str(tmp_path), "-t", "CharLevelTokenizer", "--from", str(tmp_path / "a.jsonl"), "pile"])
-    assert dataset_text(tmp_path / "pile" / "pile_text_document") == "one\0two\0"
-
-
 def test_one_end_of_document_with_a_tokenizer_that_appends_one(tmp_path):
     """T5's and Llama's tokenizers put </s> after every text."""
     trained = train_bpe(["one two"], 300)
@@ -53,15 +47,14 @@ def test_one_end_of_document_with_a_tokenizer_that_appends_one(tmp_path):
     assert (tokens == 0).sum() == 2
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_special_tokens_in_documents(tmp_path, capsys, workers):
+def test_special_tokens_in_documents(tmp_path, capsys):
     """They are counted, and ordinary text with --special-tokens text."""
     trained = train_bpe(["one two"], 300)
     trained.add_special_tokens(["<pad>"])
     trained.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_bytes(json_lines("one<|endoftext|>two", "<pad>", "two"))
     words = ["-t", "HFTokenizer", "--vocab", str(tmp_path / "tokenizer.json"), "--from", str(tmp_path / "a.jsonl")]
-    words = ["-d", str(tmp_path), *words, "--workers", str(workers), "pile"]
+    words = ["-d", str(tmp_path), *words, "--workers", "2", "pile"]
     prefix, pad = tmp_path / "pile" / "pile_text_document", trained.token_to_id("<pad>")
 
     main(words)
