@@ -187,13 +187,6 @@ def test_order_identifies_the_samples(corpus, tmp_path, write_corpus, settings):
     assert order(samples=7) == order()
 
 
-def test_seeds_shuffle_differently(corpus):
-    first, second = (
-        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, SampleSettings(1000, 0, seed)).train for seed in (1, 2)
-    )
-    assert not torch.equal(tokens(first), tokens(second))
-
-
 def test_validation_length(corpus, settings):
     datasets = datasets_from_split(corpus, "8,1,1", (32, 128, 128), (4, 4, 4), settings)
     assert [len(part[0]["tokens"]) for part in datasets] == [32, 128, 128]

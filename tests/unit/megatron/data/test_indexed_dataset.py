@@ -187,25 +187,6 @@ def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):
     assert read_manifest(pair) is None
 
 
-def test_random_damage_to_an_idx(pair):
-    """Random damage: the files are opened and read, or rejected with a UserError."""
-    generator = np.random.default_rng(4)
-    valid = idx_path(pair).read_bytes()
-    rejected = 0
-    for _ in range(300):
-        damaged = bytearray(valid)
-        for position in generator.integers(0, len(valid), 2):
-            damaged[position] = generator.choice([0, 1, 127, 128, 255])
-        idx_path(pair).write_bytes(damaged)
-        try:
-            files = open_indexed_files(pair)
-        except UserError:
-            rejected += 1
-        else:
-            assert len(files.open_tokens()[:]) == files.tokens
-    assert rejected > 100
-
-
 @pytest.mark.parametrize(("prefix", "message"), [("a\0b", "no data at|null"), ("a" * 300, "File name too long")])
 def test_invalid_prefixes(tmp_path, prefix, message):
     with pytest.raises(UserError, match=message):

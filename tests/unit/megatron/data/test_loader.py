@@ -86,23 +86,6 @@ def shared_train(tmp_path_factory):
     return datasets_from_split(prefix, "1", (16, 16, 16), (300, 0, 0), SampleSettings(1000, 0, 1)).train
 
 
-def test_shapes(train):
-    (batch,) = take(train, 1, micro_batch_size=3)
-    assert set(batch) == {"tokens", "labels"}
-    assert batch["tokens"].shape == batch["labels"].shape == (3, 16)
-    assert batch["tokens"].dtype == batch["labels"].dtype == torch.int64
-    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
-
-
-def test_loss_mask(corpus):
-    masked = datasets_from_split(
-        corpus, "1", (16,) * 3, (9, 0, 0), SampleSettings(1000, 7, 1, eod_mask_loss=True)
-    ).train
-    (batch,) = take(masked, 1, micro_batch_size=9)
-    assert batch["loss_mask"].shape == (9, 16)
-    assert batch["loss_mask"].dtype == torch.float32
-
-
 def test_documents_are_those_of_megatron_core(corpus):
     settings = SampleSettings(1000, 7, 1, reset_attention_mask=True)
     (batch,) = take(datasets_from_split(corpus, "1", (16,) * 3, (300, 0, 0), settings).train, 1, micro_batch_size=300)

@@ -12,7 +12,6 @@ from megatron.checkpoint.directory import weights_fingerprint
 from megatron.plots.checkpoints import (
     adaptive_figure,
     add_weight_figures,
-    checkpoint_adaptive_figure,
     distance_figures,
     distance_tables,
     effective_length_figure,
@@ -21,7 +20,7 @@ from megatron.plots.checkpoints import (
 from megatron.reporting.report import Sources
 from megatron.reporting.style import SCREEN
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.checkpoints import write_checkpoint
 from tests.support.language_models import VOCABULARY, small_gpt, with_repeated_heads
 from tests.support.records import record
 from tests.support.release import RELEASE
@@ -214,15 +213,6 @@ def test_other_methods_and_layers_are_rejected():
         query_scores(small_model("alibi"), tokens)
     with pytest.raises(UserError, match="layer 2: the model has layers 0 to 1"):
         query_scores(small_model("dape"), tokens, layer=2)
-
-
-def test_adaptive_figure_of_a_checkpoint(tmp_path):
-    write_checkpoint(tmp_path, "dape_kerple", write_corpus(tmp_path))
-    figure = checkpoint_adaptive_figure(tmp_path, model="x", name="x")
-    axes = figure.draw(SCREEN).axes
-    assert len(axes) == 9
-    assert len(axes[0].lines[0].get_ydata()) == 16 * 32, "16 times the training length"
-    assert checkpoint_adaptive_figure(RELEASE / "alibi_checkpoints", model="x", name="x") is None
 
 
 def written_checkpoint(folder, iteration):

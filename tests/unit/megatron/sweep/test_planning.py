@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron.config import UserError, load_config
+from megatron.config import UserError
 from megatron.data.indexed_dataset import Manifest, write_manifest
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import State, plan
@@ -95,13 +95,6 @@ def test_other_checkpoints_to_start_from_are_an_error(keys, message, tmp_path):
         plan(read_sweep(write_sweep(tmp_path, set=keys)))
     # As in configurations that resume from the folder that they save to.
     plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))
-
-
-def test_the_stored_configuration_has_characters_beyond_16_bits(tmp_path):
-    (run,) = plan(read_sweep(write_sweep(tmp_path, output=str(tmp_path / "😀"), axes={"pos_emb": ["alibi.yml"]})))
-    run.write_config()
-    assert load_config([run.folder / "config.yml"]).checkpoint.save == run.config.checkpoint.save
-    run.check_folder()
 
 
 def test_keys_that_do_not_change_the_training_do_not_make_another_run(tmp_path):
@@ -221,24 +214,6 @@ def test_the_sweep_of_the_kerple_paper(monkeypatch):
     assert "--lengths 512 1024 2048 4096 8192 16384" in arguments
     assert "--modes full window@512" in arguments
     assert arguments.endswith("--by-position")  # for Figures 5 and 7
-
-
-def test_the_sweep_of_the_modern_model(monkeypatch):
-    """On the corpora and lengths of the paper's sweep."""
-    monkeypatch.chdir(ROOT)
-    sweep, paper = (read_sweep(f"configs/sweeps/{name}.yml") for name in ("modern_162M", "kerple"))
-    runs = plan(sweep)
-    assert len(runs) == 6 * 3 * 3
-    assert sweep.evaluation == paper.evaluation
-    assert sweep.axes["dataset"] == paper.axes["dataset"]
-    assert {run.config.model.activation for run in runs} == {"swiglu"}
-
-
-def test_the_small_sweep(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    runs = plan(read_sweep("configs/sweeps/python_stdlib.yml"))
-    assert len(runs) == 6
-    assert {run.config.data.data_path for run in runs} == {"data/python_stdlib/python_stdlib_text_document"}
 
 
 def test_the_sweeps_of_the_replication(monkeypatch):

@@ -8,14 +8,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from megatron.cli import sweep as command
 from megatron.config import UserError
 from megatron.evaluation.records import read_results
 from megatron.sweep import runner
 from megatron.sweep.definition import read_sweep
-from megatron.sweep.planning import State, Status, plan
+from megatron.sweep.planning import plan
 from megatron.utils.locks import Lock
 from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations, write_sweep
 
@@ -169,27 +168,6 @@ def test_a_signal_stops_the_sweep(sweep, monkeypatch):
     assert "run the same command again to resume" in output
     assert sent == [signal.SIGTERM, signal.SIGTERM]
     assert not (sweep.runs / "alibi").exists()
-
-
-def test_the_percentage_includes_evaluations(monkeypatch):
-    """Two runs of 100 steps: one is trained and still to be evaluated, one is finished."""
-    monkeypatch.setattr(runner, "REFRESH_INTERVAL", 0.0)
-    runs = [SimpleNamespace(name=name, steps=100) for name in "ab"]
-    display = runner.Display(runs, [Status(State.TRAIN, 0, 100)] * 2, Console(quiet=True))
-    display.finished(runs[0], 1.0)
-    display.update([SimpleNamespace(run=runs[1], task="evaluation")])
-    progress = display._progress
-    assert progress._completed / progress._total == pytest.approx(210 / 220)
-    display.finished(runs[1], 1.0)
-    display.update([])
-    assert progress._completed / progress._total == pytest.approx(1.0)
-
-
-def test_last_lines_of_a_log(tmp_path):
-    (tmp_path / "log").write_text("first\n\n 10%\r100%\nlast\n")
-    assert runner.last_lines(tmp_path / "log") == ["first", "100%", "last"]
-    assert runner.last_lines(tmp_path / "log", 1) == ["last"]
-    assert runner.last_lines(tmp_path / "missing") == []
 
 
 @pytest.mark.parametrize(("seed", "task"), [(7, "evaluate"), (13, "train")])

@@ -393,14 +393,6 @@ def test_vocabulary_contains_all_bytes_and_the_special_token():
         assert trained.decode(trained.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_vocabulary_size_is_reached():
-    assert train_bpe(KINDS.values(), 700).get_vocab_size() == 700
-
-
-def test_training_is_deterministic():
-    assert len({train_bpe(KINDS.values(), 700).to_str() for _ in range(3)}) == 1
-
-
 def test_vocabulary_size_too_small():
     assert_rejected("256.*257", train_bpe, ["a"], 256)
 
