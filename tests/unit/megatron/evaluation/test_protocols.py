@@ -34,7 +34,9 @@ def test_the_budget_limits_every_length_to_the_same_targets(name):
     assert len(set(targets[0])) == len(targets[0])
 
 
-@pytest.mark.parametrize(("available", "budget", "total"), [(1025, None, 1024), (1024, None, 960), (10_000, 500, 448)])
+@pytest.mark.parametrize(
+    ("available", "budget", "total"), [(1025, None, 1024), (1024, None, 960), (65, None, 64), (10_000, 500, 448)]
+)
 def test_the_last_token_is_a_target_and_the_budget_holds(available, budget, total):
     assert [part.targets for part in plan("non-overlapping", available, [32, 64], budget)] == [total, total]
 
@@ -70,10 +72,6 @@ def test_ranks_share_the_segments():
 def test_rejected_plans(name, available, lengths, budget, message):
     with pytest.raises(UserError, match=message):
         plan(name, available, lengths, budget)
-
-
-def test_the_shortest_sufficient_stream():
-    assert plan("non-overlapping", 65, [32, 64], None)[1].targets == 64
 
 
 @pytest.mark.parametrize("name", ["overlapping", "last-k@0", "non-overlapping@3", "kerple@", "Sliding"])

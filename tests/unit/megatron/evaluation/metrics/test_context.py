@@ -35,12 +35,12 @@ def test_differences_are_those_of_the_same_tokens(documents):
     scored = Segments(TARGETS, [start + length - TARGETS for start in starts])
     assert record["targets"] == Text(STREAM[:500], documents).targets_digest(scored)
     full, shorter = {}, {64: {}, 128: {}}
-    for start in starts:
-        targets = range(start + length - TARGETS + 1, start + length + 1)
-        # All targets of a text are read from one start, so the later ones have more context.
-        for losses, first in ((full, start), *((shorter[size], targets[0] - size) for size in shorter)):
-            logits = model(STREAM[None, first : start + length])[:, -TARGETS:]
-            losses |= zip(targets, direct_losses(logits, STREAM[None, targets])[0].tolist(), strict=True)
+    targets = torch.tensor(starts)[:, None] + torch.arange(length - TARGETS + 1, length + 1)
+    # All targets of a text are read from one start, so the later ones have more context.
+    for losses, before in ((full, length), *((shorter[size], size + TARGETS - 1) for size in shorter)):
+        text = torch.stack([STREAM[start + length - before : start + length] for start in starts])
+        values = direct_losses(model(text)[:, -TARGETS:], STREAM[targets])
+        losses |= zip(targets.flatten().tolist(), values.flatten().tolist(), strict=True)
     assert record["loss"] == pytest.approx(np.mean(list(full.values())), rel=1e-9)
     for size, difference, error in zip(record["contexts"], record["differences"], record["stderrs"], strict=True):
         differences = {target: loss - full[target] for target, loss in shorter[size].items()}
