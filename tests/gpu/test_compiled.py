@@ -19,7 +19,7 @@ GRAPH_BREAKS = ("rotary", "xpos", "fire", "dape_kerple")
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(name, marks=slow_unless(name in ("kerple_log", "xpos", "dape_kerple"))) for name in KINDS],
+    [pytest.param(name, marks=slow_unless(name in ("kerple_log", "xpos"))) for name in KINDS],
 )
 def test_compiled_blocks(method, monkeypatch):
     """Forward and backward pass of a step; the block is one graph unless the positional method cannot be traced."""
@@ -44,9 +44,7 @@ def test_attention_with_dropout_is_not_traced():
 @pytest.mark.parametrize(
     ("method", "overrides"),
     [
-        ("none", ()),
-        ("kerple_power_ap_ap", ()),
-        pytest.param("rotary", (), marks=pytest.mark.slow),
+        *(pytest.param(name, (), marks=pytest.mark.slow) for name in ("none", "rotary", "kerple_power_ap_ap")),
         ("kerple_log", ("num_kv_heads=3", "sliding_window_width=128")),
     ],
 )

@@ -30,10 +30,15 @@ def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("small_bf16.yml", ("checkpoint-activations=true",)),
-        pytest.param("small_bf16.yml", ("checkpoint-activations=false",), marks=pytest.mark.slow),
+        *(
+            pytest.param("small_bf16.yml", overrides, marks=pytest.mark.slow)
+            for overrides in (
+                ("checkpoint-activations=true",),
+                ("checkpoint-activations=false",),
+                ("fp16.enabled=false", "precision=fp32"),
+            )
+        ),
         ("small_bf16.yml", ("gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")),
-        ("small_bf16.yml", ("fp16.enabled=false", "precision=fp32")),
         pytest.param("modern_162M.yml", (), marks=pytest.mark.slow),
         ("modern_162M.yml", ("use-qk-layernorm=true", "sliding-window-width=255")),
     ],
@@ -52,7 +57,7 @@ def test_the_bf16_optimizer_launches_few_kernels():
     assert sum(launch.cost.launches for launch in device.launches if launch.part == "optimizer") <= 50
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_zero_2_and_3(stage):
     """DeepSpeed waits in these stages; no tensor is on the wrong device."""
     overrides = (f"zero_optimization.stage={stage}", "pipe-parallel-size=0")

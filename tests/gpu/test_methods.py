@@ -20,6 +20,12 @@ BACKENDS = [name for name in backend_names() if name not in ("auto", "flex")]  #
 # Scaled rotations, a bias and a weight with gradients, modified scores: for other dtypes and activation checkpointing.
 DISTINCT = ("xpos", "kerple_power_ap_ap", "dape_kerple")
 TWO_LAYERS = ("rotary", "kerple_log", "dape_kerple")
+# One method of each way of using positions. Their tests are quick; `tests/unit/kerple/positional/test_base.py` runs the
+# hooks of every method on the meta device.
+KINDS = (
+    *("none", "sinusoidal", "rotary", "rpe", "kerple_log", "per_layer", "forgetting", "stick_breaking"),
+    *("fire", "cope", "dape_v2_kerple", "transformer_xl", *DISTINCT),
+)
 # Backends that `auto` does not choose for these methods on a GPU.
 OTHER_BACKENDS = {
     *(("none", "fused"), ("none", "chunked"), ("alibi", "sdpa"), ("kerple_log", "chunked")),
@@ -31,8 +37,9 @@ def slow_unless(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
     return () if condition else (pytest.mark.slow,)
 
 
+QUICK_STEPS = {*((kind, "auto") for kind in KINDS), *OTHER_BACKENDS}
 STEPS = [
-    pytest.param(name, backend, marks=slow_unless(backend == "auto" or (name, backend) in OTHER_BACKENDS))
+    pytest.param(name, backend, marks=slow_unless((name, backend) in QUICK_STEPS))
     for name in METHODS
     for backend in ("auto", *BACKENDS)
 ]
@@ -105,7 +112,8 @@ def test_training_step_with_activation_checkpointing(method):
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in METHODS if name != "learned"]
+    "method",
+    [pytest.param(name, marks=slow_unless(name in KINDS)) for name in METHODS if name != "learned"],
 )  # its positions end at the training length
 def test_evaluation(method):
     check_evaluation(method, "bf16")
@@ -145,17 +153,22 @@ def check_evaluation(method: str, dtype: str) -> None:
 
 # One method of each kind in the modes that `attend_in_mode` computes.
 MODES = [
-    ("none", "sinks@4+252+logn"),
     ("rotary", "sinks@4+252+reindexed+clip@64+logn"),
-    ("rotary", "full+group@4,64"),
-    ("rotary", "full+linear"),
     ("xpos", "sinks@4+252+reindexed+leaky@64,4"),
     ("kerple_log", "sinks@4+252+reindexed+clip@64"),
-    ("forgetting", "sinks@4+252"),
     ("fire", "sinks@4+252+log@64"),
-    ("cope", "sinks@4+252"),
-    ("dape_v2", "sinks@4+252"),
     ("dape_rotary", "window@256+leaky@64,4"),
+    *(
+        pytest.param(*mode, marks=pytest.mark.slow)
+        for mode in (
+            ("none", "sinks@4+252+logn"),
+            ("rotary", "full+group@4,64"),
+            ("rotary", "full+linear"),
+            ("forgetting", "sinks@4+252"),
+            ("cope", "sinks@4+252"),
+            ("dape_v2", "sinks@4+252"),
+        )
+    ),
 ]
 
 
@@ -179,9 +192,12 @@ def test_modes(method, name):
 @pytest.mark.parametrize(
     ("method", "backend", "dtype"),
     [
-        *(("rotary", "auto", "bf16"), ("rotary", "sdpa", "fp32"), ("dape_kerple", "auto", "bf16")),
-        *(("kerple_log", backend, "bf16") for backend in ("fused", "sdpa", "chunked")),
-        pytest.param("kerple_log", "reference", "bf16", marks=pytest.mark.slow),
+        *(("rotary", "auto", "bf16"), ("dape_kerple", "auto", "bf16"), ("kerple_log", "fused", "bf16")),
+        pytest.param("rotary", "sdpa", "fp32", marks=pytest.mark.slow),
+        *(
+            pytest.param("kerple_log", backend, "bf16", marks=pytest.mark.slow)
+            for backend in ("sdpa", "chunked", "reference")
+        ),
     ],
 )
 def test_grouped_queries(method, backend, dtype):
