@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 import kerple
-import kerple_command
 from kerple_command import COMMANDS, main, usage
-from megatron.cli.deepy import TRAIN_COMMAND
-from megatron.cli.sweep import KERPLE
 from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
 from tests.support.runs import ROOT, environment
 
@@ -47,10 +44,6 @@ def test_usage(run, capsys):
     assert capsys.readouterr().out == f"kerple-neox {kerple.__version__}\n"
     assert run("trian") == 2
     assert capsys.readouterr().err.startswith("error: 'trian' is not a command; choose one of train, evaluate, ")
-
-
-def test_paths_of_the_command():
-    assert Path(TRAIN_COMMAND[0]) == Path(KERPLE[1]) == Path(kerple_command.__file__)
 
 
 def test_a_missing_package_is_named_with_the_extra_that_installs_it(run, capsys, monkeypatch):

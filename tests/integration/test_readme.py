@@ -6,8 +6,10 @@ too.
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron.config import load_config
 from megatron.config.yaml_files import read_file
 from megatron.data.indexed_dataset import read_manifest
 from megatron.utils.environment import has_bf16_instructions
+from tests.support.commands import run_here
 from tests.support.fork_server import ForkServer
 from tests.support.runs import ROOT, environment
 from tools import demo
@@ -67,13 +70,17 @@ def run_line(line: str, folder: Path, fork_server: ForkServer) -> str:
 
 
 @pytest.fixture(scope="module")
-def prepared(checkout, fork_server) -> Path:
-    """The checkout, with the standard library of the running interpreter as its corpus."""
-    output = run_line(PREPARE, checkout, fork_server)
+def prepared(checkout, tmp_path_factory) -> Path:
+    """The checkout, with some modules of the standard library as its corpus."""
+    library = tmp_path_factory.mktemp("library")
+    for path in Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"):
+        shutil.copy(path, library)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+        run_here(PREPARE.replace("kerple", "python kerple_command.py"), checkout, patch)
     manifest = read_manifest(checkout / "data" / "python_stdlib" / "python_stdlib_text_document")
-    assert manifest.documents > 300
-    assert manifest.text_bytes > 5_000_000
-    assert f"{manifest.tokens:,} tokens" in output
+    assert manifest.documents > 30
+    assert manifest.text_bytes > 800_000
     return checkout
 
 
@@ -102,17 +109,24 @@ def test_marked_commands_run(prepared, fork_server):
     assert "iteration 30/30" in released
 
 
-def test_the_demo_writes_a_report_and_skips_finished_steps(prepared, tmp_path, capsys, monkeypatch, forked_scripts):
-    """`make demo` with a few iterations of one model."""
+def test_the_demo_writes_a_report_and_skips_finished_steps(prepared, tmp_path, capfd, monkeypatch, forked_scripts):
+    """`make demo` with a few iterations of one small model, on the corpus of this test."""
     arguments = ["--output", str(tmp_path / "runs"), "--data", str(prepared / "data"), "--methods", "kerple_log"]
     arguments += ["--tokens", "2048", "--iterations"]
-    command = [sys.executable, str(ROOT / "tools" / "demo.py"), *arguments, "4"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "train kerple_log at length 128 (model 1 of 1)" in done.stdout
-    assert "iteration 4/4" in done.stdout
+
+    def run_small_step(title: str, command: list[str]) -> int:
+        if command[0] == "prepare_data.py":
+            return 0
+        if command[0] == "deepy.py":
+            command = [*command, *(f"{key}={value}" for key, value in SMALL.items())]
+        return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(), check=False).returncode
+
+    monkeypatch.setattr(demo, "run_step", run_small_step)
+    assert demo.main([*arguments, "4"]) == 0
     precision = "bfloat16" if has_bf16_instructions() else "fp32"
-    assert done.stdout.startswith(f"training in {precision}, on a processor that ")
+    printed = capfd.readouterr().out
+    assert printed.startswith(f"training in {precision}, on a processor that ")
+    assert "iteration 4/4" in printed
     assert json.loads((tmp_path / "runs" / "kerple_log" / "made_from.json").read_text())["precision"] == precision
     report = tmp_path / "runs" / "report"
     rows = json.loads((report / "extrapolation.json").read_text())["rows"]
@@ -126,7 +140,7 @@ def test_the_demo_writes_a_report_and_skips_finished_steps(prepared, tmp_path, c
 
     def run_again(iterations: str) -> str:
         assert demo.main([*arguments, iterations]) == 0
-        return " ".join(capsys.readouterr().out.split())  # joins wrapped lines
+        return " ".join(capfd.readouterr().out.split())  # joins wrapped lines
 
     commands = []
     monkeypatch.setattr(demo, "run_step", lambda title, command: commands.append(command[0]) or 0)
