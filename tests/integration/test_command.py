@@ -148,6 +148,7 @@ def run_installed(installed: dict[str, str], folder: Path, line: str, status: in
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_foreign_megatron_hides_an_installed_one(installed, tmp_path):
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise ImportError('must not be imported')")

@@ -12,6 +12,11 @@ from tests.support.layouts import LAYOUTS, VOCABULARY, Trained, assert_same_metr
 from tests.support.ranks import RankFailed
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # Every layout is saved once and resumed once, in a layout with another kind of parallelism.
 RESUMED_IN = [
     ("one", "tensor"),
@@ -74,19 +79,16 @@ def test_two_ranks_train_like_one(layout, run_in):
 @pytest.mark.parametrize(
     ("keys", "layout", "kernels"),
     [
-        pytest.param({"pos_emb": "transformer_xl"}, "zero-3", (), marks=pytest.mark.slow),
+        slow({"pos_emb": "transformer_xl"}, "zero-3", ()),
         ({"pos_emb": "xpos"}, "tensor", ()),
         ({"eod_mask_loss": True}, "zero-1", ()),
-        pytest.param({"eod_mask_loss": True}, "pipeline", (), marks=pytest.mark.slow),
+        slow({"eod_mask_loss": True}, "pipeline", ()),
         pytest.param(
             *({"pos_emb": "forgetting"}, "tensor", ("kernel/layer_02/gate/mean", "kernel/layer_03/gate/max")),
             marks=pytest.mark.slow,
         ),
         ({"reset_attention_mask": True, **RECOMPUTE}, "pipeline", ()),
-        *(
-            pytest.param({"reset_attention_mask": True}, layout, (), marks=pytest.mark.slow)
-            for layout in ("tensor", "zero-3")
-        ),
+        *(slow({"reset_attention_mask": True}, layout, ()) for layout in ("tensor", "zero-3")),
         (PER_LAYER, "tensor", ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")),
     ],
 )
@@ -102,8 +104,8 @@ def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
     ("pos_emb", "layout"),
     [
         ("kerple_log", "zero-3"),
-        pytest.param("dape_kerple", "zero-3", marks=pytest.mark.slow),
-        ("kerple_log", "tensor"),
+        slow("dape_kerple", "zero-3"),
+        slow("kerple_log", "tensor"),
     ],
 )
 def test_evaluation_and_verified_logits_before_the_first_step(pos_emb, layout, trained, tmp_path):
@@ -120,7 +122,7 @@ def test_evaluation_and_verified_logits_before_the_first_step(pos_emb, layout, t
     [
         ("tensor", "pipeline"),
         *(
-            pytest.param(*layouts, marks=pytest.mark.slow)
+            slow(*layouts)
             for layouts in (("pipeline", "one"), ("zero-1", "tensor"), ("zero-3", "zero-2"), ("zero-2", "zero-3"))
         ),
     ],
@@ -143,7 +145,7 @@ def test_llama_style_blocks_on_two_ranks(layout, target, trained, tmp_path):
     ("keys", "kernels"),
     [
         ({"pos_emb": "dape_kerple", "optimizer": LARGE_EPSILON}, ("bias_p", "bias_a")),
-        pytest.param(PER_LAYER, ("bias_1_log_a", "bias_2_power_p"), marks=pytest.mark.slow),
+        slow(PER_LAYER, ("bias_1_log_a", "bias_2_power_p")),
         ({**MIXED, **RECOMPUTE}, ()),
     ],
     ids=["dape_kerple", "kerple per layer", "random rotary with windows and forgetting"],
@@ -189,7 +191,7 @@ def test_parameters_on_two_stages_stay_equal(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"), [("pipeline", "fp32"), ("tensor", "bfloat16"), ("zero-2", "bfloat16")]
+    ("layout", "precision"), [slow("pipeline", "fp32"), ("tensor", "bfloat16"), slow("zero-2", "bfloat16")]
 )
 def test_parameters_stay_within_their_bounds(layout, precision, trained, tmp_path):
     """On every rank, with steps of 0.8: the weights, and the fragments of the fp32 master weights."""
@@ -208,7 +210,7 @@ def test_parameters_stay_within_their_bounds(layout, precision, trained, tmp_pat
     ("pos_emb", "options", "parameter"),
     [
         ("kerple_log", {}, "bias_a"),
-        pytest.param("rpe", {"num_buckets": 8, "max_distance": 20}, "weight", marks=pytest.mark.slow),
+        slow("rpe", {"num_buckets": 8, "max_distance": 20}, "weight"),
     ],
 )
 def test_gradients_of_the_fused_kernels_with_tensor_parallelism(pos_emb, options, parameter, trained, tmp_path):
@@ -235,7 +237,7 @@ def test_gradients_of_the_fused_kernels_with_tensor_parallelism(pos_emb, options
 
 @pytest.mark.parametrize(
     ("layout", "kernel_devices"),
-    [("tensor", []), pytest.param("tensor", ["cpu"], marks=pytest.mark.slow), ("pipeline", []), ("zero-3", [])],
+    [("tensor", []), slow("tensor", ["cpu"]), slow("pipeline", []), ("zero-3", [])],
 )
 def test_chunked_loss_on_two_ranks(layout, kernel_devices, ranks, trained, data_path, tmp_path):
     """In every layout that accesses the output weights in a different way; with slices also by the Triton kernel."""
@@ -271,7 +273,7 @@ def test_fused_blocks_on_two_ranks(layout, block, ranks, trained, data_path, tmp
     assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss", "train/grad_norm")
 
 
-@pytest.mark.parametrize("layout", ["pipeline", "tensor", "zero-2"])
+@pytest.mark.parametrize("layout", ["tensor", *(slow(layout) for layout in ("pipeline", "zero-2"))])
 def test_resuming_in_the_same_layout_is_exact(layout, run_in, trained, tmp_path):
     copy_checkpoint(run_in(layout), tmp_path, 3)
     assert "iteration 3" in trained(tmp_path, layout)
@@ -302,9 +304,7 @@ def test_resuming_every_layout_in_every_other(source, target, run_in, trained, t
     resume(source, target, run_in, trained, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("layout", "resumed_in"), [("data", "pipeline"), pytest.param("pipeline", "data", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("layout", "resumed_in"), [("data", "pipeline"), slow("pipeline", "data")])
 def test_a_sequence_length_schedule_on_two_ranks(layout, resumed_in, trained, tmp_path):
     """Like on one rank, with validation at another length between two lengths; also resumed in another layout."""
     schedule = {"difficulty": [8, 16, 32], "max_step": [2, 4]}

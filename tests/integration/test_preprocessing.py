@@ -85,7 +85,7 @@ def test_repeated_kills(kills, tmp_path):
 def test_interrupted_with_workers(tmp_path, signal_number, forked_scripts):
     """No file under the final name and no worker process remains, and the next run succeeds."""
     large = tmp_path / "large.jsonl"
-    large.write_bytes((b'{"text": "' + b"x" * 4000 + b'"}\n') * 20000)
+    large.write_bytes((b'{"text": "' + b"x" * 4000 + b'"}\n') * 6000)
     command = [sys.executable, str(ROOT / SCRIPT), "--input", str(large), "--output-prefix", str(tmp_path / "out")]
     command += ["--tokenizer-type", "CharLevelTokenizer"]
     with subprocess.Popen([*command, "--workers", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:

@@ -29,12 +29,6 @@ def benchmark(path: Path, name: str) -> Path:
     return path
 
 
-def test_report(tmp_path):
-    path = benchmark(tmp_path / "train_step.json", "alibi")
-    write_report(tmp_path / "out", "--benchmark", path)
-    assert (tmp_path / "out" / "tables" / "train_step-1.md").is_file()
-
-
 def rendered(page: Path) -> str:
     """The document as the browser sees it after it has run what it is allowed to run."""
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]

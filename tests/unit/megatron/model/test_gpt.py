@@ -17,7 +17,6 @@ from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
 from tests.support.language_models import VOCABULARY, model_settings, random_tokens, small_gpt, with_repeated_heads
-from tests.support.methods import methods_and_slow_variants
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON
 
@@ -178,10 +177,15 @@ def test_per_layer_kernels_have_their_own_parameters():
 # Every positional method.
 
 TRAIN_LENGTH = 32
+# `test_llama_style_blocks_with_every_method` computes the gradients of the others.
+TRAINED = ("kerple_log", "rotary", "rpe", "learned", "fire", "cope", "forgetting", "dape_v2_kerple", "xpos")
 TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 
-@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
+@pytest.mark.parametrize(
+    "pos_emb",
+    [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in primary_names()],
+)
 def test_training_lowers_the_loss(pos_emb):
     """From a uniform distribution over 128 symbols to below the entropy of their frequencies, and the method's own
     parameters are trained too.

@@ -63,6 +63,7 @@ def corpus(tmp_path, monkeypatch):
     for path, content in PACKAGES.items():
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_bytes(content)
+    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)  # between attempts to download
     with serve(tmp_path) as address:
         monkeypatch.setattr(debian, "MIRRORS", (f"{address}/mirror/", f"{address}/archive/"))
         yield make

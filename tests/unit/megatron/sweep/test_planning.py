@@ -202,13 +202,14 @@ def test_a_run_without_a_checkpoint_starts_with_the_new_data(sweep):
 def test_the_sweep_of_the_kerple_paper(monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = read_sweep("configs/sweeps/kerple.yml")
-    runs = plan(sweep)
-    assert len(runs) == len({run.folder for run in runs}) == 8 * 3 * 5
-    assert {run.config.training.seed for run in runs} == set(range(1235, 1240))
-    assert len({run.config.model.pos_emb for run in runs}) == 8
-    assert len({run.config.data.data_path for run in runs}) == 3
-    assert {run.steps for run in runs} == {50_000}
-    assert {run.tokens_per_step for run in runs} == {32 * 512}
+    combinations = list(sweep.combinations())
+    assert len(combinations) == 8 * 3 * 5
+    configs = [sweep.configuration(choices) for choices in combinations[::7]]
+    assert {config.training.seed for config in configs} == set(range(1235, 1240))
+    assert len({config.model.pos_emb for config in configs}) == 8
+    assert len({config.data.data_path for config in configs}) == 3
+    assert {config.schedule.train_iters for config in configs} == {50_000}
+    assert {(config.batch.resolve(1)[0], config.model.seq_length) for config in configs} == {(32, 512)}
     (words,) = sweep.evaluation
     arguments = " ".join(words)
     assert "--lengths 512 1024 2048 4096 8192 16384" in arguments

@@ -244,6 +244,7 @@ def test_compiled_without_graph_breaks():
     assert difference[mask.bool()].abs().max() < 1e-4
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_with_graph_breaks():
     torch.compiler.reset()

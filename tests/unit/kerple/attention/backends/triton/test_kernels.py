@@ -78,8 +78,7 @@ def test_results_do_not_depend_on_tiles(tile, monkeypatch):
 )
 def test_grouped_queries(heads, kv_heads, s, t, window, tables):
     """Several query heads share a key/value head, whose gradients are sums over them."""
-    batch = 2 if heads == 4 else 1
-    assert_same_as_reference(batch, heads, s, t, 16, bias=tables, weight=tables, window=window, kv_heads=kv_heads)
+    assert_same_as_reference(1, heads, s, t, 16, bias=tables, weight=tables, window=window, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("size", [24, 80])
@@ -132,7 +131,7 @@ def test_half_precision(dtype, decay):
 
 
 def test_repeated_runs_are_bitwise_identical():
-    arguments = random_attend_arguments(2, 2, 40, 66, 16, weight=False, decay=True, kv_heads=1, device=DEVICE)
+    arguments = random_attend_arguments(1, 2, 20, 50, 16, weight=False, decay=True, kv_heads=1, device=DEVICE)
     for first, second in zip(run_attend("fused", arguments), run_attend("fused", arguments), strict=True):
         assert torch.equal(first, second)
 

@@ -17,11 +17,12 @@ from tests.support.attention import (
     run_attend,
     upstream_gradient,
 )
-from tests.support.methods import VARIANTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=40)
 METHODS = {name: build(name, SHAPE) for name in primary_names()}
+# A sum of kernels, one with a jacobian, a bias and a weight, and a table.
+QUICK = ("kerple", "kerple_log", "kerple_power_ap_ap", "rpe")
 # T5's last bucket begins at distance 14.
 SHORT_T5 = {"num_buckets": 8, "max_distance": 20}
 
@@ -52,7 +53,7 @@ def requested(monkeypatch) -> list[tuple[bool, int | None]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ())
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
         for name, method in METHODS.items()
         if method.hooks & {"bias", "weight"}
     ],
@@ -107,7 +108,7 @@ def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
 def test_gradients_of_coefficients(bias_directions, weight_directions, window, kv_heads):
     heads, length = 2, 40
     arguments = random_attend_arguments(
-        2,
+        1,
         heads,
         length,
         length,
