@@ -317,7 +317,7 @@ def test_a_lost_manifest_is_reported_and_accepted(ours, tmp_path, capsys):
     (step / "optimizer_rank_00000.pt").write_bytes(b"of another run")
     with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt"):
         load_model(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match=r"this one has one, which reports: .*is not in the manifest"):
+    with pytest.raises(CheckpointError, match="is not in the manifest"):
         run_inspect(capsys, tmp_path / "copy", "--accept")
 
 

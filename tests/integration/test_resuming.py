@@ -217,7 +217,7 @@ def test_the_same_command_resumes_from_save(keys, default_run, tmp_path, data_pa
     before = weights(tmp_path / "resumed", 6)
     other = {**keys, "load": str(tmp_path / "whole/checkpoints"), "iteration": 5, "no_load_optim": False}
     for changed in (other, {**other, "load": first, "iteration": None}):
-        with pytest.raises(CheckpointError, match=r"save: .* of another run, which was not started from load: .*"):
+        with pytest.raises(CheckpointError, match=r"save: .*load: "):
             trained(tmp_path / "resumed", data_path, **changed)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "resumed", 6).items())
 
@@ -230,7 +230,7 @@ def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
     message = r"save: .*second.*of another model: pos_emb none in the checkpoint, kerple_log here. Choose another"
     with pytest.raises(CheckpointError, match=message):
         trained(tmp_path / "second", data_path, **{"load": load, "save": save, **keys})
-    with pytest.raises(CheckpointError, match=r"of another model: .*layer_00.* Choose another folder"):
+    with pytest.raises(CheckpointError, match=r"another model: .*layer_00"):
         trained(tmp_path / "second", data_path, hidden_size=64, pos_emb="none", load=None)
 
 

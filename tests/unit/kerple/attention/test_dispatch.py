@@ -84,7 +84,7 @@ def test_calls_that_fused_does_not_support(calls, fused_available, options, monk
         return dispatch._unsupported_reason("fused", requirements) is None
 
     states = random_states()
-    with pytest.raises(NotImplementedError, match=r"'fused' .*use auto, or one of reference, sdpa, chunked, flex"):
+    with pytest.raises(NotImplementedError, match=r"'fused' .*auto.*reference, sdpa, chunked, flex"):
         attend(*states, backend="fused", **options)
     attend(*states, bias_table=torch.zeros(2, 6), **options)
     attend(*states, **options)
@@ -232,9 +232,9 @@ def test_a_configuration_is_checked_without_triton(monkeypatch):
 
 
 def test_tables_that_do_not_fit_the_method_are_rejected():
-    with pytest.raises(ValueError, match="has bias: True, weight: False; but the tables passed are bias: False"):
+    with pytest.raises(ValueError, match=r"bias: True, weight: False.*bias: False"):
         Attention("auto", build("kerple_log", SHAPE))(*random_states(), tables=PositionTables())
-    with pytest.raises(ValueError, match="has bias: False, weight: False; but the tables passed are bias: True"):
+    with pytest.raises(ValueError, match=r"bias: False, weight: False.*bias: True"):
         Attention("auto")(*random_states(), tables=PositionTables(bias=torch.zeros(2, 6)))
 
 
@@ -274,7 +274,7 @@ def test_decays_that_do_not_fit():
         def weight(self, distance):
             return distance
 
-    with pytest.raises(ValueError, match="Weighted defines decay, so it must not define weight too"):
+    with pytest.raises(ValueError, match=r"Weighted .*decay.*weight"):
         Attention("auto", Weighted(4))
     states, sums = random_states(3, 6), torch.zeros(1, 2, 6)
     with pytest.raises(ValueError, match=r"decay_sums \[1, 2, 3\] must be \[1, 2, 6\]"):

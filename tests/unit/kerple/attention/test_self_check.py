@@ -289,7 +289,7 @@ def test_an_unwritable_cache_folder_is_a_warning(kernels, monkeypatch, tmp_path)
     kernels(chunked_attention)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match=r"cannot be saved .* set XDG_CACHE_HOME to a writable folder"):
+    with pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
         verdicts = check()
     with warnings.catch_warnings():  # only once
         warnings.simplefilter("error")

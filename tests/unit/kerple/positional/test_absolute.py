@@ -48,7 +48,7 @@ def test_a_position_beyond_the_learned_table_is_rejected():
     method = Learned(hidden_size=4, max_positions=8)
     assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {"weight": (8, 4)}
     method.embed(torch.zeros(1, 8, 4), torch.arange(8))
-    with pytest.raises(PositionsExceeded, match=r"learned positions end at 7 .* but position 8 is needed"):
+    with pytest.raises(PositionsExceeded, match=r"learned .*7 .*8"):
         method.embed(torch.zeros(1, 9, 4), torch.arange(9))
 
 

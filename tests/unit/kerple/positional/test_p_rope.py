@@ -41,5 +41,5 @@ def test_all_frequencies_are_rotary():
 
 @pytest.mark.parametrize("p", [0.0, 1.5, -0.5, 0.1])
 def test_invalid_shares_are_rejected(p):
-    with pytest.raises(ValueError, match=rf"p {p} must be above 0 and at most 1, and keep at least one of the 4"):
+    with pytest.raises(ValueError, match=rf"p {p} .*0.*1.*4"):
         PRope(8, p=p)

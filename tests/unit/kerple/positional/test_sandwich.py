@@ -33,5 +33,5 @@ def test_long_tables_are_computed_in_chunks():
 
 @pytest.mark.parametrize("options", [{"dimensions": 7}, {"dimensions": 0}, {"base": 1.0}])
 def test_invalid_options_are_rejected(options):
-    with pytest.raises(ValueError, match="sandwich needs an even number of dimensions and a base above 1"):
+    with pytest.raises(ValueError, match="sandwich"):
         Sandwich(2, **options)

@@ -87,7 +87,7 @@ def test_damage_is_named_with_the_newest_valid_checkpoint(how, tmp_path):
     else:
         file.write_bytes(file.read_bytes()[:40])
     flip_bit(tmp_path / "global_step20" / "configs" / "config.yml")
-    with pytest.raises(CheckpointError, match=rf"global_step30/{file.name}: .*iteration 10; use it with --fallback"):
+    with pytest.raises(CheckpointError, match=rf"global_step30/{file.name}: .*10.*--fallback"):
         find_valid_step(tmp_path)
     reports = []
     assert find_valid_step(tmp_path, fallback=True, report=reports.append).name == "global_step10"

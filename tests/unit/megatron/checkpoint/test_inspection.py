@@ -97,5 +97,5 @@ def test_values_that_are_not_finite(tmp_path):
     state = torch.load(file, weights_only=True)
     state["mlp.dense_h_to_4h.weight"][3, 4:6] = float("nan")
     torch.save(state, file)
-    with pytest.raises(CheckpointError, match=rf"{file.name}: mlp\.dense_h_to_4h\.weight contains 2 values"):
+    with pytest.raises(CheckpointError, match=rf"{file.name}: mlp\.dense_h_to_4h\.weight .*2"):
         check_finite(step)

@@ -137,7 +137,7 @@ def test_layers_that_share_a_method_must_have_the_same_parameters(pos_emb, fix, 
     state = layer_state(model.layers()[3])
     name = next(name for name in state if name.startswith("attention.rpe."))
     write_layer(step, 3, {**state, name: state[name] * 1.5})
-    with pytest.raises(CheckpointError, match=rf"layer_03.* {name} differs from that of the first layer.*{fix}"):
+    with pytest.raises(CheckpointError, match=rf"layer_03.* {name} .*{fix}"):
         check_sizes(step, model.settings)
     check_sizes(step, model.settings, positional=False)
     if pos_emb == "kerple_log":

@@ -127,5 +127,5 @@ def test_batches_are_determined_by_the_generator(name):
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first.tokens, other.tokens)
     shortest = LENGTH_TASKS[name].shortest
-    with pytest.raises(ValueError, match=f"{name}: the length must be at least {shortest}, not {shortest - 1}"):
+    with pytest.raises(ValueError, match=f"{name}: .*{shortest}.*{shortest - 1}"):
         sample(name, shortest - 1)

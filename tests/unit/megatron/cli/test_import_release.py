@@ -12,6 +12,6 @@ def test_an_archive_without_a_checkpoint(tmp_path):
     archive = tmp_path / "empty.zip"
     with zipfile.ZipFile(archive, "w") as stream:
         stream.writestr("folder/notes.txt", "")
-    with pytest.raises(CheckpointError, match="must contain exactly one folder with a file `latest`; it contains none"):
+    with pytest.raises(CheckpointError, match=r"`latest`.*none"):
         main([str(archive), "-o", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -90,7 +90,7 @@ def test_a_folder_is_evaluated_directly(hub, tmp_path, capsys):
 
 def test_models_that_cannot_be_found(hub, tmp_path):
     for name in ("hf:org/other", "hf:org/tiny@v2", "hf:a/b/c", "hf:"):
-        with pytest.raises(UserError, match=f"{name}: cannot be downloaded: .*; check the name, the network"):
+        with pytest.raises(UserError, match=f"{name}: cannot be downloaded"):
             download(name)
     assert_rejected("hf:org/tiny.*--output", evaluate, ["--checkpoint", "hf:org/tiny", "--lengths", "32"])
     snapshot = tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT

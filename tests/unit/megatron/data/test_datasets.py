@@ -211,7 +211,7 @@ def test_missing_data(tmp_path, settings):
 def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
     write_corpus(tmp_path / "small", [20, 12])
     assert len(datasets_from_split(str(tmp_path / "small"), "1", (31,) * 3, ONE_EPOCH, settings).train) == 1
-    with pytest.raises(UserError, match=r"small \(train\) has 32 tokens in 2 documents, but a sample needs 32 \+ 1"):
+    with pytest.raises(UserError, match=r"small \(train\).*32.*2.*32 \+ 1"):
         datasets_from_split(str(tmp_path / "small"), "1", LENGTHS, ONE_EPOCH, settings)
     with pytest.raises(UserError, match=r"small \(valid\) has 12 tokens in 1 documents"):
         datasets_from_split(str(tmp_path / "small"), "1,1", (16, 16, 16), ONE_EPOCH, settings)

@@ -142,7 +142,7 @@ def test_damaged_and_hostile_indices(name, content, corpus, settings, tmp_path, 
         (folder / f"{name}.npy").write_bytes(content)
     else:
         np.save(folder / f"{name}.npy", content)
-    with pytest.raises(UserError, match=rf"{name}\.npy: .*; remove .*{folder.name}, and it is built again"):
+    with pytest.raises(UserError, match=rf"{name}\.npy: .*{folder.name}"):
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
     assert not Path("executed").exists()
 
@@ -271,7 +271,7 @@ def test_unsupported_stores_and_missing_settings(tmp_path, s3, monkeypatch):
     with pytest.raises(UserError, match=r"data-path s3://bucket/corpora/c.*data-cache-path"):
         datasets_from_split(PREFIX, *arguments, SampleSettings(1000, 0, 1))
     assert_rejected("gs://bucket/c.*s3://", datasets_from_split, "gs://bucket/c", *arguments, settings_at(tmp_path))
-    with pytest.raises(UserError, match=r"c is on an object store, which only training can read"):
+    with pytest.raises(UserError, match="c is on an object store"):
         validation_stream(PREFIX)
     monkeypatch.setitem(sys.modules, "boto3", None)
     assert_rejected("boto3", datasets_from_split, PREFIX, *arguments, settings_at(tmp_path))

@@ -64,7 +64,7 @@ def test_both_missing(tmp_path, pair):
 @pytest.mark.parametrize("ending", ["bin", "idx"])
 def test_one_missing(pair, ending):
     pair.with_suffix(f".{ending}").unlink()
-    with pytest.raises(UserError, match=rf"pair\.{ending} missing; the other file of the pair exists"):
+    with pytest.raises(UserError, match=rf"pair\.{ending} missing"):
         open_indexed_files(pair)
 
 

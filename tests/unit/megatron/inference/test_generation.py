@@ -47,7 +47,7 @@ def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
 def test_dynamic_scaling_needs_the_complete_text():
     options = {"scaling": "dynamic", "factor": 2, "trained_length": 16}
     model = small_gpt("rotary", pos_emb_options=options).double()
-    with pytest.raises(UserError, match=r"pos_emb rotary \(scaling dynamic.*: generate with recompute"):
+    with pytest.raises(UserError, match=r"pos_emb rotary \(scaling dynamic.*recompute"):
         generate(model, PROMPTS, maximum_tokens=20)
     expected = [one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)]
     recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True)
@@ -349,5 +349,5 @@ def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
 
 
 def test_modes_that_a_method_does_not_support():
-    with pytest.raises(UserError, match="the inference mode is not supported: pos_emb none is not a function"):
+    with pytest.raises(UserError, match=r"inference mode.*pos_emb none"):
         generate(small_gpt("none"), PROMPTS, maximum_tokens=2, mode=AttentionMode(distance_map=Clip(3)))

@@ -42,7 +42,7 @@ def test_this_machine_without_gpu(gpus):
     gpus(0)
     assert find_resources(make_config()) == Resources({"localhost": [0]}, None, on_cpu=True)
     assert find_resources(make_config(num_gpus=3)).world_size == 3
-    with pytest.raises(UserError, match="include and exclude select GPUs, but this machine has none"):
+    with pytest.raises(UserError, match="include and exclude"):
         find_resources(make_config(include="localhost:0"))
 
 
@@ -94,7 +94,7 @@ def test_a_hostfile_of_this_machine(gpus, tmp_path):
     assert (resources.slots, resources.on_cpu) == ({"localhost": [2, 5, 6]}, False)
     assert find_resources(make_config(**keys, include="localhost:2")).slots == {"localhost": [6]}
     gpus(2, visible="2,5")
-    with pytest.raises(UserError, match=r"slot 2 of localhost is not available, because only 2 GPU\(s\) are visible"):
+    with pytest.raises(UserError, match=r"slot 2 of localhost.*2 GPU"):
         find_resources(make_config(**keys))
 
 
@@ -180,9 +180,7 @@ def test_check_launcher(tmp_path, hostfile, monkeypatch):
         check_launcher(config, find_resources(config))
 
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"launcher pdsh is not installed here \(pdsh is not found\); install it, or set"
-    ):
+    with pytest.raises(UserError, match="launcher pdsh"):
         check()
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     check(include="worker-1:1@worker-2:0,3")

@@ -67,7 +67,7 @@ def test_curves():
 def test_two_checkpoints_of_one_method_are_rejected(tmp_path):
     for folder in ("first", "second"):
         write_checkpoint(tmp_path / folder, "alibi", "nowhere")
-    with pytest.raises(UserError, match="second: there is already a checkpoint of pos-emb alibi"):
+    with pytest.raises(UserError, match=r"second: .*alibi"):
         trained_methods([tmp_path / "first", tmp_path / "second"])
     with pytest.raises(UserError, match="missing"):
         trained_methods([tmp_path / "missing"])

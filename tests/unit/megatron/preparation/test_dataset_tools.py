@@ -185,7 +185,7 @@ def test_errors(tmp_path):
     with pytest.raises(UserError, match="is one of the inputs"):
         merge([a, b], f"{tmp_path}/../{tmp_path.name}/a_text_document")
     assert_rejected("a_text_document", merge, [a, b, a], str(tmp_path / "out"))
-    with pytest.raises(UserError, match=r"a_text_document is given twice: it is also .*a_text_document$"):
+    with pytest.raises(UserError, match=r"a_text_document .*a_text_document$"):
         merge([a, f"{tmp_path}/../{tmp_path.name}/a_text_document"], str(tmp_path / "out"))
     with pytest.raises(UserError, match="no data at"):
         merge([a, str(tmp_path / "absent")], str(tmp_path / "out"))

@@ -100,5 +100,5 @@ def test_results_of_workers_are_in_order(corpus):
 
 def test_killed_worker(corpus):
     items = work_items(corpus, START)
-    with pytest.raises(UserError, match="a worker process died, most likely because the machine is out of memory"):
+    with pytest.raises(UserError, match="worker process"):
         list(process_in_order(items, exit_process, TOKENIZER, BYTE_TOKENIZER, DocumentOptions(), workers=2))

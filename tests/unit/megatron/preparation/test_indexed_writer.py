@@ -68,7 +68,7 @@ def test_damage_on_disk_is_detected(tmp_path):
         with open(tmp_path / "a.partial.bin", "r+b") as stream:
             stream.seek(4)
             stream.write(b"\x09")
-        with pytest.raises(UserError, match=r"reads back differently from what was written .* output was discarded"):
+        with pytest.raises(UserError, match="reads back differently"):
             writer.finish()
     assert os.listdir(tmp_path) == []
 

@@ -158,9 +158,7 @@ def test_object_store_errors(store, monkeypatch):
 )
 def test_passwords_in_urls(url, shown):
     """Names of inputs are printed and stored in the manifest."""
-    with pytest.raises(
-        UserError, match=rf"^input {shown}: URLs with a password are not .*FSSPEC_FTP_PASSWORD"
-    ) as error:
+    with pytest.raises(UserError, match=rf"^input {shown}: .*FSSPEC_FTP_PASSWORD") as error:
         find_files([url])
     assert "secret" not in str(error.value)
 
@@ -185,7 +183,7 @@ def test_inputs_that_are_not_regular_files(tmp_path, capsys):
     """Nothing waits for a FIFO or reads a device without end."""
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/zero", "/dev/stdin"):
-        with pytest.raises(UserError, match="is not a regular file or a folder; write its content to a file first"):
+        with pytest.raises(UserError, match="is not a regular file"):
             find_files([path])
     for name, message in (
         ("a\0b", "does not exist|null"),

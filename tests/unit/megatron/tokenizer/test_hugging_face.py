@@ -453,5 +453,5 @@ def test_large_ids_are_rejected(number, tmp_path):
     document = json.loads(train_bpe(["some text"], 300).to_str())
     document["model"]["vocab"]["new"] = number
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(UserError, match=rf"the token 'new' has id {number}; ids must be below 16,777,216"):
+    with pytest.raises(UserError, match=rf"'new'.*{number}.*16,777,216"):
         HuggingFaceTokenizer(tmp_path / "tokenizer.json")

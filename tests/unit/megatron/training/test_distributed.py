@@ -88,7 +88,7 @@ def test_more_ranks_than_gpus_on_a_host(tmp_path, monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(UserError, match=r"was given local rank 2, but has 2 visible GPU\(s\); lower its slots"):
+    with pytest.raises(UserError, match=r"local rank 2.*2 visible GPU"):
         distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
 
 

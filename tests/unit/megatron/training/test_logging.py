@@ -74,7 +74,7 @@ def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, packa
     monkeypatch.setitem(sys.modules, package, None)
     config = Config.from_flat(training_settings(tmp_path, data_path, **{key: "tb" if key != "use_wandb" else True}))
     logger = Logger(config, SimpleNamespace(is_main=True))
-    with pytest.raises(UserError, match=rf"need {package}, which is not installed: .*tracking"):
+    with pytest.raises(UserError, match=rf"{package}.*tracking"):
         logger.start_metrics(0)
     logger.close()
 

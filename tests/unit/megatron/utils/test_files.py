@@ -48,7 +48,7 @@ def test_a_folder_is_writable(tmp_path):
         "a\0b": "embedded null byte",
         "x" * 300: "File name too long",
     }.items():
-        with pytest.raises(UserError, match=rf"^log-dir: cannot write to .*: {reason}; choose a writable folder"):
+        with pytest.raises(UserError, match=rf"^log-dir: .*: {reason}"):
             check_writable(tmp_path / folder, "log-dir")
 
 
@@ -57,7 +57,7 @@ def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"save: cannot write to .*: No space left on device"):
+    with pytest.raises(UserError, match=r"save: .*: No space left on device"):
         check_writable(tmp_path, "save")
     assert list(tmp_path.iterdir()) == []
 

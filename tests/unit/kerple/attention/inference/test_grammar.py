@@ -29,7 +29,7 @@ def test_names():
     ["window", "window@", "window@0", "window@-3", "window@1.5", "Full", "sliding", "blockwise@", "blockwise@0"],
 )
 def test_unknown_names(name):
-    with pytest.raises(ValueError, match="choose full, window@W, blockwise, blockwise@L or sinks@S"):
+    with pytest.raises(ValueError, match="full, window@W, blockwise, blockwise@L or sinks@S"):
         parse_mode(name)
 
 

@@ -32,7 +32,7 @@ def test_precision(flat, keys, dtype):
     ],
 )
 def test_contradictory_precision(flat, keys):
-    with pytest.raises(UserError, match=r"contradictory precision: \w+ requests \w+ but \w+ requests \w+"):
+    with pytest.raises(UserError, match="contradictory precision"):
         Config.from_flat({**flat, **keys})
 
 

@@ -54,7 +54,7 @@ def batch(global_batch, micro_batch, accumulation) -> BatchConfig:
 def test_data_parallel_size():
     parallel = ParallelConfig(pipe_parallel_size=2, model_parallel_size=2)
     assert parallel.data_parallel_size(8) == 2
-    with pytest.raises(UserError, match=r"6 process\(es\) cannot be divided into replicas of 4"):
+    with pytest.raises(UserError, match=r"6 process.*4"):
         parallel.data_parallel_size(6)
     with pytest.raises(UserError, match="use a multiple of 4"):
         parallel.data_parallel_size(2)

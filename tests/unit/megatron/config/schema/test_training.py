@@ -59,7 +59,7 @@ def test_wrong_schedules(flat, keys, message):
 @pytest.mark.parametrize("key", ["torch_compile", "enable_cuda_graph"])
 def test_keys_that_need_a_constant_length(flat, key):
     keys = {key: True, "precision": "bfloat16", "curriculum_learning": LINEAR, "seq_length": 8}
-    with pytest.raises(UserError, match=f"{key} with curriculum_learning is not supported: it needs a constant length"):
+    with pytest.raises(UserError, match=f"{key}.*curriculum_learning"):
         Config.from_flat({**flat, **keys})
 
 

@@ -237,7 +237,7 @@ def test_padding_and_packed_sequences_in_an_inference_mode():
     visible = tokens[mask.bool()][None]
     logits = theirs(tokens, attention_mask=mask).logits[mask.bool()]
     assert (logits - model(visible, mode=mode)).abs().max() < 1e-4
-    with pytest.raises(ValueError, match="tokens that are followed by padding cannot be cached; pad on the left"):
+    with pytest.raises(ValueError, match="padding cannot be cached"):
         theirs(tokens, attention_mask=mask, use_cache=True)
     packed = theirs(tokens, position_ids=torch.cat((torch.arange(15), torch.arange(25)))[None]).logits
     assert (packed[:, 15:] - model(tokens[:, 15:], mode=mode)).abs().max() < 1e-4
