@@ -21,12 +21,12 @@ def kernels_and_memory(method: str, layers: int, batch: int = 32, length: int = 
     return device.kernels.total(), device.peak
 
 
-SLOW = ("dape", "dape_alibi", "transformer_xl")
+SLOW = ("dape", "dape_alibi", "dape_kerple", "cope", "transformer_xl")
 
 
 @pytest.mark.parametrize(
     "method",
-    ["dape_kerple", "dape_v2_kerple", "fire", "cope", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+    ["dape_v2_kerple", "fire", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_methods_with_modify_scores_launch_few_kernels(method):
     """The limit is per layer, at the recipe's shape. DAPE with FIRE's bias computes two methods."""
@@ -34,7 +34,8 @@ def test_methods_with_modify_scores_launch_few_kernels(method):
     assert two - one <= 150
 
 
-@pytest.mark.parametrize("method", ["dape_kerple", pytest.param("cope", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dape_kerple", "cope"])
 def test_chunks_keep_memory_linear(method):
     """With the same number of tokens, longer sequences need no more memory."""
     short, long = (kernels_and_memory(method, 1, batch, length)[1] for batch, length in ((32, 512), (4, 4096)))

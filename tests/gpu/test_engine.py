@@ -57,7 +57,7 @@ def test_the_bf16_optimizer_launches_few_kernels():
     assert sum(launch.cost.launches for launch in device.launches if launch.part == "optimizer") <= 50
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_zero_2_and_3(stage):
     """DeepSpeed waits in these stages; no tensor is on the wrong device."""
     overrides = (f"zero_optimization.stage={stage}", "pipe-parallel-size=0")
@@ -66,7 +66,9 @@ def test_zero_2_and_3(stage):
         assert third_step("small_bf16.yml", *overrides).kernels["triton.forward_kernel"]
 
 
-@pytest.mark.parametrize("method", ["kerple_log", pytest.param("rotary", marks=pytest.mark.slow), "dape_kerple"])
+@pytest.mark.parametrize(
+    "method", ["kerple_log", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rotary", "dape_kerple"))]
+)
 def test_cuda_graphs(method):
     """The graphs contain the forward and backward pass, and nothing that waits for the device or copies from the host.
     A step launches them and the optimizer's kernels.
