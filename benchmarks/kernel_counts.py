@@ -1,6 +1,7 @@
 """Count the instructions of the fused kernels in their machine code. The kernels are compiled, not run: no GPU needed.
 
-    python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128] [--grouped] [--json FILE]
+    python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128] [--grouped]
+        [--documents] [--json FILE]
 
 Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a decay (forgetting attention),
 with a bias, with a bias and two jacobian directions (KERPLE's log kernel in training), and with bias, weight and two
@@ -90,6 +91,7 @@ class Case:
     weight: bool
     bias_directions: int
     weight_directions: int
+    documents: bool = False
 
     @property
     def gpu(self) -> Gpu:
@@ -109,6 +111,7 @@ def compiled(kernel, tile: Tile, case: Case):
         "HAS_DECAY": case.decay,
         "HAS_WEIGHT": case.weight,
         "HAS_WINDOW": case.window,
+        "HAS_DOCUMENTS": case.documents,
         "BIAS_DIRECTIONS": case.bias_directions,
         "WEIGHT_DIRECTIONS": case.weight_directions,
         "GRAD_BIAS": case.table,
@@ -125,6 +128,8 @@ def compiled(kernel, tile: Tile, case: Case):
         aligned = name in STATES | FLOAT32 or (re.search("_[bhst]$", name) and name not in ("table_h", "bases_h"))
         if name in constants:
             signature[name] = "constexpr"
+        elif name in ("documents", "tile_counts"):
+            signature[name] = "*i32"
         elif name in STATES | FLOAT32:
             signature[name] = f"*{case.dtype}" if name in STATES else "*fp32"
         elif name == "group" and not case.grouped:
@@ -283,10 +288,11 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
     parser.add_argument("--window", action="store_true", help="with a window")
     parser.add_argument("--grouped", action="store_true", help="with grouped-query attention")
+    parser.add_argument("--documents", action="store_true", help="with several documents in a row")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     cases = (
-        (name, Case(architecture, dtype, size, options.window, options.grouped, *VARIANTS[name]))
+        (name, Case(architecture, dtype, size, options.window, options.grouped, *VARIANTS[name], options.documents))
         for architecture in options.arch
         for dtype in options.dtypes
         for size in options.sizes

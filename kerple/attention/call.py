@@ -251,6 +251,12 @@ class AttentionCall:
         return self.documents is not None or self.key_mask is not None
 
     @property
+    def is_packed(self) -> bool:
+        """Whether each document is a range of queries and keys, whose mask is causal or a window. Waits for the ids."""
+        simple = self.span.causal and self.span.block is None and self.modify_scores is None
+        return simple and self.q_len == self.kv_len and self.documents is not None and self.documents.ranges is not None
+
+    @property
     def has_tables(self) -> bool:
         return self.tables.bias is not None or self.tables.weight is not None
 
@@ -388,7 +394,8 @@ class Backend:
         value_sizes: whether v may differ from d.
         decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
         masks_documents: whether a mask separates the documents of a call (True), or each has calls of its own (False);
-            None: masks for fewer queries than keys and in compiled code.
+            None: masks for fewer queries than keys and in compiled code. The fused kernels read only the documents' own
+            keys if the call `is_packed`.
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
         max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.

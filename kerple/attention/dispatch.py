@@ -143,7 +143,14 @@ def _run(call: AttentionCall, backend: str, method: PositionalMethod | None = No
         return BACKENDS[_checked_choice(part, backend)].compute(part)
 
     masks = BACKENDS[backend].masks_documents if backend in BACKENDS else None
+    if call.documents is not None and _choose(call, call.requirements, backend) == "fused" and _runs_packed(call):
+        masks = True
     return parts.run(call, compute, method=method, masks_documents=masks)
+
+
+def _runs_packed(call: AttentionCall) -> bool:
+    """Whether the fused kernels compute all documents of a call at once."""
+    return not torch.compiler.is_compiling() and call.is_packed
 
 
 def _checked_choice(call: AttentionCall, backend: str) -> str:
@@ -165,6 +172,8 @@ def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> st
     if backend != "auto":
         return backend
     if call.documents is not None:
+        if _fused_is_fastest(requirements, call.q_len) and _runs_packed(call):
+            return "fused"
         return "sdpa" if call.tables.weight is None else "chunked"
     plain = call.span == EVERY_KEY or (call.span == FULL and call.q_len == call.kv_len)
     return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
@@ -239,6 +248,7 @@ class Attention:
         training: bool,
         kv_heads: int | None = None,
         windowed: bool = False,
+        documents: bool = False,
         again: bool = False,
     ) -> list[self_check.Verdict]:
         """Check the fused kernels that this method needs on a device (see `self_check`), if they would run there.
@@ -251,6 +261,7 @@ class Attention:
                 `self_check.ALIGNMENT`.
             kv_heads: the number of key/value heads; by default, as many as heads.
             windowed: also check calls with a window in training.
+            documents: in training, calls have documents.
             again: ignore earlier verdicts.
 
         Returns the verdicts that were new to this process. Raises NotImplementedError if the configured backend does
@@ -271,6 +282,7 @@ class Attention:
                     tables=position_tables(self.positional, length, device, with_jacobians=training),
                     decay_sums=key.new_zeros(1, heads, length, dtype=torch.float64) if self.has_decay else None,
                     span=Span(window=window),
+                    documents=Documents(torch.zeros(1, length, dtype=torch.long)) if documents else None,
                 )
                 requirements = replace(call.requirements, modify_scores=self.modifies_scores)
                 chosen = _choose(call, requirements, self.backend)

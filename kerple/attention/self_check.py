@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from kerple.attention.call import FULL, AttentionCall, Backend, Requirements, Span, without_autocast
-from kerple.attention.tables import PositionTables
+from kerple.attention.tables import Documents, PositionTables
 from kerple.positional import TableJacobian
 
 # Sizes of the small call, which are not multiples of a tile. Triton compiles other kernels for sizes that are not
@@ -62,6 +62,7 @@ class Variant(NamedTuple):
     directions: tuple[int, int]
     window: bool
     grouped: bool
+    documents: bool
     gradients: bool
     aligned: bool
 
@@ -80,6 +81,7 @@ class Variant(NamedTuple):
             directions=directions,
             window=call.max_kv_len < call.kv_len,
             grouped=call.queries_per_kv > 1,
+            documents=call.documents is not None,
             gradients=gradients,
             aligned=call.q_len % ALIGNMENT == call.kv_len % ALIGNMENT == 0,
         )
@@ -92,6 +94,7 @@ class Variant(NamedTuple):
             "decay": "decay",
             "window": "window",
             "grouped": "grouped queries",
+            "documents": "documents",
             "gradients": "gradients",
         }
         parts += [text for name, text in names.items() if getattr(self, name)]
@@ -302,6 +305,11 @@ def small_call(call: AttentionCall) -> AttentionCall:
     heads, head_size = call.query.shape[1], call.query.shape[3]
     removed = 0 if Variant.of(call).aligned else ODD
     q_len, kv_len = Q_LEN - removed, KV_LEN - removed
+    documents = None
+    if call.documents is not None:
+        q_len = kv_len
+        ids = 2 * torch.arange(kv_len, device="cpu") ** 2 // kv_len**2  # two documents; the larger has 147 tokens
+        documents = Documents(torch.stack((ids, ids.flip(0)))[:BATCH]).to(call.query.device)
 
     def states(seed: int, length: int, heads: int) -> Tensor:
         # The memory layout of a model: the heads of a position are adjacent.
@@ -336,6 +344,7 @@ def small_call(call: AttentionCall) -> AttentionCall:
             scores=call.tables.scores,
         ),
         decay_sums=sums,
+        documents=documents,
         span=Span(window=WINDOW) if call.max_kv_len < call.kv_len else FULL,
         dropout_p=0.0,
     ).validate()

@@ -204,6 +204,22 @@ def lookup(table: Tensor, distance: Tensor) -> Tensor:
     return values if distance.dim() == 2 else values.transpose(0, 1)
 
 
+class DocumentTiles(NamedTuple):
+    """The documents of some rows in tiles of the fused kernels, of ROWS tokens.
+
+    Attributes:
+        tiles: int32 `[n, 5]`, for each tile the row of its document, the document's first token in the row, its length,
+            the place of its first token if all documents are padded to complete tiles, and the tile's position in it.
+        counts: int32, the number of tiles at position ROWS * i or later, for each i. `tiles` begins with these.
+        tokens: int64 `[n * ROWS]`, indices of the flattened rows: the tokens of padded documents, with the last token
+            of a document in the place of its padding.
+    """
+
+    tiles: Tensor
+    counts: Tensor
+    tokens: Tensor
+
+
 class Documents:
     """The documents of the tokens of each row.
 
@@ -212,6 +228,7 @@ class Documents:
             negative number is padding, which belongs to no document.
         positions: int64 `[b, t]`, the position of each token in its document.
         queries: int64 `[s]`, the places of the queries among the tokens; None: the last s. Only masks use them.
+        tiles: what the fused kernels read, computed in their first call (see `document_tiles`).
     """
 
     def __init__(self, ids: Tensor, positions: Tensor | None = None, queries: Tensor | None = None):
@@ -220,17 +237,35 @@ class Documents:
             raise ValueError(f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}")
         self.ids = ids.long()
         self._from_zero, self.queries = positions is None, queries
+        self.tiles: DocumentTiles | None = None
         self.positions = document_positions(self.ids) if positions is None else positions
 
     def to(self, device: torch.device) -> "Documents":
-        """The same documents for tensors on `device`; `groups` of the result does not wait for the device."""
-        if self.ids.device == device:
-            return self
+        """The same documents for tensors on `device`, for which nothing has to wait if these are on the CPU."""
         queries = None if self.queries is None else self.queries.to(device)
-        moved = Documents(self.ids.to(device), self.positions.to(device), queries)
-        moved._from_zero = self._from_zero
-        moved._tokens = self._tokens
+        moved = Documents(self.ids.to(device, non_blocking=True), self.positions.to(device, non_blocking=True), queries)
+        moved._from_zero, moved._ids_on_cpu = self._from_zero, self._ids_on_cpu
         return moved
+
+    @cached_property
+    def _ids_on_cpu(self) -> Tensor:
+        return self.ids.cpu()
+
+    @cached_property
+    def ranges(self) -> Tensor | None:
+        """Int64 `[n, 3]` on the CPU: row, first token and length of each document, if each is a range of tokens at the
+        positions from 0 on; otherwise None.
+        """
+        ids = self._ids_on_cpu
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        row, first = begins.nonzero().unbind(1)
+        flat = row * ids.shape[1] + first
+        length = flat.diff(append=flat.new_tensor([ids.numel()]))
+        ranges = torch.stack((row, first, length), dim=1)[ids[row, first] >= 0]
+        named = torch.stack((ranges[:, 0], ids[ranges[:, 0], ranges[:, 1]]), dim=1)
+        is_packed = self._from_zero and self.queries is None and len(named.unique(dim=0)) == len(named)
+        return ranges if is_packed else None
 
     def places(self, queries: range, offset: int) -> slice | Tensor:
         """The places of a range of queries, the first of which would be at `offset` in the last tokens."""
@@ -241,7 +276,7 @@ class Documents:
     @cached_property
     def _tokens(self) -> list[Tensor]:
         """The tokens of each document, int64 on the CPU: indices of the flattened rows, in ascending order."""
-        ids = self.ids.cpu()
+        ids = self._ids_on_cpu
         numbers = ids - ids.min() + torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
         order = numbers.flatten().argsort(stable=True)
         counts = numbers.flatten()[order].unique_consecutive(return_counts=True)[1].tolist()

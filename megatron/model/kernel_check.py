@@ -15,7 +15,13 @@ from megatron.utils.ranks import run_on_all_ranks
 
 
 def check_kernels(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, *, training: bool, report: Callable[[str], None]
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    training: bool,
+    report: Callable[[str], None],
+    documents: bool = False,
 ) -> None:
     """Check the fused attention kernels that the model needs, and the kernel of the loss, on every rank's device. A
     collective.
@@ -27,6 +33,7 @@ def check_kernels(
         model: its positional method is on `device`.
         dtype: of queries, keys and values.
         training: for training steps; otherwise for evaluation and generation.
+        documents: training keeps the documents of a row apart.
         report: prints one line, which may differ between ranks. It is not called if all checks passed earlier.
 
     Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
@@ -49,6 +56,7 @@ def check_kernels(
                 training=with_gradients,
                 kv_heads=heads // layer.queries_per_key,
                 windowed=layer.window is not None,
+                documents=documents,
             )
         except NotImplementedError as error:
             raise UserError(str(error)) from None

@@ -132,12 +132,13 @@ def _prepare_for_device(
     dtype = DTYPES[config.precision.dtype]
     if notice := slow_dtype_notice(device, dtype):
         report(notice)
-    check_kernels(model, device, dtype, training=True, report=report)
+    documents = config.data.reset_attention_mask
+    check_kernels(model, device, dtype, training=True, documents=documents, report=report)
     if config.training.torch_compile:
         from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
 
         try:
-            whole = compile_blocks(model, device, documents=config.data.reset_attention_mask)
+            whole = compile_blocks(model, device, documents=documents)
         except RuntimeError as error:
             raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
         report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
@@ -331,12 +332,9 @@ class Engine:
     def _to_device(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
         """The arguments of `GPT.loss`, and its keyword argument if there are documents."""
         device = self.layout.device
-        inputs = [
-            batch[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask") if name in batch
-        ]
-        if "document_ids" not in batch:
-            return inputs, {}
-        return inputs, {"documents": Documents(batch["document_ids"]).to(device)}
+        names = [name for name in ("tokens", "labels", "loss_mask") if name in batch]
+        documents = {"documents": Documents(batch["document_ids"]).to(device)} if "document_ids" in batch else {}
+        return [batch[name].to(device, non_blocking=True) for name in names], documents
 
     # -- properties ---------------------------------------------------------------------------------------------------
 
@@ -490,12 +488,8 @@ def _shortened(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
         yield {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
 
 
-def _pipeline_batches(
-    batches: Iterator[Batch],
-) -> Iterator[tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """(tokens, (labels, loss mask)) as DeepSpeed's pipeline engine expects them; with documents, their ids are next to
-    the tokens.
-    """
+def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Any, tuple[Tensor, Tensor]]]:
+    """(tokens or (tokens, document ids), (labels, loss mask)) as DeepSpeed's pipeline engine expects them."""
     for batch in batches:
         mask = batch.get("loss_mask")
         if mask is None:

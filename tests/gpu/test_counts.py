@@ -1,10 +1,12 @@
 """Kernel launches and memory of a training step, counted on a simulated CUDA device."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
+from kerple.attention import Documents
 from tests.gpu.test_methods import cuda_model, settings_for
 from tests.support.simulated_cuda import SimulatedCuda
 
@@ -19,6 +21,23 @@ def kernels_and_memory(method: str, layers: int, batch: int = 32, length: int = 
         device.reset()
         model.loss(tokens, tokens).backward()
     return device.kernels.total(), device.peak
+
+
+def test_documents_take_no_more_kernels_per_layer():
+    """The kernels of each layer compute all documents of the rows."""
+    documents = Documents(torch.stack((torch.arange(512) // 200, torch.arange(512) // 77)))
+    counts = []
+    for layers, apart in itertools.product((1, 2), (False, True)):
+        with SimulatedCuda() as device:
+            settings = replace(settings_for("kerple_log", "auto", f"num-layers={layers}"), padded_vocab_size=128)
+            model = cuda_model(settings).train()
+            tokens = torch.zeros(2, 512, dtype=torch.long, device="cuda")
+            options = {"documents": documents.to(tokens.device)} if apart else {}
+            device.reset()
+            model.loss(tokens, tokens, **options).backward()
+        counts.append(device.kernels.total())
+    joint, apart, joint_2, apart_2 = counts
+    assert apart_2 - apart - (joint_2 - joint) <= 3  # results that start with zeros
 
 
 SLOW = ("dape", "dape_alibi", "dape_kerple", "cope", "transformer_xl")

@@ -18,6 +18,10 @@ numbers: `bases` `[b, h, n]`, one for DECAY_BLOCK tokens, and `decay` `[b, h, MA
 softmax cancels the query's sum: all kernels replace c_i by the same base for DECAY_BLOCK queries (`query_base`), also
 in lse. So a tile loads one vector, that of its keys, and adds the difference of two bases to one number per row.
 
+With HAS_DOCUMENTS, a program computes a tile of one document (see `launch.document_tiles`): s and t are the document's
+length, and pointers begin at its first token, so no key of another document is read. `row_stats`, `decay` and `bases`
+then have the documents one after another, each padded to complete tiles, in the place of the rows.
+
 Legend: b batch, h heads, g key/value heads (`group` = h/g query heads share one; Triton compiles a kernel of its own
 for group 1), s query length, t key length, d head size (SIZE; BLOCK_D is the next power of two), q tiles of queries,
 p jacobian directions, n blocks of tokens.
@@ -26,38 +30,21 @@ p jacobian directions, n blocks of tokens.
 import triton
 import triton.language as tl
 
+from kerple.attention.backends.triton.memory import (
+    COMPILED,
+    DECAY_BLOCK,
+    load_base,
+    load_decay,
+    load_document_tile,
+    load_row_stats,
+    load_rows,
+    look_up,
+    store_rows,
+    store_sums,
+)
+
+INTERPRETED = not COMPILED.value
 MARGIN = 256
-# A multiple of every tile.
-DECAY_BLOCK = tl.constexpr(128)
-
-
-@triton.jit
-def load_rows(base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and beyond the head size."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_D)
-    pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    inside = (first + row >= 0) & (first + row < rows)
-    if SIZE == BLOCK_D:
-        tile = tl.load(pointers, mask=inside[:, None], other=0.0)
-    else:
-        tile = tl.load(pointers, mask=inside[:, None] & (column[None, :] < SIZE), other=0.0)
-    return tile
-
-
-@triton.jit
-def store_rows(base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store `[ROWS, BLOCK_D]` from row `first`, except for rows >= `rows` and columns beyond the head size."""
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_D)
-    pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    inside = (first + row < rows)[:, None] & (column[None, :] < SIZE)
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
-
-
-# Triton decides at a kernel's definition whether to compile or interpret it. The interpreter has no inline assembly.
-INTERPRETED = not isinstance(store_rows, triton.JITFunction)
-COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
@@ -80,86 +67,6 @@ def input_pointers(
     bias += head * table_h + MARGIN
     weight += head * table_h + MARGIN
     return query, key, value, bias, weight
-
-
-@triton.jit
-def load_float32(pointers):
-    """Numbers that a kernel only reads, without the shared memory through which `tl.load` would stage them."""
-    if COMPILED:
-        numbers = tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        numbers = tl.load(pointers)
-    return numbers
-
-
-@triton.jit
-def look_up(table, first_distance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The table's entries `[ROWS, COLUMNS]` for the pairs of a tile; `first_distance` is that of its first pair.
-
-    The distance grows by 1 per row and falls by 1 per column; if TRANSPOSED, the other way around.
-
-    `tl.load` would treat these loads as operands of the matrix products and stage them through shared memory one word
-    at a time. With 64-bit offsets, a pointer to which rows are added before columns, and index ranges that no other
-    part of the kernel uses (they do not start at 0), the addresses of a thread become one base plus constants, and
-    pairs at the same distance share a load: 18 loads for the 32 pairs of a thread in a 128 x 64 tile with 8 warps.
-    """
-    row = tl.arange(ROWS, 2 * ROWS).to(tl.int64)
-    column = tl.arange(COLUMNS, 2 * COLUMNS).to(tl.int64)
-    if TRANSPOSED:
-        pointers = (table + (first_distance + ROWS - COLUMNS) + column)[None, :] - row[:, None]
-    else:
-        pointers = (table + (first_distance + COLUMNS - ROWS) + row)[:, None] - column[None, :]
-    return load_float32(pointers)
-
-
-@triton.jit
-def load_row_stats(row_stats, first, ROWS: tl.constexpr):
-    """lse and delta of the rows first ... first+ROWS-1, each `[ROWS]`."""
-    # Written like `look_up`, so that addresses become constants.
-    pointers = (row_stats + 2 * (first - ROWS)) + 2 * tl.arange(ROWS, 2 * ROWS).to(tl.int64)
-    if COMPILED:
-        lse, delta = tl.inline_asm_elementwise(
-            "ld.global.nc.v2.f32 {$0, $1}, [$2];",
-            "=f,=f,l",
-            [pointers.to(tl.int64)],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        lse = tl.load(pointers)
-        delta = tl.load(pointers + 1)
-    return lse, delta
-
-
-@triton.jit
-def load_decay(decay, first, ROWS: tl.constexpr):
-    """The prefix sums of the keys first ... first+ROWS-1 without their base, `[ROWS]`."""
-    return load_float32((decay + (first - ROWS)) + tl.arange(ROWS, 2 * ROWS).to(tl.int64))
-
-
-@triton.jit
-def load_base(bases, position):
-    """The base of the token at a position."""
-    return load_float32(bases + position // DECAY_BLOCK)
-
-
-@triton.jit
-def store_sums(pointers, sums, mask):
-    """`tl.store` would rearrange the sums in shared memory, for which matrix products would have to wait."""
-    if COMPILED:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,f,r",
-            [pointers.to(tl.int64), sums, mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(pointers, sums, mask=mask)
 
 
 @triton.jit
@@ -218,26 +125,37 @@ def key_ranges(first, offset, t, window, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def forward_kernel(
-    query, key, value, bias, weight, decay, bases, context, lse,
+    query, key, value, bias, weight, decay, bases, documents, context, lse,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, context_b, context_h, context_s,
     table_h, decay_h, bases_h, heads, group, s, t, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_DECAY: tl.constexpr,
+    HAS_DECAY: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """context `[b, h, s, d]` and lse `[b, h, s]`, with an online softmax. A program computes a tile of queries."""
     # The longest rows start first; the short ones fill the gaps at the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     sample, head, kv_head = sample_and_heads(heads, group)
+    padded_row = sample * heads + head
+    row_length, origin, place = s, 0, 0
+    if HAS_DOCUMENTS:
+        sample, origin, s, place, first = load_document_tile(documents, tl.program_id(0), BLOCK_M)
+        t = s
+        if first >= s:
+            return
+        query += origin * query_s
+        key += origin * key_t
+        value += origin * value_t
+        context += origin * context_s
     query, key, value, bias, weight = input_pointers(
         query, key, value, bias, weight,
         query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, kv_head, MARGIN,
     )  # fmt: skip
     context += sample * context_b + head * context_h
-    lse += (sample * heads + head) * s
+    lse += (sample * heads + head) * row_length + origin
     offset = t - s
-    decay += (sample * heads + head) * decay_h + MARGIN
-    bases += (sample * heads + head) * bases_h
+    decay += padded_row * decay_h + MARGIN + place
+    bases += padded_row * bases_h + place // DECAY_BLOCK
     base = 0.0
     if HAS_DECAY:
         base = query_base(bases, offset, first)
@@ -283,33 +201,41 @@ def forward_kernel(
 
 @triton.jit
 def row_stats_kernel(
-    context, grad_context, lse, row_stats,
+    context, grad_context, lse, documents, row_stats,
     context_b, context_h, context_s, grad_context_b, grad_context_h, grad_context_s,
-    heads, s, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    heads, s, SIZE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """row_stats `[b, h, rows, 2]`: lse `[b, h, s]`, and delta = context . grad_context. Padding rows get inf and 0."""
     first = tl.program_id(0) * BLOCK_M
     sample, head, _ = sample_and_heads(heads, 1)
+    row_stats += 2 * (sample * heads + head) * tl.num_programs(0) * BLOCK_M
+    row_length, origin = s, 0
+    if HAS_DOCUMENTS:
+        sample, origin, s, place, first = load_document_tile(documents, tl.program_id(0), BLOCK_M)
+        context += origin * context_s
+        grad_context += origin * grad_context_s
+        row_stats += 2 * place
     context += sample * context_b + head * context_h
     grad_context += sample * grad_context_b + head * grad_context_h
     contexts = load_rows(context, first, context_s, s, SIZE, BLOCK_M, BLOCK_D).to(tl.float32)
     grad_contexts = load_rows(grad_context, first, grad_context_s, s, SIZE, BLOCK_M, BLOCK_D).to(tl.float32)
     rows = first + tl.arange(0, BLOCK_M)
-    row_lse = tl.load(lse + (sample * heads + head) * s + rows, mask=rows < s, other=float("inf"))
-    row_stats += 2 * (sample * heads + head) * tl.num_programs(0) * BLOCK_M
+    lse += (sample * heads + head) * row_length + origin
+    row_lse = tl.load(lse + rows, mask=rows < s, other=float("inf"))
     tl.store(row_stats + 2 * rows, row_lse)
     tl.store(row_stats + 2 * rows + 1, tl.sum(contexts * grad_contexts, 1))
 
 
 @triton.jit
 def key_value_kernel(
-    query, key, value, bias, weight, decay, bases, grad_context, row_stats, grad_key, grad_value, column_sums,
+    query, key, value, bias, weight, decay, bases, documents, grad_context, row_stats, grad_key, grad_value,
+    column_sums,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s, grad_key_b, grad_key_h, grad_key_t,
     grad_value_b, grad_value_h, grad_value_t,
     table_h, decay_h, bases_h, row_stats_h, heads, group, s, t, scale, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_DECAY: tl.constexpr,
+    HAS_DECAY: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grad_key and grad_value `[b, g, t, d]`; with a decay, also column_sums `[b, h, t]`: the sums of the scores'
@@ -317,6 +243,19 @@ def key_value_kernel(
     fixed order. Its score tiles are transposed."""
     first = tl.program_id(0) * BLOCK_N
     sample, kv_head, _ = sample_and_heads(heads // group, 1)
+    padded_sample = sample
+    row_length, origin, place = t, 0, 0
+    if HAS_DOCUMENTS:
+        sample, origin, s, place, first = load_document_tile(documents, tl.program_id(0), BLOCK_N)
+        t = s
+        if first >= t:
+            return
+        query += origin * query_s
+        key += origin * key_t
+        value += origin * value_t
+        grad_context += origin * grad_context_s
+        grad_key += origin * grad_key_t
+        grad_value += origin * grad_value_t
     key += sample * key_b + kv_head * key_h
     value += sample * value_b + kv_head * value_h
     grad_key += sample * grad_key_b + kv_head * grad_key_h
@@ -348,10 +287,11 @@ def key_value_kernel(
         head_bias = bias + head * table_h + MARGIN
         head_weight = weight + head * table_h + MARGIN
         head_grad_context = grad_context + sample * grad_context_b + head * grad_context_h
-        head_row_stats = row_stats + (sample * heads + head) * row_stats_h
+        padded_row = padded_sample * heads + head
+        head_row_stats = row_stats + padded_row * row_stats_h + 2 * place
         if HAS_DECAY:
-            head_bases = bases + (sample * heads + head) * bases_h
-            head_decay = decay + (sample * heads + head) * decay_h + MARGIN
+            head_bases = bases + padded_row * bases_h + place // DECAY_BLOCK
+            head_decay = decay + padded_row * decay_h + MARGIN + place
             column_sum = tl.zeros([BLOCK_N], tl.float32)
         for start in range(begin, end, BLOCK_M):
             queries = load_rows(head_query, start, query_s, s, SIZE, BLOCK_M, BLOCK_D)
@@ -383,7 +323,7 @@ def key_value_kernel(
             grad_key_sum = tl.dot(grad_scores.to(queries.dtype), queries, grad_key_sum, input_precision=PRECISION)
         if HAS_DECAY:
             columns = first + tl.arange(0, BLOCK_N)
-            store_sums(column_sums + (sample * heads + head) * t + columns, column_sum, columns < t)
+            store_sums(column_sums + (sample * heads + head) * row_length + origin + columns, column_sum, columns < t)
     store_rows(grad_key, first, grad_key_t, t, grad_key_sum * scale, SIZE, BLOCK_N, BLOCK_D)
     store_rows(grad_value, first, grad_value_t, t, grad_value_sum, SIZE, BLOCK_N, BLOCK_D)
 
@@ -401,13 +341,13 @@ def sum_along_direction(
 
 @triton.jit
 def query_kernel(
-    query, key, value, bias, weight, decay, bases, grad_context, row_stats, directions, grad_query, direction_sums,
-    row_sums,
+    query, key, value, bias, weight, decay, bases, documents, grad_context, row_stats, directions, grad_query,
+    direction_sums, row_sums,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s, grad_query_b, grad_query_h, grad_query_s,
     table_h, decay_h, bases_h, row_stats_h, directions_p, heads, group, s, t, scale, scale_log2, window,
     SIZE: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_DECAY: tl.constexpr,
+    HAS_DECAY: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     BIAS_DIRECTIONS: tl.constexpr, WEIGHT_DIRECTIONS: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -419,19 +359,31 @@ def query_kernel(
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     sample, head, kv_head = sample_and_heads(heads, group)
+    padded_row = sample * heads + head
+    row_length, origin, place = s, 0, 0
+    if HAS_DOCUMENTS:
+        sample, origin, s, place, first = load_document_tile(documents, tl.program_id(0), BLOCK_M)
+        t = s
+        if first >= s:
+            return
+        query += origin * query_s
+        key += origin * key_t
+        value += origin * value_t
+        grad_context += origin * grad_context_s
+        grad_query += origin * grad_query_s
     query, key, value, bias, weight = input_pointers(
         query, key, value, bias, weight,
         query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, kv_head, MARGIN,
     )  # fmt: skip
     grad_context += sample * grad_context_b + head * grad_context_h
     grad_query += sample * grad_query_b + head * grad_query_h
-    row_stats += (sample * heads + head) * row_stats_h
+    row_stats += padded_row * row_stats_h + 2 * place
     directions += head * table_h + MARGIN
     offset = t - s
 
     lse, delta = load_row_stats(row_stats, first, BLOCK_M)
-    decay += (sample * heads + head) * decay_h + MARGIN
-    bases += (sample * heads + head) * bases_h
+    decay += padded_row * decay_h + MARGIN + place
+    bases += padded_row * bases_h + place // DECAY_BLOCK
     base = 0.0
     if HAS_DECAY:
         base = query_base(bases, offset, first)
@@ -485,7 +437,7 @@ def query_kernel(
     store_rows(grad_query, first, grad_query_s, s, grad_query_sum * scale, SIZE, BLOCK_M, BLOCK_D)
     if HAS_DECAY:
         rows = first + tl.arange(0, BLOCK_M)
-        tl.store(row_sums + (sample * heads + head) * s + rows, row_sum, mask=rows < s)
+        tl.store(row_sums + (sample * heads + head) * row_length + origin + rows, row_sum, mask=rows < s)
     tiles = tl.num_programs(0).to(tl.int64)
     direction_sums += tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
     stride = tl.num_programs(1) * tiles

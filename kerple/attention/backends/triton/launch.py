@@ -44,6 +44,7 @@ from torch import Tensor
 
 from kerple.attention.backends.triton.tiles import ROWS, Gpu, Tile, no_tiles_reason, tiles_for
 from kerple.attention.call import Requirements, Span
+from kerple.attention.tables import Documents, DocumentTiles
 
 MAX_HEAD_SIZE = 128
 # CUDA's limit for the second and third dimension of a grid.
@@ -101,6 +102,31 @@ def add_margins(table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv
     return F.pad(table if factor == 1.0 else table * factor, (margin, margin), value=fill)
 
 
+def document_tiles(documents: Documents) -> DocumentTiles:
+    """The tiles of documents with `ranges`, on their device. The largest positions, where most keys are visible, come
+    first. They are computed once for all layers.
+    """
+    if documents.tiles is not None:
+        return documents.tiles
+    ranges = documents.ranges
+    assert ranges is not None  # `AttentionCall.is_packed` has checked it
+    row, first, length = ranges.unbind(1)
+    count = -(-length // ROWS)  # tiles of each document
+    place = (count.cumsum(0) - count) * ROWS
+    document = torch.arange(len(ranges), device="cpu").repeat_interleave(count)
+    position = torch.arange(len(document), device="cpu") * ROWS - place[document]
+    order = position.argsort(descending=True, stable=True)
+    tiles = torch.stack((row[document], first[document], length[document], place[document], position), dim=1)[order]
+    positions = torch.arange(0, documents.ids.shape[1], ROWS, device="cpu")
+    counts = (position >= positions[:, None]).sum(1)
+    offsets = torch.arange(ROWS, device="cpu")
+    in_document = torch.minimum(position[:, None] + offsets, length[document, None] - 1)
+    tokens = (row[document] * documents.ids.shape[1] + first[document])[:, None] + in_document
+    parts = tiles.int(), counts.int(), tokens.flatten()
+    documents.tiles = DocumentTiles(*(part.to(documents.ids.device, non_blocking=True) for part in parts))
+    return documents.tiles
+
+
 class Launcher:
     """Launches the kernels of a call."""
 
@@ -112,12 +138,15 @@ class Launcher:
         bias: Tensor,
         weight: Tensor | None,
         decay_sums: Tensor | None,
+        documents: Sequence[Tensor],
         scale: float,
         window: int | None,
         *,
         has_table: bool,
     ):
-        """bias, weight: see `KernelTables`. has_table: the scores have a bias or a weight."""
+        """bias, weight: see `KernelTables`. documents: `DocumentTiles`, for as many queries as keys, or empty.
+        has_table: the scores have a bias or a weight.
+        """
         modules = _load_kernels()
         assert modules is not None  # `unavailable_reason` has checked it
         self.kernels, self.table_kernels = modules
@@ -133,9 +162,11 @@ class Launcher:
         reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
         # Without a weight, the kernels get a pointer that they do not read.
         self.bias, self.weight = bias, query if weight is None else weight
+        self.documents = DocumentTiles(*documents) if documents else None
         self.has_decay = decay_sums is not None
         decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
-        self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay)
+        tiles = self.query if self.documents is None else self.documents.tiles
+        self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay, tiles)
         # Between the heads of the tables and of the decay.
         self.strides = (bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
@@ -146,6 +177,7 @@ class Launcher:
             "PRECISION": self.tiles.precision,
             "HAS_WEIGHT": has_weight,
             "HAS_DECAY": self.has_decay,
+            "HAS_DOCUMENTS": self.documents is not None,
         }
         self.flags = {"HAS_TABLE": reads_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
@@ -154,9 +186,23 @@ class Launcher:
         margin, block = self.kernels.MARGIN, self.kernels.DECAY_BLOCK.value
         # The kernels take both results as contiguous; those of a view, such as blocks, would have its memory order.
         sums = decay_sums.detach().contiguous() * LOG2_E
+        if self.documents is not None:
+            sums = sums.transpose(0, 1).flatten(1)[None, :, self.documents.tokens]
         bases = sums[..., ::block].float()
-        decay = (sums - bases.repeat_interleave(block, dim=2)[..., : self.t]).float()
+        decay = (sums - bases.repeat_interleave(block, dim=2)[..., : sums.shape[2]]).float()
         return F.pad(decay, (margin, margin)), bases
+
+    def _grid(self, length: int, tile: int, heads: int) -> tuple[int, int]:
+        """The programs for tiles of `tile` tokens, in rows of `length` or in documents."""
+        if self.documents is None:
+            return -(-length // tile), self.batch * heads
+        return len(self.documents.tiles) * (ROWS // tile), heads
+
+    def _new_empty(self, *shape: int) -> Tensor:
+        """Space for float32 results; zero if there are documents, because padding and empty tiles get no result."""
+        if self.documents is None:
+            return self.query.new_empty(shape, dtype=torch.float32)
+        return self.query.new_zeros(shape, dtype=torch.float32)
 
     def _launch(self, kernel: Any, grid: Sequence[int], *arguments: object, **options: object) -> None:
         device = self.query.device
@@ -167,9 +213,11 @@ class Launcher:
         """The context `[b, h, s, d]`, and lse, the log2 of the softmax's denominators, float32 `[b, h, s]`."""
         tile = self.tiles.forward
         context, lse = empty_outputs(self.query)
+        if self.documents is not None:
+            context.zero_()
         self._launch(
             self.kernels.forward_kernel,
-            (-(-self.s // tile.queries), self.batch * self.heads),
+            self._grid(self.s, tile.queries, self.heads),
             *(*self.inputs, context, lse),
             *_strides(self.query, self.key, self.value, context),
             *(*self.strides, self.heads, self.group, self.s, self.t, self.scale * LOG2_E, self.max_kv_len),
@@ -181,13 +229,15 @@ class Launcher:
 
     def row_stats(self, context: Tensor, grad_context: Tensor, lse: Tensor) -> Tensor:
         """lse and delta of each query, `[b, h, rows, 2]`; see `row_stats_kernel`."""
-        tiles = -(-self.s // ROWS)
-        row_stats = self.query.new_empty(self.batch, self.heads, tiles * ROWS, 2, dtype=torch.float32)
+        tiles, heads = self._grid(self.s, ROWS, self.heads)
+        row_stats = self.query.new_empty(heads // self.heads, self.heads, tiles * ROWS, 2, dtype=torch.float32)
         self._launch(
             self.kernels.row_stats_kernel,
-            (tiles, self.batch * self.heads),
-            *(context, grad_context, lse, row_stats, *_strides(context, grad_context), self.heads, self.s),
+            (tiles, heads),
+            *(context, grad_context, lse, self.inputs[-1], row_stats),
+            *(*_strides(context, grad_context), self.heads, self.s),
             SIZE=self.head_size,
+            HAS_DOCUMENTS=self.documents is not None,
             BLOCK_M=ROWS,
             BLOCK_D=self.block_d,
             num_warps=4,
@@ -209,15 +259,15 @@ class Launcher:
         gradient over keys, float32 `[b, h, s]`.
         """
         tile = self.tiles.query
-        tiles = -(-self.s // tile.queries)
+        tiles, heads = self._grid(self.s, tile.queries, self.heads)
         count = 0 if directions is None else len(directions)
-        sums = self.query.new_empty(count, self.batch, self.heads, tiles, dtype=torch.float32)
+        sums = self._new_empty(count, heads // self.heads, self.heads, tiles)
         # Without directions, the kernel gets a pointer that it does not read.
         read = self.bias if directions is None else directions
         row_sums = self._sums(self.s)
         self._launch(
             self.kernels.query_kernel,
-            (tiles, self.batch * self.heads),
+            (tiles, heads),
             *(*self.inputs, grad_context, row_stats, read, out, sums, row_sums),
             *_strides(self.query, self.key, self.value, grad_context, out),
             *(*self.strides, row_stats.stride(1), read.stride(0), self.heads, self.group, self.s, self.t),
@@ -246,7 +296,7 @@ class Launcher:
         column_sums = self._sums(self.t)
         self._launch(
             self.kernels.key_value_kernel,
-            (-(-self.t // tile.keys), self.batch * self.kv_heads),
+            self._grid(self.t, tile.keys, self.kv_heads),
             *(*self.inputs, grad_context, row_stats, *out, column_sums),
             *_strides(self.query, self.key, self.value, grad_context, *out),
             *(*self.strides, row_stats.stride(1), self.heads, self.group, self.s, self.t),
@@ -261,7 +311,7 @@ class Launcher:
         """Space for a number per head and token with a decay; otherwise a tensor that kernels do not write."""
         if not self.has_decay:
             return self.query
-        return self.query.new_empty(self.batch, self.heads, length, dtype=torch.float32)
+        return self._new_empty(self.batch, self.heads, length)
 
     def table_gradients(
         self, grad_context: Tensor, row_stats: Tensor, tables: Sequence[Tensor | None], dense: int | None
@@ -274,7 +324,8 @@ class Launcher:
         length = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
         # Block distances with a visible pair, and parts of each: enough programs, and no more.
         count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side)
-        sample_tiles = self.batch * -(-self.s // side)
+        sample_tiles = self._grid(self.s, side, 1)[0] * (self.batch if self.documents is None else 1)
+        counts = self.query if self.documents is None else self.documents.counts
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
         grads: list[Tensor | None] = [None, None]
@@ -288,7 +339,7 @@ class Launcher:
             self._launch(
                 self.table_kernels.sum_tiles_kernel,
                 (count, parts, heads),
-                *(*self.inputs, grad_context, row_stats, *workspaces),
+                *(*self.inputs, counts, grad_context, row_stats, *workspaces),
                 *_strides(self.query, self.key, self.value, grad_context),
                 *(*self.strides, row_stats.stride(1), first_head, self.batch, self.heads, self.group),
                 *(self.s, self.t, self.scale, self.scale * LOG2_E),

@@ -23,6 +23,7 @@ from kerple.attention.backends.triton.launch import (
     MAX_HEAD_SIZE,
     Launcher,
     add_margins,
+    document_tiles,
     empty_outputs,
     unavailable_reason,
 )
@@ -44,12 +45,14 @@ def fused_attention(call: AttentionCall) -> Tensor:
     assert tables.kernel is not None
     query, key, value = (_with_contiguous_rows(states) for states in (call.query, call.key, call.value))
     constants = call.scale, call.span.window
+    documents = [] if call.documents is None else list(document_tiles(call.documents))
     # The operator takes more of the host's time than `_FusedAttention`, but torch.compile does not trace into it.
     if torch.compiler.is_compiling():
-        context, _ = _attention(query, key, value, *tables.kernel, call.decay_sums, *constants)
+        context, _ = _attention(query, key, value, *tables.kernel, call.decay_sums, documents, *constants)
         return cast(Tensor, context)
     leaves = tables.kernel[:4]  # the fields with gradients
-    return cast(Tensor, _FusedAttention.apply(tables.kernel, constants, query, key, value, *leaves, call.decay_sums))
+    arguments = (tables.kernel, documents, constants, query, key, value, *leaves, call.decay_sums)
+    return cast(Tensor, _FusedAttention.apply(*arguments))
 
 
 def prepare_tables(tables: PositionTables, heads: int, max_kv_len: int, device: torch.device | str) -> PositionTables:
@@ -116,12 +119,16 @@ def _forward(
     bias_dense: int | None,
     weight_dense: int | None,
     decay_sums: Tensor | None,
+    documents: Sequence[Tensor],
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of `KernelTables`."""
+    """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of `KernelTables`; documents are
+    `DocumentTiles`, or empty.
+    """
     has_table = bias_table is not None or weight_table is not None
-    return Launcher(query, key, value, bias, weight, decay_sums, scale, window, has_table=has_table).forward()
+    arguments = query, key, value, bias, weight, decay_sums, documents, scale, window
+    return Launcher(*arguments, has_table=has_table).forward()
 
 
 _attention = torch.library.custom_op("kerple::fused_attention", _forward, mutates_args=())
@@ -143,6 +150,7 @@ def _backward(
     weight: Tensor | None,
     directions: Tensor | None,
     decay_sums: Tensor | None,
+    documents: Sequence[Tensor],
     context: Tensor,
     lse: Tensor,
     bias_directions: int,
@@ -159,8 +167,12 @@ def _backward(
     bias_directions: the first of the directions, those of the bias.
     """
     has_table = bias_table is not None or weight_table is not None
-    launcher = Launcher(query, key, value, bias, weight, decay_sums, scale, window, has_table=has_table)
+    arguments = query, key, value, bias, weight, decay_sums, documents, scale, window
+    launcher = Launcher(*arguments, has_table=has_table)
     states = _empty_gradients(query, key)
+    if documents:  # padding has no gradient
+        for part in states:
+            part.zero_()
     grad_query, grad_key, grad_value = states[0].unbind() if len(states) == 1 else states
     with without_autocast(query.device):
         grad_context = _with_contiguous_rows(grad_context)
@@ -201,6 +213,7 @@ def _(
     weight: Tensor | None,
     directions: Tensor | None,
     decay_sums: Tensor | None,
+    documents: Sequence[Tensor],
     context: Tensor,
     lse: Tensor,
     bias_directions: int,
@@ -223,10 +236,11 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *tables, decay_sums, scale, window = inputs
+    query, key, value, *tables, decay_sums, documents, scale, window = inputs
     kernel = KernelTables(*tables)
     saved = kernel.bias_table, kernel.weight_table, kernel.bias, kernel.weight, kernel.directions
     ctx.save_for_backward(query, key, value, *saved, decay_sums, *output)
+    ctx.documents = documents
     ctx.kernel_constants = _constants(kernel, scale, window)
     ctx.set_materialize_grads(False)
 
@@ -238,26 +252,23 @@ def _constants(kernel: KernelTables, scale: float, window: int | None) -> tuple[
     return counts, (kernel.bias_dense, kernel.weight_dense, scale, window)
 
 
-def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
     if grad_context is None:
-        return (None,) * 15
-    saved = ctx.saved_tensors  # may be read only once if activations are recomputed
-    states, grad_tables, grad_sums = _all_gradients(
-        _attention_backward, grad_context, saved, ctx.kernel_constants, ctx.needs_input_grad[3:5]
-    )
-    return *states, *grad_tables, *(None,) * 5, grad_sums, None, None
+        return *(None,) * 13, [None] * len(ctx.documents), None, None
+    states, grad_tables, grad_sums = _all_gradients(_attention_backward, grad_context, ctx, ctx.needs_input_grad[3:5])
+    return *states, *grad_tables, *(None,) * 5, grad_sums, [None] * len(ctx.documents), None, None
 
 
 def _all_gradients(
     backward: Callable[..., list[Tensor]],
     grad_context: Tensor,
-    saved: tuple[Tensor, ...],
-    constants: tuple[list[int], tuple[Any, ...]],
+    ctx: Any,
     needs_table: tuple[bool, bool],
 ) -> tuple[Sequence[Tensor], list[Tensor | None], Tensor | None]:
     """The gradients of query, key and value, of the tables and coefficients, and of the decay sums."""
-    counts, rest = constants
-    grads = backward(grad_context, *saved, counts[0], *needs_table, *rest)
+    counts, rest = ctx.kernel_constants
+    saved = ctx.saved_tensors  # may be read only once if activations are recomputed
+    grads = backward(grad_context, *saved[:-2], ctx.documents, *saved[-2:], counts[0], *needs_table, *rest)
     packed = _is_packed(*saved[:2])
     states = grads[0].unbind() if packed else grads[:3]
     others = iter(grads[1 if packed else 3 :])
@@ -269,14 +280,15 @@ _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The operator's functions without its dispatch: from its `KernelTables`, (scale, window), query, key and value,
-    the tables and coefficients that have gradients, and decay sums, to the context.
+    """The operator's functions without its dispatch: from its `KernelTables`, documents, (scale, window), query, key
+    and value, the tables and coefficients that have gradients, and decay sums, to the context.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         kernel: KernelTables,
+        documents: list[Tensor],
         constants: tuple[float, int | None],
         query: Tensor,
         key: Tensor,
@@ -284,19 +296,18 @@ class _FusedAttention(torch.autograd.Function):
         *leaves: Tensor | None,
     ) -> Tensor:
         decay_sums = leaves[-1]
-        context, lse = _forward(query, key, value, *kernel, decay_sums, *constants)
+        context, lse = _forward(query, key, value, *kernel, decay_sums, documents, *constants)
         values = kernel.bias, kernel.weight, kernel.directions
         ctx.save_for_backward(query, key, value, *leaves[:2], *values, decay_sums, context, lse)
+        ctx.documents = documents
         ctx.kernel_constants = _constants(kernel, *constants)
         return context
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
-        states, grad_tables, grad_sums = _all_gradients(
-            _backward, grad_context, ctx.saved_tensors, ctx.kernel_constants, ctx.needs_input_grad[5:7]
-        )
-        return None, None, *states, *grad_tables, grad_sums
+        states, grad_tables, grad_sums = _all_gradients(_backward, grad_context, ctx, ctx.needs_input_grad[6:8])
+        return None, None, None, *states, *grad_tables, grad_sums
 
 
 def _is_packed(query: Tensor, key: Tensor) -> bool:

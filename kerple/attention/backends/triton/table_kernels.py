@@ -11,24 +11,25 @@ Legend: h heads, d head size, k block distances, p parts of the tiles at a block
 import triton
 import triton.language as tl
 
-from kerple.attention.backends.triton.kernels import (
+from kerple.attention.backends.triton.kernels import input_pointers, query_base, tile_scores
+from kerple.attention.backends.triton.memory import (
     DECAY_BLOCK,
-    input_pointers,
+    DOCUMENT_TILE,
     load_decay,
+    load_document_tile,
     load_row_stats,
     load_rows,
-    query_base,
-    tile_scores,
 )
 
 
 @triton.jit
 def sum_tiles_kernel(
-    query, key, value, bias, weight, decay, bases, grad_context, row_stats, bias_tiles, weight_tiles,
+    query, key, value, bias, weight, decay, bases, documents, tile_counts, grad_context, row_stats,
+    bias_tiles, weight_tiles,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s,
     table_h, decay_h, bases_h, row_stats_h, first_head, batch, heads, group, s, t, scale, scale_log2,
-    SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DECAY: tl.constexpr,
+    SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     GRAD_BIAS: tl.constexpr, GRAD_WEIGHT: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -49,37 +50,51 @@ def sum_tiles_kernel(
     first_tile = tl.maximum(block_distance * BLOCK - offset, 0) // BLOCK
     sample_tiles = (s + BLOCK - 1) // BLOCK - first_tile
     tiles = tl.maximum(sample_tiles, 0) * batch
+    if HAS_DOCUMENTS:
+        # The tiles of `documents` are in the order of their places, so those with keys at this distance come first.
+        tiles = tl.load(tile_counts + block_distance * BLOCK // DOCUMENT_TILE) * (DOCUMENT_TILE // BLOCK)
     part_tiles = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
     row = tl.arange(0, BLOCK)
     bias_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
     weight_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
     for index in range(part * part_tiles, tl.minimum((part + 1) * part_tiles, tiles)):
-        sample = (index // sample_tiles).to(tl.int64)
-        first = (first_tile + index % sample_tiles) * BLOCK
+        if HAS_DOCUMENTS:
+            sample, origin, queries_end, place, first = load_document_tile(documents, index, BLOCK)
+            keys_end, padded_row = queries_end, head
+        else:
+            sample = (index // sample_tiles).to(tl.int64)
+            first = (first_tile + index % sample_tiles) * BLOCK
+            origin, place, padded_row = 0, 0, sample * heads + head
+            queries_end, keys_end = s, t
         first_key = offset + first - block_distance * BLOCK
-        lse, delta = load_row_stats(row_stats + (sample * heads + head) * row_stats_h, first, BLOCK)
-        queries = load_rows(query + sample * query_b, first, query_s, s, SIZE, BLOCK, BLOCK_D)
-        keys = load_rows(key + sample * key_b, first_key, key_t, t, SIZE, BLOCK, BLOCK_D)
+        lse, delta = load_row_stats(row_stats + padded_row * row_stats_h + 2 * place, first, BLOCK)
+        queries = load_rows(
+            query + sample * query_b + origin * query_s, first, query_s, queries_end, SIZE, BLOCK, BLOCK_D
+        )
+        keys = load_rows(key + sample * key_b + origin * key_t, first_key, key_t, keys_end, SIZE, BLOCK, BLOCK_D)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores, _ = tile_scores(
             products, block_distance * BLOCK, True, bias, weight, scale_log2, True, HAS_WEIGHT, BLOCK, BLOCK, False
         )
         if HAS_DECAY:
-            head_bases = bases + (sample * heads + head) * bases_h
+            head_bases = bases + padded_row * bases_h + place // DECAY_BLOCK
             # The keys of this tile may be in two blocks.
             key_bases = tl.load(
-                head_bases + tl.maximum(first_key + row, 0) // DECAY_BLOCK, mask=first_key + row < t, other=0.0
+                head_bases + tl.maximum(first_key + row, 0) // DECAY_BLOCK, mask=first_key + row < keys_end, other=0.0
             )
             shift = key_bases - query_base(head_bases, offset, first)
-            key_decay = load_decay(decay + (sample * heads + head) * decay_h + MARGIN, first_key, BLOCK)
+            key_decay = load_decay(decay + padded_row * decay_h + MARGIN + place, first_key, BLOCK)
             scores = scores - (key_decay + shift)[None, :]
         # The table does not mask keys before the first one.
         scores = tl.where((first_key + row >= 0)[None, :], scores, float("-inf"))
         probabilities = tl.exp2(scores - lse[:, None])
         grad_contexts = load_rows(
-            grad_context + sample * grad_context_b, first, grad_context_s, s, SIZE, BLOCK, BLOCK_D
+            grad_context + sample * grad_context_b + origin * grad_context_s, first, grad_context_s, queries_end,
+            SIZE, BLOCK, BLOCK_D,
+        )  # fmt: skip
+        values = load_rows(
+            value + sample * value_b + origin * value_t, first_key, value_t, keys_end, SIZE, BLOCK, BLOCK_D
         )
-        values = load_rows(value + sample * value_b, first_key, value_t, t, SIZE, BLOCK, BLOCK_D)
         grad_scores = tl.dot(grad_contexts, tl.trans(values), input_precision=PRECISION)
         grad_scores = probabilities * (grad_scores - delta[:, None])
         if GRAD_BIAS:

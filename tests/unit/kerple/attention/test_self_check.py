@@ -114,6 +114,14 @@ def test_the_kernels_pass_with_grouped_queries_and_windows():
     assert "weight, window, grouped queries, gradients" in str(verdicts[1])
 
 
+def test_the_kernels_pass_with_documents():
+    attention = Attention("fused", build("kerple_log", SHAPE))
+    (verdict,) = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, documents=True)
+    assert verdict.failure is None
+    assert "documents" in str(verdict)
+    assert {"result", "query", "key", "value", "bias_coefficients"} <= set(verdict.errors)
+
+
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [("alibi", torch.float16), ("kerple_power_ap_ap", torch.bfloat16), ("forgetting", torch.bfloat16)],

@@ -8,8 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import attend
+from kerple.attention import Documents, attend
 from kerple.attention.backends.triton import kernels, launch
+from kerple.attention.backends.triton.launch import document_tiles
 from kerple.attention.backends.triton.tiles import Tile, Tiles
 from tests.support.attention import float64_arguments, random_attend_arguments, run_attend, run_repeated
 
@@ -31,6 +32,27 @@ def assert_same_as_reference(*sizes: int, tolerance: float = 2e-6, scale: float 
 )
 def test_values_and_gradients(bias, weight, window):
     assert_same_as_reference(2, 2, 37, 37, 16, bias=bias, weight=weight, window=window)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": False, "weight": False},
+        {"weight": False, "kv_heads": 1, "window": 30},
+        {"bias": False, "weight": False, "decay": True, "kv_heads": 1},
+    ],
+)
+def test_documents(options):
+    """In one launch of each kernel: of more than a tile, of one token, and with padding at the end of a row."""
+    ids = torch.tensor([[0] * 133 + [1] * 30 + [2] + [3] * 16, [0] * 60 + [5] * 90 + [-1] * 30], device=DEVICE)
+    arguments = random_attend_arguments(2, 2, 180, 180, 16, **options, device=DEVICE)
+    documents = Documents(ids)
+    actual = run_attend("fused", arguments, document_ids=ids)
+    assert torch.equal(document_tiles(documents).tiles[0].cpu(), torch.tensor([0, 0, 133, 0, 128], dtype=torch.int32))
+    expected = run_repeated(float64_arguments(arguments), document_ids=ids)
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (tensor.double() - expected_tensor).norm() <= 2e-6 * expected_tensor.norm() + 1e-5
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])

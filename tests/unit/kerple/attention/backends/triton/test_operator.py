@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import PositionTables, Span, attend, jacobians, tables
+from kerple.attention import Documents, PositionTables, Span, attend, jacobians, tables
 from kerple.attention.backends.triton import operator
+from kerple.attention.backends.triton.launch import document_tiles
 from kerple.positional import KerpleLog, TableJacobian
 from tests.support.attention import random_attend_arguments, run_attend
 
@@ -21,6 +22,7 @@ def operator_arguments(
     decay: bool = False,
     bias_directions: int = 1,
     weight_directions: int = 0,
+    documents: bool = False,
 ) -> list[object]:
     arguments = random_attend_arguments(1, 2, s, t, 16, decay=decay, window=window, kv_heads=kv_heads, device=DEVICE)
     jacobians = []
@@ -33,21 +35,24 @@ def operator_arguments(
     tables = PositionTables(bias=bias, weight=weight, bias_jacobian=jacobians[0], weight_jacobian=jacobians[1])
     kernel = operator.prepare_tables(tables, 2, Span(window).max_kv_len(t), DEVICE).kernel
     states = [arguments[name] for name in ("query", "key", "value")]
-    return [*states, *kernel, arguments.get("decay_sums"), 0.3, window]
+    ids = (torch.arange(t, device=DEVICE) // 8)[None]
+    tiles = list(document_tiles(Documents(ids))) if documents else []
+    return [*states, *kernel, arguments.get("decay_sums"), tiles, 0.3, window]
 
 
 @pytest.mark.parametrize(
-    ("s", "t", "window", "kv_heads", "decay", "bias_directions", "weight_directions"),
+    "arguments",
     [
         (9, 20, 5, 2, True, 1, 0),
         (20, 20, None, 1, False, 2, 2),
+        (20, 20, 5, 1, True, 1, 0, True),
     ],
 )
-def test_opcheck(s, t, window, kv_heads, decay, bias_directions, weight_directions):
+def test_opcheck(arguments):
     """Schema, fake implementation and autograd formula agree with the implementation, strides included."""
     torch.library.opcheck(
         operator._attention,
-        tuple(operator_arguments(s, t, window, kv_heads, decay, bias_directions, weight_directions)),
+        tuple(operator_arguments(*arguments)),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
     )
 
