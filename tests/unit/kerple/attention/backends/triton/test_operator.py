@@ -104,6 +104,7 @@ def test_attention_is_one_graph():
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_the_backward_pass_of_two_directions():
     method = KerpleLog(num_heads=2).to(DEVICE)
 
