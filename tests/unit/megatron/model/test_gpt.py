@@ -17,6 +17,7 @@ from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
 from tests.support.language_models import VOCABULARY, model_settings, random_tokens, small_gpt, with_repeated_heads
+from tests.support.methods import methods_and_slow_variants
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON
 
@@ -288,7 +289,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("pos_emb", primary_names())
+@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
 def test_llama_style_blocks_with_every_method(pos_emb):
     """Every parameter has a gradient, a cache changes nothing, logits depend on no later token, and two windows of 7
     keys reach 12 tokens back.

@@ -45,7 +45,7 @@ def test_grouped_queries(heads, kv_heads, s, t, window):
 
 @pytest.mark.parametrize("window", [None, 1, 128, 129, 300])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("s", "t"), [(1, 1), (1, 300), (128, 128), (256, 512), (300, 300), (100, 700), (513, 640)])
+@pytest.mark.parametrize(("s", "t"), [(1, 300), (128, 128), (100, 700), (513, 640)])
 def test_block_masks_are_those_of_create_block_mask(s, t, window, causal):
     def visible(batch, head, query, key):
         distance = query + t - s - key if causal else (query - key).abs()

@@ -8,9 +8,7 @@ from kerple.attention.backends import sdpa
 from tests.support.attention import LargestStorage, attend_arguments, run_attend, run_repeated
 
 
-@pytest.mark.parametrize(
-    ("batch", "s", "t"), [(2, 1, 1), (2, 7, 7), (2, 128, 128), (2, 1, 40), (2, 100, 300), (1, 130, 131)]
-)
+@pytest.mark.parametrize(("batch", "s", "t"), [(2, 1, 1), (2, 1, 40), (2, 100, 300), (1, 130, 131)])
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("method", ["none", "kerple_log"])
 def test_values_and_gradients(method, batch, s, t, window):
@@ -22,7 +20,7 @@ def test_values_and_gradients(method, batch, s, t, window):
 
 @pytest.mark.parametrize("supported", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (4, 1)])
-@pytest.mark.parametrize(("s", "t", "window"), [(40, 40, None), (20, 40, None), (140, 150, 50), (1, 40, None)])
+@pytest.mark.parametrize(("s", "t", "window"), [(140, 150, 50), (1, 40, None)])
 @pytest.mark.parametrize("method", ["none", "kerple_log"])
 def test_grouped_queries(method, s, t, window, heads, kv_heads, supported, monkeypatch):
     """Also in several calls, as on a GPU where no kernel of PyTorch supports them."""

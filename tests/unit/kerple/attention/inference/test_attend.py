@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature, attend_in_mode
 from kerple.attention.inference import attend as mode_attention
-from kerple.positional import Cope, ModelShape, StickBreaking, build, primary_names
+from kerple.positional import Cope, ModelShape, StickBreaking, build
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from tests.support.attention import peak_memory
 from tests.support.language_models import model_settings
+from tests.support.methods import methods_and_slow_variants
 
 LENGTH, HEADS, HEAD_SIZE = 150, 2, 8
 
@@ -249,7 +250,7 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
     assert not torch.allclose(expected, trained, atol=1e-3)
 
 
-@pytest.mark.parametrize("pos_emb", primary_names())
+@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
 def test_without_sinks_and_maps_it_computes_what_the_backends_compute(pos_emb, monkeypatch):
     """Every method with grouped heads: in the mode of training, with a window, and with blocks."""
     settings = model_settings(
