@@ -82,7 +82,6 @@ def test_half_precision(monkeypatch):
 @pytest.mark.parametrize(
     "keys",
     [
-        {},
         {"gpt_j_residual": True},
         {"activation": "swiglu", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
     ],
