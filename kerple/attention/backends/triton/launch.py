@@ -165,7 +165,7 @@ class Launcher:
         self.documents = DocumentTiles(*documents) if documents else None
         self.has_decay = decay_sums is not None
         decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
-        tiles = self.query if self.documents is None else self.documents.tiles
+        tiles = None if self.documents is None else self.documents.tiles
         self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay, tiles)
         # Between the heads of the tables and of the decay.
         self.strides = (bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
@@ -325,7 +325,7 @@ class Launcher:
         # Block distances with a visible pair, and parts of each: enough programs, and no more.
         count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side)
         sample_tiles = self._grid(self.s, side, 1)[0] * (self.batch if self.documents is None else 1)
-        counts = self.query if self.documents is None else self.documents.counts
+        counts = None if self.documents is None else self.documents.counts
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
         grads: list[Tensor | None] = [None, None]
