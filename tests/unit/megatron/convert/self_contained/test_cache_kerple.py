@@ -17,7 +17,7 @@ OPTIONS = {"do_sample": False, "eos_token_id": None}
 def test_a_cache_with_sinks_is_bounded(pos_emb, name):
     """The tokens of this project's model in the same mode, from a cache whose size stays constant."""
     model, path = export(pos_emb, **({"inference_mode": "sinks@2+8"} if pos_emb == "rotary" else {}))
-    theirs, prompt, count = load(path, inference_mode=name), random_tokens(1, TRAIN_LENGTH), 300
+    theirs, prompt, count = load(path, inference_mode=name), random_tokens(1, TRAIN_LENGTH), 60
     sizes = []
 
     def record_size(module, arguments, output):
