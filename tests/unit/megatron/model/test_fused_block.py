@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kerple.attention import Documents
 from megatron.model import fused_block
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
@@ -34,9 +35,11 @@ def small_model(dtype: torch.dtype, *, checkpoint_every: int = 0, num_layers: in
 
 
 def values_and_gradients(model: GPT) -> dict[str, torch.Tensor]:
+    """With activation recomputation, also with documents."""
     text = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     torch.manual_seed(3)  # dropout
-    loss = model.loss(text[:, :-1], text[:, 1:])
+    documents = Documents(torch.tensor([[0] * 3 + [1] * 5, [2] * 8], device=DEVICE)) if model.checkpoint_every else None
+    loss = model.loss(text[:, :-1], text[:, 1:], documents=documents)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return {"loss": loss.detach(), **dict(zip(dict(model.named_parameters()), gradients, strict=True))}
 
