@@ -174,7 +174,7 @@ def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> st
     if call.documents is not None:
         if _fused_is_fastest(requirements, call.q_len) and _runs_packed(call):
             return "fused"
-        return "sdpa" if call.tables.weight is None else "chunked"
+        return "chunked" if requirements.weight or requirements.modify_scores else "sdpa"
     plain = call.span == EVERY_KEY or (call.span == FULL and call.q_len == call.kv_len)
     return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
 
@@ -273,6 +273,9 @@ class Attention:
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             for window, length in itertools.product(windows, lengths):
                 query = torch.empty(1, heads, length, head_size, dtype=dtype, device=device, requires_grad=training)
+                # Scaled queries and keys have a call for each document.
+                has_documents = documents and not self._scales_qk
+                one_document = Documents(torch.zeros(1, length, dtype=torch.long)) if has_documents else None
                 key = query.new_empty(1, kv_heads or heads, length, head_size).requires_grad_(training)
                 call = AttentionCall(
                     query=query if training else query[:, :, self_check.ALIGNMENT :],
@@ -282,7 +285,7 @@ class Attention:
                     tables=position_tables(self.positional, length, device, with_jacobians=training),
                     decay_sums=key.new_zeros(1, heads, length, dtype=torch.float64) if self.has_decay else None,
                     span=Span(window=window),
-                    documents=Documents(torch.zeros(1, length, dtype=torch.long)) if documents else None,
+                    documents=one_document,
                 )
                 requirements = replace(call.requirements, modify_scores=self.modifies_scores)
                 chosen = _choose(call, requirements, self.backend)

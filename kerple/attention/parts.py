@@ -92,22 +92,37 @@ def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
 def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor:
     """Attention as one call for all documents of equal size and position; zero for padding."""
     batch, heads, q_len, _ = call.query.shape
-    tokens = [states.transpose(1, 2).flatten(0, 1) for states in (call.query, call.key, call.value)]
+    groups = documents.groups(q_len)
+    if not groups:
+        return call.value.new_zeros(call.context_shape)
+
+    # One copy of all states in the order of the groups, of which each call gets a part.
+    queries = _in_order(call.query, [places for places, _, _ in groups])
+    keys, values = (_in_order(states, [places for _, places, _ in groups]) for states in (call.key, call.value))
     sums = None if call.decay_sums is None else call.decay_sums.transpose(1, 2).flatten(0, 1)
-    context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
-    for queries, keys, dropped in documents.groups(q_len):
+    contexts = []
+    for index, (_, key_places, dropped) in enumerate(groups):
         part = replace(
             call,
-            query=tokens[0][queries].transpose(1, 2),
-            key=tokens[1][keys].transpose(1, 2),
-            value=tokens[2][keys].transpose(1, 2),
-            decay_sums=None if sums is None else sums[keys].transpose(1, 2),
-            key_mask=None if call.key_mask is None else call.key_mask.flatten()[keys],
+            query=queries[index],
+            key=keys[index],
+            value=values[index],
+            decay_sums=None if sums is None else sums[key_places].transpose(1, 2),
+            key_mask=None if call.key_mask is None else call.key_mask.flatten()[key_places],
             documents=None,
             dropped=dropped,
         )
-        context = context.index_copy(0, queries.flatten(), run(part).transpose(1, 2).flatten(0, 1))
+        contexts.append(run(part).transpose(1, 2).flatten(0, 1))
+    context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
+    context = context.index_copy(0, torch.cat([places.flatten() for places, _, _ in groups]), torch.cat(contexts))
     return context.view(batch, q_len, heads, -1).transpose(1, 2)
+
+
+def _in_order(states: Tensor, places: list[Tensor]) -> list[Tensor]:
+    """`[b, h, s, d]` -> for each `[n, c]` of the places, the states `[n, h, c, d]`, as parts of one copy."""
+    copy = states.transpose(1, 2).flatten(0, 1)[torch.cat([part.flatten() for part in places])]
+    parts = copy.split([part.numel() for part in places])
+    return [part.unflatten(0, place.shape).transpose(1, 2) for part, place in zip(parts, places, strict=True)]
 
 
 def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tensor:

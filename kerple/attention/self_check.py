@@ -308,7 +308,7 @@ def small_call(call: AttentionCall) -> AttentionCall:
     documents = None
     if call.documents is not None:
         q_len = kv_len
-        ids = 2 * torch.arange(kv_len, device="cpu") ** 2 // kv_len**2  # two documents; the larger has 147 tokens
+        ids = 2 * torch.arange(kv_len, device="cpu") ** 2 // kv_len**2  # two documents, one of more than a tile
         documents = Documents(torch.stack((ids, ids.flip(0)))[:BATCH]).to(call.query.device)
 
     def states(seed: int, length: int, heads: int) -> Tensor:

@@ -238,10 +238,11 @@ class Documents:
         self.ids = ids.long()
         self._from_zero, self.queries = positions is None, queries
         self.tiles: DocumentTiles | None = None
+        self._groups: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
         self.positions = document_positions(self.ids) if positions is None else positions
 
     def to(self, device: torch.device) -> "Documents":
-        """The same documents for tensors on `device`, for which nothing has to wait if these are on the CPU."""
+        """The same documents for tensors on `device`. Their ids are not copied back for `ranges` and `groups`."""
         queries = None if self.queries is None else self.queries.to(device)
         moved = Documents(self.ids.to(device, non_blocking=True), self.positions.to(device, non_blocking=True), queries)
         moved._from_zero, moved._ids_on_cpu = self._from_zero, self._ids_on_cpu
@@ -286,8 +287,11 @@ class Documents:
         """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each other) of documents
         of equal size and position, as indices of the flattened rows on the device.
 
-        q_len: the number of queries, the last tokens of each row. Documents without a query are left out.
+        q_len: the number of queries, the last tokens of each row. Documents without a query are left out. The layers
+        share the result.
         """
+        if q_len in self._groups:
+            return self._groups[q_len]
         length = self.ids.shape[1]
         positions = None if self._from_zero else self.positions.cpu().flatten()
         by_size: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
@@ -302,6 +306,7 @@ class Documents:
         for (*_, dropped), documents in by_size.items():
             queries, keys = (torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True))
             groups.append((queries, keys, dropped))
+        self._groups[q_len] = groups
         return groups
 
 

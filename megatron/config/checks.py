@@ -121,6 +121,13 @@ def _positional_method(config: "Config") -> Iterator[str]:
             "parallelism and ZeRO are supported)"
         )
 
+    random_rotation = any("rotate" in method.hooks and isinstance(method, Randomized) for method in methods)
+    if config.data.reset_attention_mask and random_rotation:
+        yield (
+            f"reset_attention_mask with random positions (random_range) of pos_emb {model.pos_emb} is not supported: "
+            "queries and keys are rotated by positions in the row, not in the document; remove one of the two keys"
+        )
+
     # Lengths of sequences in training and validation.
     plain = [each.method if isinstance(each, PerLayer) else each for each in methods]
     random_ranges = {method.random.range for method in plain if isinstance(method, Randomized)}

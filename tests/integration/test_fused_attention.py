@@ -62,6 +62,16 @@ def test_kernels_for_other_gpus(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [["--sizes", "64"], ["--sizes", "128", "--window"], ["--grouped"]])
+def test_kernels_for_documents(options, tmp_path):
+    """For each kind of matrix instructions."""
+    rows = counted(tmp_path, "--documents", "--arch", "80", "90", "100", "120", *options)
+    assert {row["kernel"] for row in rows} == {"forward", "key and value", "query", "tables"} - (
+        {"tables"} if "--window" in options else set()
+    )
+
+
+@pytest.mark.slow
 def test_kernels_for_grouped_queries(tmp_path):
     """The loop over query heads leaves the inner loop as it is."""
     assert {row["kernel"] for row in counted(tmp_path, "--grouped", "--variants", "bias")} > {"key and value"}

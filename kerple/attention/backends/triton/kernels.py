@@ -246,7 +246,9 @@ def key_value_kernel(
     padded_sample = sample
     row_length, origin, place = t, 0, 0
     if HAS_DOCUMENTS:
-        sample, origin, s, place, first = load_document_tile(documents, tl.program_id(0), BLOCK_N)
+        # The keys at the first positions, which most queries attend to, start first.
+        index = tl.num_programs(0) - 1 - tl.program_id(0)
+        sample, origin, s, place, first = load_document_tile(documents, index, BLOCK_N)
         t = s
         if first >= t:
             return

@@ -188,7 +188,7 @@ class Launcher:
         sums = decay_sums.detach().contiguous() * LOG2_E
         if self.documents is not None:
             sums = sums.transpose(0, 1).flatten(1)[None, :, self.documents.tokens]
-        bases = sums[..., ::block].float()
+        bases = sums[..., ::block].float().contiguous()
         decay = (sums - bases.repeat_interleave(block, dim=2)[..., : sums.shape[2]]).float()
         return F.pad(decay, (margin, margin)), bases
 

@@ -51,7 +51,7 @@ def sum_tiles_kernel(
     sample_tiles = (s + BLOCK - 1) // BLOCK - first_tile
     tiles = tl.maximum(sample_tiles, 0) * batch
     if HAS_DOCUMENTS:
-        # The tiles of `documents` are in the order of their places, so those with keys at this distance come first.
+        # The tiles of `documents` are in descending order of position: those with keys at this distance come first.
         tiles = tl.load(tile_counts + block_distance * BLOCK // DOCUMENT_TILE) * (DOCUMENT_TILE // BLOCK)
     part_tiles = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
     row = tl.arange(0, BLOCK)

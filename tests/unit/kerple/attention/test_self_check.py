@@ -16,7 +16,7 @@ from kerple.attention.backends.chunked import chunked_attention
 from kerple.attention.backends.triton import launch
 from kerple.attention.call import AttentionCall
 from kerple.attention.self_check import Verdict
-from kerple.positional import ModelShape, build
+from kerple.positional import ModelShape, build, primary_names
 from tests.support.bfloat16 import interpreted_bfloat16
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
@@ -112,6 +112,13 @@ def test_the_kernels_pass_with_grouped_queries_and_windows():
     assert [verdict.failure for verdict in verdicts] == [None, None]
     assert "weight, grouped queries, gradients" in str(verdicts[0])
     assert "weight, window, grouped queries, gradients" in str(verdicts[1])
+
+
+@pytest.mark.parametrize("method", primary_names())
+def test_every_method_has_a_backend_for_documents(method, monkeypatch):
+    monkeypatch.setattr(dispatch, "_check_fused", lambda *_: None)
+    attention = Attention("auto", build(method, SHAPE))
+    assert attention.check_kernels(CPU, torch.float32, 2, 16, training=True, documents=True) == []
 
 
 def test_the_kernels_pass_with_documents():

@@ -61,6 +61,10 @@ from megatron.config.loader import ALIASES, FIELDS, MAPPINGS
             {"pos-emb": "learned", "max-position-embeddings": 8},
             "seq_length 16.*max_position_embeddings 8.*pos_emb learned",
         ),
+        (
+            {"pos-emb": "rotary", "pos-emb-options": {"random_range": 64}, "reset-attention-mask": True},
+            "reset_attention_mask.*random_range.*rotary",
+        ),
         ({"pos-emb-options": {"random_range": 24}, "seq-length-val": 32}, "seq_length_val 32.*random_range 24"),
         ({"pos-emb": "learned", "seq-length-val": 32}, "seq_length_val 32.*max_position_embeddings 16"),
         (

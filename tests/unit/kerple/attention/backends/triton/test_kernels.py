@@ -122,6 +122,14 @@ def test_decay(sizes, options):
     assert_same_as_reference(*sizes, **{"bias": False, "weight": False, "decay": True, **options})
 
 
+def test_decay_in_float32():
+    """The sums of more than one block of tokens."""
+    arguments = random_attend_arguments(1, 2, 270, 270, 16, bias=False, weight=False, decay=True, device=DEVICE)
+    sums = (arguments["decay_sums"].detach() + 4000).float()
+    expected = attend(**{**arguments, "decay_sums": sums.double()}, backend="reference")
+    torch.testing.assert_close(attend(**{**arguments, "decay_sums": sums}, backend="fused"), expected)
+
+
 def test_decay_of_strong_gates():
     """The difference of neighbors is 40, so that rounding each tile's sums to float32 is the largest error."""
     arguments = random_attend_arguments(1, 1, 130, 130, 16, bias=False, weight=False, decay=True, device=DEVICE)
