@@ -39,7 +39,6 @@ from kerple.positional.kerple import (
     KerpleWeight,
 )
 from kerple.positional.kerple_log_rotary import KerpleLogRotary
-from kerple.positional.p_rope import PRope
 from kerple.positional.per_layer import PerLayer
 from kerple.positional.randomized import OPTIONS as RANDOM_OPTIONS
 from kerple.positional.registry import (
@@ -52,7 +51,7 @@ from kerple.positional.registry import (
     register,
     registered_names,
 )
-from kerple.positional.rotary import Rotary, Rotation
+from kerple.positional.rotary import PRope, Rotary, Rotation
 from kerple.positional.sandwich import Sandwich
 from kerple.positional.stick_breaking import StickBreaking
 from kerple.positional.t5 import T5
