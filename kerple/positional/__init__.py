@@ -33,12 +33,12 @@ from kerple.positional.kerple import (
     KerpleGaussian3,
     KerpleLog,
     KerpleLog3,
+    KerpleLogRotary,
     KerplePower,
     KerpleSquareWeight,
     KerpleSum,
     KerpleWeight,
 )
-from kerple.positional.kerple_log_rotary import KerpleLogRotary
 from kerple.positional.per_layer import PerLayer
 from kerple.positional.randomized import OPTIONS as RANDOM_OPTIONS
 from kerple.positional.registry import (

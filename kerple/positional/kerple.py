@@ -10,6 +10,7 @@ With distance δ = m - n >= 0 and scalars learned per head:
     kerple_square__a     weight exp(-r1 δ^2)              r1 > 0                   1-para-wht (A.3)
     kerple_power__ap     weight exp(-a δ^p)               a > 0, 0 < p <= 2        2-para-wht (A.3)
     kerple_power_ap_ap   power bias and 2-para-wht, each with its own parameters   bias+wht
+    kerple_log_rotary    bias of kerple_log, on the scores of rotary queries and keys
     kerple               bias and weight as expressions: any sum of the kernels in `kernels.py`
 
 The bias is added after dividing the scores by sqrt(d), as in the authors' code; equation 1 of the paper adds it before.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from kerple.positional.base import Bias, TableJacobian, bounded, draw, project
 from kerple.positional.kernels import KERNELS, MAX_EXPONENT, MIN_SCALAR, Scalar, Term, parse_sum
 from kerple.positional.registry import register
+from kerple.positional.rotary import Rotary, Rotation
 
 SHARING = ("shared", "per-layer")
 
@@ -212,3 +214,22 @@ class KerpleSum(Kerple):
 def _numbered(prefix: str, expression: str | None) -> Terms:
     terms = () if expression is None else parse_sum(expression)
     return tuple((f"{prefix}_{number}_{term.kernel}_", term) for number, term in enumerate(terms, start=1))
+
+
+@register("kerple_log_rotary")
+class KerpleLogRotary(Rotation, KerpleLog):
+    """Bias -p log(1 + a δ), with rotary queries and keys.
+
+    Options `fraction` and `base`: see `Rotary`; `parameters`: see `Kerple`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        parameters: str = "shared",
+        fraction: float = 1.0,
+        base: float = 10_000.0,
+    ):
+        super().__init__(num_heads, parameters)
+        self.angles = Rotary(head_size, fraction=fraction, base=base).angles
