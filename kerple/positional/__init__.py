@@ -23,9 +23,8 @@ from kerple.positional.base import (
 from kerple.positional.cope import Cope
 from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary
 from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary
-from kerple.positional.decay import append_decay, decay_sums
+from kerple.positional.decay import Cable, Forgetting, append_decay, decay_sums
 from kerple.positional.fire import Fire
-from kerple.positional.forgetting import Cable, Forgetting
 from kerple.positional.kernels import is_cpd, lemma_constant
 from kerple.positional.kerple import (
     KerpleBiasWeight,

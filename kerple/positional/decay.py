@@ -1,4 +1,13 @@
-"""The bias of methods whose tokens decay the attention to all earlier tokens.
+"""Methods whose tokens decay the attention to all earlier tokens: forgetting attention and CABLE.
+
+    forgetting   the forget gate of token k is sigmoid(w.x_k + b), per head and layer (FoX, arXiv 2503.02130); the decay
+                 f_k is its logarithm
+    cable        the decay f_k is -softplus(w.x_k + b) (arXiv 2503.08067)
+
+x is the input of the layer's attention, after its norm. Since -softplus(z) = log sigmoid(-z), both are the same family
+of functions, with opposite signs of w and b; at initialization the biases of both have the same distribution. Neither
+uses other positions. The weights w start from N(0, 0.02) and the biases b at zero, as in both codes. CABLE's published
+code does not divide the products of queries and keys by sqrt(d); here they are divided, as for all methods.
 
 With the decay f_k of token k (a negative number per head, computed from its hidden state), the bias is
 
@@ -14,12 +23,57 @@ one), d head size.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from kerple.positional.base import PositionalMethod, draw
+from kerple.positional.registry import register
+
+INIT_STD = 0.02  # of the weights w
 # A power of two. In float16 the prefix sums may reach 65,504 * FACTOR / sqrt(d).
 FACTOR = 256.0
 # A prefix sum is stored as the sum of this many numbers, so that it has at least 32 significant bits (float64: 53).
 PARTS = {torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+
+
+@register("forgetting", "fox")
+class Forgetting(PositionalMethod):
+    """Bias: the sum of log sigmoid(w.x + b) over the tokens after the key, up to the query.
+
+    Parameters `gate.weight` `[h, e]` and `gate.bias` `[h]`, in each layer.
+    """
+
+    shared = False
+    causal_only = True
+    sign = 1.0
+
+    def __init__(self, num_heads: int, hidden_size: int):
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, num_heads)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        draw(self.gate.weight, "normal", 0.0, INIT_STD, generator)
+        self.gate.bias.zero_()
+
+    def decay(self, hidden: Tensor) -> Tensor:
+        logits = self.gate(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.logsigmoid(self.sign * logits).transpose(1, 2)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """The gates of hidden states of zeros."""
+        return {"gate": (self.sign * self.gate.bias.detach().float()).sigmoid()}
+
+
+@register("cable")
+class Cable(Forgetting):
+    """Bias: the sum of -softplus(w.x + b) over the tokens after the key, up to the query.
+
+    Parameters `gate.weight` `[h, e]` and `gate.bias` `[h]`, in each layer.
+    """
+
+    sign = -1.0
 
 
 def extra_dimensions(dtype: torch.dtype, group: int) -> int:
