@@ -6,14 +6,18 @@ from kerple.attention.call import FULL, Requirements, Span
 from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
 from kerple.attention.gradients import non_finite_gradients
 from kerple.attention.inference.attend import attend_in_mode
-from kerple.attention.inference.grammar import FULL_MODE, SPANS, Mode, grammar, parse_mode
 from kerple.attention.inference.mode import (
     DEFAULT_MODE,
+    FULL_MODE,
+    SPANS,
     AttentionMode,
     DynamicNtk,
     LogLength,
+    Mode,
     ScoreScaling,
     YarnTemperature,
+    grammar,
+    parse_mode,
 )
 from kerple.attention.tables import (
     Documents,

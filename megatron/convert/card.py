@@ -68,7 +68,7 @@ This folder contains the model's code (`modeling_kerple.py`, `attention_*.py`, a
   packed sequences), `output_attentions`, `output_hidden_states`.
 - `attn_implementation`: {implementations}; others are rejected.
 - Inference modes for longer texts, such as `inference_mode="window@{window}"` in `from_pretrained`, with a cache of
-  constant size in `generate`. `attention_grammar.py` lists them. The default is `{mode}` (`config.json`).
+  constant size in `generate`. `attention_mode.py` lists them. The default is `{mode}` (`config.json`).
 
 vLLM and TGI have not been tested. According to its documentation, vLLM's Transformers backend supports full and sliding
 window attention, but not positional methods within attention such as this one. According to its documentation, TGI runs

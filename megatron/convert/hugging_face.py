@@ -77,7 +77,7 @@ def to_hugging_face(
         tokenizer: written next to the model; None to omit it.
         dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
         repository: name on the Hugging Face hub that the model card tells to load.
-        inference_mode: how the model attends, such as `sinks@4+508` (`kerple.attention.inference.grammar`). Models
+        inference_mode: how the model attends, such as `sinks@4+508` (`kerple.attention.inference.mode`). Models
             of transformers have none but `full`, so the model is then self-contained.
         details: what the model card says about training and evaluation.
 

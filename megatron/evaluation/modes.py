@@ -1,4 +1,4 @@
-"""Inference modes by name (`kerple/attention/inference/grammar.py`), as users give them."""
+"""Inference modes by name (`kerple/attention/inference/mode.py`), as users give them."""
 
 from collections.abc import Sequence
 

@@ -282,7 +282,7 @@ def evaluate_extrapolation(
             the length.
         tokens: int64 `[n]`, or a `Text`, which also knows its documents. The first token is only context.
         lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the text.
-        modes: such as `full` or `window@512`; see `kerple/attention/inference/grammar.py`.
+        modes: such as `full` or `window@512`; see `kerple/attention/inference/mode.py`.
         protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see `megatron.evaluation.protocols`.
         token_budget: maximum number of tokens to score, the same ones at every length, evenly spaced in the text; None
             for no limit.

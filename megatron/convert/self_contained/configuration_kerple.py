@@ -18,7 +18,7 @@ class KerpleConfig(PretrainedConfig):
         max_position_embeddings: the training length, or the number of learned positions. Other methods have no limit.
         training_length: default: max_position_embeddings.
         inference_mode: how the model attends to longer texts, such as `window@512`, `full+clip@256` or
-            `sinks@4+508+reindexed+logn`; None: as in training. attention_grammar.py lists the modes.
+            `sinks@4+508+reindexed+logn`; None: as in training. attention_mode.py lists the modes.
     """
 
     model_type = "kerple"

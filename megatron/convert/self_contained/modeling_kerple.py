@@ -17,8 +17,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .attention_grammar import FULL_MODE, parse_mode
 from .attention_kerple import Layout, attend, implementations, tables_of
+from .attention_mode import FULL_MODE, parse_mode
 from .attention_tables import NO_TABLES, PositionTables
 from .cache_kerple import ModeCache
 from .configuration_kerple import KerpleConfig
