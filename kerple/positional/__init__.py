@@ -21,8 +21,18 @@ from kerple.positional.base import (
     project,
 )
 from kerple.positional.cope import Cope
-from kerple.positional.dape import Dape, DapeAlibi, DapeFire, DapeKerple, DapeRotary
-from kerple.positional.dape_v2 import DapeV2, DapeV2Alibi, DapeV2Fire, DapeV2Kerple, DapeV2Rotary
+from kerple.positional.dape import (
+    Dape,
+    DapeAlibi,
+    DapeFire,
+    DapeKerple,
+    DapeRotary,
+    DapeV2,
+    DapeV2Alibi,
+    DapeV2Fire,
+    DapeV2Kerple,
+    DapeV2Rotary,
+)
 from kerple.positional.decay import Cable, Forgetting, append_decay, decay_sums
 from kerple.positional.fire import Fire
 from kerple.positional.kernels import is_cpd, lemma_constant

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from kerple.attention import FULL, Attention, Span, attend, score_table, tables
 from kerple.positional import Chunk, Fire, ModelShape, PositionalMethod, TransformerXL, XPos, build
-from kerple.positional.dape import Adaptive
-from kerple.positional.dape_v2 import DapeConvolution
+from kerple.positional.dape import Adaptive, DapeConvolution
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
 SPANS = [
