@@ -31,7 +31,7 @@ from megatron.checkpoint.directory import (
     weights_fingerprint,
 )
 from megatron.config import Config, UserError
-from megatron.config.schema.logging import LoggingConfig
+from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
 from megatron.data.indexed_dataset import idx_path, is_remote, read_manifest
 from megatron.data.streams import evaluation_corpora

@@ -1,10 +1,9 @@
 """The sections of the configuration: every supported key is declared once, as a field of a section."""
 
-from megatron.config.schema.checkpoint import CheckpointConfig
 from megatron.config.schema.data import DataConfig, TokenizerConfig, split_shares
-from megatron.config.schema.logging import LoggingConfig
 from megatron.config.schema.model import ModelConfig
 from megatron.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.config.schema.output import CheckpointConfig, LoggingConfig
 from megatron.config.schema.parallel import BatchConfig, BatchSizes, LauncherConfig, ParallelConfig
 from megatron.config.schema.training import CurriculumConfig, EvaluationConfig, GenerationConfig, TrainingConfig
 
