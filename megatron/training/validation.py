@@ -11,7 +11,6 @@ import torch
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
 from megatron.data.datasets import Samples
-from megatron.evaluation import evaluate_extrapolation
 from megatron.evaluation.protocols import NonOverlapping
 from megatron.evaluation.records import PositionsRecord, Record
 from megatron.evaluation.text import Text, evaluation_text
@@ -129,6 +128,8 @@ class ExtrapolationCurves:
 
     def measure(self, engine: Engine, iteration: int) -> None:
         """Log the mean loss (in nats), the perplexity and the in-context score at each length. A collective."""
+        from megatron.evaluation.runner import evaluate_extrapolation  # most runs do not measure extrapolation
+
         started_at = time.perf_counter()
         # Sums of losses and of in-context scores, weighted by the tokens of this replica.
         totals = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=engine.layout.device)
