@@ -28,7 +28,6 @@ from megatron.config import Config, UserError
 from megatron.data.datasets import Samples
 from megatron.data.loader import build_loader
 from megatron.model.attention import SelfAttention
-from megatron.model.compiled import capture
 from megatron.model.gpt import GPT, positional_methods, text_length
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
@@ -248,6 +247,8 @@ class Engine:
         for _ in range(self.accumulation):
             inputs, documents = self._to_device(next(batches))
             if self._needs_capture and isinstance(self.model, GPT):
+                from megatron.model.compiled import capture  # imports torch's compiler, which is slow
+
                 capture(self.model, inputs)
                 self._needs_capture = False
             loss = self.deepspeed(*inputs, **documents)
