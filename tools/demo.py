@@ -32,8 +32,7 @@ from megatron.utils.command_line import OptionParser, integer, run_main  # noqa:
 from megatron.utils.environment import has_bf16_instructions  # noqa: E402
 from megatron.utils.errors import UserError, shortened  # noqa: E402
 from megatron.utils.files import check_writable, read_file, write_atomically  # noqa: E402
-from megatron.utils.locks import Lock  # noqa: E402
-from megatron.utils.processes import signal_without_parent  # noqa: E402
+from megatron.utils.processes import Lock, signal_without_parent  # noqa: E402
 from megatron.utils.progress import readable_time  # noqa: E402
 from megatron.utils.typed_json import load_json  # noqa: E402
 

@@ -37,7 +37,7 @@ from megatron.utils.command_line import OptionParser, integer, number, option_na
 from megatron.utils.environment import use_gpus
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable, write_atomically
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from megatron.utils.progress import Progress
 
 DESCRIPTION = (

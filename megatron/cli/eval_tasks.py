@@ -26,7 +26,7 @@ from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import MAX_INT, integer, number, option_name, path_option
 from megatron.utils.errors import install_command, visible
 from megatron.utils.files import read_file, write_atomically
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from megatron.utils.typed_json import Float, Int, check_json, load_json
 
 TASK_RESULTS = "tasks.json"

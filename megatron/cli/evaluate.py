@@ -57,7 +57,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable, read_file
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 MAX_TEXT_BYTES = 1 << 30

@@ -23,7 +23,7 @@ from megatron.sweep.slurm import array_script
 from megatron.utils.command_line import OptionParser, integer, number, option_name
 from megatron.utils.environment import use_gpus
 from megatron.utils.files import check_writable, write_atomically
-from megatron.utils.locks import Lock, LockBusyError
+from megatron.utils.processes import Lock, LockBusyError
 from megatron.utils.progress import readable_time
 
 # The command `kerple` of this installation or checkout.

@@ -21,7 +21,7 @@ from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.utils.files import check_writable, sync_folder
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 
 # Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
 TOLERANCE = 1e-4

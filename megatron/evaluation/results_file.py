@@ -19,7 +19,7 @@ from megatron.evaluation.records import (
 )
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 
 
 class ResultsFile:

@@ -25,7 +25,7 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.utils.errors import UserError
 from megatron.utils.files import sync_folder
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 
 _BLOCK = 1 << 22  # tokens in memory at a time while the result is read back
 

@@ -20,7 +20,7 @@ from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, write_atomically
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 
 EMBEDDED = "python_stdlib"
 # Datasets that have no other source and a tokenizer of their own, with the vocabulary size.

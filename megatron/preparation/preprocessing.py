@@ -30,7 +30,7 @@ from megatron.preparation.readers import START, ChunkSource, ReadPosition
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import check_writable, read_file, write_atomically
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from megatron.utils.progress import Progress, readable_size
 
 # A kill loses at most this much work. Each commit takes a fraction of a second.

@@ -22,8 +22,7 @@ from megatron.evaluation.records import has_results
 from megatron.reporting.training_log import METRICS, read_log
 from megatron.sweep.planning import State, Status, SweepRun
 from megatron.utils.errors import UserError
-from megatron.utils.locks import Lock, LockBusyError
-from megatron.utils.processes import signal_without_parent
+from megatron.utils.processes import Lock, LockBusyError, signal_without_parent
 from megatron.utils.progress import Progress, readable_time
 
 OUTPUT = "output.log"

@@ -39,7 +39,7 @@ from megatron.training.startup import (
     lock_save_folder,
 )
 from megatron.training.validation import ExtrapolationCurves, Validator
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 

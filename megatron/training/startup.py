@@ -36,7 +36,7 @@ from megatron.training.flops import count_parameters
 from megatron.utils.environment import free_memory
 from megatron.utils.errors import first_line
 from megatron.utils.files import check_writable
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 

@@ -1,11 +1,23 @@
-"""Processes that end with the process that started them, even if that one is killed with SIGKILL."""
+"""Locks between processes, and processes that end with the one that started them, even if it is killed with SIGKILL.
 
+A lock is an flock on a file that names its holder. The kernel releases it when the process ends for any reason.
+"""
+
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import filelock
+
+from megatron.utils.errors import UserError
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
@@ -45,3 +57,94 @@ def exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+_HOLDER = re.compile(r"process \d{1,20} on [!-~]{1,255}")
+
+
+class LockBusyError(UserError):
+    """Another process holds the lock."""
+
+
+class Lock:
+    """An exclusive lock between processes. Use it as a context manager, or call `acquire` and `release`.
+
+    The file is removed by `release`. A killed process leaves it behind, but not the lock.
+
+    Args:
+        path: the lock file. Its folder is created if missing; `release` then removes it if it is still empty.
+        busy_message: the message of the UserError that `acquire` raises if another process holds the lock. `acquire`
+            appends that process and its host in parentheses.
+    """
+
+    def __init__(self, path: str | Path, busy_message: str):
+        self._path = Path(path)
+        self._busy_message = busy_message
+        self._lock = filelock.FileLock(self._path, timeout=0, thread_local=False, fallback_to_soft=False)
+        self._file: os.stat_result | None = None  # the file that was locked
+        self._created_folder = False
+
+    def acquire(self) -> None:
+        """Acquire the lock. Does not wait.
+
+        Raises:
+            LockBusyError: another process holds the lock.
+            UserError: the file cannot be written, or its file system does not support flock.
+        """
+        try:
+            self._created_folder = not self._path.parent.exists()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file = self._path.stat()
+        except filelock.Timeout:
+            raise LockBusyError(self._busy_message + self._holder()) from None
+        except OSError as error:
+            self._lock.release()
+            raise UserError(
+                f"cannot lock {self._path}: {error.strerror}; choose a writable folder on a file system that supports "
+                "flock"
+            ) from error
+
+    def check(self) -> None:
+        """Raises UserError if the lock file was removed. Does nothing if this object does not hold the lock."""
+        if self._lock.is_locked and not self._has_file():
+            raise UserError(
+                f"{self._path}: this process has lost the lock{self._holder()}, because the file was removed; it stops"
+            )
+
+    def release(self) -> None:
+        """Remove the file and release the lock. Does nothing if this object does not hold the lock."""
+        if not self._lock.is_locked:
+            return
+        if self._has_file():
+            # Safe while locked: filelock does not accept a file that was removed between its open() and flock().
+            self._path.unlink(missing_ok=True)
+        self._lock.release(force=True)
+        if self._created_folder:
+            with contextlib.suppress(OSError):
+                self._path.parent.rmdir()
+
+    def _has_file(self) -> bool:
+        """Whether the path is still the file that was locked."""
+        try:
+            return self._file is not None and os.path.samestat(self._path.stat(), self._file)
+        except OSError:
+            return False
+
+    def _holder(self) -> str:
+        """ " (held by process 123 on host)"; empty if the file does not say."""
+        try:
+            line = self._path.read_text(errors="replace").strip()
+        except OSError:
+            return ""
+        return f" (held by {line})" if _HOLDER.fullmatch(line) else ""
+
+    def __enter__(self) -> "Lock":
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()

@@ -12,7 +12,7 @@ from megatron.chomsky.decoder import DecoderExperiment
 from megatron.cli import chomsky as command
 from megatron.cli.chomsky import main
 from megatron.utils.errors import UserError
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from tests.support.errors import assert_rejected
 
 TINY = {

@@ -19,7 +19,7 @@ from megatron.cli.evaluate import main
 from megatron.evaluation import harness
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_yaml
 from tests.support.errors import assert_rejected
 from tests.support.harness_tasks import (

@@ -15,7 +15,7 @@ from megatron.evaluation.records import read_results
 from megatron.sweep import runner
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import plan
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations, write_sweep
 
 SEEDS = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 13}]}

@@ -14,7 +14,7 @@ from megatron.training import loop, startup
 from megatron.training.distributed import Layout
 from megatron.training.loop import train
 from megatron.training.startup import check_machine, check_number_of_samples, estimate
-from megatron.utils.locks import Lock
+from megatron.utils.processes import Lock
 from tests.support.layouts import ONE_RANK as LAYOUT
 from tests.support.runs import copy_checkpoint, metrics, training_settings
 

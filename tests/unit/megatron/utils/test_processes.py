@@ -1,12 +1,21 @@
-"""What a process does to end with its parent (tests/integration/test_orphans.py kills parents)."""
+"""Locks between real processes, and what a process does to end with its parent (test_orphans.py kills parents)."""
 
+import contextlib
+import errno
+import fcntl
 import os
 import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.utils import processes
+from megatron.utils.errors import UserError
+from megatron.utils.processes import Lock, LockBusyError
 
 
 class ProcessEndedError(Exception):
@@ -74,3 +83,159 @@ def test_exit_with_parent(calls, monkeypatch):
     with pytest.raises(ProcessEndedError):
         processes.exit_with_parent()
     assert joined == [True]
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[[Path], int]]:
+    """hold(path): the id of a process that holds the lock until the test ends. A forked child of it lives as long."""
+    stopped, stop = os.pipe()
+    holders = []
+
+    def start(path: Path) -> int:
+        locked, ready = os.pipe()
+        holder = os.fork()
+        if holder == 0:
+            try:
+                os.close(stop)
+                lock = Lock(path, "busy")
+                lock.acquire()
+                if os.fork() == 0:
+                    os.write(ready, b"locked")  # by now, this child has closed its copy of the locked file
+                os.close(ready)
+                os.read(stopped, 1)
+            finally:
+                os._exit(0)
+        os.close(ready)
+        assert os.read(locked, 6) == b"locked"
+        os.close(locked)
+        holders.append(holder)
+        return holder
+
+    yield start
+    os.close(stop)
+    for holder in holders:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(holder, 0)
+    os.close(stopped)
+
+
+def test_the_error_names_the_holding_process(tmp_path, hold):
+    holder = hold(tmp_path / "corpus.lock")
+    message = rf"^busy \(held by process {holder} on {socket.gethostname()}\)$"
+    with pytest.raises(LockBusyError, match=message):
+        Lock(tmp_path / "corpus.lock", "busy").acquire()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_lock_of_a_killed_process_is_free_even_if_its_children_live(number, tmp_path, hold):
+    path = tmp_path / "corpus.lock"
+    holder = hold(path)
+    with pytest.raises(LockBusyError):
+        Lock(path, "busy").acquire()
+    os.kill(holder, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(holder, 0)[1]) == -number
+    assert path.exists()
+    with Lock(path, "busy"):
+        assert str(os.getpid()) in path.read_text()
+    assert not path.exists()
+
+
+def test_many_processes_never_hold_the_lock_at_once(tmp_path):
+    """They acquire and release it repeatedly. Every other process is killed while it holds it."""
+    children = []
+    for number in range(8):
+        child = os.fork()
+        if child == 0:
+            status = 2
+            try:
+                status = _acquire_repeatedly(tmp_path, is_killed=number % 2 == 1)
+            finally:
+                os._exit(status)
+        children.append(child)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert statuses == [0, -signal.SIGKILL] * 4
+
+
+def _acquire_repeatedly(folder: Path, *, is_killed: bool) -> int:
+    """Acquire the lock 20 times. Returns 1 if another process held it at the same time, as an fcntl lock shows."""
+    signal.alarm(300)  # if the lock of a killed process is never released
+    with open(folder / "inside", "w") as inside:
+        acquired = 0
+        while acquired < 20:
+            time.sleep(0.001)
+            lock = Lock(folder / "corpus.lock", "busy")
+            try:
+                lock.acquire()
+            except LockBusyError:
+                continue
+            try:
+                fcntl.lockf(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return 1
+            acquired += 1
+            time.sleep(0.001)
+            if is_killed and acquired == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            fcntl.lockf(inside, fcntl.LOCK_UN)
+            lock.release()
+    return 0
+
+
+def test_only_one_lock_in_a_process(tmp_path):
+    path = tmp_path / "new folder" / "corpus.lock"
+    with Lock(path, "busy"), pytest.raises(LockBusyError, match="busy"):
+        Lock(path, "busy").acquire()
+    assert not path.parent.exists()
+    with Lock(path, "busy") as lock:
+        (path.parent / "file").write_text("")
+        lock.check()
+    assert [file.name for file in path.parent.iterdir()] == ["file"]
+
+
+def test_release_without_acquire(tmp_path):
+    lock = Lock(tmp_path / "corpus.lock", "busy")
+    lock.release()
+    lock.check()
+    lock.acquire()
+    lock.release()
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_removed_file_is_a_lost_lock(tmp_path):
+    path = tmp_path / "corpus.lock"
+    first, second = Lock(path, "busy"), Lock(path, "busy")
+    first.acquire()
+    path.unlink()
+    with pytest.raises(UserError, match=str(path)):
+        first.check()
+    second.acquire()
+    with pytest.raises(UserError, match=rf"{path}: .*held by process {os.getpid()} on"):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+    assert not path.exists()
+
+
+def test_a_file_that_does_not_name_its_holder(tmp_path):
+    with Lock(tmp_path / "corpus.lock", "busy"):
+        (tmp_path / "corpus.lock").write_bytes(b"\x1b[31m\xff")  # by a program that is not ours
+        with pytest.raises(LockBusyError, match=r"^busy$"):
+            Lock(tmp_path / "corpus.lock", "busy").acquire()
+
+
+def test_a_folder_that_cannot_be_created(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=rf"{tmp_path}/file/corpus.lock: "):
+        Lock(tmp_path / "file" / "corpus.lock", "busy").acquire()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_flock(number, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UserError, match=rf"{tmp_path}/corpus.lock: .* flock"):
+        Lock(tmp_path / "corpus.lock", "busy").acquire()
