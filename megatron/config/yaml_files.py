@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from megatron.utils import files
+from megatron.utils.environment import check_parameters
 from megatron.utils.errors import UserError, shortened
-from megatron.utils.versions import check_parameters
 
 ENDINGS = (".yml", ".yaml")
 # The configurations of this project. In a checkout, this is a link to configs/.

@@ -21,9 +21,9 @@ from megatron.data.indexed_dataset import (
     open_indexed_files,
     validate_index,
 )
+from megatron.utils.environment import check_version
 from megatron.utils.errors import UserError, first_line, install_command
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
-from megatron.utils.versions import check_version
 
 check_version("megatron-core")
 

@@ -31,9 +31,9 @@ from megatron.inference.decoder import as_decoder, inference, model_device
 from megatron.inference.generation import generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.utils.environment import check_version
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
-from megatron.utils.versions import check_version
 
 check_version("lm-eval")
 

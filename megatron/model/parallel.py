@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.model.settings import TensorParallel
-from megatron.utils.versions import check_version
+from megatron.utils.environment import check_version
 
 if TYPE_CHECKING:
     from megatron.core import ModelParallelConfig

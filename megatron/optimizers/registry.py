@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron.utils.environment import check_version
 from megatron.utils.errors import UserError
-from megatron.utils.versions import check_version
 
 if TYPE_CHECKING:
     from torch import Tensor

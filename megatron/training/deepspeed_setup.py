@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import STEP_GLOBAL_TIMER
 
 from megatron.config import Config, UserError
-from megatron.utils.versions import check_parameters, check_version
+from megatron.utils.environment import check_parameters, check_version
 
 check_version("deepspeed")
 
