@@ -60,12 +60,11 @@ from kerple.positional.registry import (
     register,
     registered_names,
 )
-from kerple.positional.rotary import PRope, Rotary, Rotation
+from kerple.positional.rotary import PRope, Rotary, Rotation, XPos
 from kerple.positional.sandwich import Sandwich
 from kerple.positional.stick_breaking import StickBreaking
 from kerple.positional.t5 import T5
 from kerple.positional.transformer_xl import TransformerXL
-from kerple.positional.xpos import XPos
 
 __all__ = [
     "RANDOM_OPTIONS",
