@@ -48,8 +48,6 @@ from kerple.positional.kerple import (
     KerpleSum,
     KerpleWeight,
 )
-from kerple.positional.per_layer import PerLayer
-from kerple.positional.randomized import OPTIONS as RANDOM_OPTIONS
 from kerple.positional.registry import (
     PluginError,
     build,
@@ -65,6 +63,8 @@ from kerple.positional.sandwich import Sandwich
 from kerple.positional.stick_breaking import StickBreaking
 from kerple.positional.t5 import T5
 from kerple.positional.transformer_xl import TransformerXL
+from kerple.positional.wrappers import OPTIONS as RANDOM_OPTIONS
+from kerple.positional.wrappers import PerLayer
 
 __all__ = [
     "RANDOM_OPTIONS",

@@ -302,7 +302,7 @@ class PositionalMethod(nn.Module):
 
 
 # Option that is valid for any method -> function of (class, constructor arguments, shape, values of such options) that
-# builds the method with it. Modules that change any method, such as `randomized.py`, add their options.
+# builds the method with it. Modules that change any method, such as `wrappers.py`, add their options.
 WRAPPERS: dict[
     str, Callable[[type[PositionalMethod], dict[str, Any], ModelShape, dict[str, Any]], PositionalMethod]
 ] = {}

@@ -72,7 +72,7 @@ class TransformerXL(ScoreModifier):
         if consecutive(query_positions) and consecutive(key_positions):
             products = query @ by_distance(table, query_positions, key_positions, after).to(scores.dtype)
             return scores + self.scale * _relative_shift(products, len(key_positions))
-        # Random positions (`randomized.py`): the products with the vectors of all distances.
+        # Random positions (`wrappers.py`): the products with the vectors of all distances.
         distance = (query_positions[:, None] - key_positions).clamp(min=0)
         products = query @ table[..., : int(distance.max()) + 1].to(scores.dtype)
         return scores + self.scale * products.gather(-1, distance.to(scores.device).expand_as(scores))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kerple.positional.per_layer import PerLayer
-from kerple.positional.randomized import Randomized
+from kerple.positional.wrappers import PerLayer, Randomized
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:

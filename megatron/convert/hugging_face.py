@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional import method_class
-from kerple.positional.randomized import Randomized
+from kerple.positional.wrappers import Randomized
 from megatron.checkpoint.layers import layer_state, load_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.config import Config

@@ -20,7 +20,7 @@ from kerple.attention import attend_in_mode, parse_mode
 from kerple.attention.backends import chunked, flex, reference, sdpa
 from kerple.attention.parts import run
 from kerple.positional import PositionalMethod, append_decay
-from kerple.positional.randomized import Randomized
+from kerple.positional.wrappers import Randomized
 from megatron.checkpoint.storage import CheckpointError
 
 TEMPLATES = Path(__file__).parent / "self_contained"

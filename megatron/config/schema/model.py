@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, ModelWrapValidatorHandler, model_validator
 
 from kerple.attention import Requirements, check_backend
 from kerple.positional.base import ModelShape, PositionalMethod
-from kerple.positional.per_layer import PerLayer
 from kerple.positional.registry import PluginError, build_layers, canonical_name, load_plugin, registered_names
+from kerple.positional.wrappers import PerLayer
 from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, Widths, field
 from megatron.utils.errors import first_line, shortened
 

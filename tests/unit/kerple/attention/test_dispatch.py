@@ -24,7 +24,7 @@ from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
 from kerple.positional import ModelShape, PositionalMethod, XPos, build, primary_names
-from kerple.positional.randomized import _sample
+from kerple.positional.wrappers import _sample
 from tests.support.attention import (
     SPANS,
     DecayingXPos,

@@ -1,4 +1,4 @@
-"""Randomized positions: the samples, and each kind of method against its formula at sampled positions in float64."""
+"""Randomized positions (samples; each kind of method against its formula in float64), and a method per layer."""
 
 import copy
 import pickle
@@ -8,7 +8,8 @@ import torch
 from torch.nn.functional import conv2d, leaky_relu, linear, pad
 
 from kerple.attention import Attention, score_table
-from kerple.positional import ModelShape, PositionsExceeded, build, primary_names
+from kerple.attention.tables import jacobians
+from kerple.positional import ModelShape, PerLayer, PositionsExceeded, build, build_layers, primary_names, project
 
 RANGE, LENGTH = 50, 6
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=LENGTH)
@@ -248,3 +249,73 @@ def test_methods_without_positions_are_rejected():
 def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         build("rotary", SHAPE, **options)
+
+
+LAYERS = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=5, max_positions=16)
+METHODS = ["rotary", {"kerple_log": {"parameters": "shared"}}, {"dape_kerple": None}, "xpos"]
+TOKENS = 20
+
+
+def attend(method, query, key, value):
+    positions = torch.arange(TOKENS)
+    query, key = method.rotate(query, key, positions, positions)
+    return Attention("chunked", method)(query, key, value)
+
+
+def test_each_layer_is_its_own_method():
+    torch.manual_seed(0)
+    layers = build_layers("per_layer", LAYERS, methods=METHODS)
+    assert len(layers) == 5
+    states = torch.randn(3, 1, 2, TOKENS, 8)
+    flags = ("hooks", "per_pair", "shift_invariant", "lookahead")
+    for layer, (method, name) in enumerate(
+        zip(layers, ("rotary", "kerple_log", "dape_kerple", "xpos", "rotary"), strict=True)
+    ):
+        alone = build(name, LAYERS)
+        for part in (method, alone):
+            part.reset_parameters(torch.Generator().manual_seed(layer))
+        assert not method.shared
+        assert {flag: getattr(method, flag) for flag in flags} == {flag: getattr(alone, flag) for flag in flags}
+        assert torch.equal(attend(method, *states), attend(alone, *states))
+        assert method.statistics().keys() == alone.statistics().keys()
+        bias, weight = jacobians(method, TOKENS, "cpu")
+        assert weight is None
+        assert (bias is not None) == (name == "kerple_log")
+        if bias is not None:
+            expected = jacobians(alone, TOKENS, "cpu")[0]
+            assert torch.equal(bias.directions, expected.directions)
+            bias.coefficients.sum().backward()
+            assert torch.equal(method.method.bias_p.grad, torch.ones_like(alone.bias_p))
+    with torch.no_grad():
+        layers[1].method.bias_p.fill_(-1.0)
+    project(layers[1])
+    assert layers[1].method.bias_p.min() > 0
+
+
+def test_random_positions_advance():
+    method = PerLayer.from_shape(LAYERS, methods=[{"rotary": {"random_range": 64}}]).train()
+    states, positions = torch.randn(1, 1, 4, 8), torch.arange(4)
+    results = []
+    for step in (0, 1):
+        method.begin_step(step)
+        results.append(method.rotate(states, states, positions, positions)[0])
+    assert not torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ([], r"methods \[\] must be a list of methods"),
+        ("rotary", "'rotary'"),
+        ([{"rotary": {}, "none": {}}], r"is neither the name of a method nor \{name: options\}"),
+        ([{"rotary": 3}], r"is neither the name of a method nor \{name: options\}"),
+        ([3], r"is neither the name of a method nor \{name: options\}"),
+        (["rotray"], "pos-emb 'rotray'"),
+        (["none", "learned"], "learned"),
+        (["per_layer"], "per_layer"),
+        ([{"rotary": {"fractoin": 1}}], "Rotary.*'fractoin'"),
+    ],
+)
+def test_invalid_lists_are_rejected(methods, message):
+    with pytest.raises(ValueError, match=message):
+        build_layers("per_layer", LAYERS, methods=methods)
