@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.cli import train as train_script
 from megatron.config import Config, UserError
 from megatron.data.indexed_dataset import is_remote
-from megatron.data.streams import config_blends
+from megatron.data.splits import config_blends
 from megatron.launcher import main as launcher
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, make_parser, reject_config_options
 

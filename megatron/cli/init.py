@@ -16,7 +16,7 @@ import torch
 from megatron.config import load_config
 from megatron.config.yaml_files import PACKAGED
 from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files
-from megatron.data.streams import split_spans
+from megatron.data.splits import split_spans
 from megatron.preparation.own_text import SPLIT
 from megatron.sweep.definition import read_sweep
 from megatron.utils.command_line import OptionParser, integer

@@ -31,7 +31,7 @@ from megatron.data.index_cache import (
     order_of,
 )
 from megatron.data.indexed_dataset import IndexedFiles, bin_path, check_tokenizer, largest_id, read_manifest
-from megatron.data.streams import PARTS, Blend, config_blends, split_spans
+from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file, write_atomically

@@ -1,11 +1,10 @@
-"""The parts of the corpora: which documents are of training, validation and test, and the tokens of a part.
+"""Evaluation data: the tokens of a validation or test part, as one stream or as segments of single documents.
 
-Training shuffles documents. Evaluation reads them in file order, as one stream or as segments of single documents, so
-the stream is the same for every seed. The part boundaries are those of training, so no training document is included.
+Training shuffles documents. Evaluation reads them in file order, so the stream is the same for every seed. The part
+boundaries are those of training, so no training document is included.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,105 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.schema import split_shares
 from megatron.data.indexed_dataset import TokenFile, open_indexed_files
+from megatron.data.splits import PARTS, config_blends, part_span
 from megatron.utils.errors import UserError
-
-PARTS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Corpora to sample from, with their weights. Without weights all have the same share, as in GPT-NeoX.
-
-    Attributes:
-        prefixes: paths without .bin and .idx.
-        by_documents: exponent a: weights are (number of documents)^a instead. Values below 1 sample more often from
-            small corpora; Conneau et al. 2020 (arXiv:1911.02116) use 0.3.
-    """
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None = None
-    by_documents: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.prefixes:
-            raise UserError("a list of data paths is empty")
-        if self.weights is None:
-            return
-        if len(self.weights) != len(self.prefixes):
-            raise UserError(
-                f"{len(self.weights)} weights for {len(self.prefixes)} data paths ({', '.join(self.prefixes)})"
-            )
-        if not all(np.isfinite(weight) and weight > 0 for weight in self.weights):
-            raise UserError(f"data weights must be positive numbers, not {list(self.weights)}")
-
-    def shares(self, documents: Sequence[int]) -> list[float]:
-        """Return the unnormalized weight of each corpus, given its number of documents."""
-        if self.by_documents is not None:
-            return [count**self.by_documents for count in documents]
-        return list(self.weights or [1.0] * len(self.prefixes))
-
-
-def config_blends(config: Config) -> list[Blend | None] | None:
-    """Return the train, valid and test blends of `config.data`, or None if it has one corpus to split instead.
-
-    Raises:
-        UserError: no data paths are set, or the weights are invalid.
-    """
-    data = config.data
-    paths_and_weights = [
-        (data.train_data_paths, data.train_data_weights),
-        (data.valid_data_paths, data.valid_data_weights),
-        (data.test_data_paths, data.test_data_weights),
-    ]
-    if not any(paths for paths, _ in paths_and_weights):
-        if not data.data_path:
-            raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
-        return None
-    by_documents = data.weighted_sampler_alpha if data.weight_by_num_documents else None
-    return [
-        Blend(tuple(paths), tuple(weights) if weights else None, by_documents) if paths else None
-        for paths, weights in paths_and_weights
-    ]
-
-
-def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
-    """Return the first and one-past-last sequence of train, valid and test; None for a share of 0.
-
-    The arithmetic equals megatron-core's bit by bit: shares are normalized, accumulated, multiplied by the number of
-    sequences, and rounded.
-
-    Raises:
-        UserError: `split` is invalid (see `split_shares`).
-    """
-    shares = split_shares(split)
-    total = np.sum(np.array(shares, dtype=np.float64))
-    spans: list[tuple[int, int] | None] = []
-    start = 0.0
-    for share in shares:
-        end = start + float(share / total)
-        spans.append((round(start * sequences), round(end * sequences)) if end > start else None)
-        start = end
-    return spans
-
-
-def part_span(split: str | None, part: str, sequences: int, prefix: str) -> tuple[int, int]:
-    """Return the first and one-past-last sequence of a part, or those of the whole corpus if `split` is None.
-
-    Raises:
-        UserError: the part is unknown, or has no documents.
-    """
-    if part not in PARTS:
-        raise UserError(f"unknown part {part!r}; the parts of a split are {', '.join(PARTS)}")
-    if split is None:
-        return 0, sequences
-    span = split_spans(split, sequences)[PARTS.index(part)]
-    if span is None or span[0] == span[1]:
-        raise UserError(
-            f"split {split!r} of {prefix} ({sequences:,} documents) leaves no documents for {part}; increase its share"
-        )
-    return span
 
 
 class TokenStream:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from megatron.data.streams import split_spans
+from megatron.data.splits import split_spans
 from megatron.preparation.readers import START, ReadPosition, TextChunk
 from megatron.utils.errors import UserError, first_line, install_command
 

@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import (
     read_manifest,
     write_manifest,
 )
-from megatron.data.streams import PARTS, split_spans
+from megatron.data.splits import PARTS, split_spans
 from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible

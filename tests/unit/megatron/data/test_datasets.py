@@ -24,7 +24,7 @@ from megatron.data.datasets import (
     datasets_from_split,
 )
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
-from megatron.data.streams import Blend
+from megatron.data.splits import Blend
 from megatron.utils.errors import UserError
 from tests.support.corpora import manifest_of
 

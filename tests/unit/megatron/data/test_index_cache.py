@@ -15,7 +15,8 @@ from megatron.core.datasets import indexed_dataset
 from megatron.data.datasets import SampleSettings, datasets_from_blends, datasets_from_split
 from megatron.data.index_cache import build_once
 from megatron.data.loader import build_loader
-from megatron.data.streams import Blend, validation_stream
+from megatron.data.splits import Blend
+from megatron.data.streams import validation_stream
 from megatron.utils import ranks
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected

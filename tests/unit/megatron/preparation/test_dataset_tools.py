@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.indexed_dataset import manifest_path, open_indexed_files, read_manifest, write_manifest
-from megatron.data.streams import split_spans, validation_stream
+from megatron.data.splits import split_spans
+from megatron.data.streams import validation_stream
 from megatron.preparation import dataset_tools
 from megatron.preparation.dataset_tools import decode_document, inspect, merge, plot_lengths, split
 from megatron.preparation.documents import DocumentOptions
