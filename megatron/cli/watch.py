@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron.reporting.terminal import print_rows, standard_output
-from megatron.reporting.training_log import METRICS, metrics_lines
+from megatron.reporting.training_log import metrics_lines
 from megatron.utils.command_line import OptionParser, integer, number
 from megatron.utils.errors import UserError
-from megatron.utils.files import check_writable, write_atomically
+from megatron.utils.files import METRICS, check_writable, write_atomically
 from megatron.utils.progress import readable_time
 from megatron.utils.typed_json import Int, Name
 

@@ -14,9 +14,9 @@ from megatron.reporting.aggregate import AnyRecord, Method
 from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
 from megatron.reporting.published import Published, corpus_name, load_published
 from megatron.reporting.tables import Cell, Row, Section, Table
-from megatron.reporting.training_log import METRICS, read_log
+from megatron.reporting.training_log import read_log
 from megatron.utils.errors import UserError
-from megatron.utils.files import read_file
+from megatron.utils.files import METRICS, read_file
 from megatron.utils.typed_json import Float, Name, parse_json
 
 MAX_BENCHMARK_BYTES = 1 << 24

@@ -12,7 +12,6 @@ from megatron.utils.errors import UserError
 from megatron.utils.files import read_lines
 from megatron.utils.typed_json import Count, Float, check_json, load_json
 
-METRICS = "metrics.jsonl"
 MAX_LINE_BYTES = 1 << 20
 
 T = TypeVar("T")

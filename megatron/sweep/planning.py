@@ -37,9 +37,9 @@ from megatron.data.indexed_dataset import idx_path, is_remote, read_manifest
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
-from megatron.reporting.training_log import METRICS, METRICS_LINE, parse_metrics, read_log
+from megatron.reporting.training_log import METRICS_LINE, parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
-from megatron.utils.files import open_file, read_file, write_atomically
+from megatron.utils.files import METRICS, open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
 
 EVALUATED = "evaluated.json"

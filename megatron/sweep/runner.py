@@ -19,9 +19,10 @@ import psutil
 from rich.console import Console
 
 from megatron.evaluation.records import has_results
-from megatron.reporting.training_log import METRICS, read_log
+from megatron.reporting.training_log import read_log
 from megatron.sweep.planning import State, Status, SweepRun
 from megatron.utils.errors import UserError
+from megatron.utils.files import METRICS
 from megatron.utils.processes import Lock, LockBusyError, signal_without_parent
 from megatron.utils.progress import Progress, readable_time
 

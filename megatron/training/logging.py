@@ -22,10 +22,10 @@ from kerple.attention import non_finite_gradients
 from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
-from megatron.reporting.training_log import METRICS
 from megatron.training.distributed import Layout
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, install_command
+from megatron.utils.files import METRICS
 from megatron.utils.progress import readable_time
 from megatron.utils.secrets import without_secrets
 

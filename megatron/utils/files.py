@@ -14,6 +14,9 @@ from pathlib import Path
 from megatron.utils.errors import UserError
 from megatron.utils.secrets import is_secret_name
 
+# The file in log_dir to which training appends metrics.
+METRICS = "metrics.jsonl"
+
 
 def expanded_path(text: str) -> str:
     """`text` with the values of `~`, `~USER`, `$NAME` and `${NAME}`, as in a shell.

@@ -5,8 +5,9 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from megatron.reporting.training_log import METRICS, METRICS_LINE, metrics_lines, parse_metrics
+from megatron.reporting.training_log import METRICS_LINE, metrics_lines, parse_metrics
 from megatron.utils.errors import UserError
+from megatron.utils.files import METRICS
 
 LOSS = b'{"iteration": 4, "train/loss": NaN}\n'
 
