@@ -3,7 +3,7 @@ in this project, because they are unsupported or ignored. neox_compat.yml lists 
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,35 +238,8 @@ UNSUPPORTED, IGNORED = _read_keys()
 
 ATTENTION_CONFIG = "attention_config"
 _DENSE_ATTENTION = ("global", "flash")
-
-
-def _is_bf16(keys: Mapping[str, Any]) -> bool:
-    fp16, bf16 = (keys.get(name) or {} for name in ("fp16", "bf16"))
-    return (
-        keys.get("precision") == "bfloat16"
-        or bf16.get("enabled") is True
-        or (fp16.get("enabled") is True and fp16.get("type") in ("bf16", "bfloat16"))
-    )
-
-
-# Keys with a neutral value that depends on the other keys.
-_IS_NEUTRAL: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "data_types": lambda value, keys: (
-        value == {"grad_accum_dtype": "fp32"}
-        and _is_bf16(keys)
-        and (keys.get("zero_optimization") or {}).get("stage", 0) <= 1
-    ),
-}
-
-
-def known_keys() -> list[str]:
-    """All keys of this file, nested ones with dots."""
-    return [*UNSUPPORTED, *IGNORED, ATTENTION_CONFIG]
-
-
-def is_known(key: str) -> bool:
-    """True if the key is in this file."""
-    return key in UNSUPPORTED or key in IGNORED or key == ATTENTION_CONFIG
+# All keys of this file, nested ones with dots.
+KNOWN_KEYS = (*UNSUPPORTED, *IGNORED, ATTENTION_CONFIG)
 
 
 def unsupported_reason(key: str, value: Any, keys: Mapping[str, Any]) -> str | None:
@@ -279,11 +252,22 @@ def unsupported_reason(key: str, value: Any, keys: Mapping[str, Any]) -> str | N
     if key not in UNSUPPORTED or UNSUPPORTED[key].is_off(value):
         return None
     try:
-        if key in _IS_NEUTRAL and _IS_NEUTRAL[key](value, keys):
+        if key == "data_types" and value == {"grad_accum_dtype": "fp32"} and _sums_in_fp32(keys):
             return None
     except (AttributeError, TypeError):
         pass  # another key is missing or wrong, which is reported separately
     return UNSUPPORTED[key].reason
+
+
+def _sums_in_fp32(keys: Mapping[str, Any]) -> bool:
+    """Whether gradients are summed in fp32 anyway: in bf16 with ZeRO 0 or 1."""
+    fp16, bf16, zero = (keys.get(name) or {} for name in ("fp16", "bf16", "zero_optimization"))
+    is_bf16 = (
+        keys.get("precision") == "bfloat16"
+        or bf16.get("enabled") is True
+        or (fp16.get("enabled") is True and fp16.get("type") in ("bf16", "bfloat16"))
+    )
+    return is_bf16 and bool(zero.get("stage", 0) <= 1)
 
 
 def _attention_reason(value: Any, num_layers: Any) -> str | None:

@@ -406,7 +406,7 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
                     f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not "
                     f"{shortened(repr(value))}"
                 )
-        elif checks.is_known(dotted):
+        elif dotted in checks.KNOWN_KEYS:
             reason = checks.unsupported_reason(dotted, value, flat)
             if reason is not None:
                 messages.problems.append(f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}")
@@ -455,7 +455,7 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     for known in FIELDS:
         if known[: len(path) - 1] == path[:-1] and known[-1] != WILDCARD:
             supported.setdefault(known[-1], known)
-    unsupported = {known[-1]: known for known in (tuple(key.split(".")) for key in checks.known_keys())}
+    unsupported = {known[-1]: known for known in (tuple(key.split(".")) for key in checks.KNOWN_KEYS)}
     for candidates in (supported, unsupported):
         names = difflib.get_close_matches(path[-1].replace("-", "_"), candidates, n=_MAX_SUGGESTIONS, cutoff=0.6)
         if names:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from megatron.config.checks import known_keys
+from megatron.config.checks import KNOWN_KEYS
 from megatron.config.loader import FIELDS, SECTIONS
 from megatron.config.schema.base import WILDCARD
 from tests.soak import changes
@@ -100,7 +100,7 @@ def configs(draw: Draw, base: Mapping[str, Any]) -> Config:
         return Config(content.encode(), (pick(draw, [f"{name}={value}"] * 19 + [name]),))
     if how == "key":  # unknown, unsupported, misspelled, repeated or strange
         misspelled = paths.map(lambda path: path[0][1:]) | paths.map(lambda path: path[0].replace("_", "-"))
-        key = draw(st.sampled_from(YAML_KEYS) | st.sampled_from(sorted(known_keys())) | misspelled | texts)
+        key = draw(st.sampled_from(YAML_KEYS) | st.sampled_from(sorted(KNOWN_KEYS)) | misspelled | texts)
         return Config(f"{content[:-1]}, {json.dumps(key)}: {json.dumps(draw(values))}}}".encode())
 
     # YAML's own syntax.
