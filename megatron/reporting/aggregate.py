@@ -158,6 +158,18 @@ def measurements(
     return Measurements(DataFrame(list(rows.values()), columns=columns))
 
 
+def records_by_seed(
+    records: Iterable[AnyRecord], kind: str
+) -> dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]]:
+    """(setting, length) -> method -> seed -> the record of this kind."""
+    groups: dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]] = {}
+    for record in records:
+        if record["kind"] == kind:
+            by_method = groups.setdefault((setting_of(record), record["length"]), {})
+            by_method.setdefault(method_of(record), {})[record.get("seed")] = record
+    return groups
+
+
 def have_different_targets(records: Iterable[AnyRecord]) -> bool:
     """Whether records of the same setting and length were scored on different tokens."""
     targets: dict[tuple[Setting, int], set[str]] = {}

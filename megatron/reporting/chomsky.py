@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
 
@@ -18,7 +18,7 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
     """The score of each task and method in percent, averaged over seeds."""
     methods = list(dict.fromkeys(result["pos_emb"] for result in results))
     rows = []
-    for task in _tasks_of(results):
+    for task in tasks_of(results, TASKS):
         scores: dict[str, list[float]] = {method: [] for method in methods}
         for result in results:
             if result["task"] == task:
@@ -37,7 +37,7 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
 
 def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN) -> Figure:
     """A panel per task with the accuracy of each method (mean over seeds) as a function of the input length."""
-    tasks = _tasks_of(results)
+    tasks = tasks_of(results, TASKS)
     methods = list(dict.fromkeys(result["pos_emb"] for result in results))
     figure, panels = new_figure(style, len(tasks), style.columns(len(tasks)), sharex=True, sharey=True)
     numbers, handles = line_numbers({method: method for method in methods}), {}
@@ -58,6 +58,6 @@ def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings, styl
     return figure
 
 
-def _tasks_of(results: Sequence[Result]) -> list[str]:
-    """The tasks with results, in the order of the benchmark."""
-    return [name for name in TASKS if any(result["task"] == name for result in results)]
+def tasks_of(results: Sequence[Result], names: Iterable[str]) -> list[str]:
+    """The tasks with results, in the order of `names`."""
+    return [name for name in names if any(result["task"] == name for result in results)]

@@ -15,7 +15,7 @@ from megatron.reporting.aggregate import (
     have_different_targets,
     measurements,
     method_of,
-    setting_of,
+    records_by_seed,
 )
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_difference, slug
@@ -114,13 +114,8 @@ def _gains(records: Iterable[AnyRecord]) -> dict[tuple[Setting, int], tuple[Gain
     """The differences and the notes by setting and length, methods in the order of KERPLE's tables."""
     records = list(records)
     measurements(records, "context", "loss")  # rejects two results of the same seed
-    groups: dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]] = {}
-    for record in records:
-        if record["kind"] == "context":
-            by_method = groups.setdefault((setting_of(record), record["length"]), {})
-            by_method.setdefault(method_of(record), {})[record.get("seed")] = record
     found = {}
-    for key, by_method in groups.items():
+    for key, by_method in records_by_seed(records, "context").items():
         gains, notes = {}, [ERROR_NOTE]
         if have_different_targets(record for by_seed in by_method.values() for record in by_seed.values()):
             notes.append(f"The values are not comparable: {DIFFERENT_TARGETS}")

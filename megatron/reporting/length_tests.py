@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.length_tasks import LENGTH_TASKS
+from megatron.reporting.chomsky import tasks_of
 from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, standard_error_of_mean
 from megatron.reporting.published import line_numbers
 from megatron.reporting.style import (
@@ -51,7 +52,7 @@ def _table(
     settings: ExperimentSettings,
 ) -> Table:
     lines: list[Row | Section] = []
-    for task in _tasks_of(results):
+    for task in tasks_of(results, LENGTH_TASKS):
         lines.append(Section(f"{task.replace('_', ' ')} (random guessing: {100 * LENGTH_TASKS[task].guess:.1f})"))
         by_method: dict[str, list[Curve]] = {}
         for result in results:
@@ -81,7 +82,7 @@ def length_figure(results: Sequence[Result], settings: ExperimentSettings, style
     """For each task a panel of accuracy by length, and one by distance at the longest length: a line per method (mean
     over seeds) with a band of ± one standard error.
     """
-    tasks, methods = _tasks_of(results), list(dict.fromkeys(result["pos_emb"] for result in results))
+    tasks, methods = tasks_of(results, LENGTH_TASKS), list(dict.fromkeys(result["pos_emb"] for result in results))
     columns = style.columns(2)
     figure, panels = new_figure(style, 2 * len(tasks), columns, sharey=True)
     numbers, handles = line_numbers({method: method for method in methods}), {}
@@ -119,8 +120,3 @@ def _by_distance(result: Result) -> Curve:
     """At the longest length, by the first distance of each bin."""
     longest = list(result["distances"].values())[-1]
     return {int(distance): 100 * correct / count for distance, (correct, count) in longest.items()}
-
-
-def _tasks_of(results: Sequence[Result]) -> list[str]:
-    """The tasks with results, in the order of `LENGTH_TASKS`."""
-    return [name for name in LENGTH_TASKS if any(result["task"] == name for result in results)]

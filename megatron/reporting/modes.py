@@ -119,11 +119,8 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
     """A table per setting with more than one mode: a row per method and mode that it supports, with its loss minus that
     of the same method in mode full, by length. The notes name the best combination.
     """
-    losses, paired, best = (
-        measurements(records, "extrapolation", "loss"),
-        PairedLosses(records),
-        best_combinations(records),
-    )
+    losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
+    best = best_combinations(records)
     tables = []
     for setting in dict.fromkeys(found.setting for found in best):
         selected = losses.select([setting])

@@ -112,7 +112,7 @@ def markdown(table: Table, heading: str = "##") -> str:
             lines.append(line([f"**{escape_markdown(entry.title)}**", *[""] * (len(table.headers) - 1)]))
             continue
         texts = [*map(escape_markdown, entry.labels), *(_marked(cell, "**") for cell in entry.cells)]
-        lines.append(line([_italic(text) for text in texts] if entry.published else texts))
+        lines.append(line([f"*{text}*" * bool(text) for text in texts] if entry.published else texts))
     if table.notes:
         lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines) + "\n"
@@ -195,10 +195,6 @@ def escape_markdown(text: str) -> str:
     math. Underscores inside words (`kerple_log`) are not markup, so they are kept.
     """
     return re.sub(r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)", r"\\\g<0>", text)
-
-
-def _italic(text: str) -> str:
-    return f"*{text}*" if text else text
 
 
 def _marked(cell: Cell, strong: str) -> str:
