@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import (
     read_manifest,
     write_manifest,
 )
-from megatron.data.splits import PARTS, split_spans
+from megatron.data.splits import PARTS, part_span, split_spans
 from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
@@ -208,12 +208,8 @@ def split(prefix: str, shares: str, output: str) -> dict[str, WrittenFiles]:
         UserError: the split is invalid, a part has no documents, or the input is one of the outputs.
     """
     source = _open_documents(prefix)
-    spans = {part: span for part, span in zip(PARTS, split_spans(shares, source.sequences), strict=True) if span}
-    for part, (first, last) in spans.items():
-        if first == last:
-            raise UserError(
-                f"split {shares!r} of {prefix} ({source.sequences:,} documents) leaves no documents for {part}"
-            )
+    parts = [part for part, span in zip(PARTS, split_spans(shares, source.sequences), strict=True) if span]
+    spans = {part: part_span(shares, part, source.sequences, prefix) for part in parts}
     _check_distinct([prefix], [f"{output}_{part}" for part in spans])
     manifest = read_manifest(prefix)
     if manifest is not None:

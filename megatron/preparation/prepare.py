@@ -164,7 +164,8 @@ def prepare(options: PrepareOptions) -> Path:
     if isinstance(source, OwnText):
         recipe["skip_bad"] = options.skip_bad
     if train_tokenizer:
-        vocab_size = options.vocab_size or _default_vocab_size(options, source)
+        default_size = source.vocab_size if isinstance(source, OwnText) else OWN_VOCAB_SIZES[options.dataset]
+        vocab_size = options.vocab_size or default_size
         recipe["trained_vocab_size"] = vocab_size
     reason = _rebuild_reason(recipe, prefix, tokenizer_files, options.skip_bad)
     if reason is None and not options.rebuild:
@@ -291,10 +292,6 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     if options.dataset in KNOWN_DATASETS:
         return files
     return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad), options.limit_mb)
-
-
-def _default_vocab_size(options: PrepareOptions, source: ChunkSource) -> int:
-    return source.vocab_size if isinstance(source, OwnText) else OWN_VOCAB_SIZES[options.dataset]
 
 
 def _recipe_path(folder: Path) -> Path:
