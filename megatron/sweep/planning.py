@@ -138,10 +138,6 @@ class SweepRun:
         """Whether the last checkpoint is complete. Compares file sizes; the evaluation compares checksums."""
         return self._last_step.is_dir() and find_damage(self._last_step, contents=False) is None
 
-    def is_evaluated(self) -> bool:
-        """Whether there are results of the last checkpoint with the current options."""
-        return self.evaluations_done() == len(self.evaluation)
-
     def evaluations_done(self) -> int:
         """How many calls of evaluate.py have finished for the weights of the last checkpoint, with the current options.
 
@@ -209,7 +205,8 @@ class SweepRun:
 
     def status(self) -> Status:
         if self.is_trained():
-            return Status(State.FINISHED if self.is_evaluated() else State.EVALUATE, self.steps, 0)
+            is_evaluated = self.evaluations_done() == len(self.evaluation)
+            return Status(State.FINISHED if is_evaluated else State.EVALUATE, self.steps, 0)
         saved = iteration_of(find_step(self.checkpoints)) if has_checkpoint(self.checkpoints) else 0
         return Status(State.RESUME if saved else State.TRAIN, saved, self.steps - min(saved, self.steps))
 
