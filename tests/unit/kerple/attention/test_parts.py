@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from kerple.attention import (
     FULL,
@@ -270,3 +271,30 @@ def test_xpos_in_both_directions_at_far_positions():
     expected = dense_attention(method, *(part.double() for part in states), torch.zeros(()).bool(), causal=False)
     torch.testing.assert_close(context.double(), expected, rtol=1e-2, atol=1e-3)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(context.sum(), states))
+
+
+def masked_language_model_loss(causal: bool) -> float:
+    """The last loss of a layer with xPos that fills in one token of a text of three tokens and their repetition."""
+    torch.manual_seed(0)
+    method, positions = XPos(16, scale_base=8.0), torch.arange(6)
+    embedding, query_key_value, output = nn.Embedding(9, 32), nn.Linear(32, 96), nn.Linear(32, 8)
+    parameters = nn.ModuleList((embedding, query_key_value, output)).parameters()
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    for _ in range(300):
+        text = torch.randint(8, (32, 3)).repeat(1, 2)
+        masked = F.one_hot(torch.randint(6, (32,)), 6).bool()
+        states = query_key_value(embedding(text.masked_fill(masked, 8))).view(32, 6, 3, 2, 16)
+        query, key, value = states.permute(2, 0, 3, 1, 4)
+        query, key = method.rotate(query, key, positions, positions)
+        context = Attention(positional=method)(query, key, value, causal=causal)
+        loss = F.cross_entropy(output(context.transpose(1, 2).flatten(2))[masked], text[masked])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_masked_language_modeling_with_xpos():
+    """Causal attention does not see the repetition of the first three tokens, so it guesses half of them: ln(8) / 2."""
+    assert masked_language_model_loss(causal=False) < 0.01
+    assert masked_language_model_loss(causal=True) > 0.5
