@@ -1,15 +1,10 @@
-"""Loading a checkpoint into a training run of any parallel layout: weights only (finetune), or everything (resume).
-
-Its configuration is read here too, and compared with that of a run.
-"""
+"""Loading a checkpoint into a training run of any parallel layout: weights only (finetune), or everything (resume)."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from kerple.positional import method_class, registered_names
+from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
 from megatron.checkpoint.directory import (
     STATE_FILE,
     find_damage,
@@ -44,52 +39,15 @@ from megatron.checkpoint.state_dict import (
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.config.schema import CheckpointConfig
-from megatron.config.schema.model import ModelConfig
-from megatron.config.yaml_files import read_file
 from megatron.model.settings import ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS, optimizer_setting
 from megatron.tokenizer.tokenizer import padded_vocab_size
-from megatron.utils.errors import UserError
 from megatron.utils.ranks import run_on_all_ranks
 
 Report = Callable[[str], None]
 
 # A vocabulary that is padded for at most this tensor-parallel size is that of the configured tokenizer.
 MAX_TENSOR_PARALLEL = 64
-
-# Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write files, that the
-# checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the others concern training only.
-IGNORED_KEYS = (
-    "pos_emb_module",
-    "eval_tasks",
-    "eval_include_path",
-    "eval_results_prefix",
-    "sample_input_file",
-    "sample_output_file",
-    "pipe_parallel_size",
-    "model_parallel_size",
-    "attention_backend",
-    "fp16",
-    "bf16",
-    "precision",
-)
-
-# Sizes that must match if the configuration of an evaluation sets them.
-SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-
-# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig -> configuration key.
-OUTPUT_SETTINGS = {
-    "num_attention_heads": "num_attention_heads",
-    "num_kv_heads": "num_kv_heads",
-    "head_size": "head_size",
-    "window": "sliding_window_width",
-    "norm": "norm",
-    "norm_epsilon": "layernorm_epsilon (or rms_norm_epsilon)",
-    "activation_function": "activation (with bias_gelu_fusion)",
-    "gpt_j_residual": "gpt_j_residual",
-    "no_weight_tying": "no_weight_tying",
-    "positional_options": "the options of pos_emb",
-}
 
 
 def locate_checkpoint(config: Config, layout: RankLayout, report: Report) -> Path | None:
@@ -401,86 +359,3 @@ def _resume_released(
     # At iteration 0, no schedule has begun: the checkpoint was converted, for example from Hugging Face.
     lr_schedule: Literal["neox", "neox-2022"] = "neox-2022" if iteration else "neox"
     return TrainingState(iteration, samples, tokens=samples * engine.seq_length, lr_schedule=lr_schedule)
-
-
-def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in the checkpoint's configs/ folder, with `overrides` applied. Raises CheckpointError."""
-    folders = [folder for folder in (step / "configs", step.parent / "configs") if folder.is_dir()]
-    # Without hidden files: macOS writes ._NAME next to NAME on other file systems and into archives.
-    paths = sorted(path for folder in folders[:1] for path in folder.glob("[!.]*") if path.suffix in (".yml", ".yaml"))
-    if not paths:
-        raise CheckpointError(f"{step}: has no configs/*.yml, so the model's configuration is unknown")
-    values: dict[str, Any] = {}
-    for path in paths:
-        for entry in read_file(path):
-            values[entry.key.replace("-", "_")] = entry.value
-    for key in IGNORED_KEYS:
-        values.pop(key, None)
-    values.update({key.replace("-", "_"): value for key, value in (overrides or {}).items()})
-    try:
-        return Config.from_flat(values, source=str(paths[0].parent))
-    except UserError as error:
-        raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
-
-
-def model_differences(saved: Config, config: Config, *, evaluation: bool = False) -> list[str]:
-    """Differences of two configurations that change the model's output for the same weights, one phrase each.
-
-    evaluation: ignore options of the positional method that may be changed after training (its `evaluation_options`),
-    such as rotary scaling, and compare the sizes that `config` sets.
-    """
-    before, after = saved.model, config.model
-    differences = []
-    for key in SIZES if evaluation else ():
-        sizes = getattr(before, key), getattr(after, key)
-        if key in config.to_flat() and sizes[0] != sizes[1]:
-            differences.append(f"{key} {sizes[0]} in the checkpoint, {sizes[1]} here")
-    same_method = method_class(before.pos_emb) is method_class(after.pos_emb)
-    if not same_method:
-        differences.append(f"pos_emb {before.pos_emb} in the checkpoint, {after.pos_emb} here")
-
-    def options(config: ModelConfig) -> dict[str, object]:
-        method = method_class(before.pos_emb)
-        complete = {**method.default_options(), **config.positional_options}
-        return method.trained_options(**complete) if evaluation else complete
-
-    for field, key in OUTPUT_SETTINGS.items():
-        if field == "positional_options":
-            if not same_method:
-                continue  # another method has other options
-            values = options(before), options(after)
-        else:
-            values = getattr(before, field), getattr(after, field)
-        if values[0] != values[1]:
-            differences.append(f"{key} {values[0]} in the checkpoint, {values[1]} here")
-    return list(dict.fromkeys(differences))
-
-
-def replaces_positional_method(saved: Config, config: Config) -> bool:
-    """Whether the positional method of `config` is another one than that of the checkpoint, or has other parameters, so
-    that the checkpoint's positional parameters cannot be used.
-    """
-
-    def parameters(config: ModelConfig) -> tuple[bool, list[dict[str, torch.Size]]]:
-        methods = config.build_on_meta()
-        shapes = [{name: parameter.shape for name, parameter in method.named_parameters()} for method in methods]
-        return methods[0].shared, shapes
-
-    before, after = saved.model, config.model
-    if method_class(before.pos_emb) is not method_class(after.pos_emb):
-        return True
-    return before.positional_options != after.positional_options and parameters(before) != parameters(after)
-
-
-def evaluated_method(config: Config) -> str:
-    """Like `describe_method`, for the method of a configuration."""
-    return describe_method(config.model.pos_emb, config.model.positional_options)
-
-
-def describe_method(pos_emb: str, options: Mapping[str, object]) -> str:
-    """A positional method with its non-default options: "rotary (scaling linear, factor 4)"."""
-    defaults = method_class(pos_emb).default_options() if pos_emb in registered_names() else {}
-    changed = [
-        f"{name} {value}" for name, value in options.items() if value is not None and value != defaults.get(name)
-    ]
-    return f"{pos_emb} ({', '.join(changed)})" if changed else pos_emb

@@ -16,8 +16,8 @@ from rich.text import Text
 from typing_extensions import NotRequired, TypedDict
 
 from kerple.attention import FULL_MODE
+from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
-from megatron.checkpoint.loading import evaluated_method
 from megatron.cli.model_options import check_vocabulary, chosen_step, load, saved_config, tokenizer_keys
 from megatron.config import Config, UserError
 from megatron.evaluation.modes import supported_modes

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
-from megatron.checkpoint.loading import evaluated_method
 from megatron.cli.eval_tasks import TASK_RESULTS, harness_options, run_harness
 from megatron.cli.evaluation_options import (
     add_options,

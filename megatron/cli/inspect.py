@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import (
     MANIFEST,
     STEP,
@@ -23,7 +24,6 @@ from megatron.checkpoint.directory import (
     write_manifest_of_folder,
 )
 from megatron.checkpoint.inspection import describe, differences
-from megatron.checkpoint.loading import checkpoint_config
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.utils.command_line import OptionParser, integer
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kerple.positional import method_class
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.layers import ROW_PARALLEL_BIASES, SCALE_NAMES, check_sizes, layer_state, load_layers
-from megatron.checkpoint.loading import checkpoint_config
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.convert.hugging_face_config import options_beyond_2022

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kerple.attention import DEFAULT_MODE, AttentionMode, Span
 from kerple.positional import PositionalMethod, PositionsExceeded
-from megatron.checkpoint.loading import describe_method
+from megatron.checkpoint.configuration import describe_method
 from megatron.config.schema.model import ModelConfig
 from megatron.utils.errors import UserError
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_valid_step, looks_like_checkpoint
 from megatron.checkpoint.layers import (
     LayerStates,
@@ -15,7 +16,6 @@ from megatron.checkpoint.layers import (
     open_layers,
     weight_layers,
 )
-from megatron.checkpoint.loading import checkpoint_config
 from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings

@@ -22,9 +22,9 @@ from kerple.attention import Span, score_table
 from kerple.positional import Chunk, method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
-from megatron.checkpoint.loading import checkpoint_config
 from megatron.data.streams import evaluation_stream
 from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.evaluation.records import fingerprint_of

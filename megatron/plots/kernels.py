@@ -20,8 +20,8 @@ from torch import Tensor
 from kerple.attention import score_table
 from kerple.positional import Chunk, ModelShape, PositionalMethod, build, method_class, primary_names
 from kerple.positional.registry import canonical_name
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
-from megatron.checkpoint.loading import checkpoint_config
 from megatron.config.yaml_files import PACKAGED
 from megatron.inference import load_model
 from megatron.model.initialization import generator_for

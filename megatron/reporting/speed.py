@@ -62,8 +62,8 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
 
     The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the checkpoint folder.
     """
+    from megatron.checkpoint.configuration import checkpoint_config  # imports the model
     from megatron.checkpoint.directory import find_step
-    from megatron.checkpoint.loading import checkpoint_config  # imports the model
 
     corpora: dict[str, str | None] = {}
     for record in records:

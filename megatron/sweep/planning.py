@@ -21,6 +21,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
+from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import (
     find_damage,
     find_step,
@@ -29,7 +30,6 @@ from megatron.checkpoint.directory import (
     tag_for,
     weights_fingerprint,
 )
-from megatron.checkpoint.loading import evaluated_method
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml

@@ -18,9 +18,9 @@ if __name__ == "__main__":
 import argparse
 from collections.abc import Sequence
 
+from megatron.checkpoint.configuration import model_differences
 from megatron.checkpoint.directory import STEP, find_damage
 from megatron.checkpoint.layers import DTYPES
-from megatron.checkpoint.loading import model_differences
 from megatron.config import Config, UserError
 from megatron.config.yaml_files import read_file
 from megatron.convert import to_hugging_face

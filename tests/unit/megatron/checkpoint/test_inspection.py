@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 
+from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.inspection import check_finite, describe, differences, head_values, positional_methods
-from megatron.checkpoint.loading import checkpoint_config
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert import to_release
 from megatron.inference import load_model

@@ -1,4 +1,4 @@
-"""Resuming from malicious or malformed files or another model; reading and comparing configurations."""
+"""Resuming from a checkpoint with malicious or malformed files, and from one of another model."""
 
 import copy
 import json
@@ -7,13 +7,8 @@ import shutil
 import pytest
 import torch
 
-from megatron.checkpoint.directory import find_damage, read_manifest, write_manifest_of_folder
-from megatron.checkpoint.loading import (
-    checkpoint_config,
-    checkpoint_vocab_size,
-    model_differences,
-    replaces_positional_method,
-)
+from megatron.checkpoint.directory import write_manifest_of_folder
+from megatron.checkpoint.loading import checkpoint_vocab_size
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.tokenizer.tokenizer import padded_vocab_size
@@ -208,78 +203,3 @@ def test_code_in_a_checkpoints_configuration_is_not_run(trained_run, resume, tmp
     write_manifest_of_folder(step, 2)
     assert resume().iteration == 3
     assert not (tmp_path / "sprung").exists()
-
-
-def test_a_checkpoint_cannot_choose_code_or_files(tmp_path):
-    """Without configuration files, evaluate.py and generate.py use the checkpoint's configuration."""
-    keys = {"eval-tasks": ["task.yaml"], "eval_include_path": [str(tmp_path)], "eval_results_prefix": str(tmp_path)}
-    files = {"sample_input_file": "/etc/passwd", "sample-output-file": str(tmp_path / "out")}
-    write_checkpoint(tmp_path, "none", "nowhere", **keys, **files, text_gen_type="input-file")
-    config = checkpoint_config(tmp_path / "global_step4")
-    assert (config.evaluation.eval_tasks, config.evaluation.eval_include_path) == (None, None)
-    assert config.evaluation.eval_results_prefix is None
-    assert (config.generation.sample_input_file, config.generation.sample_output_file) == (None, None)
-    assert config.generation.text_gen_type == "input-file"
-    chosen = checkpoint_config(tmp_path / "global_step4", {"sample_output_file": "mine"})
-    assert chosen.generation.sample_output_file == "mine"
-
-
-def test_hidden_files_are_no_part_of_a_checkpoint(tmp_path):
-    """macOS writes ._NAME next to NAME."""
-    write_checkpoint(tmp_path, "none", "nowhere")
-    step = tmp_path / "global_step4"
-    (step / "configs" / "._config.yml").write_bytes(b"\0\5\26\7")
-    (step / "._layer_00-model_00-model_states.pt").write_bytes(b"\0\5\26\7")
-    write_manifest_of_folder(step, 4)
-    assert not any("._" in name for name in read_manifest(step))
-    assert find_damage(step) is None
-    assert checkpoint_config(step).model.pos_emb == "none"
-
-
-def test_position_options_that_evaluation_may_change():
-    """They must not change when training resumes. An explicit default is not a change."""
-
-    def configuration(pos_emb, **options):
-        return Config.from_flat(settings_of(pos_emb, "nowhere", pos_emb_options=options))
-
-    scaling = {"scaling": "linear", "factor": 4}
-    plain, linear = configuration("rotary"), configuration("rotary", **scaling)
-    (difference,) = model_differences(plain, linear)
-    assert "the options of pos_emb" in difference
-    assert model_differences(plain, linear, evaluation=True) == []
-    assert model_differences(configuration("kerple_log"), configuration("kerple_log", parameters="shared")) == []
-    assert model_differences(
-        configuration("kerple_log"), configuration("kerple_log", parameters="per-layer"), evaluation=True
-    )
-
-
-def test_shapes_of_blocks_that_change_the_output():
-    """Some of them do not change the size of any tensor."""
-    saved = Config.from_flat(settings_of("none", "nowhere"))
-    for keys, name in (
-        ({"sliding_window_width": 7}, "sliding_window_width"),
-        ({"num_kv_heads": 2}, "num_kv_heads"),
-        ({"head_size": 16}, "head_size"),
-        ({"activation": "silu"}, "activation"),
-    ):
-        (difference,) = model_differences(saved, saved.updated(**keys))
-        assert difference.startswith(name)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        (("rotary", {}), ("rotary", {}), False),
-        (("rotary", {}), ("rotary", {"scaling": "linear", "factor": 4}), False),
-        (("rotary", {}), ("kerple_log", {}), True),
-        (("kerple_log", {}), ("kerple_log", {"parameters": "per-layer"}), True),
-        (("rpe", {}), ("rpe", {"max_distance": 64}), False),
-        (("rpe", {}), ("rpe", {"num_buckets": 8}), True),
-    ],
-)
-def test_another_positional_method_or_other_parameters(before, after, expected):
-    saved, config = (
-        Config.from_flat(settings_of(pos_emb, "nowhere", pos_emb_options=options))
-        for pos_emb, options in (before, after)
-    )
-    assert replaces_positional_method(saved, config) == expected
