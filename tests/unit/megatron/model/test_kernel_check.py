@@ -31,7 +31,7 @@ def ranks(monkeypatch):
     ) -> list[tuple]:
         checks = []
 
-        def check(attention, device, dtype, heads, head_size, *, training, kv_heads, windowed):
+        def check(attention, device, dtype, heads, head_size, *, training, kv_heads, windowed, documents):
             checks.append((device, dtype, heads, head_size, training, kv_heads, windowed))
             return own
 
