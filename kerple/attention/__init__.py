@@ -3,8 +3,7 @@
 from kerple.attention.backends.flex import score_mod
 from kerple.attention.backends.triton.operator import prepare_tables
 from kerple.attention.call import FULL, Requirements, Span
-from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
-from kerple.attention.gradients import non_finite_gradients
+from kerple.attention.dispatch import Attention, attend, backend_names, check_backend, non_finite_gradients
 from kerple.attention.inference.attend import attend_in_mode
 from kerple.attention.inference.mode import (
     DEFAULT_MODE,
