@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from itertools import product
 
 import pytest
 
@@ -234,6 +235,16 @@ def test_the_sweeps_of_the_replication(monkeypatch):
         assert restricted[2] == "8192"
         assert restricted[-2:] == full[-2:]
     assert len({factor for name, factor in factors if name != "c-factor1"}) == 1
+
+
+def test_the_sweep_with_and_without_document_masks(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    runs = plan(read_sweep("experiments/replication/documents.yml"))
+    settings = [
+        (run.config.training.seed, run.config.model.pos_emb, run.config.data.reset_attention_mask) for run in runs
+    ]
+    assert set(settings) == set(product((1235, 1236, 1237), ("kerple_log", "alibi"), (True, False)))
+    assert {run.config.data.train_data_paths for run in runs} == {("data/debian_c/pieces_text_document",)}
 
 
 @pytest.mark.parametrize(

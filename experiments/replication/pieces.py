@@ -1,0 +1,49 @@
+"""Write data/debian_c/pieces.jsonl: C cut at blank lines, each piece a document, for documents.yml.
+
+Reads the training split, data/debian_c/split_train, until there are 12 million tokens, more than the runs read.
+Neighbours in the file are unrelated, because the pieces are shuffled.
+"""
+
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import check_megatron  # noqa: F401
+from megatron.data.indexed_dataset import open_indexed_files
+from megatron.preparation.dataset_tools import decode_document
+from megatron.tokenizer.tokenizer import build_tokenizer
+from megatron.utils.command_line import run_main
+from megatron.utils.files import write_atomically
+
+DATA = Path("data/debian_c")
+TOKENS, SEED = 12_000_000, 1234
+
+
+def cut_at_blank_lines(text: str) -> list[str]:
+    """Return the parts of a text between blank lines, without line breaks at their ends."""
+    return [piece.strip("\n") for piece in re.split(r"\n\s*\n", text) if piece.strip()]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the pieces. Raises UserError if the dataset or its tokenizer cannot be read."""
+    files = open_indexed_files(DATA / "split_train")
+    tokenizer = build_tokenizer("HFTokenizer", DATA / "tokenizer.json")
+    pieces: list[str] = []
+    number, tokens = 0, 0
+    while tokens < TOKENS:
+        pieces += cut_at_blank_lines(decode_document(files, number, tokenizer).removesuffix("<|endoftext|>"))
+        tokens += int(files.lengths[number])
+        number += 1
+    random.Random(SEED).shuffle(pieces)
+    path = DATA / "pieces.jsonl"
+    write_atomically(path, "".join(json.dumps({"text": piece}) + "\n" for piece in pieces).encode())
+    print(f"{path}: {len(pieces):,} pieces of {number:,} files")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
