@@ -118,8 +118,8 @@ def tables(
     causal: if False, a `signed` method has tables `[2, h, length - first]`: for keys up to the query, and for keys
     after it. Those of other methods are the same for both.
 
-    rounded: round distances and tables to bfloat16. The KERPLE release computes in bfloat16, which cannot represent
-    odd distances above 256; this reproduces its numbers.
+    rounded: round distances and tables to bfloat16. The original KERPLE code computes in bfloat16, which cannot
+    represent odd distances above 256; this reproduces its numbers.
 
     distance_map: replaces the distances, before they are rounded.
     """

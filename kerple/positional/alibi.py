@@ -39,8 +39,8 @@ class Alibi(Bias):
 class KerplePowerOriginal(Alibi):
     """ALiBi as a special case of KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
 
-    The KERPLE release clamps this `a`, like every scalar, to at least 0.01, so its flattest heads are steeper than
-    ALiBi's.
+    The original KERPLE code clamps this `a`, like every scalar, to at least 0.01, so its flattest heads are steeper
+    than ALiBi's.
     """
 
     computed = ("bias_a",)

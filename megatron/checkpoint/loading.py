@@ -24,7 +24,7 @@ from megatron.checkpoint.layers import (
     tied_output,
     weight_layers,
 )
-from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, read_released_optimizer
+from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, read_original_optimizer
 from megatron.checkpoint.state_dict import (
     RankLayout,
     TrainingEngine,
@@ -290,7 +290,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     if "training" not in saved:
         if saved_by_this_project(step):
             raise CheckpointError(f"{path}: the entry training is missing; the checkpoint is incomplete")
-        return _resume_released(engine, config, step, saved, report)
+        return _resume_original(engine, config, step, saved, report)
     check_run_state(saved, path)
     state = TrainingState.from_dict(saved["training"])
     if not _same_folder(settings.load, settings.save):
@@ -334,7 +334,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     return state
 
 
-def _resume_released(
+def _resume_original(
     engine: TrainingEngine, config: Config, step: Path, saved: dict[str, Any], report: Report
 ) -> TrainingState:
     """From a checkpoint of the KERPLE release or GPT-NeoX of 2022: iteration, samples, and Adam's state if it fits."""
@@ -346,7 +346,7 @@ def _resume_released(
         reason = f"it is Adam's, but the optimizer is {config.optimizer.name}"
     else:
         state_tensors = config.optimizer.spec.state_tensors
-        optimizer, reason = read_released_optimizer(saved, step, tied_output(engine.config.model), state_tensors)
+        optimizer, reason = read_original_optimizer(saved, step, tied_output(engine.config.model), state_tensors)
         if reason is None:
             load_optimizer(engine, optimizer, step)
             report(f"{step}: not saved by this project; loaded weights, iteration and optimizer state")

@@ -16,7 +16,7 @@ parameters (`megatron.optimizers.whole_parameters`) has each of them in one piec
 unsliced parameter.
 
 Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number,
-under "optimizer" in `mp_rank_00_model_states.pt`. `read_released_optimizer` maps it to these names.
+under "optimizer" in `mp_rank_00_model_states.pt`. `read_original_optimizer` maps it to these names.
 
 Legend: n elements of a fragment.
 """
@@ -290,7 +290,7 @@ class SavedOptimizer:
         return joined.view(shape)
 
 
-class ReleasedOptimizer:
+class OriginalOptimizer:
     """Adam's state in a checkpoint of the KERPLE release, by parameter name."""
 
     def __init__(self, entries: dict[str, dict[str, Any]]):
@@ -303,21 +303,21 @@ class ReleasedOptimizer:
         return int(self._entries[name]["step"])
 
     def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
-        """`read_released_optimizer` has compared the shape with the weight's."""
+        """`read_original_optimizer` has compared the shape with the weight's."""
         tensor: Tensor = self._entries[name][kind]
         return tensor
 
 
-def read_released_optimizer(
+def read_original_optimizer(
     saved: Mapping[str, Any], step: Path, tied_output: int | None, state_tensors: tuple[str, ...]
-) -> tuple[ReleasedOptimizer, str | None]:
+) -> tuple[OriginalOptimizer, str | None]:
     """The optimizer state of a released checkpoint, and why it cannot be used (None if it can).
 
     Parameters are numbered in the order of the model, which is the order of names in the layer files; a parameter that
     layers share is counted once, where it first occurs. In half precision the release stores flat partitions, or
     nothing in this file. saved: the contents of `mp_rank_00_model_states.pt`.
     """
-    empty, state = ReleasedOptimizer({}), saved.get("optimizer")
+    empty, state = OriginalOptimizer({}), saved.get("optimizer")
     if state is None:
         return empty, "the checkpoint has no optimizer state"
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
@@ -346,4 +346,4 @@ def read_released_optimizer(
         if any(kind not in entry or entry[kind].shape != shape for kind in state_tensors) or "step" not in entry:
             return empty, f"its parameter {number} does not have the shape of {name}"
         entries[name] = entry
-    return ReleasedOptimizer(entries), None
+    return OriginalOptimizer(entries), None

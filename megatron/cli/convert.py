@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return command
 
     to_hf = add_command("to-hf", export, "DIR", "checkpoint folder -> Hugging Face folder")
-    release = add_command("to-release", export_release, "DIR", "checkpoint folder -> the release's layout")
+    release = add_command("to-release", export_original, "DIR", "checkpoint folder -> the release's layout")
     from_hf = add_command("from-hf", import_folder, "FOLDER", "Hugging Face folder -> checkpoint folder")
     for command in (to_hf, release):
         command.add_argument(
@@ -162,7 +162,7 @@ def import_folder(options: argparse.Namespace) -> None:
     from_hugging_face(source, options.output, with_tokenizer=not options.no_tokenizer, dtype=dtype)
 
 
-def export_release(options: argparse.Namespace) -> None:
+def export_original(options: argparse.Namespace) -> None:
     model, config, dtype, step = load(options)
     tensor_parallel, iteration = options.tensor_parallel, iteration_of(step)
     to_release(model, config, options.output, iteration=iteration, tensor_parallel=tensor_parallel, dtype=dtype)

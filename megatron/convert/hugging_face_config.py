@@ -194,7 +194,7 @@ def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[st
 
 
 def options_beyond_2022(model: ModelConfig) -> list[str]:
-    """The keys that give blocks another structure than those of the KERPLE release (GPT-NeoX, 2022)."""
+    """The keys that give blocks another structure than the original KERPLE code (GPT-NeoX, 2022)."""
     changed = {
         "activation (gated MLP)": model.gated,
         "intermediate_size": not model.gated and model.mlp_features != 4 * model.hidden_size,

@@ -110,7 +110,7 @@ def to_release(
         raise CheckpointError(
             f"the release's blocks do not support {', '.join(names)}; its format cannot store this model"
         )
-    config_values = release_config(config, vocabulary, tensor_parallel)
+    config_values = original_config(config, vocabulary, tensor_parallel)
     for name, size in (("heads", config.model.num_attention_heads), ("rows of the vocabulary", vocabulary)):
         if size % tensor_parallel:
             raise CheckpointError(f"tensor-parallel size {tensor_parallel} does not divide the {size} {name}")
@@ -121,7 +121,7 @@ def to_release(
 
     def states() -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         for index, layer in layers_with_weights(model).items():
-            state = {**layer_state(layer), **release_buffers(model, config_values["pos_emb"], index)}
+            state = {**layer_state(layer), **original_buffers(model, config_values["pos_emb"], index)}
             state |= {name: state[name] / tensor_parallel for name in summed if name in state}
             state = {norm_names.get(name, name): tensor for name, tensor in state.items()}
             yield index, split_for_ranks(state, tensor_parallel, dtype)
@@ -136,7 +136,7 @@ def to_release(
         check_same_logits(source, written, vocabulary, config, f"{output}: release layout", report)
 
 
-def release_config(config: Config, padded_vocab_size: int, tensor_parallel: int) -> dict[str, Any]:
+def original_config(config: Config, padded_vocab_size: int, tensor_parallel: int) -> dict[str, Any]:
     """The configuration in the release's keys. Raises CheckpointError for what they cannot express."""
     method = method_class(config.model.pos_emb)
     name = next((name for name in METHODS if method_class(name) is method), None)
@@ -184,7 +184,7 @@ def deepspeed_state(iteration: int, tensor_parallel: int) -> dict[str, Any]:
     }
 
 
-def release_buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
+def original_buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
     """Tensors in the release's file of layer `index` that this model computes."""
     method: Any = next(iter(model.positional_methods().values()), None)
 

@@ -131,8 +131,8 @@ class NonOverlapping(Protocol):
 
 
 class Kerple(Protocol):
-    """The first N segments of the stream at every length, 320 by default, as in KERPLE's released code (320 batches of
-    one sequence, one run per length).
+    """The first N segments of the stream at every length, 320 by default, as in the original KERPLE code (320 batches
+    of one sequence, one run per length).
 
     Bias: that of `non-overlapping`. In addition, 32 times more text is scored at 16,384 tokens than at 512, so two
     lengths also differ in text.

@@ -110,8 +110,8 @@ class ModelConfig(ConfigSection):
     )
     release_bf16_distances: bool = field(
         False,
-        """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the KERPLE release did. Most
-        distances above 256 are not exact in bfloat16. Use it only to reproduce the release's numbers.""",
+        """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the original KERPLE code did. Most
+        distances above 256 are not exact in bfloat16. Use it only to reproduce its numbers.""",
     )
     rotary_pct: float = field(
         1.0, "rotary, alone and with KERPLE or DAPE: fraction of each head's dimensions that is rotated.", gt=0, le=1
@@ -229,11 +229,11 @@ class ModelConfig(ConfigSection):
                 "third of it, here 0 features; set at least 2"
             )
 
-        # The reproduction of the KERPLE release.
+        # The rounding of the original KERPLE code.
         if self.release_bf16_distances and not self.pos_emb.startswith(("kerple_", "alibi")):
             yield (
-                '"release_bf16_distances": the release computed distances in bfloat16 only for KERPLE and ALiBi, '
-                f"not for pos_emb {self.pos_emb}; remove the key"
+                '"release_bf16_distances": the original KERPLE code computes distances in bfloat16 only for KERPLE and '
+                f"ALiBi, not for pos_emb {self.pos_emb}; remove the key"
             )
         if self.release_bf16_distances and self.pos_emb_options.get("random_range") is not None:
             yield (

@@ -214,9 +214,9 @@ class ScheduleConfig(ConfigSection):
     lr_schedule: Literal["neox", "neox-2022"] | None = field(
         None,
         """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at lr_decay_iters, and cosine ends
-        at min_lr. neox-2022: those of the KERPLE release; the decay is spread over lr_decay_iters steps after the
+        at min_lr. neox-2022: those of the original KERPLE code; the decay is spread over lr_decay_iters steps after the
         warmup, so it does not complete, and min_lr is only a lower bound. Default: that of the checkpoint from which
-        the run resumes (neox-2022 for checkpoints of the KERPLE release), otherwise neox.""",
+        the run resumes (neox-2022 for the original KERPLE checkpoints), otherwise neox.""",
     )
     min_lr: float = field(0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0)
     decay_lr_to: float | None = field(

@@ -9,7 +9,7 @@ from megatron.checkpoint.optimizer import (
     optimizer_file,
     optimizer_fragments,
     parameter_names,
-    read_released_optimizer,
+    read_original_optimizer,
 )
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.inference import load_model
@@ -104,7 +104,7 @@ def test_fragments_of_a_torch_optimizer():
 def test_the_releases_state_is_found_by_name(method):
     step = checkpoints(method) / "global_step300"
     saved = load_file(step / "mp_rank_00_model_states.pt")
-    optimizer, reason = read_released_optimizer(saved, step, None, STATE_TENSORS)
+    optimizer, reason = read_original_optimizer(saved, step, None, STATE_TENSORS)
     assert reason is None
     model, _ = load_model(checkpoints(method))
     for name, parameter in parameter_names(model.layers(), None).items():
@@ -126,7 +126,7 @@ def test_the_releases_state_is_found_by_name(method):
 def test_a_state_that_does_not_fit_has_a_reason(change, reason):
     step = checkpoints("kerple_log") / "global_step300"
     state = load_file(step / "mp_rank_00_model_states.pt")["optimizer"]
-    _, actual = read_released_optimizer({"optimizer": change(state)}, step, None, STATE_TENSORS)
+    _, actual = read_original_optimizer({"optimizer": change(state)}, step, None, STATE_TENSORS)
     assert reason in actual
 
 
@@ -134,5 +134,5 @@ def test_the_state_of_a_model_with_grouped_query_attention_is_not_used(tmp_path)
     """GPT-NeoX orders the rows of its queries, keys and values differently."""
     torch.save({"attention.query_key_value.weight": torch.ones(16, 8)}, tmp_path / "layer_02-model_00-model_states.pt")
     saved = {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}
-    _, reason = read_released_optimizer(saved, tmp_path, None, STATE_TENSORS)
+    _, reason = read_original_optimizer(saved, tmp_path, None, STATE_TENSORS)
     assert reason.startswith("num_kv_heads: ")
