@@ -173,11 +173,16 @@ def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> st
     if backend != "auto":
         return backend
     if call.documents is not None:
-        if _fused_is_fastest(requirements, call.q_len) and _runs_packed(call):
-            return "fused"
-        return "chunked" if requirements.weight or requirements.modify_scores else "sdpa"
+        return _fastest_for_documents(requirements, call.q_len, packed=_runs_packed(call))
     plain = call.span == EVERY_KEY or (call.span == FULL and call.q_len == call.kv_len)
     return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
+
+
+def _fastest_for_documents(requirements: Requirements, q_len: int, *, packed: bool) -> str:
+    """The backend that `auto` chooses for several documents. packed: see `AttentionCall.is_packed`."""
+    if packed and _fused_is_fastest(requirements, q_len):
+        return "fused"
+    return "chunked" if requirements.weight or requirements.modify_scores else "sdpa"
 
 
 def _check_fused(call: AttentionCall, name: str = "", again: bool = False) -> self_check.Verdict | None:
@@ -305,8 +310,9 @@ class Attention:
         head_size: int = 64,
         *,
         windowed: bool = False,
+        documents: bool = False,
     ) -> str:
-        """The backend that runs on a device, and why, for a log. windowed: all calls have a window."""
+        """The backend that runs on a device, and why, for a log. All calls have a window, or documents, if said so."""
         device = torch.device(device)
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
         chunks = ""
@@ -317,6 +323,9 @@ class Attention:
         if self.modifies_scores:
             return f"chunked (auto: the only memory-efficient backend for a method with modify_scores){chunks}"
         usual = self._requirements(device=device, dtype=dtype, head_size=head_size)
+        if documents:
+            chosen = _fastest_for_documents(usual, 2, packed=True)
+            return f"{chosen} (auto: fastest on {device.type} for documents and this method)"
         has_tables = self.has_bias or self.has_weight
         plain, other = (_fastest_backend(usual, 2, tables=has_tables, plain=plain) for plain in (not windowed, False))
         if plain == other == "fused":

@@ -25,6 +25,7 @@ from megatron.config.yaml_files import parse_override
 from megatron.convert.hub import local_checkpoint
 from megatron.inference.loading import load_model
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, parse_arguments
+from megatron.model.attention import describe_backends
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
@@ -179,15 +180,10 @@ def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool
         report(notice)
     check_kernels(model, device, dtype, training=False, report=report)
     if is_first:
-        layers: list[Any] = [block.attention for block in model.blocks]
-        choices = (
-            layer.attention.choice(device, dtype, layer.head_size, windowed=layer.window is not None)
-            for layer in layers
-        )
         print(
             f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of hidden size "
             f"{saved.model.hidden_size}, {options.precision} on {device}, "
-            f"attention {'; in other layers '.join(dict.fromkeys(choices))}",
+            f"attention {describe_backends(model, device, dtype)}",
             file=sys.stderr,
             flush=True,
         )

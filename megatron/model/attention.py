@@ -326,3 +326,18 @@ class SelfAttention(nn.Module):
     def _local(self, values: Tensor) -> Tensor:
         """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from replicated parameters."""
         return sum_head_gradients(values, self.tp)[self.local_heads]
+
+
+def describe_backends(model: nn.Module, device: torch.device, dtype: torch.dtype, *, documents: bool = False) -> str:
+    """The attention backends of the layers and why they were chosen; empty for a pipeline stage without layers.
+
+    documents: see `Attention.choice`.
+    """
+    choices = []
+    for layer in model.modules():
+        if isinstance(layer, SelfAttention):
+            windowed = layer.window is not None
+            choices.append(
+                layer.attention.choice(device, dtype, layer.head_size, windowed=windowed, documents=documents)
+            )
+    return "; in other layers ".join(dict.fromkeys(choices))

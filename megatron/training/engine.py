@@ -27,7 +27,7 @@ from megatron.checkpoint.optimizer import parameter_names
 from megatron.config import Config, UserError
 from megatron.data.datasets import Samples
 from megatron.data.loader import build_loader
-from megatron.model.attention import SelfAttention
+from megatron.model.attention import describe_backends
 from megatron.model.gpt import GPT, positional_methods, text_length
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
@@ -396,16 +396,9 @@ class Engine:
         return copy
 
     def attention_choice(self) -> str:
-        """The attention backends of the layers and why they were chosen; empty for a pipeline stage without
-        transformer blocks.
-        """
-        dtype = DTYPES[self.config.precision.dtype]
-        choices = [
-            module.attention.choice(self.layout.device, dtype, module.head_size, windowed=module.window is not None)
-            for module in self.model.modules()
-            if isinstance(module, SelfAttention)
-        ]
-        return "; in other layers ".join(dict.fromkeys(choices))
+        """See `describe_backends`."""
+        dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
+        return describe_backends(self.model, self.layout.device, dtype, documents=documents)
 
 
 class _RecordedKeys(dict[str, Any]):

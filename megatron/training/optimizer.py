@@ -136,7 +136,7 @@ class Schedule:
     within [min_lr, lr]. From t = T on, cosine stays at min_lr (GPT-NeoX's would rise again). A run that is shorter than
     its warmup stays in it.
 
-    `version` neox-2022 has the formulas of the original KERPLE code (GPT-NeoX, 2022): the warmup is lr * t / W,
+    `version` neox-2022 has the formulas of the original KERPLE code (GPT-NeoX, 2022): the warmup is lr * t / W, and
     after it t is at most T - W, u is (t - W) / T, and cosine is lr/2 (1 + cos(pi u)), which min_lr only bounds.
     """
 

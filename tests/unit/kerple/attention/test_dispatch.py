@@ -103,6 +103,8 @@ def test_the_choice_is_described(fused_available):
     assert plain.choice("cuda").startswith("sdpa, and fused for windows")
     assert plain.choice("cuda", windowed=True).startswith("fused (auto")
     assert plain.choice("cpu", windowed=True) == "chunked (auto: fastest on cpu for this method)"
+    assert plain.choice("cuda", documents=True).startswith("fused (auto")
+    assert plain.choice("cpu", documents=True).startswith("sdpa (auto")
     assert plain.training_backend(torch.device("cpu"), 64, False) == "sdpa"
     assert plain.training_backend(torch.device("cpu"), 64, False, windowed=True) == "chunked"
     assert biased.choice("cuda").startswith("fused (auto")
