@@ -125,7 +125,6 @@ def evaluated_method(config: Config) -> str:
 def describe_method(pos_emb: str, options: Mapping[str, object]) -> str:
     """A positional method with its non-default options: "rotary (scaling linear, factor 4)"."""
     defaults = method_class(pos_emb).default_options() if pos_emb in registered_names() else {}
-    changed = [
-        f"{name} {value}" for name, value in options.items() if value is not None and value != defaults.get(name)
-    ]
+    given = {name: value for name, value in options.items() if value is not None}
+    changed = [f"{name} {value}" for name, value in given.items() if value != defaults.get(name)]
     return f"{pos_emb} ({', '.join(changed)})" if changed else pos_emb

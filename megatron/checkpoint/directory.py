@@ -115,8 +115,8 @@ def saved_iterations(directory: Path) -> list[int]:
     if not os.path.isdir(directory):
         return []
     names = [path.name for path in _list(directory) if path.is_dir()]
-    matches = (STEP.fullmatch(replaced[1] if (replaced := REPLACED.fullmatch(name)) else name) for name in names)
-    return sorted({int(match[1]) for match in matches if match})
+    names += [match[1] for match in map(REPLACED.fullmatch, names) if match]
+    return sorted({int(match[1]) for match in map(STEP.fullmatch, names) if match})
 
 
 def step_folder(directory: Path, tag: str) -> Path:
@@ -211,11 +211,10 @@ def _saved_before(directory: Path, iteration: int | None, step: Path | None) -> 
         with contextlib.suppress(UserError):
             match = STEP.fullmatch(read_file(directory / "latest", LATEST_LIMIT).decode(errors="replace").strip())
             iteration = int(match[1]) if match else None
-    return [
-        step_folder(directory, tag_for(saved))
-        for saved in reversed(saved_iterations(directory))
-        if (iteration is None or saved < iteration) and (lineage is None or saved in lineage)
-    ]
+    earlier = [saved for saved in saved_iterations(directory) if iteration is None or saved < iteration]
+    if lineage is not None:
+        earlier = [saved for saved in earlier if saved in lineage]
+    return [step_folder(directory, tag_for(saved)) for saved in reversed(earlier)]
 
 
 def ancestor_iterations(step: Path) -> list[int] | None:
@@ -338,9 +337,11 @@ def read_state_file(step: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {name} is not a number of steps or samples; the file is damaged")
     for name in ("training", "shape"):
         values = saved.get(name, {})
-        entries = values.values() if isinstance(values, dict) else [values]
-        items = [item for entry in entries for item in (entry if type(entry) is list else [entry])]
-        if not isinstance(values, dict) or not all(isinstance(item, int | float | str | None) for item in items):
+        valid = isinstance(values, dict)
+        for entry in values.values() if valid else ():
+            items = entry if type(entry) is list else [entry]
+            valid = valid and all(isinstance(item, int | float | str | None) for item in items)
+        if not valid:
             raise CheckpointError(f"{path}: {name} is not a dictionary of numbers; the file is damaged")
     return saved
 
@@ -409,6 +410,7 @@ def find_damage(
     contents: read the files and compare checksums; if False, compare only sizes. share: (rank, ranks), to check only
     this rank's part of the files.
     """
+    # Checkpoints of other programs have no manifest, which this project writes to all of its own.
     try:
         records = read_manifest(step)
     except CheckpointError as error:
@@ -420,6 +422,8 @@ def find_damage(
             f"{step / MANIFEST}: no such file, so the checkpoint cannot be verified (if you trust its files: "
             f"python tools/ckpts/inspect.py {step} --accept)"
         )
+
+    # A file that is not in the manifest may be from another checkpoint.
     unlisted = sorted(path.name for path in step.glob("[!.]*.pt") if path.name not in records)
     if unlisted:
         return f"{step / unlisted[0]}: is not in the manifest, so it does not belong to this checkpoint"

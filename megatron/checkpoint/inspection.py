@@ -85,9 +85,8 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
                     raise CheckpointError(f"{path}: lacks {name}, which {paths[0].name} has; the file is incomplete")
             sliced = SLICED.fullmatch(name) is not None
             if name.startswith(POSITIONAL_PREFIXES):  # the release splits them by head, this project does not
-                sliced = any(
-                    tensor.dtype != shard[name].dtype or not torch.equal(tensor, shard[name]) for shard in shards
-                )
+                copies = [shard[name] for shard in shards]
+                sliced = any(tensor.dtype != copy.dtype or not torch.equal(tensor, copy) for copy in copies)
             key = name if shared and name.startswith(POSITIONAL_PREFIXES) else f"{index}.{name}"
             counts[key] = sum(shard[name].numel() for shard in shards) if sliced else tensor.numel()
     return counts, dtypes
@@ -152,11 +151,9 @@ def differences(first: dict[str, Any], second: dict[str, Any], first_step: Path,
 
     Returns {"values": {name: [first, second]}, "tensors": {name: difference, or a text}}.
     """
-    values = {
-        name: [first.get(name), second.get(name)]
-        for name in sorted(first.keys() | second.keys())
-        if name not in ("step", "layers") and first.get(name) != second.get(name)
-    }
+    names = sorted((first.keys() | second.keys()) - {"step", "layers"})
+    values = {name: [first.get(name), second.get(name)] for name in names}
+    values = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     tensors: dict[str, float | str] = {}
     first_files, second_files = layer_files(first_step), layer_files(second_step)
     for index in sorted(first_files.keys() | second_files.keys()):

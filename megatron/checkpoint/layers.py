@@ -256,10 +256,9 @@ def check_sizes(
     positional methods. Raises CheckpointError, naming both sides of a difference.
     """
     files = open_layers(step) if states is None else states
-    states = {
-        index: [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
-        for index, shards in files.items()
-    }
+    states = {}
+    for index, shards in files.items():
+        states[index] = [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
     config = settings.config
     check_dimensions(states, config, step)
     with torch.device("meta"):
@@ -349,6 +348,7 @@ def _merge_layer(
     def included(name: str) -> bool:
         return positional or not name.startswith(POSITIONAL_PREFIXES)
 
+    # Without its positional tensors, a layer may have none.
     expected = {name: full_shape(tensor, tensor_size) for name, tensor in tensors_of(layer).items() if included(name)}
     if not expected:
         return {}
@@ -356,6 +356,8 @@ def _merge_layer(
         raise CheckpointError(
             f"{origin.step}: has no file for layer {index} of the configured model; num-layers differs"
         )
+
+    # Names. Tensors that the module computes may be in the file, but are not needed.
     shards, source = own_layout(layer, states[index], origin), layer_file(origin.step, index, 0)
     computed = {*COMPUTED_BUFFERS}
     for prefix, module in layer.named_modules():
@@ -371,6 +373,8 @@ def _merge_layer(
         for shard in shards:
             if name not in shard:
                 raise CheckpointError(f"{source}: another tensor-parallel rank's file of this layer lacks {name}")
+
+    # Shapes, and equal copies on all ranks.
     full = {}
     for name, shape in expected.items():
         copies = [shard[name] for shard in shards]

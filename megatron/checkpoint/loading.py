@@ -284,6 +284,7 @@ def load_weights(engine: TrainingEngine, step: Path, *, positional: bool = True)
 
 def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) -> TrainingState:
     """Load everything except the weights."""
+    # A checkpoint of the original code has no training state.
     settings = config.checkpoint
     path = step / STATE_FILE
     saved = read_state_file(step)
@@ -291,10 +292,14 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         if saved_by_this_project(step):
             raise CheckpointError(f"{path}: the entry training is missing; the checkpoint is incomplete")
         return _resume_original(engine, config, step, saved, report)
+
+    # Where the run continues. In a new folder, it has no earlier checkpoints.
     check_run_state(saved, path)
     state = TrainingState.from_dict(saved["training"])
     if not _same_folder(settings.load, settings.save):
         state.lineage = []
+
+    # A different number of ranks or samples per step is allowed.
     if saved["global_batch"] != engine.global_batch:
         report(
             f"{step}: saved with {saved['global_batch']} samples per step, this run uses {engine.global_batch}; the "
@@ -302,11 +307,12 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         )
     shape = engine.shape()
     if saved["shape"] != shape:
-        before, after = (
-            ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items())
-            for sizes in (saved["shape"], shape)
-        )
-        report(f"{step}: saved with {before}; resharding its state for {after}")
+        texts = []
+        for sizes in (saved["shape"], shape):
+            texts.append(", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items()))
+        report(f"{step}: saved with {texts[0]}; resharding its state for {texts[1]}")
+
+    # Optimizer state, or float32 weights that match the loaded ones.
     load_optimizer_state = not settings.no_load_optim and not saved["optimizer_left_out"]
     if load_optimizer_state:
         before, now = saved.get("optimizer", "adam"), config.optimizer.name
@@ -320,11 +326,12 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         engine.refresh_masters()
         report("optimizer state not loaded: " + ("no-load-optim" if settings.no_load_optim else "it was not saved"))
     restore_counters(engine, saved, loss_scale=load_optimizer_state and not _fp16_changes(saved, config, report))
+
+    # Each rank has its own generators.
     if not settings.no_load_rng:
         file = step / random_state_file(engine.layout.rank)
-        same_ranks = all(
-            saved["shape"][size] == shape[size] for size in ("data_parallel", "pipeline_stages", "tensor_parallel")
-        )
+        sizes_of_layout = ("data_parallel", "pipeline_stages", "tensor_parallel")
+        same_ranks = all(saved["shape"][size] == shape[size] for size in sizes_of_layout)
         if file.is_file() and same_ranks:
             restore_random_state(load_file(file), file)
         elif file.is_file():

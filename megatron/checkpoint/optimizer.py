@@ -59,12 +59,10 @@ def parameter_names(layers: Mapping[int, nn.Module], tied_output: int | None) ->
     names: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for index, layer in layers.items():
-        shared = {
-            id(parameter): f"positional.{name}"
-            for _, method in outermost(layer)
-            if method.shared
-            for name, parameter in method.named_parameters()
-        }
+        shared: dict[int, str] = {}
+        for _, method in outermost(layer):
+            if method.shared:
+                shared |= {id(parameter): f"positional.{name}" for name, parameter in method.named_parameters()}
         for name, parameter in layer.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -165,6 +163,7 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
     """Fill this rank's part of the optimizer state from `source`, and the float32 weights from `source` or, if they are
     not in it, from the layer files of `step`. Raises CheckpointError if a parameter is missing.
     """
+    # An optimizer of whole parameters has their state on one rank, the weights on all.
     layout = engine.layout
     parameters = parameter_names(engine.layers(), tied_output(engine.config.model))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
@@ -173,6 +172,8 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
         states, optimizer = optimizer.owned(with_weights=False), optimizer.inner
     state_tensors = engine.config.optimizer.spec.state_tensors
     engine.refresh_masters()
+
+    # Check all names before any state changes.
     missing = [name for name in parameters if not source.has(name, "step")]
     if missing:
         raise CheckpointError(f"{step}: the optimizer files lack {missing[0]}; the checkpoint is incomplete")
@@ -182,6 +183,7 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
         local = full if is_whole else slice_for_rank(parameters[name], full, layout.tensor_rank)
         return local.reshape(-1).narrow(0, fragment.start, fragment.master.numel())
 
+    # State, cut to this rank's slice and to the part it has in memory.
     for name, fragment in states.items():
         shape = full_shape(parameters[name], layout.tensor_size)
         saved_tensors = [kind for kind in state_tensors if source.has(name, kind)]
@@ -197,6 +199,8 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
             has_shape = kind_shape == shape
             fragment.of(state[kind]).copy_(local_fragment(name, saved, fragment) if has_shape else saved.view(-1))
             set_step(optimizer, fragment.group, fragment.key, source.step(name))
+
+    # Float32 weights.
     for name, fragment in fragments.items():
         if source.has(name, "master"):
             shape = full_shape(parameters[name], layout.tensor_size)
@@ -205,13 +209,13 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
         if hasattr(engine.deepspeed.optimizer, "update_lp_params"):
             engine.deepspeed.optimizer.update_lp_params()
         return
+
     # A checkpoint of a float32 run has no master weights: its layer files contain the exact weights, which the model
     # has rounded.
-    places = {
-        id(parameter): (index, name)
-        for index, layer in weight_layers(engine.layers(), engine.config.model).items()
-        for name, parameter in layer.named_parameters()
-    }
+    places = {}
+    for index, layer in weight_layers(engine.layers(), engine.config.model).items():
+        for name, parameter in layer.named_parameters():
+            places[id(parameter)] = index, name
     by_layer: dict[int, list[str]] = {}
     for name in fragments:
         if not source.has(name, "master") and parameters[name].dtype != torch.float32:

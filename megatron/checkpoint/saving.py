@@ -95,6 +95,7 @@ class Checkpointer:
         and previous checkpoints are unchanged. A background save raises it at the next `save` or `finish`. It is also
         raised if another run has saved this iteration to the folder; a signal can end a run at any iteration.
         """
+        # Wait for the previous save, so that only one uses the folder.
         self.finish()
         unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"
 
@@ -108,13 +109,18 @@ class Checkpointer:
                 raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
 
         run_on_rank_0(prepare, self._group)
+
+        # `lineage` contains this checkpoint and those it continues.
         state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
         if self.first_lineage is None:  # from now on, the run has checkpoints of its own
             self.first_lineage = state.lineage
+
+        # Write now, or copy to host memory and write in another thread.
         files = rank_files(self.engine, self.config, state)
         if not self.config.checkpoint.async_save:
             self._write(files, state.iteration, unfinished, state.lineage)
             return
+
         # Reuse the memory of the last copy, because allocation is the slow part.
         self._host_copy = {name: to_host(value, self._host_copy.get(name)) for name, value in files}
         iteration, lineage = state.iteration, state.lineage

@@ -246,6 +246,7 @@ def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
     """Compare the loaded model's logits with the saved ones, and return a message on the ranks that have logits. A
     collective. Raises CheckpointError if they differ by more than rounding.
     """
+    # The saved logits, and the tolerance for the less precise of the two dtypes.
     path = step / FORWARD_PASS_FILE
     if not path.is_file():
         return f"{step}: has no {FORWARD_PASS_FILE}, so the loaded model's logits are not verified"
@@ -261,6 +262,8 @@ def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
         raise CheckpointError(
             f"{path}: does not contain tokens and logits of this model ({first_line(error)})"
         ) from error
+
+    # The loaded model's logits, which only the last pipeline stage has.
     logits = engine.logits(tokens)
     if logits is None:
         return None
@@ -268,6 +271,8 @@ def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
         raise CheckpointError(
             f"{path}: the saved logits have shape {tuple(expected.shape)}, this model's {tuple(logits.shape)}"
         )
+
+    # Rounding errors grow with the size of the logits.
     difference = (logits.float().cpu() - expected).abs().max().item()
     allowed = tolerance * largest
     if not difference <= allowed:  # also true for NaN

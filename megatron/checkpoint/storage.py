@@ -137,7 +137,9 @@ def load_file(path: str | Path) -> Any:
 
 
 def _load(path: str | Path, allowed: list[Any]) -> Any:
-    names = {item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}" for item in allowed}
+    names = set()
+    for item in allowed:
+        names.add(item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}")
     with _errors_of(path):
         with open_file(path) as stream:
             check_file(stream, frozenset(names))
@@ -337,7 +339,8 @@ def check_tensors(value: Any) -> None:
         elif isinstance(value, Mapping | list | tuple | set) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            pending += [(f"{name}.{key}" if name else str(key), item) for key, item in items]
+            prefix = f"{name}." if name else ""
+            pending += [(f"{prefix}{key}", item) for key, item in items]
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
