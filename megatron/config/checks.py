@@ -108,6 +108,7 @@ def _pipeline(config: "Config") -> Iterator[str]:
 
 def _positional_method(config: "Config") -> Iterator[str]:
     """The method does not support the parallel layout or the lengths."""
+    # Heads and positions that cannot be split over ranks or documents.
     model, size = config.model, config.parallel.model_parallel_size
     try:
         methods = model.build_on_meta()
@@ -128,8 +129,8 @@ def _positional_method(config: "Config") -> Iterator[str]:
         )
 
     # Lengths of sequences in training and validation.
-    plain = [each.method if isinstance(each, PerLayer) else each for each in methods]
-    random_ranges = {method.random.range for method in plain if isinstance(method, Randomized)}
+    of_layers = [each.method for each in methods if isinstance(each, PerLayer)]
+    random_ranges = {each.random.range for each in (*methods, *of_layers) if isinstance(each, Randomized)}
     lengths = {"seq_length": model.seq_length, "seq_length_val": config.training.seq_length_val}
     for name, length in lengths.items():
         if length is None:

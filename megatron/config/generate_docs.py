@@ -82,10 +82,10 @@ def _table_row(name: str, field: FieldInfo) -> str:
 def describe_type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """A type in words, with its bounds: `int | None` with ge=1 is "integer, at least 1"."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    items = [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
-    bounds = [
-        f"{words} {getattr(item, name)}" for item in items for kind, name, words in _BOUNDS if isinstance(item, kind)
-    ]
+    bounds = []
+    for given in metadata:
+        for item in given.metadata if isinstance(given, FieldInfo) else [given]:
+            bounds += [f"{words} {getattr(item, name)}" for kind, name, words in _BOUNDS if isinstance(item, kind)]
     if bounds:
         return ", ".join([describe_type(annotation), *bounds])
     if origin is Annotated:

@@ -119,12 +119,11 @@ class Config(BaseModel):
 
 # Sections by name, and the paths of their fields in the YAML. A path that ends in WILDCARD collects all keys of its
 # mapping that no other field claims.
-SECTIONS: dict[str, type[ConfigSection]] = {
-    name: typing.cast(type[ConfigSection], field.annotation) for name, field in Config.model_fields.items()
-}
+SECTIONS: dict[str, type[ConfigSection]] = {}
 FIELDS: dict[KeyPath, tuple[str, str]] = {}  # path -> (section, field)
 ALIASES: dict[KeyPath, KeyPath] = {}  # other path with the same meaning -> path
-for _section, _model in SECTIONS.items():
+for _section, _field in Config.model_fields.items():
+    SECTIONS[_section] = _model = typing.cast(type[ConfigSection], _field.annotation)
     for _name, _field in _model.model_fields.items():
         FIELDS[field_path(_name, _field)] = (_section, _name)
         ALIASES.update(dict.fromkeys(field_aliases(_field), field_path(_name, _field)))
@@ -220,6 +219,7 @@ def _merge(entries: Iterable[YamlEntry], overrides: Iterable[str], strict: bool,
             f'{entry.place}: "{entry.key}" is already set, as "{first.key}" at {first.place}; remove one of them'
         )
 
+    # Files, in their order.
     for entry in entries:
         _check_plain(entry)
         # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
@@ -231,6 +231,8 @@ def _merge(entries: Iterable[YamlEntry], overrides: Iterable[str], strict: bool,
             else:
                 overridden.setdefault((entry.source, first.source), []).append((entry, first))
         keys[name] = dataclasses.replace(entry, value=copy.deepcopy(entry.value))
+
+    # One notice per pair of files, because a file often overrides many keys of another.
     for (source, first_source), pairs in overridden.items():
         entry, first = pairs[0]
         notice = f'{entry.place}: "{entry.key}" overrides "{first.key}" at {first.place}'
@@ -238,6 +240,8 @@ def _merge(entries: Iterable[YamlEntry], overrides: Iterable[str], strict: bool,
             names = ", ".join(f'"{entry.key}" ({entry.line})' for entry, _ in pairs)
             notice = f"{source} overrides keys of {first_source} (at lines): {names}"
         messages.notices.append(notice)
+
+    # Aliases inside mappings, and then the command line, which overrides all files.
     for name, entry in list(_pop_nested_aliases(keys)):
         if name in keys:
             reject_duplicate(entry, keys[name])
@@ -388,6 +392,7 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
 
     An unsupported key of GPT-NeoX is a problem, and so is an unknown key; the message suggests similar ones.
     """
+    # What a key is: a field, a mapping of fields, a key of GPT-NeoX, or unknown.
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     flat = {name: entry.value for name, entry in keys.items()}
 
@@ -402,10 +407,8 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
                 for key, child in value.items():
                     place((*path, str(key)), child)
             elif value is not None:
-                messages.problems.append(
-                    f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not "
-                    f"{shortened(repr(value))}"
-                )
+                text = f"must be a mapping of {', '.join(_children(path))}, not {shortened(repr(value))}"
+                messages.problems.append(f"{_where(path, keys)} {text}")
         elif dotted in checks.KNOWN_KEYS:
             reason = checks.unsupported_reason(dotted, value, flat)
             if reason is not None:
@@ -420,6 +423,7 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
         else:  # no suggestions, which take time
             messages.problems.append(f"{_where(path, keys)} is not a known key")
 
+    # All keys. A mapping places its children.
     for name, entry in keys.items():
         place((name,), entry.value)
     return sections

@@ -155,10 +155,8 @@ _Loader.add_implicit_resolver(
 _Loader.add_implicit_resolver(f"{_STANDARD_TAG}int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789"))
 _Loader.add_constructor(f"{_STANDARD_TAG}int", _Loader._construct_int)
 # Dates remain strings: no key has a date as its value, and JSON has no dates.
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_STANDARD_TAG}timestamp"]
-    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
-}
+for _resolvers in _Loader.yaml_implicit_resolvers.values():
+    _resolvers[:] = [(tag, pattern) for tag, pattern in _resolvers if tag != f"{_STANDARD_TAG}timestamp"]
 
 
 def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:

@@ -80,11 +80,8 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     Raises UserError if a line of the file is not NAME=VALUE or names a variable that is not set, or if the file that
     DS_ENV_FILE names cannot be read.
     """
-    variables = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
-    }
+    names = [name for name in environment if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED]
+    variables = {name: environment[name] for name in names}
     name = environment.get("DS_ENV_FILE")
     paths = [path for folder in (Path.home(), Path()) if (path := folder / (name or ".deepspeed_env")).is_file()]
     if name and not paths:

@@ -80,6 +80,7 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
     and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. If this process is
     killed, they pass LAUNCHER_DIED on to the ranks. Must be called in the main thread.
     """
+    # In a new session, so that a signal from the terminal reaches only this process.
     process = subprocess.Popen(
         command,
         env=dict(environment),
@@ -107,6 +108,7 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
             # srun kills the other ranks after the first one has failed.
             failure = failure or parse_failure(line.decode(errors="replace"))
 
+    # The failed rank determines the status, but not after a stop, which makes ranks fail.
     copier = threading.Thread(target=copy, daemon=True)
     copier.start()
     with _forward_signals(stop, ranks):
@@ -151,6 +153,7 @@ def run_pdsh(
         variables: environment variables of the ranks.
         environment: of pdsh.
     """
+    # ssh and signals reach the ranks through node.py.
     hosts = [str(node.host) for node in nodes]
     pid_file = f"/tmp/deepy-{secrets.token_hex(8)}."  # node.py appends the index of its host
     # Without keep-alive messages, ssh would not notice for a long time that a host has lost power.
@@ -184,6 +187,7 @@ def run_pdsh(
         print(f"killing the ranks that still run, because {failed[0]} failed", file=sys.stderr, flush=True)
         stop(again=True)
 
+    # Start pdsh, and read from its messages which host failed, and why.
     timers = [threading.Timer(_SECONDS_AFTER_FAILURE, end_other_hosts)]
     process = subprocess.Popen(
         pdsh_command(hosts, node_command(nodes, pid_file, command, variables)),

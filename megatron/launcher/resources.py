@@ -204,9 +204,9 @@ def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[st
             if index.strip() not in map(str, slots[host]):
                 raise UserError(f"{name}: {host} has no slot {index!r} in {source}, only {slots[host]}")
             named[host].add(int(index))
-    kept = {
-        host: [i for i in all_slots if (i in named[host]) == (name == "include")] for host, all_slots in slots.items()
-    }
+    kept = {}
+    for host, all_slots in slots.items():
+        kept[host] = [i for i in all_slots if (i in named[host]) == (name == "include")]
     kept = {host: indices for host, indices in kept.items() if indices}
     if not kept:
         raise UserError(f"{name} {text} leaves no slot of {source}")
