@@ -290,6 +290,7 @@ def build_corpus_part(
         UserError: there are fewer tokens than one sample, an id is beyond the vocabulary, or the cache folder cannot be
             written or is damaged.
     """
+    # A sample is one token longer than its inputs, for the last target.
     first, last = span
     name = f"{files.prefix} ({PARTS[part]})"
     tokens = _tokens(files, span)
@@ -325,8 +326,10 @@ def build_corpus_part(
         for name in _INDICES:
             np.save(folder / f"{name}.npy", getattr(built, name), allow_pickle=False)
 
+    # Rank 0 builds the indices; the others wait for its files.
     folder = cache_folder(files, settings.cache_path, [first, last, part, sequence_length, settings.seed])
     build_once(folder, build)
+
     # Finding the largest id of data on S3 would mean reading them all. The loader checks every batch anyway.
     if not isinstance(files, RemoteFiles):
         largest = run_on_rank_0(lambda: _cached_largest_id(files, first, last, folder / _LARGEST_ID_FILE))

@@ -105,6 +105,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
         UserError: the files are invalid (see `open_indexed_files`), the store is not S3, boto3 is not installed,
             cache_path is not set, or an S3 request fails.
     """
+    # Local files need no cache, and other stores than S3 no client.
     if not is_remote(prefix):
         return open_indexed_files(prefix)
     if not prefix.startswith("s3://"):
@@ -117,12 +118,15 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
         raise UserError(
             f"data-path {prefix} needs the package boto3, which is not installed: {install_command('s3')}"
         ) from error
+
+    # A request for each file also shows whether it can be read.
     client = _request(prefix, boto3.client, "s3")
     sizes_and_tags = {}
     for extension in ("idx", "bin"):
         bucket, key = parse_s3_path(f"{prefix}.{extension}")
         response = _request(f"{prefix}.{extension}", client.head_object, Bucket=bucket, Key=key)
         sizes_and_tags[extension] = (int(response["ContentLength"]), str(response.get("ETag")))
+
     # The folder name covers the versions of both files, so a changed .idx is downloaded again.
     digest = hashlib.sha256(json.dumps([prefix, sizes_and_tags]).encode()).hexdigest()
     cache = Path(cache_path) / f"s3-{digest[:32]}"
@@ -133,6 +137,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
         bucket, key = parse_s3_path(f"{prefix}.idx")
         _request(f"{prefix}.idx", client.download_file, bucket, key, str(folder / relative))
 
+    # Rank 0 downloads the .idx, which all ranks read.
     build_once(cache, download_index)
     fields = validate_index(cache / relative, f"{prefix}.bin", sizes_and_tags["bin"][0])
     return RemoteFiles(prefix, *fields, cache=str(cache))

@@ -97,9 +97,8 @@ class IndexedFiles:
 
     def open_tokens(self, first: int = 0, last: int | None = None) -> "TokenFile":
         """Open the .bin to read the token ids of sequences `first` to `last - 1`; by default, of all."""
-        start, tokens = (
-            int(lengths.sum(dtype=np.int64)) for lengths in (self.lengths[:first], self.lengths[first:last])
-        )
+        start = int(self.lengths[:first].sum(dtype=np.int64))
+        tokens = int(self.lengths[first:last].sum(dtype=np.int64))
         return TokenFile(bin_path(self.prefix), self.dtype, start, tokens)
 
     def offsets(self) -> np.ndarray:
@@ -215,6 +214,7 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
     Raises:
         UserError: the .idx is damaged, or the .bin is not the one it describes.
     """
+    # The header.
     with open_file(index) as stream:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC[: len(header)]) or not header:
@@ -229,11 +229,13 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
         raise UserError(f"{index} has id type code {code}, which is not an integer type (known: {known})")
     dtype = ID_TYPES[code]
 
+    # The arrays after it. The header determines their size.
     raw = np.memmap(index, dtype=np.uint8, mode="r")
     lengths_at = HEADER.size
     offsets_at = lengths_at + 4 * sequences
     documents_at = offsets_at + 8 * sequences
     end = documents_at + 8 * entries
+
     # megatron-core appends one int8 mode per sequence to multimodal files; text files have none.
     if raw.size not in (end, end + sequences):
         raise UserError(
@@ -244,6 +246,7 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
     offsets = raw[offsets_at:documents_at].view("<i8")
     document_index = raw[documents_at:end].view("<i8")
 
+    # Offsets and documents, in blocks, because the arrays can be larger than memory.
     tokens = 0
     for start in range(0, sequences, _VALIDATION_BLOCK):
         block = lengths[start : start + _VALIDATION_BLOCK]
@@ -260,6 +263,7 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
     if not covers_sequences:
         raise UserError(f"{index} is damaged: its document index does not cover the sequences; {_REBUILD_HINT}")
 
+    # The .bin.
     expected_size = tokens * dtype.itemsize
     if binary_size != expected_size:
         if binary_size < expected_size:
@@ -344,13 +348,10 @@ def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> bool:
     if manifest is None or (manifest.tokens, manifest.documents) != _counts(prefix):
         return False
     if manifest.tokenizer_fingerprint != tokenizer.fingerprint:
-        names = (
-            f"{visible(name[:40])} with {size:,} ids (fingerprint {visible(fingerprint[:12])})"
-            for name, size, fingerprint in (
-                (manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint),
-                (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint),
-            )
-        )
+        of_data = manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint
+        names = []
+        for name, size, fingerprint in (of_data, (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint)):
+            names.append(f"{visible(name[:40])} with {size:,} ids (fingerprint {visible(fingerprint[:12])})")
         raise UserError(
             f"{prefix} was tokenized with {' and not with '.join(names)}; set tokenizer-type, vocab-file and "
             f"merge-file to the tokenizer of the data, or build the data again with {_BUILD_COMMANDS}. If both "

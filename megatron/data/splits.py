@@ -62,10 +62,10 @@ def config_blends(config: Config) -> list[Blend | None] | None:
             raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
         return None
     by_documents = data.weighted_sampler_alpha if data.weight_by_num_documents else None
-    return [
-        Blend(tuple(paths), tuple(weights) if weights else None, by_documents) if paths else None
-        for paths, weights in paths_and_weights
-    ]
+    blends = []
+    for paths, weights in paths_and_weights:
+        blends.append(Blend(paths, weights or None, by_documents) if paths else None)
+    return blends
 
 
 def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:

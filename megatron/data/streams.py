@@ -108,6 +108,7 @@ def document_segments(
     Raises:
         UserError: the files are invalid, or no document is long enough for a segment.
     """
+    # Segments inside the documents that are long enough.
     if length < 1:
         raise UserError(f"segment length is {length}; it must be at least 1")
     files = open_indexed_files(prefix)
@@ -118,10 +119,14 @@ def document_segments(
     documents = np.repeat(np.arange(len(lengths)), counts)
     segment_in_document = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = offsets[documents] + segment_in_document * length
+
+    # Segments of all other documents, one after the other.
     tokens = files.open_tokens(first, last)
     short = [tokens[offsets[index] : offsets[index + 1]] for index in np.flatnonzero(counts == 0)] if join_short else []
     joined = np.concatenate(short) if short else np.zeros(0, tokens.dtype)
     joined_starts = range(0, len(joined) - length, length)
+
+    # Evenly spaced segments of both kinds.
     total = len(starts) + len(joined_starts)
     chosen = range(total) if max_tokens is None else evenly_spaced(total, max(max_tokens // length, 1))
     documents = documents[[index for index in chosen if index < len(starts)]]
@@ -132,8 +137,11 @@ def document_segments(
             f"no document of {files.prefix} ({part}) has the {length + 1:,} tokens that a segment of {length:,} needs: "
             f"the longest has {int(lengths.max()):,}; use shorter segments, join short documents, or use the stream"
         )
+
+    # Joined segments belong to no document.
     row_documents = np.full(len(rows), -1, dtype=np.int64)
     row_documents[: len(documents)] = documents
+
     # Consecutive segments of one document share a token.
     consecutive = np.diff(np.fromiter(chosen, dtype=np.int64)) == 1
     shared = int(np.sum(consecutive & (row_documents[1:] == row_documents[:-1])))

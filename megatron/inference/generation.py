@@ -155,6 +155,7 @@ def generate(
         UserError: for invalid arguments, a mode that the model does not support, or a model without a KV cache if
             `recompute` is False.
     """
+    # Arguments and prompts.
     sampling = Sampling(temperature, top_k, top_p, vocab_size)
     for name, value in (("maximum_tokens", maximum_tokens), ("batch_size", batch_size)):
         if value < 1:
@@ -167,6 +168,8 @@ def generate(
         invalid = min(prompt) if min(prompt) < 0 else max(prompt)
         if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
             raise UserError(f"prompt {index} contains token id {invalid}, which is outside the vocabulary")
+
+    # What the model supports.
     decoder = as_decoder(model)
     if not recompute and not hasattr(model, "new_cache"):
         raise UserError(
@@ -181,6 +184,8 @@ def generate(
     reason = decoder.unsupported_reason(mode)
     if reason is not None:
         raise UserError(f"the inference mode {reason}")
+
+    # The order of batches may differ from that of the prompts.
     mode = mode.at_length(max(map(len, prompts), default=0) + maximum_tokens)
     stop = eod if stop_at_eod else None
     results: dict[int, Generation] = {}
