@@ -228,13 +228,10 @@ def initialize_state(optimizer: Optimizer, parameter: Tensor, state_tensors: Seq
     """
     state = optimizer.state[parameter]
     if not state and hasattr(optimizer, "init_state"):
-        index = next(
-            (number, position)
-            for number, group in enumerate(optimizer.param_groups)
-            for position, member in enumerate(group["params"])
-            if member is parameter
-        )
-        optimizer.init_state(optimizer.param_groups[index[0]], parameter, *index)
+        for number, group in enumerate(optimizer.param_groups):
+            for position, member in enumerate(group["params"]):
+                if member is parameter:
+                    optimizer.init_state(group, parameter, number, position)
     for name in state_tensors:
         if name not in state:
             state[name] = parameter.detach().new_zeros(state_shape(name, parameter.shape))

@@ -134,31 +134,31 @@ class WholeParameterOptimizer(Optimizer):
             tensor-parallel rank.
         group: the ranks that together have one copy of the weights; None if it is this rank alone.
         """
+        # The ranks that together have the parameters, and what DeepSpeed calls the tensors here.
         self._group = group
         self._rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._device = tensors[0].device
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        local = [
-            _Piece(
-                name,
-                split_dims.get(name),
-                tensor_rank,
-                tuple(fragment.shape),
-                fragment.start,
-                fragment.master.numel(),
-                self._numbers[id(fragment.key)],
-            )
-            for name, fragment in fragments.items()
-        ]
+
+        # Exchange the pieces of all ranks.
+        local = []
+        for name, own in fragments.items():
+            place = (tuple(own.shape), own.start, own.master.numel())
+            number = self._numbers[id(own.key)]
+            local.append(_Piece(name, split_dims.get(name), tensor_rank, *place, number))
         gathered: list[list[_Piece]] = [local]
         if group is not None:
             gathered *= self._size
             dist.all_gather_object(gathered, local, group=group)
+
+        # Without a split dimension, each tensor-parallel rank has a copy with its own owner.
         copies: dict[tuple[str, int | None], dict[int, _Piece]] = {}
         for rank, pieces in enumerate(gathered):
             for piece in pieces:
                 copy = piece.tensor_rank if piece.split_dim is None else None
                 copies.setdefault((piece.name, copy), {})[rank] = piece
+
+        # The rank with the largest piece owns a parameter. Ties go to the rank that owns the least.
         inner_groups = {id(outer): inner for outer, inner in self._groups}
         owned = [0] * self._size  # elements
         for (name, _), by_rank in copies.items():
@@ -167,6 +167,8 @@ class WholeParameterOptimizer(Optimizer):
             fragment = fragments[name] if self._rank in by_rank else None
             parameter = _Parameter(by_rank, owner, fragment)
             owned[owner] += parameter.shape.numel()
+
+            # A parameter that lies on its owner alone is updated in place.
             if owner == self._rank and fragment is not None:
                 is_whole = len(by_rank) == 1
                 master, shape = fragment.master, parameter.shape

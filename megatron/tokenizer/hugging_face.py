@@ -339,11 +339,10 @@ def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
         and pre_tokenizer.get("use_regex", True)
         and not pre_tokenizer["add_prefix_space"]
     )
-    plain_added_tokens = all(
-        not re.search(r"\s", token["content"]) and not (token["lstrip"] or token["rstrip"] or token["single_word"])
-        for token in settings["added_tokens"]
-    )
-    return bool(gpt2_pattern and plain_added_tokens and settings.get("normalizer") is None)
+    added = settings["added_tokens"]
+    space_in_added = any(re.search(r"\s", token["content"]) for token in added)
+    absorbs_space = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
+    return bool(gpt2_pattern and not (space_in_added or absorbs_space or settings.get("normalizer") is not None))
 
 
 def split_text(text: str, length: int) -> Iterator[str]:

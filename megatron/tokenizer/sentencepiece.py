@@ -62,8 +62,10 @@ class SPMTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         # An untrained model may sample ids beyond the vocabulary.
         unknown = self._processor.unk_id()
-        known = (int(token) for token in ids)
-        text: str = self._processor.decode([token if token < self.vocab_size else unknown for token in known])
+        known = []
+        for token in ids:
+            known.append(int(token) if token < self.vocab_size else unknown)
+        text: str = self._processor.decode(known)
         return text
 
 

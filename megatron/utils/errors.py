@@ -44,10 +44,11 @@ def is_library_error(error: BaseException) -> bool:
 
 def visible(text: str) -> str:
     """`text` with control characters and lone surrogates as backslash escapes, except newlines and tabs."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    shown = []
+    for character in text:
+        is_shown = character.isprintable() or character in "\n\t"
+        shown.append(character if is_shown else character.encode("unicode_escape").decode())
+    return "".join(shown)
 
 
 def shortened(text: str, limit: int = 200) -> str:

@@ -51,11 +51,11 @@ def contains_secret(text: str) -> bool:
 def without_secrets(value: Any) -> Any:
     """A copy of nested plain values without the keys whose name is a secret's, or whose text or list contains one."""
     if isinstance(value, dict):
-        return {
-            name: without_secrets(item)
-            for name, item in value.items()
-            if not (is_secret_name(str(name)) or _is_secret(item))
-        }
+        kept = {}
+        for name, item in value.items():
+            if not (is_secret_name(str(name)) or _is_secret(item)):
+                kept[name] = without_secrets(item)
+        return kept
     if isinstance(value, list | tuple):
         return [without_secrets(item) for item in value]
     return value

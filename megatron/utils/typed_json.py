@@ -81,9 +81,11 @@ def check_json(value: Any, adapter: TypeAdapter[T], place: str) -> T:
 def error_text(error: ErrorDetails) -> str:
     """The field, what is wrong with it, and its value, of an error that pydantic found."""
     message = _MESSAGES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
+    field = ""
+    for part in error["loc"]:
+        field += f"[{part}]" if isinstance(part, int) else f".{part}"
     if error["type"] != "missing":
         value: Any = error["input"]
         text = repr(value) if isinstance(value, str | int | float | None) else f"a value of type {type(value).__name__}"
         message += f", not {text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + '...'}"
-    return visible(f"{field} {message}".strip())
+    return visible(f"{field.lstrip('.')} {message}".strip())
