@@ -130,13 +130,12 @@ class _SplitHeads(torch.autograd.Function):
         query = grads[0]
         batch, heads, length, head_size = query.shape
         row = 3 * heads * head_size
-        if not torch.compiler.is_compiling() and all(
-            grad.stride() == (length * row, 3 * head_size, row, 1)
-            and grad.untyped_storage()._cdata == query.untyped_storage()._cdata
-            and grad.storage_offset() == query.storage_offset() + index * head_size
-            for index, grad in enumerate(grads)
-        ):
-            return query.as_strided((batch, length, row), (length * row, row, 1)), None
+        if not torch.compiler.is_compiling():
+            strides, start = (length * row, 3 * head_size, row, 1), query.storage_offset()
+            layouts = [(grad.stride(), grad.storage_offset() - start) for grad in grads]
+            is_packed = layouts == [(strides, index * head_size) for index in range(3)]
+            if is_packed and len({grad.untyped_storage()._cdata for grad in grads}) == 1:
+                return query.as_strided((batch, length, row), (length * row, row, 1)), None
         return torch.stack([grad.transpose(1, 2) for grad in grads], dim=3).view(batch, length, row), None
 
 
@@ -220,26 +219,35 @@ class SelfAttention(nn.Module):
         """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. `compiled.py` excludes this part from
         compilation. decay: `[b, h, s]`, if the positional method has it.
         """
+        # Queries, keys and values. Logit scaling needs the queries' positions in the text.
         span = mode.span.within(self.window)
         query, key, value = self.heads(qkv)
         start = cache.length if cache is not None else 0
         length = start + qkv.shape[1]
         if mode.scaling is not None:
             query = mode.scale_query(query, torch.arange(start, length, device=query.device))
+
+        # Rotate at the positions of the text. An explicit mode rotates by distance instead, below.
         scale = self.head_size**-0.5
         explicit = mode.is_explicit(getattr(self, "rpe", None))
         if self.rotates and not explicit:
             positions = torch.arange(start, length, device="cpu")
             query, key = mode.rotation(self.rpe).rotate(query, key, positions, positions)
+
+        # Running sums of a decay that depends on the token, continued from the cache.
         sums = None
         if decay is not None:
             last = cache.last() if cache is not None else None
             sums = decay_sums(decay, None if last is None else last[2].squeeze(3))
+
+        # The cache stores these sums next to keys and values.
         if cache is not None and sums is not None:
             key, value, sums = cache.append(key, value, sums[..., None])
             sums = sums.squeeze(3)
         elif cache is not None:
             key, value = cache.append(key, value)
+
+        # Modes that change distances compute the scores explicitly.
         if explicit:
             method = cast(PositionalMethod, self.attention.positional)
             context = attend_in_mode(
@@ -254,6 +262,8 @@ class SelfAttention(nn.Module):
                 decay_sums=sums,
             )
             return context.transpose(1, 2).flatten(2)
+
+        # All others use a backend and its tables over the distances.
         if tables is None:
             tables = self.position_tables(length, query, mode)
         context = self.attention(
@@ -294,9 +304,7 @@ class SelfAttention(nn.Module):
             bias, weight = self._tables(method, max_kv_len, device, mode)
             tables = replace(tables, bias=bias, weight=weight)
             if is_fused and torch.is_grad_enabled() and mode.distance_map is None and not self.bf16_distances:
-                bias_jacobian, weight_jacobian = (
-                    self._local_jacobian(jacobian) for jacobian in jacobians(method, max_kv_len, device)
-                )
+                bias_jacobian, weight_jacobian = map(self._local_jacobian, jacobians(method, max_kv_len, device))
                 tables = replace(tables, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
         return prepare_tables(tables, heads, max_kv_len, device) if is_fused else tables
 
@@ -310,18 +318,10 @@ class SelfAttention(nn.Module):
         self, method: PositionalMethod, end: int, device: torch.device, mode: AttentionMode, first: int = 0
     ) -> tuple[Tensor | None, Tensor | None]:
         """(bias, weight) at the distances `first` ... end-1, of this rank's heads."""
-        bias, weight = (
-            None if table is None else self._local(table)
-            for table in tables(
-                method,
-                end,
-                device,
-                rounded=self.bf16_distances,
-                distance_map=mode.distance_map,
-                first=first,
-            )
+        bias, weight = tables(
+            method, end, device, rounded=self.bf16_distances, distance_map=mode.distance_map, first=first
         )
-        return bias, weight
+        return None if bias is None else self._local(bias), None if weight is None else self._local(weight)
 
     def _local(self, values: Tensor) -> Tensor:
         """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from replicated parameters."""

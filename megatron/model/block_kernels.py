@@ -76,6 +76,7 @@ def norm_backward_kernel(
     """The gradient of the norm's input plus that of the residual, grad_hidden (None: zero); the recomputed output of
     the norm; and sums `[p, 3, e]` over each program's rows: the gradients of weight, bias and the update's bias.
     """
+    # Sums over the rows of this program, kept in registers.
     column = tl.arange(0, BLOCK)
     inside = column < size
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -83,27 +84,38 @@ def norm_backward_kernel(
     bias_sum = tl.zeros([BLOCK], tl.float32)
     input_sum = tl.zeros([BLOCK], tl.float32)
     for row_index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        # A row's input, the gradient of its normed output, and the saved statistics.
         row = tl.cast(row_index, tl.int64)
         x = tl.load(hidden + row * size + column, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(grad_normed + row * size + column, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(stats + 2 * row)
         inverse = tl.load(stats + 2 * row + 1)
+
+        # Recompute the normed output.
         standardized = tl.where(inside, (x - mean) * inverse, 0.0)
         y = standardized * w
         if bias is not None:
             y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(normed + row * size + column, y.to(normed.dtype.element_ty), mask=inside)
+
+        # Gradient of the input: remove the components that the norm makes constant.
         weighted = dy * w
         dx = weighted - standardized * (tl.sum(weighted * standardized, 0) / size)
         if not RMS:
             dx -= tl.sum(weighted, 0) / size
         dx *= inverse
+
+        # Add the gradient of the residual stream.
         if grad_hidden is not None:
             dx += tl.load(grad_hidden + row * size + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_input + row * size + column, dx.to(grad_input.dtype.element_ty), mask=inside)
+
+        # Sum the gradients of the vectors.
         weight_sum += dy * standardized
         bias_sum += dy
         input_sum += tl.where(inside, dx, 0.0)
+
+    # Write the partial sums of this program.
     sums += tl.program_id(0) * 3 * size + column
     tl.store(sums, weight_sum, mask=inside)
     tl.store(sums + size, bias_sum, mask=inside)

@@ -69,6 +69,7 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     """Compare the kernels for blocks like this one with PyTorch operations, for a few tokens. Returns why the kernels
     must not be used on a device; None if they may be, or are not used there anyway. Waits for the device.
     """
+    # What the block has, as the kernels' arguments.
     norm = cast(nn.LayerNorm | nn.RMSNorm, block.input_layernorm)
     (size,), norm_bias = norm.weight.shape, getattr(norm, "bias", None)
     if not uses_kernels(device, dtype, size):
@@ -77,6 +78,8 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     rms, epsilon = isinstance(norm, nn.RMSNorm), cast(float, norm.eps)
     gated = isinstance(block.mlp, GatedMLP)
     mlp_bias = gated or mlp.dense_h_to_4h.bias is not None
+
+    # Small random inputs: hidden states, update, vectors, and the matrices of the MLP.
     rows = 64 if gated else 32
     generator = torch.Generator().manual_seed(0)
     shapes = [(40, size), (40, size), (size,), (size,), (size,), (rows, size), (rows,), (16, 32)]
@@ -86,10 +89,13 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     if mlp.activation_name == "relu":
         # Keep the hidden units away from 0, where rounding would change the derivative from 0 to 1.
         randoms[6] = 8 * randoms[6].sign()
+
+    # Stop if there are no numbers to compare.
     values = [random.to(device, dtype) for random in randoms]
     if type(values[0]) is not Tensor:  # a FakeTensor has no values
         return None
 
+    # The kernels, through the functions that the block calls.
     def fused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
         update_bias, weight, bias, linear, inner_bias, last = vectors
         norm_arguments = (weight, None if norm_bias is None else bias)
@@ -102,6 +108,7 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
             inner, inner_bias if mlp_bias else None, last, mlp.activation_name, None
         )
 
+    # The same computation with PyTorch operations.
     def unfused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
         update_bias, weight, bias, linear, inner_bias, last = vectors
         residual = hidden + update + update_bias
@@ -115,12 +122,15 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
             return residual, (mlp.activation(gate) * up) @ last.T
         return residual, mlp.activation(inner) @ last.T
 
+    # Any error of the compiler or the driver is a failure of the kernels.
     try:
         actual = _values_and_gradients(fused, values)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a kernel that does not compile, or that the GPU rejects
         return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+    # Compare outputs and gradients with float32.
     expected = _values_and_gradients(unfused, [value.float() for value in values])
     for result, exact in zip(actual, expected, strict=True):
         if result is not None and exact is not None:

@@ -11,6 +11,7 @@ The initializers are GPT-NeoX's: `init_method` for embeddings and the projection
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,14 +76,15 @@ def initialize(
 
     A positional method fills its own parameters (`reset_parameters`).
     """
+    # One initializer for the projections that write to the residual stream, one for the rest.
     config = settings.config
-    fill_reader, fill_writer = (
-        initializer(name, std=std, num_layers=config.num_layers, hidden_size=config.hidden_size)
-        for name in (init_method, output_init_method)
-    )
+    make = partial(initializer, std=std, num_layers=config.num_layers, hidden_size=config.hidden_size)
+    fill_reader, fill_writer = make(init_method), make(output_init_method)
     for index, layer in layers.items():
         if index == config.num_layers + 4 and not config.no_weight_tying:
             continue  # its weight is the embedding's
+
+        # Positional methods fill their own parameters, which the loop below leaves alone.
         positional_ids: set[int] = set()
         for name, method in outermost(layer):
             # A shared method is part of every block. Its generator does not depend on the block, so that every pipeline
@@ -90,6 +92,8 @@ def initialize(
             key = (-1, "positional") if method.shared else (index, name)
             method.reset_parameters(generator_for(seed, *key))
             positional_ids.update(id(parameter) for parameter in method.parameters())
+
+        # Biases start at 0, norms at 1, and matrices at random.
         for name, parameter in layer.named_parameters():
             if id(parameter) in positional_ids:
                 continue
@@ -99,6 +103,7 @@ def initialize(
                 parameter.fill_(1.0)
             else:
                 fill = fill_writer if name.endswith(RESIDUAL_WRITERS) else fill_reader
+
                 # Draw the full parameter, and keep this tensor-parallel rank's slice of it.
                 dim = getattr(parameter, "partition_dim", -1)
                 is_sliced = getattr(parameter, "tensor_model_parallel", False) and dim >= 0

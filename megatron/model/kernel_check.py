@@ -39,13 +39,15 @@ def check_kernels(
     Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
     """
     # One of the layers with the same kernels. With `per_layer`, layers have different methods.
-    layers = {
-        (type(getattr(module.attention.positional, "method", module.attention.positional)), module.window): module
-        for module in model.modules()
-        if isinstance(module, SelfAttention)
-    }
+    layers = {}
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            method = getattr(module.attention.positional, "method", module.attention.positional)
+            layers[type(method), module.window] = module
     layer = next(iter(layers.values()), None)
+    block = next((module for module in model.modules() if isinstance(module, TransformerBlock)), None)
 
+    # The kernels of one attention layer, of a block, and of all attention layers on this rank.
     def check(layer: SelfAttention) -> list[self_check.Verdict]:
         heads = (layer.local_heads.stop - layer.local_heads.start) * layer.tp.size
         # Dropout needs another backend, so only validation runs the kernels.
@@ -61,14 +63,13 @@ def check_kernels(
         except NotImplementedError as error:
             raise UserError(str(error)) from None
 
-    block = next((module for module in model.modules() if isinstance(module, TransformerBlock)), None)
-
     def check_block() -> str | None:
         return fused_block.kernel_failure(block, device, dtype) if training and block is not None else None
 
     def check_attention() -> list[self_check.Verdict]:
         return list(chain.from_iterable(check(layer) for layer in layers.values()))
 
+    # All ranks decide alike: the first failure on any rank counts.
     results = run_on_all_ranks(lambda: (check_attention(), loss.kernel_failure(device, dtype), check_block()))
     block_failure = next((failure for *_, failure in results if failure is not None), None)
     if block_failure is not None:
@@ -77,6 +78,8 @@ def check_kernels(
             f"self-check of the kernels for transformer blocks FAILED: {block_failure}; PyTorch operations compute "
             f"the blocks instead, which is slower; {self_check.HOW_TO_REPORT}"
         )
+
+    # The loss kernel.
     loss_failure = next((failure for _, failure, _ in results if failure is not None), None)
     if loss_failure is not None:
         loss.reject_kernel(device)
@@ -84,6 +87,8 @@ def check_kernels(
             f"self-check of the loss kernel FAILED: {loss_failure}; PyTorch operations compute the loss instead, "
             f"which is slower; {self_check.HOW_TO_REPORT}"
         )
+
+    # The attention kernels. Report a failure, or else the first thing worth saying.
     verdicts = [verdict for rank, *_ in results for verdict in rank]
     failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)
     news = failed or next((verdict for verdict in verdicts if verdict.is_news), None)

@@ -108,12 +108,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         rows: int,
     ) -> Tensor:
+        # Which gradients to compute. The loop fills them, as the logits are not kept for backward.
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         needs_grad = hidden_needs_grad or weight_needs_grad
         cross_entropy = _kernel_cross_entropy if _uses_kernel(hidden.device, hidden.dtype) else _torch_cross_entropy
         losses, hidden_grads = [], []
         weight_grad: Tensor | None = None
         for start in range(0, len(hidden), rows):
+            # The losses of a chunk of tokens; logits_grad reuses the memory of its logits.
             states = hidden[start : start + rows]
             chunk_mask = None if mask is None else mask[start : start + rows]
             chunk_losses, logits_grad = cross_entropy(
@@ -122,12 +124,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(chunk_losses if chunk_mask is None else chunk_losses * chunk_mask)
             if logits_grad is None:
                 continue
+
+            # The chunk's part of the gradients.
             logits_grad = logits_grad.to(hidden.dtype)
             if hidden_needs_grad:
                 hidden_grads.append(logits_grad @ weight)
             if weight_needs_grad:
                 weight_grad = _add_product(weight_grad, logits_grad.T, states)
             del logits_grad  # before the next chunk's logits are allocated
+
+        # Each rank has a slice of the vocabulary, and so a part of the sum over it.
         hidden_grad = _joined(hidden_grads) if hidden_grads else None
         if group is not None and hidden_grad is not None:
             dist.all_reduce(hidden_grad, group=group)

@@ -31,6 +31,7 @@ def cross_entropy_kernel(
     difference. With GRADIENT, replaces the logits with its gradient, softmax - one_hot(label), times the mask `[c]` if
     that is not None.
     """
+    # The row of logits of this program, and its label in this slice of the vocabulary.
     row = tl.program_id(0)
     logits += row.to(tl.int64) * vocabulary
     label = tl.load(labels + row) - first_token
@@ -50,9 +51,12 @@ def cross_entropy_kernel(
             new_maximum = tl.maximum(maximum, tl.max(tile, 0))
             sums = sums * tl.exp2((maximum - new_maximum) * LOG2_E) + tl.exp2((tile - new_maximum) * LOG2_E)
             maximum = new_maximum
+
+        # Merge the lanes.
         row_lse = maximum + tl.log(tl.sum(sums, 0))
         tl.store(lse + row, row_lse)
     if GRADIENT:
+        # A second pass over the logits replaces them with their gradient.
         factor = 1.0
         if mask is not None:
             factor = tl.load(mask + row).to(tl.float32)

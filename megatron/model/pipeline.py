@@ -134,12 +134,10 @@ class GPTPipeline(PipelineModule):
             return []
         pipe_group = self._grid.get_pipe_parallel_group()
         layers = self.layers()
-        parameters = [
-            parameter
-            for method in positional_methods(layers).values()
-            if method.shared and "embed" not in method.hooks
-            for parameter in method.parameters()
-        ]
+        parameters: list[nn.Parameter] = []
+        for method in positional_methods(layers).values():
+            if method.shared and "embed" not in method.hooks:
+                parameters.extend(method.parameters())
         # A stage with only the final norm or the output has no block, so it has no copy and is not in the group.
         counts = [0] * self.num_stages
         dist.all_gather_object(counts, len(parameters), group=pipe_group)

@@ -376,10 +376,13 @@ def add_weight_figures(sources: Sources) -> None:
     `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they come from the
     records if available.
     """
+    # Effective lengths in the records, by the fingerprint of the weights.
     recorded_lengths = {}
     for record in sources.records:
         if record["kind"] == "effective_length":
             recorded_lengths[fingerprint_of(record)] = list(itertools.chain(*record["effective_lengths"]))
+
+    # The extrapolation record with the lowest seed, for each setting and method.
     weight_figures, length_figures = sources.weight_figures, sources.length_figures
     lengths: dict[Setting, dict[str, list[int]]] = {}
     lowest_seeds: dict[tuple[Setting, str], AnyRecord] = {}
@@ -388,6 +391,8 @@ def add_weight_figures(sources: Sources) -> None:
             key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
             if key not in lowest_seeds or (record.get("seed") or 0) < (lowest_seeds[key].get("seed") or 0):
                 lowest_seeds[key] = record
+
+    # Plot its checkpoint, unless that is missing or has changed since the evaluation.
     for (setting, pos_emb), record in lowest_seeds.items():
         name = display_name(Method(pos_emb))
         model = f"{name}, {corpus_name(setting.corpus)}"
@@ -411,15 +416,20 @@ def add_weight_figures(sources: Sources) -> None:
             else:
                 weight_figures += [adaptive] if adaptive else []
                 weight_figures += distance_figures(tables, model=model, name=figure_name)
+
+        # Prefer recorded effective lengths, which need no checkpoint.
         head_lengths = recorded_lengths.get(fingerprint_of(record)) or _effective_lengths(tables)
         if head_lengths:
             lengths.setdefault(setting, {})[name] = head_lengths
+
+    # One figure of effective lengths per setting. A method has the same line in all of them.
     pos_embs = dict.fromkeys(method_of(record).pos_emb for record in sources.records)
     numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
     for setting, by_method in lengths.items():
         model = corpus_name(setting.corpus)
         length_figures.append(effective_length_figure(by_method, model=model, name=setting.name, numbers=numbers))
 
+    # The checkpoints that the user named. A missing kernel is an error here.
     named_lengths: dict[str, list[int]] = {}
     for folder in sources.checkpoints:
         label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
