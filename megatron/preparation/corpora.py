@@ -156,6 +156,7 @@ class HubCorpus:
     def __init__(
         self, name: str, config: str | None = None, split: str = "train", columns: Sequence[str] = ("text", "meta")
     ):
+        # The package is optional, and opening a dataset needs a connection.
         try:
             import datasets
         except ImportError as error:
@@ -169,20 +170,27 @@ class HubCorpus:
             dataset = builder.as_streaming_dataset(split=split)
         except Exception as error:  # the package raises many types of exceptions
             raise UserError(f"cannot open the Hugging Face dataset {name}: {first_line(error)}") from error
+
+        # Read only the columns in use.
         present = dataset.column_names
         if present is not None:
             if columns[0] not in present:
                 raise UserError(f"{self._source} has no column {columns[0]!r}; its columns: {', '.join(present)}")
             dataset = dataset.select_columns([column for column in columns if column in present])
         self._dataset = dataset
+
+        # Resuming and rebuilding depend on the versions of the files.
         data_files = builder.config.data_files or {}
         versions = [
             [str(file) for file in data_files.get(split, ())],
             getattr(data_files.get(split), "origin_metadata", None),
         ]
+
         # The base path of a dataset on the hub contains its revision.
         identity = json.dumps([name, config, split, list(columns), builder.base_path, versions], default=str)
         self._identity = hashlib.sha256(identity.encode()).hexdigest()
+
+        # The size is for progress, and may be unknown.
         sizes = builder.info.splits or {}
         self.total_bytes: int | None = sizes[split].num_bytes if split in sizes else None
         self.bytes_read = 0

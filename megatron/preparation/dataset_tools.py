@@ -64,6 +64,7 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
         UserError: the files are invalid, the .bin does not match the manifest, an id is outside the vocabulary, or the
         data were built with another tokenizer.
     """
+    # Read the tokens once, for the checksum and the range of the ids.
     files = open_indexed_files(prefix)
     manifest = read_manifest(prefix)
     if tokenizer:
@@ -77,6 +78,8 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
             digest.update(block.data)
             smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
             display.update(start + len(block))
+
+    # Compare them with the manifest and the vocabulary.
     sha256 = digest.hexdigest()
     if manifest and manifest.sha256 != sha256:
         raise UserError(
@@ -87,6 +90,8 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         invalid = smallest if smallest < 0 else largest
         raise UserError(f"{bin_path(prefix)} contains token id {invalid}, outside of the vocabulary of {vocab_size}")
+
+    # Bytes per token: exact if preprocessing counted them, else from a decoded part.
     lengths = np.asarray(files.lengths)
     bytes_per_token: float | None = None
     if manifest and manifest.text_bytes is not None:
@@ -98,6 +103,11 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
         text_from = f"decoded from the first {len(ids):,} tokens"
     else:
         text_from = "unknown: pass the tokenizer to decode a part"
+
+    # The report. Quantiles are lengths of documents, not interpolated.
+    quantiles = {}
+    for percent in (0, 10, 50, 90, 99, 100):
+        quantiles[percent] = int(np.quantile(lengths, percent / 100, method="inverted_cdf"))
     inspection = Inspection(
         prefix=str(prefix),
         documents=files.documents,
@@ -107,10 +117,7 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
         smallest_id=smallest,
         largest_id=largest,
         mean_length=float(lengths.mean()),
-        length_quantiles={
-            percent: int(np.quantile(lengths, percent / 100, method="inverted_cdf"))
-            for percent in (0, 10, 50, 90, 99, 100)
-        },
+        length_quantiles=quantiles,
         bytes_per_token=bytes_per_token,
         text_from=text_from,
         checksum="matches" if manifest else "no manifest",
@@ -170,13 +177,11 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
         raise UserError("merging needs at least two datasets")
     sources = [_open_documents(prefix) for prefix in prefixes]
     _check_distinct(prefixes, [output])
-    manifests = []
-    for source in sources:
+    with_manifest = []
+    for prefix, source in zip(prefixes, sources, strict=True):
         manifest = read_manifest(source.prefix)
-        manifests.append(manifest if manifest is not None and manifest.describes(source) else None)
-    with_manifest = [
-        (prefix, manifest) for prefix, manifest in zip(prefixes, manifests, strict=True) if manifest is not None
-    ]
+        if manifest is not None and manifest.describes(source):
+            with_manifest.append((prefix, manifest))
     for prefix, manifest in with_manifest[1:]:
         first_prefix, first = with_manifest[0]
         if manifest.tokenizer_fingerprint != first.tokenizer_fingerprint:

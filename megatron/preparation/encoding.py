@@ -61,18 +61,24 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
         UserError: a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens, or the
             tokenizer cannot encode special tokens as text.
     """
+    # Parse all documents of the chunks.
     if options.special_as_text:
         tokenizer.ignore_special_tokens()
     encoded = EncodedDocuments()
     documents = [document for chunk in chunks for document in parse_documents(chunk, options, encoded.skipped)]
+
+    # End and start of a document, as bytes of the id type.
     dtype = id_type_for(tokenizer.vocab_size)
     eod = np.array([tokenizer.eod] * options.append_eod, dtype=dtype).tobytes()
     bos_bytes = 0 if tokenizer.bos is None else dtype.itemsize
     for column in range(len(options.keys)):
+        # Take the texts of a column, so that their memory is freed with this list.
         texts = [document.texts[column] for document in documents]
         for document in documents:
             document.texts[column] = ""
         encoded.text_bytes.append(sum(map(_utf8_bytes, texts)))
+
+        # Ids of all documents in a row. A document without text is dropped.
         tokens, lengths = bytearray(), []
         for pieces in _tokenize(texts, tokenizer):
             start = len(tokens)
@@ -85,6 +91,8 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
                 lengths.append((len(tokens) - start) // dtype.itemsize)
         if lengths and max(lengths) > _MAX_LENGTH:
             raise UserError(f"a document has {max(lengths):,} tokens, but an .idx stores at most {_MAX_LENGTH:,}")
+
+        # Special tokens that the text itself contained.
         array = np.frombuffer(tokens, dtype=dtype)
         # Of the special tokens, a document has one at its end, and perhaps one at its start.
         added = len(lengths) * ((len(eod) > 0) + (tokenizer.bos in tokenizer.special_ids))
@@ -94,6 +102,8 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
                 f"{tokenizer.name} cannot encode special tokens as text, because its model has them in its own "
                 "vocabulary; remove them from the documents, or keep them (--special-tokens recognize)"
             )
+
+        # Store the column.
         encoded.tokens.append(array)
         encoded.special.append(special)
         encoded.lengths.append(np.array(lengths, dtype=np.int32))

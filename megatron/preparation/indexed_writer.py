@@ -137,6 +137,7 @@ class IndexedWriter:
             UserError: there are no tokens, the disk is full, the content read back differs from what was written, or an
                 id exceeds the vocabulary.
         """
+        # Lengths, offsets in bytes, and document boundaries, in the order of the .idx format.
         if self.tokens == 0:
             raise UserError(f"nothing to write to {self.prefix}.bin: the input contains no text")
         self.commit()
@@ -164,6 +165,8 @@ class IndexedWriter:
                     ids = np.frombuffer(block, dtype=self.dtype)
                     tokens += len(ids)
                     largest = max(largest, int(ids.max()))
+
+            # The first check finds a broken disk, the second a tokenizer with a wrong size.
             if (files.documents, tokens, checksum) != (self.documents, self.tokens, self._checksum):
                 self.discard()
                 raise UserError(
@@ -213,9 +216,8 @@ def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> boo
     """Whether the temporary files of an earlier writer still contain everything committed in `state`."""
     binary, _, lengths = _partial_files(prefix)
     bin_size, lengths_size = _committed_sizes(state, id_type_for(vocab_size))
-    return all(
-        path.is_file() and path.stat().st_size >= size for path, size in ((binary, bin_size), (lengths, lengths_size))
-    )
+    committed = ((binary, bin_size), (lengths, lengths_size))
+    return all(path.is_file() and path.stat().st_size >= size for path, size in committed)
 
 
 def publish(prefix: str | Path) -> None:

@@ -191,10 +191,10 @@ def _remote_files(url: str, suffixes: Sequence[str]) -> list[InputFile]:
             paths = [paths_by_name[name] for name in _select_names(url, paths_by_name, suffixes)]
         else:
             paths = [path]
-        files = [
-            InputFile(filesystem.unstrip_protocol(path), filesystem.info(path)["size"], str(filesystem.ukey(path)))
-            for path in paths
-        ]
+        files = []
+        for path in paths:
+            name, size = filesystem.unstrip_protocol(path), filesystem.info(path)["size"]
+            files.append(InputFile(name, size, str(filesystem.ukey(path))))
     except UserError:
         raise
     except FileNotFoundError as error:
@@ -210,26 +210,29 @@ def _remote_files(url: str, suffixes: Sequence[str]) -> list[InputFile]:
 
 def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) -> list[str]:
     """Select the files to read among the names below a folder, in reading order."""
+    # A tree of files with these suffixes is shuffled by hash, any other folder sorted.
     if suffixes:
         selected = [name for name in names if PurePosixPath(name).suffix in suffixes]
         selected.sort(key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
         expected = f"whose name ends in {' or '.join(suffixes)}"
     else:
         present = set(names)
-        selected = [
-            name
-            for name in present
-            if PurePosixPath(name).suffix
-            and PurePosixPath(name).stem != "README"  # describes a dataset
-            and not is_hidden(PurePosixPath(name).name)
-            and file_format(name) is not None
+        selected = []
+        for name in present:
+            path = PurePosixPath(name)
+            is_text = path.suffix and not is_hidden(path.name) and file_format(name) is not None
             # Manifests, the URLs of downloads, and the state files of unfinished preprocessing.
-            and f"{name.removesuffix('.json')}.idx" not in present
-            and not (name.endswith(".source.json") and name.removesuffix(".source.json") in present)
-            and not name.endswith(".progress.json")
-        ]
+            belongs_to_data = (
+                f"{name.removesuffix('.json')}.idx" in present
+                or (name.endswith(".source.json") and name.removesuffix(".source.json") in present)
+                or name.endswith(".progress.json")
+            )
+            if is_text and path.stem != "README" and not belongs_to_data:
+                selected.append(name)
         selected.sort(key=lambda name: PurePosixPath(name).parts)
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"
+
+    # Explain an empty selection, and name what was skipped.
     if not selected and any(PurePosixPath(name).name.startswith(_UNFINISHED) for name in names):
         raise UserError(
             f"{folder} is an unfinished lm-dataformat archive: its only text is in {_UNFINISHED}_incomplete; complete "

@@ -138,6 +138,7 @@ def prepare(options: PrepareOptions) -> Path:
     Raises:
         UserError: the dataset is unknown or has no source, another process is preparing it, or `preprocess` failed.
     """
+    # The recipe: all that the tokens depend on.
     folder = options.directory / options.dataset
     prefix = folder / f"{options.dataset}_text_document"
     _check_source_options(options)
@@ -152,6 +153,8 @@ def prepare(options: PrepareOptions) -> Path:
     }
     if options.special_as_text:
         recipe["special_tokens"] = "text"
+
+    # The tokenizer is part of it, unless it is trained on this text.
     urls = _urls(options)
     if train_tokenizer:
         tokenizer_files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
@@ -159,6 +162,8 @@ def prepare(options: PrepareOptions) -> Path:
         tokenizer_files = _given_tokenizer(options)
         tokenizer = tokenizer_files.build()
         recipe |= {"tokenizer": tokenizer.name, "tokenizer_fingerprint": tokenizer.fingerprint}
+
+    # So are the files, and the vocabulary size if the tokenizer is trained.
     source = _open_source(options, urls)
     recipe["corpus"] = source.identity()
     if isinstance(source, OwnText):
@@ -167,10 +172,13 @@ def prepare(options: PrepareOptions) -> Path:
         default_size = source.vocab_size if isinstance(source, OwnText) else OWN_VOCAB_SIZES[options.dataset]
         vocab_size = options.vocab_size or default_size
         recipe["trained_vocab_size"] = vocab_size
+
+    # Nothing to do if the dataset has the same recipe.
     reason = _rebuild_reason(recipe, prefix, tokenizer_files, options.skip_bad)
     if reason is None and not options.rebuild:
         print(f"{prefix}: up to date")
         return prefix
+
     # The tokenizer, the tokens and the recipe must come from one run.
     busy_message = f"another process is preparing {prefix}; wait for it to finish, or choose another --data-dir"
     with Lock(folder / "prepare.lock", busy_message):
@@ -182,6 +190,8 @@ def prepare(options: PrepareOptions) -> Path:
             print(f"training a BPE tokenizer with {vocab_size} ids on {len(texts):,} documents of {options.dataset}")
             trained = train_bpe(texts, vocab_size, progress=sys.stderr.isatty())
             write_atomically(folder / "tokenizer.json", trained.to_str(pretty=True).encode())
+
+        # Tokenize. The recipe comes last, so it exists only next to a complete dataset.
         known = KNOWN_DATASETS.get(options.dataset)
         hub = [f"hf:{options.hub_name}"] if options.hub_name else []
         manifests = preprocess(
@@ -202,6 +212,8 @@ def prepare(options: PrepareOptions) -> Path:
             limit_mb=None if isinstance(source, DebianCorpus | OwnText) else options.limit_mb,
         )
         write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
+
+    # Report the size, and the checksum to compare with other machines.
     print(summary(prefix, manifests[options.text_key]))
     print(f"SHA-256 of the .bin: {manifests[options.text_key].sha256}")
     return prefix
@@ -214,11 +226,14 @@ def default_workers() -> int:
 
 def _check_source_options(options: PrepareOptions) -> None:
     """Reject missing and conflicting sources before anything is downloaded or built."""
+    # Generated datasets take no source.
     has_source = _has_source(options)
     if options.dataset in OWN_VOCAB_SIZES:
         if has_source or options.suffixes:
             raise UserError(f"{options.dataset} has a fixed source; remove --from, --url, --hf and --suffixes")
         return
+
+    # Your own text needs a valid name and a source, a known dataset one that is still available.
     known = KNOWN_DATASETS.get(options.dataset)
     if known is None and not has_source:
         raise UserError(
@@ -234,8 +249,12 @@ def _check_source_options(options: PrepareOptions) -> None:
             f"{options.dataset} needs a source: pass {_SOURCE_OPTIONS}. It is available as: {known.sources}. To "
             "prepare your own text, choose another name"
         )
+
+    # Options that exclude each other.
     if options.hub_name is not None and (options.sources or options.urls or options.suffixes):
         raise UserError("--hf cannot be combined with --from, --url or --suffixes")
+
+    # A folder that contains the output would be read again as input.
     if not options.suffixes or ".json" in options.suffixes:  # otherwise the outputs are not read
         folder = (options.directory / options.dataset).resolve()
         for source in filter(os.path.isdir, options.sources):

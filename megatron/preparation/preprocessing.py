@@ -72,10 +72,12 @@ def preprocess(
             full, a worker was killed, or another process writes the same output.
         KeyboardInterrupt: with a message about what was saved.
     """
+    # Missing packages and tokenizer files fail here, not in a worker process.
     check_workers(workers)
     if options.ftfy and importlib.util.find_spec("ftfy") is None:
         raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
     tokenizer = tokenizer_files.build()
+
     # Everything that determines the output. How to treat bad documents is checked separately, in `_Job._resume`.
     settings: dict[str, object] = {
         "input": source.identity(),
@@ -88,12 +90,16 @@ def preprocess(
         "limit_mb": limit_mb,
         "reading": [1, BLOCK],
     }
+
+    # A run that was killed while publishing only publishes.
     with Journal(output_prefix, settings) as journal:
         prefixes = [f"{output_prefix}_{name}_document" for name in names or options.keys]
         job = _Job(journal, str(output_prefix), prefixes, tokenizer, options, inputs)
         if not job.state.manifests:
             job.encode(source, tokenizer_files, workers, limit_mb, num_docs, log_interval)
         manifests = job.publish()
+
+    # What the documents contained that the user may not expect.
     for line in job.state.rejected.lines():
         print(line)
     special = sum(output.special for output in job.state.outputs)
@@ -108,15 +114,12 @@ def preprocess(
 
 def summary(prefix: str | Path, manifest: Manifest) -> str:
     """Return one line for the user about the dataset at `prefix`."""
-    skipped = [
-        f"{count:,} {reason}"
-        for count, reason in (
-            (manifest.skipped_empty, "empty"),
-            (manifest.skipped_bad, "unreadable"),
-            (manifest.skipped_other, "of other subsets"),
-        )
-        if count
-    ]
+    counts = {
+        "empty": manifest.skipped_empty,
+        "unreadable": manifest.skipped_bad,
+        "of other subsets": manifest.skipped_other,
+    }
+    skipped = [f"{count:,} {reason}" for reason, count in counts.items() if count]
     rate = "" if manifest.text_bytes is None else f", {manifest.text_bytes / manifest.tokens:.2f} bytes per token"
     return f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens{rate}" + (
         f"; skipped: {', '.join(skipped)}" if skipped else ""
@@ -281,10 +284,10 @@ class _Job:
     ) -> None:
         """Tokenize the remaining input and finalize the outputs."""
         with ExitStack() as stack:
-            writers = [
-                stack.enter_context(IndexedWriter(prefix, self.tokenizer.vocab_size, output.writer))
-                for prefix, output in zip(self.prefixes, self.state.outputs, strict=True)
-            ]
+            writers = []
+            for prefix, output in zip(self.prefixes, self.state.outputs, strict=True):
+                writer = IndexedWriter(prefix, self.tokenizer.vocab_size, output.writer)
+                writers.append(stack.enter_context(writer))
             if self.state.position == START:
                 self.journal.remove()  # of an earlier run that is not resumed: its files are overwritten from here on
             try:
@@ -322,15 +325,19 @@ class _Job:
         # Counts ahead of `self.state`: an interruption may come between the outputs of two keys.
         current = copy.deepcopy(self.state)
         first_output = current.outputs[0]
+
+        # Progress is shown, and state committed, at intervals.
         display.restart(current.bytes_read, first_output.text_bytes / 1e6)
         shown_documents = writers[0].documents
         committed_at = time.monotonic()
         limit = math.inf if limit_mb is None else limit_mb * 1e6
+
         # An earlier run may have reached the limit without finishing.
         items = iter(()) if first_output.text_bytes >= limit else work_items(source, self.state.position)
         for item, encoded in process_in_order(
             items, encode_chunks, self.tokenizer, tokenizer_files, self.options, workers
         ):
+            # Append to the outputs of all keys.
             for column, (writer, output) in enumerate(zip(writers, current.outputs, strict=True)):
                 writer.add(encoded.tokens[column], encoded.lengths[column])
                 output.text_bytes += encoded.text_bytes[column]
@@ -338,18 +345,24 @@ class _Job:
                 output.special += encoded.special[column]
             current.rejected.add(encoded.skipped)
             current.position, current.bytes_read = item.position, item.bytes_read
+
+            # Show progress.
             documents = writers[0].documents
             if documents - shown_documents >= log_interval or item.bytes_read == source.total_bytes:
                 shown_documents = documents
                 total = "" if num_docs is None else f"/{num_docs:,}"
                 status = f"{documents:,}{total} documents, {writers[0].tokens:,} tokens"
                 display.update(item.bytes_read, status, first_output.text_bytes / 1e6)
+
+            # Commit, and stop at the limit.
             del encoded  # before the next item is tokenized
             if time.monotonic() - committed_at >= COMMIT_INTERVAL_SECONDS:
                 self._commit(writers, current)
                 committed_at = time.monotonic()
             if first_output.text_bytes >= limit:
                 break
+
+        # Explain an output without text.
         rejected = current.rejected
         counts = sorted(rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
         subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)
@@ -361,6 +374,8 @@ class _Job:
             )
         if writers[0].tokens == 0 and subsets:
             raise UserError(f"the input has no documents of subset {self.options.subset}; its subsets: {subsets}")
+
+        # The source may have advanced further, over input without documents.
         current.position, current.bytes_read = source.position, source.bytes_read
         if self.journal.exists:
             self._commit(writers, current)

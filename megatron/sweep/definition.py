@@ -103,6 +103,7 @@ def run_name(choices: tuple[Choice, ...]) -> str:
 
 def read_sweep(path: str | Path) -> Sweep:
     """Read and check a sweep file. Raises UserError that names the file, line and key."""
+    # Keys and the types of their values.
     path = find_file(path)
     entries = {entry.key.replace("-", "_"): entry for entry in read_file(path)}
     for name, entry in entries.items():
@@ -115,6 +116,8 @@ def read_sweep(path: str | Path) -> Sweep:
     for name in REQUIRED_KEYS:
         if name not in entries:
             raise UserError(f"{path}: key {name!r} is missing; a sweep requires {', '.join(REQUIRED_KEYS)}")
+
+    # Axes: a run takes one choice of each, so their labels must differ.
     values = {name: entry.value for name, entry in entries.items()}
     config_dir = Path(values["config_dir"]) if "config_dir" in values else None
     if not values["axes"]:
@@ -132,13 +135,19 @@ def read_sweep(path: str | Path) -> Sweep:
         duplicate = next((label for label in labels if labels.count(label) > 1), None)
         if duplicate is not None:
             raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
+
+    # The title appears in the terminal and in Slurm's queue.
     title = values.get("title", f"Sweep {path.stem}")
     if not title.isprintable():
         raise UserError(f"{path}: title {title!r} contains control characters; set one without them")
+
+    # Evaluations, one or several.
     place = entries["evaluation"].place
     evaluations = values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
     if not evaluations or not all(isinstance(options, dict) for options in evaluations):
         raise UserError(f"{place}: evaluation must be a mapping or a list of mappings, not {values['evaluation']!r}")
+
+    # Paths and command lines.
     return Sweep(
         path=path,
         title=title,

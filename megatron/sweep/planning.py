@@ -241,11 +241,11 @@ class SweepRun:
             return
         stored = {entry.key: entry.value for entry in read_yaml(path)}
         current = json.loads(json.dumps(self.config.to_flat()))  # with tuples as lists, as in the file
-        differences = [
-            f"{key}: {stored.get(key, 'not set')} in the folder, {current.get(key, 'not set')} in the sweep"
-            for key in dict.fromkeys([*stored, *current])
-            if key not in REPORTING_KEYS and stored.get(key) != current.get(key)
-        ]
+        differences = []
+        for key in dict.fromkeys([*stored, *current]):
+            if key not in REPORTING_KEYS and stored.get(key) != current.get(key):
+                there, here = stored.get(key, "not set"), current.get(key, "not set")
+                differences.append(f"{key}: {there} in the folder, {here} in the sweep")
         if differences:
             raise UserError(
                 f"{self.folder}: contains a run with another configuration ({'; '.join(differences)}); "
@@ -282,6 +282,7 @@ def plan(sweep: Sweep) -> list[SweepRun]:
 
     Runs that a table could not distinguish are evaluated with a `--label`.
     """
+    # A run per combination of choices, with its own folders.
     combinations = list(sweep.combinations())
     runs = []
     for choices in combinations:
@@ -294,6 +295,8 @@ def plan(sweep: Sweep) -> list[SweepRun]:
         if config.logging.tensorboard_dir is not None:
             folders["tensorboard_dir"] = str(folder / "tensorboard")
         runs.append(SweepRun(name, folder, config.updated(**folders), sweep.evaluation))
+
+    # Two runs with one configuration would be the same run.
     names: dict[str, str] = {}
     for run in runs:
         keys = {key: value for key, value in run.config.to_flat().items() if key not in FOLDER_KEYS}
@@ -304,14 +307,17 @@ def plan(sweep: Sweep) -> list[SweepRun]:
                 "change its keys"
             )
         run.check_folder()
+
+    # Label the evaluations if nothing else distinguishes the runs in a table.
     axes = _ambiguous_axes(runs, combinations)
     if not axes or any("--label" in options for options in sweep.evaluation):
         return runs
-    labels = [", ".join(choices[axis].label for axis in axes) for choices in combinations]
-    return [
-        replace(run, evaluation=tuple((*options, "--label", label) for options in run.evaluation))
-        for run, label in zip(runs, labels, strict=True)
-    ]
+    labelled = []
+    for run, choices in zip(runs, combinations, strict=True):
+        label = ", ".join(choices[axis].label for axis in axes)
+        evaluation = tuple((*options, "--label", label) for options in run.evaluation)
+        labelled.append(replace(run, evaluation=evaluation))
+    return labelled
 
 
 def _check_checkpoint_keys(config: Config, checkpoints: str, place: str) -> None:
@@ -363,11 +369,11 @@ def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choic
         size = (model.num_layers, model.hidden_size, model.seq_length)
         identity = (evaluated_method(run.config), *size, corpus_name(corpora), run.config.training.seed)
         groups.setdefault(identity, []).append(choices)
-    return [
-        axis
-        for axis in range(len(combinations[0]))
-        if any(len({choices[axis].label for choices in group}) > 1 for group in groups.values())
-    ]
+    ambiguous = []
+    for axis in range(len(combinations[0])):
+        if any(len({choices[axis].label for choices in group}) > 1 for group in groups.values()):
+            ambiguous.append(axis)
+    return ambiguous
 
 
 def missing_data(runs: Sequence[SweepRun]) -> list[str]:

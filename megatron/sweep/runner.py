@@ -78,10 +78,10 @@ class Display:
         self._steps_left = {run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)}
         self._work_done = dict.fromkeys(self._steps_left, 0.0)
         self._refreshed_at = time.monotonic()
-        self._work = {
-            run.name: self._steps_left[run.name] + EVALUATION_SHARE * run.steps * (status.state is not State.FINISHED)
-            for run, status in zip(runs, statuses, strict=True)
-        }
+        self._work: dict[str, float] = dict(self._steps_left)
+        for run, status in zip(runs, statuses, strict=True):
+            if status.state is not State.FINISHED:
+                self._work[run.name] += EVALUATION_SHARE * run.steps
         total = max(1, sum(self._work.values()))
         self._progress = Progress("sweep", total, log_interval=LOG_INTERVAL, console=console)
 

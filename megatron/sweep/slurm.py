@@ -23,6 +23,7 @@ def array_script(command: Sequence[str], sweep: Sweep, tasks: int, options: str)
 
     Raises UserError if `options` is not a list of options, or a path contains a newline.
     """
+    # Each option of the user becomes one #SBATCH line.
     try:
         extra = shlex.split(options)
     except ValueError as error:
@@ -33,6 +34,8 @@ def array_script(command: Sequence[str], sweep: Sweep, tasks: int, options: str)
     for path in (folder, log):
         if "\n" in path:
             raise UserError(f"{path!r} contains a newline, which sbatch does not support; choose another folder")
+
+    # The options of the job.
     lines = [
         f"--job-name={shlex.quote(sweep.title)}",
         f"--array=1-{tasks}",
@@ -43,6 +46,8 @@ def array_script(command: Sequence[str], sweep: Sweep, tasks: int, options: str)
         "--requeue",
         *map(shlex.quote, extra),
     ]
+
+    # The script waits in the background for the sweep, so that bash can handle SIGTERM.
     return "\n".join(
         [
             "#!/bin/bash",
