@@ -125,11 +125,14 @@ def perplexity_plot(
         pos_embs: see `line_numbers`.
         reference: the `pos-emb` to compare with; the first line if none has it.
     """
+    # Each line has a name and a panel. With one panel, both go into the name.
     curves = {line: perplexities.curve(*line) for line in perplexities.lines}
     curves = {line: curve for line, curve in curves.items() if len(curve)}
     labels = {line: _labels(*line, list(curves), name) for line in curves}
     if any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
         labels = {line: (", ".join(filter(None, parts)), "") for line, parts in labels.items()}
+
+    # A panel per mode, and one for differences if there is one seed.
     numbers = line_numbers({labels[line][0]: line[1].pos_emb for line in curves}, pos_embs)
     ranges: dict[str, list[tuple[float, float]]] = {}
     for line, curve in curves.items():
@@ -140,6 +143,7 @@ def perplexity_plot(
         differences = {}
     figure, panels, columns = _mode_panels(style, ranges or {"": []}, extra=bool(differences))
 
+    # The axes, and the lines of each panel.
     train_lengths = {setting.train_length for setting in perplexities.settings}
     train_length = train_lengths.pop() if len(train_lengths) == 1 else None
     handles: dict[str, Any] = {}
@@ -155,6 +159,8 @@ def perplexity_plot(
             style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
             draw_seed_lines(axes, style, perplexities.by_seed(*line), style_kwargs["color"])
+
+    # The last panel: differences from the reference, with their errors.
     if compared and differences:
         axes = figure.axes[len(panels)]
         axes.set_ylabel("loss difference (nats)\n± 2 standard errors")

@@ -51,6 +51,7 @@ def _table(
     note: str,
     settings: ExperimentSettings,
 ) -> Table:
+    # A section per task.
     lines: list[Row | Section] = []
     for task in tasks_of(results, LENGTH_TASKS):
         lines.append(Section(f"{task.replace('_', ' ')} (random guessing: {100 * LENGTH_TASKS[task].guess:.1f})"))
@@ -58,6 +59,8 @@ def _table(
         for result in results:
             if result["task"] == task:
                 by_method.setdefault(result["pos_emb"], []).append(curve(result))
+
+        # Mean over the seeds of each method, column by column, with the best value in bold.
         cells: dict[str, list[Cell]] = {method: [] for method in by_method}
         for column in columns:
             values = [[seed[column] for seed in seeds if column in seed] for seeds in by_method.values()]
@@ -68,6 +71,8 @@ def _table(
             for method, text, best in zip(cells, texts, best_texts(means, texts, "highest"), strict=True):
                 cells[method].append(Cell(text, best))
         lines += [Row((method,), tuple(row)) for method, row in cells.items()]
+
+    # The number of seeds decides what the values are.
     num_seeds = len({result["seed"] for result in results})
     note += (
         f"Accuracy in percent (decoders with {settings.num_layers} layers of {settings.hidden_size}, trained at "

@@ -169,26 +169,31 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
 
 def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> Figure:
     """A panel per length: methods by modes, colored by how far the loss is above the lowest one of the length."""
+    # Room for the labels of rows and columns, in units of the panel's cells.
     methods = list(dict.fromkeys(method.pos_emb for method in losses.methods))
     modes = list(dict.fromkeys(method.mode for method in losses.methods))
     names = [display_name(Method(pos_emb)) for pos_emb in methods]
     labels, ticks = (SMALL * CHARACTER * max(map(len, texts)) for texts in (names, modes))
     columns = style.columns(len(losses.lengths), labels + 3.2 * len(modes) + 1)
     aspect = (1.8 * len(methods) + ticks + 2) * style.em / (style.width / columns)
+
+    # Blank panels with methods and modes as ticks.
     figure, panels = new_figure(style, len(losses.lengths), columns, aspect)
     for axes, length in zip(panels, losses.lengths, strict=True):
-        values = np.array(
-            [[_mean(losses, setting, Method(method, mode), length) for mode in modes] for method in methods],
-            dtype=float,
-        )
+        cells = [[_mean(losses, setting, Method(method, mode), length) for mode in modes] for method in methods]
+        values = np.array(cells, dtype=float)
         axes.set_title(f"length {length:,}", loc="left")
         axes.grid(False)
         axes.spines[:].set_visible(False)
         axes.set_xticks(range(len(modes)), modes, rotation=90)
         axes.set_yticks(range(len(methods)), names)
         axes.tick_params(length=0, labelbottom=True)
+
+        # Colors start at the lowest loss of this length.
         lowest = np.nanmin(values) if not np.isnan(values).all() else 0.0
         axes.imshow(values, cmap="viridis_r", vmin=lowest, vmax=lowest + COLOR_RANGE, aspect="auto")
+
+        # The number in each cell, with a frame around the lowest.
         for (row, column), value in np.ndenumerate(values):
             dark = value > lowest + COLOR_RANGE / 2
             measured = losses.values(setting, Method(methods[row], modes[column]), length) is not None
@@ -206,6 +211,8 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
             if value == lowest:
                 box = (column - 0.5, row - 0.5), 1, 1
                 axes.add_patch(Rectangle(*box, fill=False, edgecolor=COLORS[1], linewidth=0.2 * style.size))
+
+    # One color bar, as all panels have the same range.
     bar = figure.colorbar(
         ScalarMappable(Normalize(0, COLOR_RANGE), "viridis_r"),
         ax=panels,

@@ -132,9 +132,11 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
         for title, section in sections.items():
             lines.append(Section(title))
             for method in methods:
-                values = [section.values(setting, method, length) for length in lengths]
-                texts = [NOT_MEASURED if cell is None else format_percent(cell) for cell in values]
-                lines.append(Row((display_name(method),), tuple(map(Cell, texts))))
+                cells = []
+                for length in lengths:
+                    values = section.values(setting, method, length)
+                    cells.append(Cell(NOT_MEASURED if values is None else format_percent(values)))
+                lines.append(Row((display_name(method),), tuple(cells)))
         notes = ["Share of prompts answered with the complete pass key.", *_seeds_note(group)]
         notes += missing_notes(group, {method: display_name(method) for method in methods})
         table = Table(
@@ -191,6 +193,7 @@ def _table(
         reference: see `_cells`.
         rows: what the rows are. `modes`: the methods, with a section per mode and without the published values.
     """
+    # Methods in the order of the paper.
     paper = load_published(name)
     methods = paper.ordered(methods)
     shown = group.select(group.settings, methods)
@@ -199,6 +202,7 @@ def _table(
     name_of = paper.name if any(map(paper.matches, group.settings)) and rows != "modes" else display_name
     names = {method: name_of(method) for method in methods}
 
+    # A section per setting, or per mode.
     lines: list[Row | Section] = []
     for title, setting, section_methods in _sections(shown, methods, by_mode=rows == "modes"):
         lines.append(Section(title))
@@ -221,6 +225,7 @@ def _table(
             if rows != "modes" and paper.matches(setting) and any(cell.text for cell in paper_cells):
                 lines.append(Row((f"{label}, paper",), tuple(paper_cells), published=True))
 
+    # Where the layout comes from, and what the values are.
     common = group.settings[0]
     notes = [] if rows == "modes" else [f"Layout: {paper.source}."]
     return Table(
@@ -277,7 +282,9 @@ def _cells(
     worse than the reference method in the same mode.
     """
     values = [group.values(setting, method, length) for method in methods]
-    texts = [NOT_MEASURED if cell is None else format_mean(cell) for cell in values]
+    texts = []
+    for cell in values:
+        texts.append(NOT_MEASURED if cell is None else format_mean(cell))
     bold = best_texts(comparable_means(values), texts, best)
     cells = []
     for method, cell, text, is_best in zip(methods, values, texts, bold, strict=True):

@@ -38,14 +38,18 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     """A figure per setting and length: the loss by position minus that of the first method in the order of the tables,
     on the same text. The variation of the text, which all methods share, cancels. A single method has its perplexity.
     """
+    # Records of all seeds, by setting and length.
     records = list(records)
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     figures = []
     groups = records_by_seed((record for record in records if record.get("losses")), "positions")
     for (setting, length), by_method in groups.items():
+        # Differences from the first method. They are empty without common texts.
         first, *others = load_published("kerple-3").ordered(by_method)
         found = {method: curve_of(by_method[method], by_method[first]) for method in others}
         differences = {method: _smooth(curve) for method, curve in found.items() if curve.shape[1]}
+
+        # A single method has no differences, so it is plotted itself.
         what = "Perplexity"
         notes = seeds_caption(max(map(len, by_method.values())))
         curves: Curves = {first: np.exp(curve_of(by_method[first]).clip(upper=700.0))}
@@ -54,12 +58,16 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
             notes += " The differences are those on the same text; below 0 is better."
             if (bins := -(-len(by_method[first][next(iter(by_method[first]))]["losses"]) // MAX_POINTS)) > 1:
                 notes += f" Points are means of {bins} adjacent bins."
+
+            # A diverged method would flatten the others, so it is only named.
             near = {method: curve for method, curve in differences.items() if curve.mean(axis=1).abs().median() <= FAR}
             curves = near or differences
             if far := [display_name(method) for method in differences if method not in curves]:
                 notes += f" Not shown, with a median of more than {FAR:g} nat: {', '.join(far)}."
             if unpaired := [display_name(method) for method in others if method not in differences]:
                 notes += f" Not shown, measured with other texts, bins or seeds: {', '.join(unpaired)}."
+
+        # Plotting waits until the figure is rendered.
         if not curves:
             continue
         figure = ReportFigure(

@@ -75,6 +75,7 @@ def write_report(
 
     Raises UserError if there is nothing to report or the folder cannot be written to.
     """
+    # Create the folders only if there is something to write.
     chapters = _with_unique_names(report_chapters(sources, reference))
     if all(chapter.empty for chapter in chapters):
         raise UserError("there are no results to report")
@@ -84,6 +85,8 @@ def write_report(
             (folder / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
+
+    # Each table and figure as a file of its own, for papers.
     for chapter in chapters:
         for table in chapter.tables:
             for extension, render in (("md", markdown), ("csv", comma_separated), ("tex", latex)):
@@ -91,6 +94,8 @@ def write_report(
         for figure in chapter.figures:
             write_atomically(folder / "figures" / f"{figure.name}.png", figure.render(style))
             write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.render(style, "pdf"))
+
+    # What the checkpoints were, and the notes of the sources.
     notes = {}
     for record in sources.records:
         checkpoint = record.get("checkpoint") or {}
@@ -127,10 +132,13 @@ def _with_unique_names(chapters: Iterable[Chapter]) -> list[Chapter]:
 
 def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:
     """All chapters; those that the sources have no results for are empty. Adds to `sources.notes`."""
+    # Times of training logs and of benchmarks share a chapter.
     records = sources.records
     time_tables = step_time_tables(step_times(records))
     for path in sources.benchmarks:
         time_tables += benchmark_tables(path)
+
+    # The chapters in the order of the report.
     return [
         Chapter(
             "perplexity",

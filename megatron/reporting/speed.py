@@ -88,6 +88,7 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
 
 def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
     """One table per model size and sequence length, with the published step times of models of the same size."""
+    # Our times and the published ones, by model size and sequence length.
     by_model: dict[tuple[int, int, int], list[StepTime]] = {}
     for time in times:
         by_model.setdefault(time.model, []).append(time)
@@ -95,12 +96,15 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
     for published in (load_published("kerple-4"), load_published("dape-speed")):
         papers.setdefault((*published.model, published.train_length), published)
 
+    # The paper also gives the order and the names of the methods.
     tables = []
     for (layers, hidden_size, length), group in by_model.items():
         paper = papers.get((layers, hidden_size, length))
         layout = paper or load_published("kerple-4")
         methods = layout.ordered(dict.fromkeys(Method(time.pos_emb) for time in group))
         lines: list[Row | Section] = []
+
+        # A section per corpus: our times, then the published ones in their own unit.
         for corpus in dict.fromkeys(time.corpus for time in group):
             cells = []
             for method in methods:
@@ -111,6 +115,8 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
             if paper and any(texts):
                 unit = "ms/step" if paper.measure.startswith("milli") else "sec/step"
                 lines.append(Row((f"{unit}, paper",), tuple(Cell(text or "") for text in texts), published=True))
+
+        # Say which rows are published.
         notes = [
             "Layout: KERPLE (arXiv 2205.09921), Table 4. Medians over the training logs. They are comparable only if "
             "the runs used the same hardware without other load."

@@ -156,6 +156,7 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
 
     Raises UserError like `check_comparison`.
     """
+    # Sections: the perplexity always, other measures if any record has them.
     check_comparison(records, compare_with)
     records = _label_checkpoints(records)
     measured = {name: measurements(records, measure.kind, measure.value) for name, measure in MEASURES.items()}
@@ -192,6 +193,7 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
     if len(sections) == 1 and not differences:
         del table_lines[0]
 
+    # A star needs an explanation, a comparison its test.
     notes = _notes(records, has_star, compare_with) + best_notes(records)
     if differences:
         notes.append(DIFFERENCE_NOTE)
@@ -323,6 +325,7 @@ def _label_checkpoints(records: Iterable[AnyRecord]) -> list[AnyRecord]:
 
 def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | None) -> list[str]:
     """Explanations of the values, one sentence each."""
+    # The columns.
     by_kind: dict[str, list[AnyRecord]] = {}
     for record in records:
         by_kind.setdefault(record["kind"], []).append(record)
@@ -330,6 +333,8 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
     notes = ["Columns: sequence length in tokens. Lower perplexity, loss (in nats) and bits per byte are better."]
     if has_star:
         notes.append("The star marks the training length.")
+
+    # How many tokens each protocol scores, and whether they are the same.
     for protocol in dict.fromkeys(record["protocol"] for record in losses):
         measured = [record for record in losses if record["protocol"] == protocol]
         counts = sorted({record["tokens"] for record in measured if record["tokens"]})
@@ -341,6 +346,8 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
             notes.append(f"Protocol {protocol}: {same}{counts[0]:,} tokens are scored at every length.")
         elif counts:
             notes.append(f"Protocol {protocol}: {counts[0]:,} to {counts[-1]:,} tokens are scored.")
+
+    # Spread and significance over the seeds.
     seeds: dict[tuple[Setting, Method], set[int | None]] = {}
     for record in losses:
         if record["loss"] is not None:
@@ -356,6 +363,8 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
             if num_seeds > 1
             else f"With one seed, the variation of {compare_with} and the other methods between seeds is unknown."
         )
+
+    # Standard errors and bins.
     if any(record.get("stderr") is not None for record in losses):
         notes.append(
             "The standard error is that of the loss, over documents (over segments if documents are not known)."
@@ -366,6 +375,8 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
             f"The loss by position was measured in {' or '.join(map(str, bins))} bins; the table shows the first and "
             "the last."
         )
+
+    # The other measures.
     if "context" in by_kind:
         least = min((record["contexts"][0] for record in by_kind["context"] if record["contexts"]), default=0)
         notes.append(
@@ -379,6 +390,8 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
     if "passkey" in by_kind:
         depths = ", ".join(f"{depth:g}" for depth in sorted({record["depth"] for record in by_kind["passkey"]}))
         notes.append(f"Passkey accuracy: mean over depths {depths}; higher is better.")
+
+    # Effective lengths, which no column shows.
     for record in by_kind.get("effective_length", []):
         lengths = sorted(chain.from_iterable(record["effective_lengths"]))
         if lengths:

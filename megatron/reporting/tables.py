@@ -154,6 +154,7 @@ def latex(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return f"{' & '.join(cells)} \\\\"
 
+    # The head. The notes are in the caption, as LaTeX tables have no footnotes.
     caption = " ".join([rf"\textbf{{{escape_latex(table.title)}.}}", *map(escape_latex, table.notes)])
     lines = [
         r"\begin{table}",
@@ -166,6 +167,8 @@ def latex(table: Table) -> str:
         line(list(map(escape_latex, table.headers))),
         r"\midrule",
     ]
+
+    # A rule before each section but the first.
     for entry in table.lines:
         if isinstance(entry, Section):
             if lines[-1] != r"\midrule":
@@ -173,6 +176,8 @@ def latex(table: Table) -> str:
             title = rf"\textit{{{escape_latex(entry.title)}}}"
             lines.append(rf"\multicolumn{{{len(table.headers)}}}{{l}}{{{title}}} \\")
             continue
+
+        # Cells: bold if best, the deviation small, a dagger if worse.
         texts = list(map(escape_latex, entry.labels))
         for cell in entry.cells:
             text, _, deviation = map(escape_latex, cell.text.partition(" ± "))
@@ -180,6 +185,8 @@ def latex(table: Table) -> str:
             text = rf"\textbf{{{text}}}" if cell.best else text
             text += rf"{{\tiny$\pm${deviation}}}" if deviation else ""
             texts.append(text + (_LATEX[DAGGER] if cell.worse else ""))
+
+        # Published rows are in italics.
         if entry.published:
             texts = [rf"{{\itshape {text}}}" * bool(text) for text in texts]
         lines.append(line(texts))

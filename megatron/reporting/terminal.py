@@ -27,10 +27,11 @@ def print_table(console: Console, table: Table) -> None:
         if isinstance(line, Section):
             rows.append([Text(line.title, style="bold")])
         else:
-            cells = [Text(cell.text, style="bold" if cell.best else "") for cell in line.cells]
-            for text, cell in zip(cells, line.cells, strict=True):
-                text.append(f" {DAGGER}" if cell.worse else "")
-            rows.append([*map(Text, line.labels), *cells])
+            cells = [Text(label) for label in line.labels]
+            for cell in line.cells:
+                text = Text(cell.text, style="bold" if cell.best else "")
+                cells.append(text.append(f" {DAGGER}" if cell.worse else ""))
+            rows.append(cells)
     print_rows(console, table.title, table.headers, rows, len(table.label_columns))
 
 
