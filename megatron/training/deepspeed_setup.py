@@ -260,16 +260,13 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
         self, gradients: list[torch.Tensor], params: list[torch.nn.Parameter], norm_type: float = 2
     ) -> torch.Tensor:
         """Float32 L2 norm of a group's gradients on all ranks. Upstream: two kernels per gradient, in float64."""
-        counted = [
-            gradient
-            for gradient, parameter in zip(
-                (part for part in gradients if not getattr(part, "_zero_padding", False)),
-                params,
-                strict=False,  # a rank without parameters of the group has a tensor of zeros
-            )
-            if not getattr(parameter, "ds_pipe_replicated", False)
-            and (is_model_parallel_parameter(parameter) or self.model_parallel_rank == 0)
-        ]
+        parts = [part for part in gradients if not getattr(part, "_zero_padding", False)]
+        counted = []
+        # Not strict: a rank without parameters of the group has a tensor of zeros.
+        for gradient, parameter in zip(parts, params, strict=False):
+            is_copy = self.model_parallel_rank > 0 and not is_model_parallel_parameter(parameter)
+            if not is_copy and not getattr(parameter, "ds_pipe_replicated", False):
+                counted.append(gradient)
         squared = torch.zeros((), device=self.device)
         if counted:
             squared = torch.stack(torch._foreach_norm(counted, 2, torch.float32)).square().sum()
@@ -289,9 +286,11 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     Raises UserError if the batch sizes do not fit `data_parallel_size` replicas, or if `deepspeed_extra_args` contains
     a key that is set here.
     """
+    # Batch sizes, clipping, logging and ZeRO have the same meaning as in DeepSpeed.
     micro_batch, accumulation, global_batch = config.batch.resolve(data_parallel_size)
     precision, optimizer = config.precision, config.optimizer
     zero = {name: value for name, value in optimizer.zero.items() if name != "cpu_offload"}  # which is false
+
     # In half precision, stage 1 does the arithmetic of stage 0 on flat tensors instead of parameter by parameter.
     stage = 1 if optimizer.zero_stage == 0 and precision.dtype != "fp32" else optimizer.zero_stage
     settings: dict[str, Any] = {
@@ -305,6 +304,8 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, **zero},
         "zero_allow_untested_optimizer": True,  # ZeRO requires it for optimizers that are not DeepSpeed's own
     }
+
+    # Keys that depend on others. Absent keys leave DeepSpeed's defaults.
     if stage == 0 and not optimizer.gradient_clipping:
         settings["gradient_clipping"] = float("inf")  # no clipping, but DeepSpeed still computes the norm for the log
     if precision.dtype == "fp16":
@@ -324,12 +325,15 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.pipe_parallel_size > 1:
         settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+
+    # Keys of the user go through unchanged, unless they are set from other keys.
     reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "curriculum_learning"}
     reserved.add("pipeline")  # without pipeline parallelism, DeepSpeed takes any key in it and uses none
     for key, value in config.training.deepspeed_extra_args.items():
         if key in reserved:
             raise UserError(f'"deepspeed_extra_args.{key}": remove it; DeepSpeed\'s {key} is set from other keys')
         settings[key] = value
+
     # DeepSpeed's throughput timer would wait for the device before and after every micro-batch. Our log has its own.
     settings.setdefault("timers", {"throughput": {"enabled": False}})
     return settings

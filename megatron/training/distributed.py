@@ -56,12 +56,14 @@ def initialize(config: Config) -> Layout:
     megatron-core. Raises UserError if the number of ranks does not fit the parallel sizes, or if torch cannot use the
     machine's GPU.
     """
+    # These imports take seconds, and most commands do not need them.
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     from megatron.core import parallel_state
     from megatron.training.deepspeed_setup import disable_shared_memory_collectives
 
+    # Select the device of this rank before any library allocates on it.
     on_gpu = use_gpus()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if on_gpu:
@@ -72,6 +74,8 @@ def initialize(config: Config) -> Layout:
                 "its slots in the hostfile, or num_gpus (with Slurm, use --gpus-per-node and not --gpus-per-task)"
             )
         torch.cuda.set_device(local_rank)
+
+    # The backend: a configuration for GPUs also runs on a CPU.
     disable_shared_memory_collectives()
     backend = config.parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
     if backend == "nccl" and not on_gpu:
@@ -79,6 +83,8 @@ def initialize(config: Config) -> Layout:
         if int(os.environ.get("RANK", "0")) == 0:
             print("distributed-backend: nccl requires a GPU, but none is available; using gloo", flush=True)
     check_backend(backend)
+
+    # Without a launcher, this process is a group of its own.
     if not dist.is_initialized():
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -95,6 +101,7 @@ def initialize(config: Config) -> Layout:
                 "address of the first host that all hosts can reach, and master_port to a free port"
             ) from error
 
+    # Divide the ranks among pipeline stages, replicas and tensor parallelism.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pipeline_size, tensor_size = max(1, config.parallel.pipe_parallel_size), config.parallel.model_parallel_size
     if world_size % (pipeline_size * tensor_size):
@@ -106,6 +113,8 @@ def initialize(config: Config) -> Layout:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_size, pipeline_model_parallel_size=pipeline_size
         )
+
+    # A rank's place follows from the order of the dimensions.
     data_size = world_size // (pipeline_size * tensor_size)
     return Layout(
         rank=rank,

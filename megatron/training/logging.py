@@ -80,11 +80,14 @@ class Logger:
 
         Raises UserError if one of them is not available.
         """
+        # Rank 0 writes all metrics.
         settings = self._config.logging
         if not self._is_main:
             return
         if settings.log_dir:
             self._metrics = self._open(METRICS)
+
+        # The libraries are optional, and slow to import.
         try:
             if self.shows_pictures:
                 import matplotlib  # noqa: F401
@@ -97,12 +100,16 @@ class Logger:
                 f"tensorboard-dir and use_wandb need {error.name}, which is not installed: "
                 f"{install_command('tracking')}; or remove the keys"
             ) from error
+
+        # TensorBoard, with the configuration as text.
         if settings.tensorboard_dir:
             # Steps after the checkpoint, which a killed run has logged too, are dropped.
             purge_step = iteration + 1 if iteration else None
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
             text = json.dumps(without_secrets(self._config.to_flat()), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
+
+        # Weights & Biases. The environment has precedence over the configuration.
         if not settings.use_wandb:
             return
         if settings.wandb_host:
@@ -271,6 +278,7 @@ class StepLog:
         """Check the losses, then write their mean since the last line, the learning rate, speed and memory."""
         self.check(state.iteration)
         with self.paused():
+            # Means over the steps since the last line. Skipped steps may have no finite loss.
             engine, layout = self._engine, self._engine.layout
             steps = len(self._losses) - self._resumed_steps
             last_iteration = self._config.schedule.train_iters or 0
@@ -280,6 +288,8 @@ class StepLog:
             length = (state.tokens - self._tokens) / (steps * engine.global_batch)  # mean over the steps
             tokens_per_second = samples_per_second * length
             memory = peak_memory(layout.device)
+
+            # Metrics for the files, and the same in a short form for the terminal.
             values = {
                 "train/loss": loss,
                 "train/learning_rate": learning_rate,
@@ -296,6 +306,8 @@ class StepLog:
                 f"lm loss {loss:.4f}",
                 f"lr {learning_rate:.3e}",
             ]
+
+            # Values that only some runs have.
             grad_norm, loss_scale = engine.grad_norm, engine.loss_scale
             tflops = self._config.logging.peak_theoretical_tflops
             device_peak = peak_flops(layout.device) if tflops is None else tflops * 1e12
@@ -311,14 +323,20 @@ class StepLog:
             if device_peak is not None:
                 values["train/mfu"] = values["train/flops_per_second"] / device_peak
                 texts.append(f"MFU {100 * values['train/mfu']:.1f} %")
+
+            # The rest of the line.
             seconds_left = (last_iteration - state.iteration) * self.seconds / max(steps, 1)
             texts += [f"{memory / 2**30:.2f} GiB", f"{readable_time(seconds_left)} left"]
             self._logger.info(" | ".join(texts))
+
+            # Statistics of the kernels of positional methods, over the heads.
             for name, heads in engine.kernel_statistics().items():
                 low, mean, high = heads.min().item(), heads.mean().item(), heads.max().item()
                 values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
                 self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
             self._logger.metrics(values, state.iteration)
+
+        # The next line starts from here.
         self._losses, self._resumed_steps, self.seconds, self._tokens = [], 0, 0.0, state.tokens
 
 
@@ -387,6 +405,7 @@ def profiled_steps(
     operators to rank_N.operators.txt. `report` prints those with the longest time on rank 0. On a GPU, the same steps
     are also marked for `nsys profile --capture-range=cudaProfilerApi`.
     """
+    # There may be nothing to profile.
     settings = config.logging
     first, last = max(settings.profile_step_start, iteration), settings.profile_step_stop
     if not settings.profile:
@@ -396,11 +415,14 @@ def profiled_steps(
         report(f"profile: no step is profiled, because training resumes after profile_step_stop {last:,}")
         yield lambda: None
         return
+
+    # One trace and one table per rank.
     folder = Path(settings.tensorboard_dir or settings.log_dir or ".")
     write_trace = tensorboard_trace_handler(str(folder), worker_name=f"rank_{layout.rank}")
     time = "self_device_time_total" if layout.device.type == "cuda" else "self_cpu_time_total"
     steps_before, steps = first - iteration, 0
 
+    # When the last step ends: write the files, and print the slowest operators.
     def write(profiler: Any) -> None:
         write_trace(profiler)
         operators = profiler.key_averages()
@@ -412,12 +434,14 @@ def profiled_steps(
             spent = getattr(operator, time)
             report(f"  {spent / total:6.1%} {spent / 1e3:10.2f} ms {operator.count:8,} calls  {operator.key[:60]}")
 
+    # The range that nsys captures.
     def mark_steps() -> None:
         if layout.device.type == "cuda" and steps == steps_before:
             torch.cuda.profiler.start()
         elif layout.device.type == "cuda" and steps == last - iteration:
             torch.cuda.profiler.stop()
 
+    # A resumed run may start right at the first profiled step, without a warm-up.
     warmup = min(steps_before, 1)
     plan = schedule(wait=steps_before - warmup, warmup=warmup, active=last - first, repeat=1)
     with profile(

@@ -108,6 +108,7 @@ def build_trainer(
     Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked,
     not writable or too small; if possible before the model is built.
     """
+    # Random numbers of all later steps depend on the seed.
     report = logger.info
     report(layout.describe())
     distributed.seed_everything(config.training.seed, layout)

@@ -51,17 +51,12 @@ def attach(
     tensors = [tensor for options in optimizer.param_groups for tensor in options["params"]]
     if engine.zero_optimization_partition_weights():  # ZeRO 3 adds its tensors to the parameter groups only for a step
         tensors = engine.optimizer.fp32_partitioned_groups_flat
-    optimizer.attach(
-        optimizer_fragments(engine, parameters),
-        tensors,
-        split_dims={
-            name: parameter.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
-            for name, parameter in parameters.items()
-            if getattr(parameter, "tensor_model_parallel", False)
-        },
-        tensor_rank=layout.tensor_rank,
-        group=group,
-    )
+    split_dims = {}
+    for name, parameter in parameters.items():
+        if getattr(parameter, "tensor_model_parallel", False):
+            split_dims[name] = parameter.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
+    fragments = optimizer_fragments(engine, parameters)
+    optimizer.attach(fragments, tensors, split_dims=split_dims, tensor_rank=layout.tensor_rank, group=group)
 
 
 @torch.no_grad()
@@ -92,12 +87,8 @@ def parameter_groups(
     """
     methods = [module for module in model.modules() if isinstance(module, PositionalMethod)]
     positional = {id(parameter) for method in methods for parameter in method.parameters()}
-    matrices = {
-        id(module.weight)
-        for method in methods
-        for module in method.modules()
-        if isinstance(module, nn.Linear | MLPLayer)
-    }
+    inner = [module for method in methods for module in method.modules()]
+    matrices = {id(module.weight) for module in inner if isinstance(module, nn.Linear | MLPLayer)}
     bounds = {id(method.get_parameter(name)): limits for method in methods for name, limits in method.bounds().items()}
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}

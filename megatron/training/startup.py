@@ -373,6 +373,7 @@ def check_memory(
 def _describe(
     config: Config, layout: Layout, vocab_size: int, positional: int, needed: Memory, sharing: int, free: int
 ) -> str:
+    # What the memory is needed for.
     embeddings, blocks = count_matrices(config, vocab_size)
     micro_batch, _, global_batch = config.batch.resolve(layout.data_size)
     place = f"{layout.device.type} of {socket.gethostname()}"
@@ -385,6 +386,8 @@ def _describe(
         f"{positional:,} in the positional method; {config.precision.dtype}, {config.optimizer.name}, ZeRO stage "
         f"{config.optimizer.zero_stage}, micro-batches of {micro_batch:,} x {config.model.seq_length:,} tokens)"
     )
+
+    # Changes of the configuration that may save memory.
     changes: dict[str, dict[str, Any]] = {
         "train_micro_batch_size_per_gpu: 1": {
             "train_batch_size": global_batch,
@@ -396,6 +399,8 @@ def _describe(
     }
     if config.precision.dtype == "fp32":
         changes["precision: bfloat16"] = {"precision": "bfloat16"}
+
+    # Suggest those that save more than rounding.
     helpful = []
     for name, keys in changes.items():
         try:
@@ -404,6 +409,8 @@ def _describe(
             continue
         if total < 0.99 * needed.total:
             helpful.append(f"{name} ({_gigabytes(total)})")
+
+    # What remains if no change is enough.
     more = "hosts" if layout.device.type == "cpu" else "GPUs"
     text += f"; change {', '.join(helpful)}; or" if helpful else ";"
     return (

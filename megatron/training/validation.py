@@ -130,6 +130,7 @@ class ExtrapolationCurves:
         """Log the mean loss (in nats), the perplexity and the in-context score at each length. A collective."""
         from megatron.evaluation.runner import evaluate_extrapolation  # most runs do not measure extrapolation
 
+        # This replica's share of the text, at all lengths.
         started_at = time.perf_counter()
         # Sums of losses and of in-context scores, weighted by the tokens of this replica.
         totals = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=engine.layout.device)
@@ -145,11 +146,15 @@ class ExtrapolationCurves:
                 on_record=measured.append,
             )
             positions = [cast(PositionsRecord, record) for record in measured if record["kind"] == "positions"]
+
+            # A loss that could not be measured makes the mean over the replicas NaN.
             for index, (record, by_position) in enumerate(zip(records, positions, strict=True)):
                 if record["note"] and self.measured_at is None:
                     self._logger.info(f"extrapolation at length {record['length']:,}: n/a: {record['note']}")
                 for row, value in enumerate((record["loss"], in_context_score(by_position["losses"]))):
                     totals[row, index] = math.nan if value is None else value * record["tokens"]
+
+        # Mean over all tokens.
         means = engine.mean_over_replicas(totals) * engine.layout.data_size / self.num_tokens
         self.measured_at = iteration
         values, texts = {}, []
@@ -162,6 +167,8 @@ class ExtrapolationCurves:
             texts.append(f"{length:,}: {perplexity(loss):.3f}")
             values[f"extrapolation/loss/{length}"] = loss
             values[f"extrapolation/perplexity/{length}"] = perplexity(loss)
+
+        # One line in the log.
         self._logger.info(
             f"extrapolation at iteration {iteration:,} | perplexity at {' | '.join(texts)} | "
             f"{readable_time(time.perf_counter() - started_at)}"
