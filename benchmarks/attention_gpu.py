@@ -78,6 +78,7 @@ def alternatives(
     bench: Bench, batch: int, length: int, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
     """Name -> forward pass, and the leaves of its backward pass. The baseline is the first one."""
+    # An alternative with the parameters of a positional method.
     results: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {}
 
     def add(backend: str, method_name: str, label: str | None = None) -> None:
@@ -86,6 +87,7 @@ def alternatives(
         name = f"{label or backend}, {'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
         results[name] = (lambda: attend_with_method(method, query, key, value, backend), leaves)
 
+    # Our kernels first, then those of PyTorch and of other packages.
     for method in METHODS[: 2 if bench.dry else None]:
         add("fused", method)
     if not bench.dry:
@@ -95,13 +97,18 @@ def alternatives(
                 with sdpa_kernel(backend):
                     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
+            # Every kernel of PyTorch, without positions.
             results[f"sdpa {name}, no positions"] = (sdpa, [query, key, value])
+
+        # FlashAttention, if installed, and FlexAttention.
         for package in ("flash_attn", "flash_attn_interface"):
             with contextlib.suppress(Exception):  # a package for another version of torch fails in many ways
                 run = importlib.import_module(package).flash_attn_func
                 results[package] = (lambda run=run: _flash(run, query, key, value), [query, key, value])
         for method in ("kerple_log",) if bench.options.quick else ("none", "kerple_log", "kerple_bias_wht"):
             add("flex", method)
+
+    # Attention with all logits in memory, at lengths where that is possible.
     if bench.options.quick:
         return results
     if batch * HEADS * length**2 * 14 < MATERIALIZED_BYTES:
@@ -124,16 +131,15 @@ def table_errors(
 ) -> list[tuple[bool, float]]:
     """Errors of the result and of the gradients of query, key, value and tables."""
     length = states[1].shape[2] if window is None else window
-    method_tables = tables(method, length, states[0].device)
+    named = zip(("bias_table", "weight_table"), tables(method, length, states[0].device), strict=True)
+    present = [(name, table) for name, table in named if table is not None]
     runs = []
     for backend, dtype in (("fused", states[0].dtype), ("reference", torch.float64)):
         leaves = [part.detach().to(dtype).requires_grad_() for part in states]
-        bias, weight = (
-            None if table is None else table.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-            for table in method_tables
-        )
-        result = attend(*leaves, bias_table=bias, weight_table=weight, window=window, backend=backend)
-        leaves += [table for table in (bias, weight) if table is not None]
+        precision = torch.promote_types(dtype, torch.float32)
+        copies = {name: table.detach().to(precision).requires_grad_() for name, table in present}
+        result = attend(*leaves, **copies, window=window, backend=backend)
+        leaves += copies.values()
         runs.append([result, *torch.autograd.grad(result, leaves, upstream.to(dtype))])
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
 
@@ -153,11 +159,10 @@ def parameter_errors(
         if backend == "fused":
             result = attend_with_method(method, *(part.detach() for part in states), backend, window)
         else:
-            bias, weight = (
-                None if table is None else table.double() for table in tables(method, length, states[0].device)
-            )
+            named = zip(("bias_table", "weight_table"), tables(method, length, states[0].device), strict=True)
+            present = {name: table.double() for name, table in named if table is not None}
             exact = [part.detach().double() for part in states]
-            result = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend=backend)
+            result = attend(*exact, **present, window=window, backend=backend)
         runs.append(torch.autograd.grad(result, parameters, upstream.to(result.dtype)))
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
 
@@ -173,7 +178,8 @@ def check_case(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, 
     except Exception as error:  # a kernel that does not compile must not hide the other results
         return {**row, "ok": False, "failed": f"{type(error).__name__}: {error}"[:300]}
     # With one key the softmax is constant: its gradients are zero except for rounding.
-    ok = all(close for close, _ in (errors if t > 1 else errors[:1]))
+    compared = errors if t > 1 else errors[:1]
+    ok = all(close for close, _ in compared)
     return {**row, "ok": ok, "errors": [error for _, error in errors]}
 
 
@@ -194,9 +200,8 @@ def check(bench: Bench) -> bool:
         method = make_method(bench.device, "kerple_bias_wht", 70)
         *states, upstream = random_states(2, HEADS, 70, 70, SIZE, dtype=torch.bfloat16, device=bench.device)
         leaves = [*states, *method.parameters()]
-        first, second = (
-            torch.autograd.grad(attend_with_method(method, *states, "fused"), leaves, upstream) for _ in range(2)
-        )
+        results = (attend_with_method(method, *states, "fused") for _ in range(2))
+        first, second = (torch.autograd.grad(result, leaves, upstream) for result in results)
         same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     return bench.record_check(passed and same, second_run_bit_equal=same)
 
@@ -206,17 +211,22 @@ def tune(bench: Bench) -> None:
 
     Tiles of `key_value` with four warps let two or more programs share a multiprocessor.
     """
+    # The tiles to try in half precision, by field.
     half_candidates: dict[str, list[Any]] = {
         "forward": [Tile(128, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)],
         "key_value": [Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 2), Tile(64, 128, 8, 1)],
         "query": [Tile(64, 64, 4, 2), Tile(128, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 32, 4, 2)],
         "tables": [Tile(128, 128, 8, 2), Tile(128, 128, 16, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 3)],
     }
+
+    # Float32 has one other choice: the precision of its products.
     length = 128 if bench.dry else 4096
     default_tiles_for = launch.tiles_for
     candidates = ((half_dtype(bench), half_candidates), (torch.float32, {"precision": ["tf32x3"]}))
     for name, (dtype, slots) in itertools.product(("kerple_log", "kerple_bias_wht"), candidates):
         batch = 1 if bench.dry else 8
+
+        # The default arguments bind the values of this iteration.
         query, key, value, upstream = random_states(
             batch, HEADS, length, length, SIZE, dtype=dtype, device=bench.device
         )
@@ -233,6 +243,7 @@ def tune(bench: Bench) -> None:
             *states, grad = (tensor[:1] for tensor in tensors)
             return [error for _, error in table_errors(method, states, grad, None, TOLERANCES[dtype])]
 
+        # Replace one field of the tiles, and measure.
         for slot, tiles in {"default": [None], **slots}.items():
             for tile in tiles[: 1 if bench.dry else None]:
 
@@ -254,6 +265,7 @@ def tune(bench: Bench) -> None:
 
 
 def main() -> int:
+    # Wrong results need no measurement.
     bench = Bench(__doc__, "attention_gpu.json")
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     if bench.options.check and not check(bench):
@@ -261,6 +273,8 @@ def main() -> int:
     if bench.options.tune:
         tune(bench)
         return 0
+
+    # The same number of tokens at every length, up to a limit.
     for length in (32,) if bench.dry else QUICK_LENGTHS if bench.options.quick else LENGTHS:
         batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
         query, key, value, upstream = random_states(
@@ -273,6 +287,7 @@ def main() -> int:
             def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
                 torch.autograd.grad(forward(), leaves, upstream)
 
+            # Backward passes have 2.5 times the operations of forward passes.
             passes = (("forward", torch.no_grad()(forward), 1.0), ("forward+backward", forward_backward, 3.5))
             for kind, run, factor in passes:
 
@@ -290,6 +305,8 @@ def main() -> int:
                     }
 
                 bench.attempt({"length": length, "batch": batch, "pass": kind, "name": name}, measure)
+
+        # Free the memory before the next length.
         del query, key, value, upstream
     return 0
 

@@ -89,6 +89,7 @@ def main() -> int:
 
 
 def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float]) -> int:
+    # A trained engine, so that the optimizer has state.
     config = configuration(folder)
     engine = trained_engine(config)
     checkpointer = Checkpointer(engine, config, lambda text: None)
@@ -96,17 +97,20 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
     plain = folder / "plain.pt"
     states = (TrainingState(iteration=iteration) for iteration in itertools.count(1))
 
+    # The baseline: the same tensors in one file.
     def save_plain() -> None:
         with open(plain, "wb") as handle:
             torch.save(checkpoint_tensors(engine), handle)
             handle.flush()
             os.fsync(handle.fileno())
 
+    # Weights and optimizer, as at the start of training.
     def load() -> None:
         step = find_valid_step(config.checkpoint.save)
         load_weights(engine, step)
         load_optimizer(engine, SavedOptimizer(step), step)
 
+    # Not part of `compare`: it waits for the writer outside the measured time.
     def time_background_save() -> Timing:
         """Seconds until `save` returns; waiting for the writer is not included."""
         seconds = []
@@ -119,6 +123,7 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
         median = statistics.median(seconds[1:])
         return Timing("async-save", median, min(seconds[1:]), median / saving[0].median, None, seconds[1:])
 
+    # Compare rates. `--json` and the exit status are for scripts.
     common = {"rounds": options.rounds, "warmup": 1, "clock": clock, "limits": {"ours": 1 / MIN_RELATIVE_RATE}}
     saving = compare({"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common)
     saving.append(time_background_save())

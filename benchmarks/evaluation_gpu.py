@@ -41,12 +41,10 @@ CASES = (
 def losses(model: GPT, text: Tensor) -> Tensor:
     """Loss in nats of each token of a text `[1, s + 1]`, float32 `[s]`."""
     hidden, labels = model.hidden(text[:, :-1])[0], text[0, 1:]
-    return torch.cat(
-        [
-            F.cross_entropy(model.logits(states[None])[0].float(), targets, reduction="none")
-            for states, targets in zip(hidden.split(ROWS), labels.split(ROWS), strict=True)
-        ]
-    )
+    parts = []
+    for states, targets in zip(hidden.split(ROWS), labels.split(ROWS), strict=True):
+        parts.append(F.cross_entropy(model.logits(states[None])[0].float(), targets, reduction="none"))
+    return torch.cat(parts)
 
 
 def check(bench: Bench) -> bool:

@@ -58,6 +58,7 @@ def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict
 
 
 def main() -> int:
+    # Options.
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, LONG])
@@ -71,6 +72,8 @@ def main() -> int:
     if options.in_this_process:
         print(json.dumps(measure(options.lengths[0], options.threads, options.pos_emb, options.layers)))
         return 0
+
+    # A process for each length.
     measurements = []
     for length in options.lengths:
         # Memory of earlier measurements in the same process would hide the peak.
@@ -87,6 +90,8 @@ def main() -> int:
             f"{measured['seconds']:.1f} s",
             flush=True,
         )
+
+    # The limit does not depend on the length.
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"evaluation": measurements, "limit_bytes": LIMIT}, indent=1) + "\n")

@@ -16,6 +16,7 @@ more shared memory than the GPU has or `tiles_for` states.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -104,6 +105,7 @@ class Case:
 
 def compiled(kernel, tile: Tile, case: Case):
     """Compile a kernel for inputs with rows aligned to 16 bytes."""
+    # Arguments that Triton compiles into the code.
     constants = {
         "SIZE": case.size,
         "BLOCK_D": max(16, 1 << (case.size - 1).bit_length()),
@@ -122,6 +124,8 @@ def compiled(kernel, tile: Tile, case: Case):
         "BLOCK_M": tile.queries,
         "BLOCK_N": tile.keys,
     }
+
+    # Types of the other arguments, as the launcher passes them, and their alignment.
     names = kernel.arg_names
     signature, attributes = {}, {}
     for index, name in enumerate(names):
@@ -138,6 +142,8 @@ def compiled(kernel, tile: Tile, case: Case):
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
+
+    # Compile for the architecture, without a GPU.
     constexprs = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -150,10 +156,9 @@ def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        code, usage = (
-            subprocess.run([tools / tool, *options, path], capture_output=True, text=True, check=True).stdout
-            for tool, options in (("nvdisasm", ["-c"]), ("cuobjdump", ["-res-usage"]))
-        )
+        commands = ([tools / "nvdisasm", "-c", path], [tools / "cuobjdump", "-res-usage", path])
+        runs = (subprocess.run(command, capture_output=True, text=True, check=True) for command in commands)
+        code, usage = (run.stdout for run in runs)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
     return code.splitlines(), int(registers), int(stack)
 
@@ -172,11 +177,11 @@ def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction[1].strip())
     is_product = [opcode(text).split(".")[0] in matrix for text in instructions]
-    jumps = [
-        (source, labels[target[1]])
-        for source, text in enumerate(instructions)
-        if "BRA" in text and (target := re.search(r"`\((\.L_\w+)\)", text)) and target[1] in labels
-    ]
+    jumps = []
+    for source, text in enumerate(instructions):
+        target = re.search(r"`\((\.L_\w+)\)", text)
+        if "BRA" in text and target and target[1] in labels:
+            jumps.append((source, labels[target[1]]))
     # After the end there are only loops that wait for a barrier, and jumps back from these.
     end = next(index for index, text in enumerate(instructions) if text.startswith("EXIT"))
     loops = [range(target, source + 1) for source, target in jumps if target <= source < end]
@@ -186,12 +191,10 @@ def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
 
     most = max(map(products, loops))
     loop = min((loop for loop in loops if products(loop) == most), key=len)
-    skipped = {
-        index
-        for source, target in jumps
-        if source in loop and source < target and target in loop and not any(is_product[source + 1 : target])
-        for index in range(source + 1, target)
-    }
+    skipped: set[int] = set()
+    for start, stop in jumps:
+        if start in loop and start < stop and stop in loop and not any(is_product[start + 1 : stop]):
+            skipped.update(range(start + 1, stop))
     return [instructions[index] for index in loop if index not in skipped]
 
 
@@ -213,7 +216,8 @@ def count(kernel, tile: Tile, case: Case, matrices: int) -> dict[str, object]:
     """Part of a row of the table. matrices: the number of matrix products that the kernel computes for each pair."""
     binary = compiled(kernel, tile, case)
     lines, registers, stack = disassembled(binary.asm["cubin"])
-    opcodes = [opcode(text) for text in inner_loop(lines, {"FFMA", "FFMA2"} if case.dtype == "fp32" else MATRIX)]
+    products = {"FFMA", "FFMA2"} if case.dtype == "fp32" else MATRIX
+    opcodes = [opcode(text) for text in inner_loop(lines, products)]
     kinds = Counter(code.split(".")[0] for code in opcodes)
     tiles = PAIRS / (tile.queries * tile.keys) * tile.warps
     return {
@@ -263,23 +267,19 @@ def problems(row: dict[str, Any]) -> list[str]:
         if (row["variant"], row["dtype"], row["size"]) == ("decay", "fp32", 128):
             limit = MAX_STACK_FLOAT32_DECAY
     available = ARCHITECTURES[row["arch"]][0]
-    return [
-        message
-        for wrong, message in (
-            (row["stack"] > limit, f"spills {row['stack']} bytes per thread, more than {limit}"),
-            (row["serialized"], "serializes its matrix products"),
-            (
-                row["shared"] > row["limit"] * 1024,
-                f"needs {row['shared']} bytes of shared memory, not {row['limit']} KiB",
-            ),
-            (row["limit"] > available, f"needs {row['limit']} KiB of shared memory; the GPU has {available}"),
-            (row["tensor memory"] > TENSOR_MEMORY, f"needs {row['tensor memory']} columns of tensor memory"),
-        )
-        if wrong
-    ]
+    stack, shared, kib, columns = (row[key] for key in ("stack", "shared", "limit", "tensor memory"))
+    rejected = {
+        f"spills {stack} bytes per thread, more than {limit}": stack > limit,
+        "serializes its matrix products": row["serialized"],
+        f"needs {shared} bytes of shared memory, not {kib} KiB": shared > kib * 1024,
+        f"needs {kib} KiB of shared memory; the GPU has {available}": kib > available,
+        f"needs {columns} columns of tensor memory": columns > TENSOR_MEMORY,
+    }
+    return [message for message, is_rejected in rejected.items() if is_rejected]
 
 
 def main() -> int:
+    # Options.
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail for spilled registers and serialized products")
     parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=ARCHITECTURES, help="default: 90")
@@ -291,25 +291,32 @@ def main() -> int:
     parser.add_argument("--documents", action="store_true", help="with several documents in a row")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    cases = (
-        (name, Case(architecture, dtype, size, options.window, options.grouped, *VARIANTS[name], options.documents))
-        for architecture in options.arch
-        for dtype in options.dtypes
-        for size in options.sizes
-        for name in options.variants
-    )
+
+    # Compile all combinations.
+    cases = []
+    for *inputs, name in itertools.product(options.arch, options.dtypes, options.sizes, options.variants):
+        case = Case(*inputs, options.window, options.grouped, *VARIANTS[name], options.documents)
+        cases.append((name, case))
     results = list(rows(cases))
+
     # Settings that all rows share are in the title.
     shared = [key for key in ("arch", "dtype", "window", "grouped") if len({row[key] for row in results}) == 1]
     settings = ", ".join(f"{key} {results[0][key]}" for key in shared)
     columns = [key for key in results[0] if key not in (*shared, "limit")]
     title = f"for {PAIRS:,} pairs, {settings}, Triton {triton.__version__}"
+
+    # Print the rows. Output to a file is not wrapped.
     table = Table(*columns, title=title, title_justify="left")
     for row in results:
-        table.add_row(*(f"{row[key]:,}" if type(row[key]) is int else str(row[key]) for key in columns))
+        texts = []
+        for value in (row[key] for key in columns):
+            texts.append(f"{value:,}" if type(value) is int else str(value))
+        table.add_row(*texts)
     Console(width=None if sys.stdout.isatty() else 220).print(table)
     if options.json:
         write_atomically(options.json, json.dumps(results, indent=1).encode())
+
+    # Problems fail only with `--check`.
     found = [(row, message) for row in results for message in problems(row)]
     for row, message in found:
         print(f"sm_{row['arch']}, {row['dtype']}, head size {row['size']}, {row['variant']}: {row['kernel']} {message}")

@@ -144,8 +144,10 @@ class StepCounter(SimulatedCuda):
 
 def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
     """The counts of a training step, see `main`. Requires `process_group()`."""
+    # The simulated GPU is part of the tests.
     from tests.support.simulated_cuda.training import SimulatedTraining
 
+    # The third step has all optimizer states, and nothing of the first step is left.
     with StepCounter() as device:
         training = SimulatedTraining(device, files, *overrides)
         training.third_step()
@@ -153,6 +155,8 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         parameters = count_parameters(engine.layers(), engine.settings)
         tokens = engine.global_batch * engine.seq_length
         model_flops = tokens * flops_per_token(parameters["outside_embedding"], engine.config.model, engine.seq_length)
+
+    # Sums by part of the step, and by kernel. Matrix products count as arithmetic, not traffic.
     launches = device.launches
     kernels, traffic = Counter[str](), Counter[str]()
     details: dict[tuple[str, str], list[int]] = {}
@@ -162,6 +166,20 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
             traffic[part] += cost.bytes
         totals = details.setdefault((part, name), [0, 0, 0])
         totals[:] = (total + value for total, value in zip(totals, cost, strict=True))
+
+    # The MFU if every kernel took as long as its arithmetic or its traffic.
+    bounds = {}
+    for name, bandwidth in BANDWIDTHS.items():
+        peak = PEAK_FLOPS[name]
+        seconds = [step_seconds(launches, peak * flops, bandwidth * memory) for flops, memory in EFFICIENCIES]
+        bounds[name] = [model_flops / peak / step for step in seconds]
+
+    # Kernels with the most traffic first.
+    by_kernel = []
+    for key, totals in sorted(details.items(), key=lambda item: -item[1][1]):
+        by_kernel.append(dict(zip(("part", "name", "launches", "bytes", "flops"), (*key, *totals), strict=True)))
+
+    # All counts, as `--json` writes them.
     return {
         "parameters": parameters["total"],
         "kernels": with_totals(kernels),
@@ -172,17 +190,8 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         "model flops": model_flops,
         "bytes saved for backward": device.saved,
         "peak bytes": device.peak,
-        "MFU bound": {
-            name: [
-                model_flops / PEAK_FLOPS[name] / step_seconds(launches, PEAK_FLOPS[name] * flops, bandwidth * memory)
-                for flops, memory in EFFICIENCIES
-            ]
-            for name, bandwidth in BANDWIDTHS.items()
-        },
-        "details": [
-            dict(zip(("part", "name", "launches", "bytes", "flops"), (*key, *totals), strict=True))
-            for key, totals in sorted(details.items(), key=lambda item: -item[1][1])
-        ],
+        "MFU bound": bounds,
+        "details": by_kernel,
     }
 
 
@@ -221,17 +230,15 @@ def rows(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def layer_row(recipe: str, method: str, *overrides: str) -> tuple[str, str]:
     """The kernel launches and traffic that a third layer adds."""
-    two, three = (
-        count_step([recipe, f"pos_emb/{method}.yml"], *overrides, f"num-layers={layers}") for layers in (2, 3)
-    )
-    kernels, traffic = (
-        three[key]["forward and backward"] - two[key]["forward and backward"]
-        for key in ("kernels", "bytes outside matmuls")
-    )
+    files, part = [recipe, f"pos_emb/{method}.yml"], "forward and backward"
+    two, three = (count_step(files, *overrides, f"num-layers={layers}") for layers in (2, 3))
+    kernels = three["kernels"][part] - two["kernels"][part]
+    traffic = three["bytes outside matmuls"][part] - two["bytes outside matmuls"][part]
     return f"{kernels:,}", f"{traffic / 1e9:.1f}"
 
 
 def main() -> None:
+    # Options.
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--method", default="kerple_log", help="positional method (default: kerple_log)")
     parser.add_argument(
@@ -248,11 +255,15 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the counts to this file")
     options = parser.parse_args()
+
+    # The simulated GPU needs a preloaded library, so start the program again with it.
     if not is_active():
         os.execve(sys.executable, [sys.executable, *sys.argv], environment())
     from tests.support.simulated_cuda.training import process_group
 
     console = Console(width=None if sys.stdout.isatty() else 140)
+
+    # Per layer: the difference between three layers and two.
     if options.per_layer:
         recipe = options.recipe[0]
         title = f"{recipe}, torch {torch.__version__}: per layer, forward and backward pass; counted, not measured"
@@ -262,17 +273,21 @@ def main() -> None:
                 table.add_row(method, *layer_row(recipe, method, *RECIPES.get(recipe, ()), *options.set))
         console.print(table)
         return
+
+    # Otherwise a column per recipe.
+    results = {}
     with process_group():
-        results = {
-            recipe: count_step([recipe, f"pos_emb/{options.method}.yml"], *RECIPES.get(recipe, ()), *options.set)
-            for recipe in options.recipe
-        }
+        for recipe in options.recipe:
+            files = [recipe, f"pos_emb/{options.method}.yml"]
+            results[recipe] = count_step(files, *RECIPES.get(recipe, ()), *options.set)
     columns = {recipe: dict(rows(counts)) for recipe, counts in results.items()}
     title = f"{options.method}, torch {torch.__version__}: counted, not measured"
     table = Table("", *columns, title=title, title_justify="left")
     for name in dict.fromkeys(name for column in columns.values() for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns.values()))
     console.print(table)
+
+    # Kernels, and the file.
     for recipe in options.recipe if options.names else ():
         table = Table("part", "kernel", "launches", "GB", "TFLOPs", title=recipe, title_justify="left")
         for row in results[recipe]["details"]:

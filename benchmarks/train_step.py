@@ -105,10 +105,9 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
             }
             losses = torch.stack([model.loss(tokens, labels).detach() for model in models.values()])
             torch.testing.assert_close(losses, losses[-1:].expand_as(losses), rtol=1e-5, atol=0)
-            steps = {
-                name: training_step(model, parameter_groups(model, 0.0), tokens, labels)
-                for name, model in models.items()
-            }
+            steps = {}
+            for name, model in models.items():
+                steps[name] = training_step(model, parameter_groups(model, 0.0), tokens, labels)
             title = f"training step with {pos_emb}, length {length}, batch size {len(tokens)}, other sizes as above"
             limits = {THIS_PROJECT: ORIGINAL_LIMIT}
             results[title] = compare(steps, rounds=rounds, limits=limits, clock=clock)

@@ -84,35 +84,42 @@ def check(bench: Bench) -> bool:
 
 
 def main() -> int:
+    # Wrong gradients need no measurement.
     bench = Bench(__doc__, "train_step_gpu.json")
     if bench.options.check and not check(bench):
         return 1
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
+
+    # Each method, then other ways to run and to compute a few of them.
     quick = bench.options.quick
-    cases = [("plain GPT", None), *((method, "auto") for method in (QUICK_METHODS if quick else METHODS))]
+    methods = QUICK_METHODS if quick else METHODS
+    cases = [("plain GPT", None), *((method, "auto") for method in methods)]
     cases += [(method, backend) for backend in ("graphs", "compiled") for method in QUICK_METHODS]
     cases += [] if quick else [(method, "materialized") for method in COMPARED]
     baseline: dict[str, float] = {}
     if bench.dry:  # graphs need a GPU
         cases = [*cases[:3], ("kerple_log", "compiled")]
+
+    # The plain GPT comes first, as the others are compared with it.
     for name, backend in cases:
         attention = backend if backend == "materialized" else "auto"
         settings = model_settings("none" if backend is None else name, attention, bench.dry)
         batch = 2 if bench.dry else 32
 
+        # The default arguments bind the values of this iteration.
         def measure(settings=settings, name=name, backend=backend, batch=batch) -> dict[str, object]:
+            # The same text for all cases.
             torch.manual_seed(1234)
             config = settings.config
             length = config.shape.max_positions
             text = torch.randint(settings.padded_vocab_size, (batch, length + 1)).to(bench.device)
             sizes = (settings.padded_vocab_size, config.num_layers, config.hidden_size, config.num_attention_heads)
+
+            # The model, and its parameters outside of the embedding, which count as arithmetic.
             if backend is None:
                 model = PlainDecoder(*sizes).to(bench.device)
-                outside = sum(
-                    parameter.numel()
-                    for name, parameter in model.named_parameters()
-                    if not name.startswith("embedding")
-                )
+                named = model.named_parameters()
+                outside = sum(parameter.numel() for name, parameter in named if not name.startswith("embedding"))
             else:
                 model = initialized_gpt(settings).to(bench.device)
                 if backend == "compiled":
@@ -122,12 +129,16 @@ def main() -> int:
                     capture(model.bfloat16(), [text[:, :-1].contiguous(), text[:, 1:].contiguous()])
                     model.loss = model.forward
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
+
+            # Steps with the optimizer, for about three seconds.
             seconds, _ = bench.measure(
                 training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous()), seconds=3
             )
             per_second = batch * length / seconds
             peak = peak_flops(bench.device)
             baseline.setdefault("plain", seconds)
+
+            # Rates, and memory with the optimizer states.
             return {
                 "seconds_per_step": seconds,
                 "tokens_per_second": per_second,
@@ -136,6 +147,7 @@ def main() -> int:
                 "ratio_to_plain": seconds / baseline["plain"],
             }
 
+        # A failed case does not end the benchmark.
         bench.attempt({"name": name, "backend": backend or "sdpa"}, measure)
         if not bench.dry:
             torch.cuda.empty_cache()

@@ -75,6 +75,7 @@ def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples:
     Raises UserError if two runs have the same method and seed, if a run has no loss, or if the runs have other tokens,
     models or numbers of steps than each other.
     """
+    # The records of both methods at these lengths, by method and seed.
     runs: dict[tuple[str, int], dict[int, AnyRecord]] = {}
     for record in records:
         if (record["kind"], record["mode"], record["corpus"]) != ("extrapolation", "full", corpus):
@@ -94,6 +95,8 @@ def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples:
                 "keep the records of one evaluation"
             )
         run[multiple] = record
+
+    # Pairs of runs with the same seed.
     complete = {key: run for key, run in runs.items() if len(run) == len(multiples)}
     seeds = sorted(seed for method, seed in complete if method == LOG and (baseline, seed) in complete)
     if len(seeds) < 2:
@@ -196,11 +199,11 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame
 
     Columns: corpus, pos_emb, seed, position, difference.
     """
-    found = {
-        (record["corpus"], record["pos_emb"], record["seed"]): record
-        for record in records
-        if (record["kind"], record["mode"], record["length"]) == ("positions", "full", length) and record["losses"]
-    }
+    found = {}
+    for record in records:
+        kind = record["kind"], record["mode"], record["length"]
+        if kind == ("positions", "full", length) and record["losses"]:
+            found[record["corpus"], record["pos_emb"], record["seed"]] = record
     rows = []
     for (corpus, pos_emb, seed), record in found.items():
         base = found.get((corpus, "alibi", seed))

@@ -170,6 +170,7 @@ def run_step(title: str, command: list[str]) -> int:
 
 def train(method: str, options: argparse.Namespace, number: str) -> int:
     """number: such as "model 1 of 3"."""
+    # Results in this folder are valid only for the same inputs.
     title = f"train {method} at length 128 ({number})"
     folder, corpus = options.output / method, options.data / CORPUS
     checkpoints = folder / "checkpoints"
@@ -185,10 +186,14 @@ def train(method: str, options: argparse.Namespace, number: str) -> int:
         # Delete the record of the old inputs last, so that the next run completes a deletion that was killed.
         for name in ("logs", "checkpoints"):
             shutil.rmtree(folder / name, ignore_errors=True)
+
+    # A run that was killed resumes from its last checkpoint.
     latest = checkpoints / "latest"
     if latest.is_file() and latest.read_bytes().strip() == b"global_step%d" % options.iterations:
         console.print(f"[green]already done:[/] {title}")
         return 0
+
+    # Record the inputs before training, and train.
     write_inputs(folder, inputs)
     settings = {
         "precision": options.precision,

@@ -26,10 +26,9 @@ def random_states(
     They have the memory layout of a model: heads are inside positions.
     """
     torch.manual_seed(0)
-    query, key, value, upstream = (
-        torch.randn(batch, length, heads, head_size, device=device, dtype=dtype).transpose(1, 2)
-        for length in (queries, keys, keys, queries)
-    )
+    shapes = [(batch, length, heads, head_size) for length in (queries, keys, keys, queries)]
+    states = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    query, key, value, upstream = (part.transpose(1, 2) for part in states)
     return query.requires_grad_(train), key.requires_grad_(train), value.requires_grad_(train), upstream
 
 

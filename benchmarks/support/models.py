@@ -63,10 +63,8 @@ class PlainAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         batch, length, size = hidden.shape
-        query, key, value = (
-            part.view(batch, length, self.num_heads, -1).transpose(1, 2)
-            for part in self.query_key_value(hidden).chunk(3, dim=-1)
-        )
+        parts = self.query_key_value(hidden).chunk(3, dim=-1)
+        query, key, value = (part.view(batch, length, self.num_heads, -1).transpose(1, 2) for part in parts)
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.dense(context.transpose(1, 2).reshape(batch, length, size))
 

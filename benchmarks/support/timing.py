@@ -70,17 +70,12 @@ def compare(
             if round_index >= warmup:
                 seconds[name].append(clock() - start)
     baseline = seconds[names[0]]
-    return [
-        Timing(
-            name,
-            statistics.median(seconds[name]),
-            min(seconds[name]),
-            statistics.median(time / base for time, base in zip(seconds[name], baseline, strict=True)),
-            (limits or {}).get(name),
-            seconds[name],
-        )
-        for name in names
-    ]
+    timings = []
+    for name, times in seconds.items():
+        ratio = statistics.median(time / base for time, base in zip(times, baseline, strict=True))
+        limit = (limits or {}).get(name)
+        timings.append(Timing(name, statistics.median(times), min(times), ratio, limit, times))
+    return timings
 
 
 def show(title: str, timings: list[Timing], console: Console | None = None) -> None:

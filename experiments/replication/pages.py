@@ -119,15 +119,14 @@ def blocks() -> dict[str, str]:
     records = _read(*SWEEPS)
     full = [record for record in records if record["mode"] == "full"]
     found = costs(records)
+    differences = [f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)]
     return {
         "answer": answer(records),
         "comparisons": _markdown(comparison_table(records)),
         "costs": _markdown(cost_table(found)),
         "context": context_facts(found, in_context_scores(records)),
         "perplexities": _markdown(perplexity_tables(full)[0]),
-        "differences": "\n\n".join(
-            f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)
-        ),
+        "differences": "\n\n".join(differences),
         "resolutions": _markdown(resolution_tables(full)[0]),
         "environments": "\n".join(environments(_read(*SWEEPS, PILOT, MODES))),
         "pilot": _markdown(pilot_table(_read(PILOT))),
@@ -175,15 +174,14 @@ def context_facts(found: DataFrame, scores: DataFrame) -> str:
     """How many runs use far text, and how in-context scores and losses vary together on C."""
     found = found[found["pos_emb"] != NO_LOSS]
     used = found[found["cost"] < -USED]
-    names = ", ".join(
-        f"{display_name(Method(row.pos_emb))} at {row.length:,} on {corpus_name(row.corpus)}"
-        for row in used.itertuples()
-    )
+    names = []
+    for row in used.itertuples():
+        names.append(f"{display_name(Method(row.pos_emb))} at {row.length:,} on {corpus_name(row.corpus)}")
     own = scores[(scores["corpus"] == "debian_c") & (scores["pos_emb"] != NO_LOSS)]
     within = own[["score", "loss"]] - own.groupby("pos_emb")[["score", "loss"]].transform("mean")
     return (
         f"- All keys lower the loss by more than {USED:g} nats in {len(used)} of {len(found)} pairs of run and length "
-        f"(sinusoidal left out): {names}.\n"
+        f"(sinusoidal left out): {', '.join(names)}.\n"
         f"- On C, the correlation of score and loss among the runs of one method is {within.corr().iloc[0, 1]:.3f}."
     )
 
@@ -231,10 +229,11 @@ def environments(records: Iterable[AnyRecord]) -> list[str]:
 
 def _markdown(table: Table) -> str:
     """The table without heading and notes, and without marks of the best values and of significant differences."""
-    lines = [
-        replace(line, cells=tuple(Cell(cell.text) for cell in line.cells)) if isinstance(line, Row) else line
-        for line in table.lines
-    ]
+    lines: list[Row | Section] = []
+    for line in table.lines:
+        if isinstance(line, Row):
+            line = replace(line, cells=tuple(Cell(cell.text) for cell in line.cells))
+        lines.append(line)
     return markdown(replace(table, lines=tuple(lines), notes=())).partition("\n\n")[2].rstrip()
 
 

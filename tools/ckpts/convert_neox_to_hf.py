@@ -37,6 +37,7 @@ ARCHITECTURES = {"neox": "gpt_neox", "mistral": "mistral", "llama": "llama"}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Raises UserError if the conversion is not possible."""
+    # GPT-NeoX's options.
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-dir", type=Path, required=True, help="the checkpoint, .../global_stepN")
     parser.add_argument("--config-file", type=Path, required=True, help="configuration of the model (YAML)")
@@ -57,12 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--vocab-is-hf-tokenizer", action="store_true", help="vocab-file is a folder with a tokenizer.json"
     )
     options = parser.parse_args(arguments)
+
+    # Check what is cheap to check before the model is loaded.
     match = STEP.fullmatch(options.input_dir.name)
     if match is None:
         raise UserError(f"--input_dir {options.input_dir} is not a folder named global_stepN; give that of one step")
     check_new_folder(options.output_dir)
     if damage := find_damage(options.input_dir):
         raise UserError(damage)
+
+    # The architecture follows from the model.
     model, saved = load_model(options.input_dir.parent, int(match[1]))
     config = _with_keys_of(options.config_file, saved)
     model_type = stock_type(config) or "gpt_neox"  # other positional methods have GPT-NeoX's blocks
@@ -70,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(
             f"--architecture {options.architecture}: the model has the structure of {model_type}; remove the option"
         )
+
+    # Write the folder.
     tokenizer = None
     if not options.no_save_tokenizer:
         tokenizer = TokenizerFiles.of(config)

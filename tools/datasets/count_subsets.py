@@ -33,6 +33,7 @@ from megatron.utils.progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    # Options, like those of preprocessing.
     parser = new_parser(__doc__)
     add_input_arguments(parser)
     parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to count together (default: text)")
@@ -42,10 +43,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(argv)
+
+    # The same input as in preprocessing, plus the metadata that names the subset.
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     tokenizer_files = TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
     source = FileCorpus(find_files(split_inputs(arguments.input), suffixes), suffixes, (*options.keys, "meta"))
+
+    # Count in parallel. Without metadata, a document is in no subset.
     subsets: dict[str, SubsetCount] = {}
     total, rejected = SubsetCount(), RejectedDocuments()
     with Progress("counting", source.total_bytes, unit="MB") as display:
@@ -64,11 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             rejected.add(SkippedDocuments(counts.bad))
             status = f"{total.documents:,} documents, {total.tokens:,} tokens"
             display.update(item.bytes_read, status, total.text_bytes / 1e6)
+
+    # Largest subsets first.
     rows = [*sorted(subsets.items(), key=lambda item: -item[1].tokens), ("total", total)]
     if arguments.json:
-        counts_by_name = {
-            name: {**vars(count), "bytes_per_token": count.text_bytes / max(count.tokens, 1)} for name, count in rows
-        }
+        counts_by_name = {}
+        for name, count in rows:
+            counts_by_name[name] = {**vars(count), "bytes_per_token": count.text_bytes / max(count.tokens, 1)}
         print(json.dumps({"unreadable": rejected.bad, "subsets": counts_by_name}))
     else:
         print_table(rows, total)
