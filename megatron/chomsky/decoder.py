@@ -68,10 +68,11 @@ class DecoderExperiment(Experiment):
             predictions.append(logits.argmax(dim=-1).cpu().numpy())
         correct = np.concatenate(predictions) == batch.targets[scored]
         bins = np.log2(batch.distances[scored]).astype(np.int64)
-        return {
-            str(1 << int(power)): [int(correct[bins == power].sum()), int((bins == power).sum())]
-            for power in np.unique(bins)
-        }
+        counts = {}
+        for power in np.unique(bins):
+            in_bin = correct[bins == power]
+            counts[str(1 << int(power))] = [int(in_bin.sum()), len(in_bin)]
+        return counts
 
     def _logits(self, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]], scored: Tensor) -> Tensor:
         """The logits at the scored positions: tokens `[b, n]`, scored bool `[b, n]` -> float32 `[scored, symbols]`."""

@@ -52,6 +52,7 @@ class Encoder(nn.Module):
         max_positions: int = 2048,
         architecture: str = "pre-norm",
     ):
+        # One method for each layer, or one that all share.
         super().__init__()
         check_method(pos_emb)
         shape = ModelShape(num_heads, hidden_size // num_heads, hidden_size, num_layers, max_positions)
@@ -64,6 +65,8 @@ class Encoder(nn.Module):
         self.norm = nn.Identity() if original else nn.LayerNorm(hidden_size)
         self.output = nn.Linear(hidden_size, classes)
         self.dropout = nn.Dropout(DROPOUT if original and "embed" in methods[0].hooks else 0.0)
+
+        # Initial values. The original architecture has its own, also for linear layers.
         if not original:
             nn.init.normal_(self.embedding.weight, std=hidden_size**-0.5)
             return

@@ -308,6 +308,8 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
         content = parse_json(read_file(path, MAX_RESULTS_BYTES), _STORED_RESULTS, str(path))
     except UserError as error:
         raise UserError(f"{error}; correct or remove the file, or choose another --output") from None
+
+    # Results of other settings must not be averaged with those of this run.
     stored, results = content["settings"], content["results"]
     changed = [name for name, value in asdict(settings).items() if stored.get(name) != value]
     if changed:
@@ -315,6 +317,8 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
         raise UserError(
             f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
         )
+
+    # A result may have been edited or copied from another file.
     lengths, decoder = list(map(str, settings.test_lengths)), settings.architecture == DECODER
     indices: dict[tuple[str, str, int], int] = {}
     for index, result in enumerate(results):
@@ -339,10 +343,9 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
 
 def _are_distances(distances: Mapping[str, Mapping[str, Sequence[int]]], lengths: Sequence[str]) -> bool:
     """Whether these lengths have bins, each named by its first distance, and with at least one target."""
-    return list(distances) == lengths and all(
-        bins and all(first in POWERS and correct <= count > 0 for first, (correct, count) in bins.items())
-        for bins in distances.values()
-    )
+    bins = [item for bins_of_length in distances.values() for item in bins_of_length.items()]
+    right = all(first in POWERS and correct <= count > 0 for first, (correct, count) in bins)
+    return list(distances) == lengths and all(distances.values()) and right
 
 
 def write_chomsky_results(path: Path, settings: ExperimentSettings, results: Sequence[Result]) -> None:

@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
+    # Check the methods and the device before the first experiment.
     settings = options.settings
     for name in options.methods:
         check_method(name)
@@ -96,6 +97,8 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"--device {options.device} cannot be used: {first_line(error)}") from error
+
+    # Experiments in chomsky.json are not run again.
     path = options.output / "chomsky.json"
     results = read_chomsky_results(path, settings)
     requested = list(dict.fromkeys(itertools.product(options.tasks, options.methods, options.seeds)))
@@ -106,6 +109,8 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         f"{len(requested)} experiments on {device}, {len(requested) - len(missing)} of them already finished",
         highlight=False,
     )
+
+    # Save each result before its state is deleted, so that an interruption loses neither.
     for index, (task, method, seed) in enumerate(missing, start=1):
         title = f"[{index}/{len(missing)}] {task}, {method}, seed {seed}"
         state_file = options.output / "unfinished" / f"{task}-{method}-{seed}.pt"
@@ -115,11 +120,15 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         lock.check()
         write_chomsky_results(path, settings, results)
         experiment.delete_state()
+
+    # Tables of the requested experiments.
     shown = [result for result in results if (result["task"], result["pos_emb"], result["seed"]) in set(requested)]
     decoder = settings.architecture == DECODER
     tables, draw = ((length_table, distance_table), length_figure) if decoder else ((chomsky_table,), chomsky_figure)
     for table in tables:
         print_table(console, table(shown, settings))
+
+    # Files with all results. Without new experiments, the first is written only here.
     write_chomsky_results(path, settings, results)
     texts = [markdown(table(results, settings), heading="#") for table in tables]
     write_atomically(options.output / "chomsky.md", "\n".join(texts).encode())
@@ -152,6 +161,7 @@ def _run(experiment: Experiment, title: str, console: Console) -> Result:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    # Options of the run.
     parser = OptionParser(description=DESCRIPTION)
     parser.add_argument(
         "--tasks",
@@ -177,6 +187,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="folder for the results (default: runs/chomsky; of decoders: runs/lengths)",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if available)")
+
+    # Settings, whose defaults depend on the architecture.
     group = parser.add_argument_group("training, testing and the model")
     defaults = ExperimentSettings()
     for field in fields(ExperimentSettings):
@@ -190,11 +202,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             metavar="NAME" if is_architecture else "N",
             help=f"{SETTINGS_HELP[field.name]} (default: {default})",
         )
+
+    # The defaults of the architecture, and the values given.
     options = parser.parse_args(argv)
     given = {name: getattr(options, name) for name in SETTINGS_HELP if getattr(options, name) is not None}
     options.settings = replace(DECODER_SETTINGS if options.architecture == DECODER else defaults, **given)
     if options.output is None:
         options.output = Path("runs/lengths" if options.architecture == DECODER else "runs/chomsky")
+
+    # Tasks depend on the architecture, and some have a shortest input.
     available = options.settings.tasks
     options.tasks = options.tasks or list(available)
     for task in options.tasks:

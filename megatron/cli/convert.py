@@ -33,6 +33,7 @@ from megatron.utils.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises UserError if the conversion is not possible."""
+    # Each direction is a command.
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     to_hf = add_command("to-hf", export, "DIR", "checkpoint folder -> Hugging Face folder")
     release = add_command("to-release", export_original, "DIR", "checkpoint folder -> the release's layout")
     from_hf = add_command("from-hf", import_folder, "FOLDER", "Hugging Face folder -> checkpoint folder")
+
+    # Checkpoints to read.
     for command in (to_hf, release):
         command.add_argument(
             "--iteration", type=integer(0), help="checkpoint to convert (default: the one `latest` names)"
@@ -57,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     release.add_argument(
         "--tensor-parallel", type=integer(1, 1024), default=1, metavar="N", help="number of shards (default: 1)"
     )
+
+    # Hugging Face folders.
     for option in ("--vocab-file", "--merge-file"):
         to_hf.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
     to_hf.add_argument(
@@ -81,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
     for command in (to_hf, from_hf):
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
+
+    # Every command writes a new folder.
     options = parser.parse_args(argv)
     check_new_folder(options.output)
     options.run(options)

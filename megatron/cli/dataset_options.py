@@ -15,7 +15,10 @@ def split_words(values: Iterable[str]) -> list[str]:
 
 def split_inputs(values: Iterable[str]) -> list[str]:
     """Split --input like `split_words`, except values that exist as a file or folder whose name contains commas."""
-    return [name for value in values for name in ([value] if os.path.exists(value) else split_words([value]))]
+    names = []
+    for value in values:
+        names += [value] if os.path.exists(value) else split_words([value])
+    return names
 
 
 def new_parser(description: str | None) -> OptionParser:

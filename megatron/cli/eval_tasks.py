@@ -159,6 +159,8 @@ def run_harness(
         raise UserError(
             f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): {install_command('eval')}"
         ) from error
+
+    # Everything that can be checked before a model is loaded.
     check = len(folders) == 1
     steps = [chosen_step(folder, config, options) for folder in folders]
     configs = [saved_config(step, config, options, check=check) for step in steps]
@@ -196,18 +198,23 @@ def run_harness(
             "own_files": own_files,
             "lm_eval": lm_eval.__version__,
         }
+
+        # A mode that is not supported has an entry too.
         for name, reason in unsupported.items():
             print(f"inference mode {name} {reason} (not in the table)", flush=True)
             store({**source, "mode": name, "note": reason, "results": {}})
+
+        # Entries whose source is the same are not measured again.
         planned = {mode: {**source, "mode": mode.name, "note": None} for mode in modes}
         shown += map(_identity, planned.values())
-        missing = [
-            mode for mode, entry in planned.items() if not entry.items() <= entries.get(_identity(entry), {}).items()
-        ]
+        stored = {mode: entries.get(_identity(entry), {}) for mode, entry in planned.items()}
+        missing = [mode for mode, entry in planned.items() if not entry.items() <= stored[mode].items()]
         if len(missing) < len(modes):
             print(f"{len(modes) - len(missing)} of {len(modes)} results exist from an earlier run", flush=True)
         if not missing:
             continue  # without loading the model
+
+        # Measure the others.
         model, _ = load(step, config, options, check=check)
         check_vocabulary(tokenizer, model.settings.padded_vocab_size)
         for mode in missing:

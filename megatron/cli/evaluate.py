@@ -276,10 +276,12 @@ def _measure_effective_lengths(model: EvaluatedModel, corpus: str | None, result
 
 def _read_models(folders: Sequence[Path], config: Config, options: argparse.Namespace) -> list[EvaluatedModel]:
     """The checkpoints in the folders. Raises UserError if one cannot be evaluated with the others."""
+    # Names for the checkpoints.
     models: list[EvaluatedModel] = []
     labels = options.label
     if labels and len(labels) != len(folders):
         raise UserError(f"--label: {len(labels)} labels for {len(folders)} checkpoints; give one label per checkpoint")
+
     # Once, on rank 0: if a run is still training, `latest` changes at any time.
     steps = run_on_rank_0(lambda: [chosen_step(folder, config, options) for folder in folders])
     for folder, step in zip(folders, steps, strict=True):
@@ -301,6 +303,8 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
                         f"{folder}: {key} differs from the first checkpoint's ({value}, not {first_value}); give a "
                         f"configuration, or --set {key}=..., with the data to evaluate all of them on"
                     )
+
+        # What results are stored with: those of other settings are measured again.
         settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
         fingerprint = weights_fingerprint(step)
         imported = options.hub_names.get(str(folder))

@@ -75,6 +75,7 @@ NOT_IN_SWEEPS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of evaluate.py, except those for the configuration and the checkpoint."""
+    # Lengths and inference modes.
     measurement = parser.add_argument_group("measurement")
     measurement.add_argument(
         "--lengths",
@@ -100,6 +101,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="report n/a for a mode that none of the checkpoints supports, instead of stopping with an error",
     )
+
+    # The text, and how to cut it.
     measurement.add_argument(
         "--protocol",
         nargs="+",
@@ -137,6 +140,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="replace the first token of each text, which is not scored, by the beginning-of-text token; auto: if the "
         "tokenizer adds one; always: otherwise by the end-of-document token (default: %(default)s)",
     )
+
+    # Other measures than the perplexity.
     further = parser.add_argument_group("further measures")
     further.add_argument(
         "--by-position",
@@ -166,6 +171,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     further.add_argument(
         "--effective-length", action="store_true", help="measure the effective length of each head (KERPLE, Figure 6)"
     )
+
+    # Passkey retrieval.
     further.add_argument(
         "--passkey",
         action="store_true",
@@ -185,6 +192,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"prompts per length and depth (default: {TRIALS})",
     )
+
+    # Where the results go, and how the report shows them.
     report = parser.add_argument_group("report")
     report.add_argument(
         "--output",
@@ -211,6 +220,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="show the loss of every other method minus that of POS_EMB, and mark with † the results that POS_EMB "
         "significantly improves on (paired two-sided t-test over seeds, p < .05)",
     )
+
+    # Sizes of batches, and the tasks of the harness.
     speed = parser.add_argument_group("memory and speed")
     speed.add_argument(
         "--query-chunk",

@@ -38,10 +38,12 @@ EMPTY_PROMPT_END = "prompt_end is empty; set it to the text that ends a prompt, 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, load the checkpoint, and generate. Raises UserError."""
+    # Only the first process generates.
     config, options = parse_with_checkpoint(DESCRIPTION, argv, _add_options)
     if not first_process():
         return
     settings = config.generation
+
     # Reject invalid requests before loading the model.
     (inference_mode,) = parse_modes([options.mode], config.model.seq_length)
     mode, prompt_file = _generation_mode(settings, options.input)
@@ -68,12 +70,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             note = "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it above 0 to sample"
             print(f"note: {note}", file=sys.stderr, flush=True)
 
+    # Load the model only now, because it takes time.
     model, saved = load(chosen_step(checkpoint_folders(config, options)[0], config, options), config, options)
     tokenizer = load_tokenizer(config, saved, model.settings.padded_vocab_size)
     generator = TextGenerator(model, tokenizer, settings, config.training.seed, options.batch_size, inference_mode)
     if mode == "interactive":
         interact(generator, settings.prompt_end)
         return
+
+    # Generate, and print or save the texts.
     records = generator.generate(contexts, show_progress=True)
     if output is None:
         print(readable(records), flush=True)
@@ -200,10 +205,13 @@ class TextGenerator:
 
         turn: added to the seed, so that repeating a prompt gives another text.
         """
+        # The model needs at least one token. Its KV cache must fit into memory.
         settings, tokenizer = self._settings, self._tokenizer
         prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
         if not settings.recompute:
             self._check_memory(min(self._batch_size, len(prompts)), max(map(len, prompts)))
+
+        # Progress is counted in texts, because their lengths are not known in advance.
         with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:
             completed = 0
 
@@ -227,8 +235,11 @@ class TextGenerator:
                 mode=self._mode.attention,
                 on_generation=update,
             )
-        return [
-            {
+
+        # Text and length do not include the prompt.
+        records = []
+        for context, generation in zip(contexts, generations, strict=True):
+            record: dict[str, Any] = {
                 "context": context,
                 "text": tokenizer.detokenize_continuation(generation.prompt, generation.tokens),
                 "length": len(generation.tokens),
@@ -236,8 +247,8 @@ class TextGenerator:
                 "message": generation.message,
                 "duration_seconds": round(generation.duration_seconds, 6),
             }
-            for context, generation in zip(contexts, generations, strict=True)
-        ]
+            records.append(record)
+        return records
 
     def _check_memory(self, rows: int, longest: int) -> None:
         """Raises UserError if the KV cache of a batch cannot fit into memory. longest: longest prompt, in tokens."""

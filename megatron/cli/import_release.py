@@ -63,6 +63,7 @@ def largest(numbers):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises UserError if the archive is rejected."""
+    # Options.
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")
@@ -80,10 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(argv)
 
+    # The new folder, by default with the archive's name.
     stem = options.archive.name
     for ending in (".gz", ".bz2", ".xz", ".tar", ".tgz", ".zip"):
         stem = stem.removesuffix(ending)
     output = options.output or Path(stem)
+
     # Send messages of libraries to standard error: standard output contains only the report.
     with contextlib.redirect_stdout(sys.stderr), new_folder(output) as folder:
         unpack(options.archive, folder, int(options.max_gigabytes * 1024**3))
@@ -140,6 +143,7 @@ def sample_loss(model: GPT, config: Config, options: argparse.Namespace) -> dict
     """Mean cross entropy in nats of a text, in segments of the training length, next to ln(vocabulary), the loss of a
     uniform prediction; or why it was not computed. Raises CheckpointError if the loss is not finite.
     """
+    # Without a tokenizer there is no loss, unless the user has asked for it.
     files = TokenizerFiles.of(config, options.vocab_file, options.merge_file)
     try:
         tokenizer = files.build()
@@ -155,6 +159,8 @@ def sample_loss(model: GPT, config: Config, options: argparse.Namespace) -> dict
     tokens, length = torch.tensor(tokenizer.tokenize(text), dtype=torch.long), config.model.seq_length
     if len(tokens) < 2:
         raise CheckpointError("--sample: the text is too short; it needs at least two tokens")
+
+    # Segments of the training length, because longer ones would measure extrapolation.
     total = 0.0
     for start in range(0, len(tokens) - 1, length):
         segment = tokens[start : start + length + 1]
@@ -186,8 +192,10 @@ def readable(report: dict[str, Any]) -> str:
     for place, values in report["kernels"].items():
         lines.append(f"  kernels, per head ({place}):")
         for name, row in values.items():
-            cells = (str(value) if isinstance(value, int) else f"{value:.4f}" for value in row)
-            lines.append(f"    {name:17}" + " ".join(f"{cell:>8}" for cell in cells))
+            cells = []
+            for value in row:
+                cells.append(f"{value:>8}" if isinstance(value, int) else f"{value:>8.4f}")
+            lines.append(f"    {name:17}" + " ".join(cells))
     sample = report["sample"]
     if "left_out" in sample:
         lines.append(f"  no loss on a sample text: {sample['left_out']}")

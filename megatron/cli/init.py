@@ -208,5 +208,5 @@ evaluation: {{by-position: true}}
 def _split_tokens(files: IndexedFiles) -> list[int]:
     """The number of tokens for training, validation and test."""
     offsets = files.offsets()
-    spans = split_spans(SPLIT, len(offsets) - 1)
-    return [int(offsets[span[1]] - offsets[span[0]]) if span else 0 for span in spans]
+    spans = [span or (0, 0) for span in split_spans(SPLIT, len(offsets) - 1)]
+    return [int(offsets[last] - offsets[first]) for first, last in spans]

@@ -39,9 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
     folders = [folder for folder in (options.directory, options.other) if folder is not None]
-    steps = [
-        folder if STEP.fullmatch(folder.resolve().name) else find_step(folder, options.iteration) for folder in folders
-    ]
+    steps = []
+    for folder in folders:
+        is_step = STEP.fullmatch(folder.resolve().name)
+        steps.append(folder if is_step else find_step(folder, options.iteration))
     if options.accept:
         accept(steps[0])
     descriptions = [describe_with_config(step, options.pos_emb_module) for step in steps]
@@ -79,7 +80,8 @@ def readable(report: dict[str, Any]) -> str:
     values, tensors = report["differences"]["values"], report["differences"]["tensors"]
     lines = [summary(report["first"]), "", summary(report["second"]), "", "differences"]
     lines += [f"  {name}: {first} | {second}" for name, (first, second) in values.items() if name != "kernels"]
-    lines += [f"  {name}: {value if isinstance(value, str) else f'{value:.3g}'}" for name, value in tensors.items()]
+    for name, value in tensors.items():
+        lines.append(f"  {name}: {value if isinstance(value, str) else f'{value:.3g}'}")
     return "\n".join(lines if values or tensors else [*lines, "  none"])
 
 
@@ -106,6 +108,7 @@ def summary(description: dict[str, Any]) -> str:
         lines.append(f"  kernels, {place}")
         lines.append("    head " + "".join(f"{name:>18}" for name in values))
         for head, row in enumerate(zip(*values.values(), strict=True), start=1):
-            cells = (f"{value:>18,}" if isinstance(value, int) else f"{value:>18.4f}" for value in row)
-            lines.append(f"    {head:>4} " + "".join(cells))
+            lines.append(f"    {head:>4} ")
+            for value in row:
+                lines[-1] += f"{value:>18,}" if isinstance(value, int) else f"{value:>18.4f}"
     return "\n".join(lines)

@@ -72,9 +72,8 @@ def parse_with_checkpoint(
             options.overrides = dict(map(parse_override, overrides))
             step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             # The module that defines an external method must be known before reading the checkpoint's configuration.
-            module = {
-                key: value for key, value in options.overrides.items() if canonical_path(key) == ("pos_emb_module",)
-            }
+            path = ("pos_emb_module",)
+            module = {key: value for key, value in options.overrides.items() if canonical_path(key) == path}
             trained = checkpoint_config(step, module)
             # The address is that of the training run.
             addresses = {key: None for key in ("master_addr", "master_port") if key in trained.to_flat()}
@@ -92,9 +91,8 @@ def _find_on_hub(options: argparse.Namespace) -> None:
     """
     report = partial(print, file=sys.stderr, flush=True)
     folders = [str(local_checkpoint(name, report)) for name in options.checkpoint]
-    options.hub_names = {
-        folder: name for folder, name in zip(folders, options.checkpoint, strict=True) if folder != str(Path(name))
-    }
+    names = zip(folders, options.checkpoint, strict=True)
+    options.hub_names = {folder: name for folder, name in names if folder != str(Path(name))}
     options.checkpoint = folders
 
 
@@ -204,11 +202,14 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
     """The user's values that replace those in the checkpoint's configuration: RUNTIME_KEYS, and the `pos_emb_options`
     that may change after training. Raises UserError if --set changes an option that may not.
     """
+    # Keys of the run, and options of the method that do not change what was trained.
     flat = config.to_flat()
     overrides = {key: flat[key] for key in RUNTIME_KEYS if key in flat}
     saved = checkpoint_config(step, overrides).model
     method = method_class(saved.pos_emb)
     changeable = (*method.evaluation_options, *RANDOM_OPTIONS)
+
+    # Options the user asks for: in the configuration, or with --set.
     trained: Mapping[str, Any] = saved.pos_emb_options
     requested = dict(trained)
     if not options.from_checkpoint:
@@ -219,6 +220,8 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
             first, *rest = canonical_path(key)
             if first == "pos_emb_options":
                 requested = {**requested, rest[0]: value} if rest else dict(value)
+
+    # With --set, other options are rejected. A configuration may be that of another model.
     try:
         fixed, requested_fixed = (method.trained_options(**each) for each in (trained, requested))
     except ValueError as error:
@@ -230,6 +233,8 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
                 f"({step}); options that can: {', '.join(changeable)}"
                 + (", of the methods in the list" if name == "methods" else "")
             )
+
+    # An option that is None has the trained value.
     source = requested if requested_fixed == fixed else trained
     merged = {name: value for name, value in source.items() if name not in changeable}
     for name, value in requested.items():

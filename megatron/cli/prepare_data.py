@@ -29,6 +29,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     downloaded = [name for name, known in KNOWN_DATASETS.items() if known.url is not None]
     sources = " ".join(f"{name}: {known.sources}." for name, known in KNOWN_DATASETS.items())
     own_vocabularies = ", ".join(f"{name}: {size}" for name, size in OWN_VOCAB_SIZES.items())
+
+    # The dataset.
     parser = OptionParser(
         description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] [DATASET]",
         epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built from the sources of "
@@ -46,6 +48,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser.add_argument(
         "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="output folder (default: %(default)s)"
     )
+
+    # The tokenizer.
     parser.add_argument(
         "-t",
         "--tokenizer",
@@ -66,6 +70,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         help=f"vocabulary size of the BPE trained without -t (default: {own_vocabularies}; own text: "
         "1024, 4096 or 16384, for its size)",
     )
+
+    # Where the documents come from.
     parser.add_argument(
         "--from",
         dest="sources",
@@ -94,6 +100,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         metavar=".EXT,...",
         help="read a source tree (folder or tar): files with these extensions, one document each (e.g. .c,.h)",
     )
+
+    # How to process the documents.
     add_limit_argument(parser)
     parser.add_argument(
         "--workers",
@@ -105,6 +113,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     add_bad_documents_argument(parser)
     add_special_tokens_argument(parser)
     parser.add_argument("-f", "--force", action="store_true", help="rebuild the dataset even if it is up to date")
+
+    # The names that the preparation uses.
     arguments = parser.parse_args(argv)
     return PrepareOptions(
         dataset=arguments.dataset,

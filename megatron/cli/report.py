@@ -22,6 +22,7 @@ DESCRIPTION = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the report and print its path. Raises UserError."""
+    # What the report shows.
     parser = OptionParser(description=DESCRIPTION)
     parser.add_argument(
         "results",
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help="JSON files written by benchmarks/train_step.py --json",
     )
+
+    # How it shows it.
     parser.add_argument(
         "--reference",
         metavar="POS_EMB",
@@ -63,16 +66,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "without --style, as in report.html",
     )
     parser.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
+
+    # Find mistakes before the sources are read, which takes time.
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint or options.benchmark):
         raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")
     style = SCREEN if options.style is None else parse_style(options.style)
     check_writable(options.output, "--output")
     sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
+
+    # The figures of weights need torch, which reports of benchmarks do not.
     if sources.records or sources.checkpoints:
         from megatron.plots.checkpoints import add_weight_figures  # imports torch and the model
 
         add_weight_figures(sources)
+
+    # The method to compare with must have results.
     reference = REFERENCE
     if options.reference is not None:
         reference = Method(canonical_name(options.reference))
@@ -82,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"--reference {options.reference}: there are no results of this method; choose one of "
                 f"{', '.join(evaluated) or 'none'}"
             )
+
+    # The report, and what it leaves out.
     path = write_report(sources, options.output, options.title, reference, style)
     for note in sources.notes:
         print(f"note: {note}", flush=True)

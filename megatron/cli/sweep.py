@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     are finished, or other sweep processes work on them or have failed in them. Raises UserError before anything is
     started if options or the sweep file are invalid, or the file contradicts the contents of its output folder.
     """
+    # Runs.
     parser = OptionParser(description="Train and evaluate the unfinished runs of a sweep, and write its report.")
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
     parser.add_argument("--dry-run", action="store_true", help="show the unfinished work and exit")
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", nargs="+", metavar="PATTERN", help="only runs whose name matches a pattern, such as 'github/*/1235'"
     )
     parser.add_argument("--shard", metavar="I/N", help="only every N-th of these runs, starting with the I-th (1 to N)")
+
+    # Devices and speed.
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
@@ -59,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="TOKENS/S",
         help="training speed for the time estimate; default: the logged speed, or that of three steps",
     )
+
+    # Slurm.
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument(
         "--write-slurm", metavar="FILE", help="write a job array script that runs this command, and exit: sbatch FILE"
@@ -74,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="TEXT",
         help="options for sbatch, such as --slurm-options='--gpus=1 --time=24:00:00'",
     )
+
+    # The runs, and checks of all their evaluations before any training.
     options = parser.parse_args(argv)
     _check_options(options)
     console = Console(soft_wrap=True)
@@ -87,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_run(words, run.config, place, has_data=has_data)
     for words in sweep.evaluation:
         check_modes(words, [run.config for run in all_runs], f"{sweep.path}: evaluation")
+
+    # A plan or a script for Slurm does not need the data, which another machine may have.
     missing = missing_data(runs)
     if options.write_slurm is not None or options.dry_run:
         for prefix in missing:
@@ -98,10 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_atomically(options.write_slurm, script.encode())
         console.print(f"start it with: sbatch {options.write_slurm}", highlight=False, markup=False)
         return 0
+
+    # A script for Slurm needs no devices, a plan does.
     devices = _select_devices(options, runs)
     if options.dry_run:
         _print_plan(console, sweep, runs, devices, options.rate)
         return 0
+
+    # What would fail after the training.
     if missing:
         raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
     check_writable(sweep.output, f"{sweep.path}: output")
@@ -229,6 +242,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
 def _print_plan(
     console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str], rate: float | None
 ) -> None:
+    # A table of runs.
     table = Table(title=Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}"), title_justify="left")
     table.add_column("run")
     table.add_column("state")
@@ -252,6 +266,7 @@ def _print_plan(
     for words in sweep.evaluation:
         console.print(f"evaluation: {' '.join(words)}", highlight=False, markup=False)
 
+    # The speed: given, logged by earlier runs, or measured.
     on_gpu = bool(devices[0])
     parallel_runs = max(1, len(devices) // max((run.num_gpus for run in runs), default=1)) if on_gpu else len(devices)
     if rate is None:
@@ -264,6 +279,8 @@ def _print_plan(
             rate = measure_speed(untrained[0], KERPLE, devices)
         except UserError as error:
             problem = f" ({error})"
+
+    # The estimate, for runs in parallel.
     if rate:
         seconds = total_tokens / rate / parallel_runs
         estimate = f"about {readable_time(seconds)} of training at {rate:,.0f} tokens/s each"

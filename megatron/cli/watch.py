@@ -115,22 +115,19 @@ def print_run(console: Console, path: Path, history: Sequence[Metrics], rows: in
     if not history:
         return
     names = [name for name, (key, _) in COLUMNS.items() if any(key in values for values in history)]
-    lines = [
-        [
-            Text(f"{values['iteration']:,}"),
-            *(
-                Text(COLUMNS[name][1].format(values[key]) if (key := COLUMNS[name][0]) in values else "")
-                for name in names
-            ),
-        ]
-        for values in history[-rows:]
-    ]
+    lines = []
+    for values in history[-rows:]:
+        cells = [f"{values['iteration']:,}"]
+        for name in names:
+            key, template = COLUMNS[name]
+            cells.append(template.format(values[key]) if key in values else "")
+        lines.append([Text(cell) for cell in cells])
     print_rows(console, "Training", ["iteration", *names], lines, 1)
     kernels = kernel_parameters(history)
     if kernels:
         headers = ["parameter", "first mean", "mean", "lowest head", "highest head"]
-        cells = [[Text(name), *(Text(f"{value:.4f}") for value in values)] for name, values in kernels.items()]
-        print_rows(console, "Kernel parameters", headers, cells, 1)
+        lines = [[Text(name), *(Text(f"{value:.4f}") for value in values)] for name, values in kernels.items()]
+        print_rows(console, "Kernel parameters", headers, lines, 1)
 
 
 def describe_progress(path: Path, history: Sequence[Metrics]) -> str:
@@ -154,15 +151,13 @@ def describe_progress(path: Path, history: Sequence[Metrics]) -> str:
 def kernel_parameters(history: Sequence[Metrics]) -> dict[str, tuple[float, float, float, float]]:
     """Parameter -> its first logged mean over heads, and its latest mean, minimum and maximum."""
     logged = [values for values in history if any(key.startswith("kernel/") for key in values)]
-    names = [key.removeprefix("kernel/").removesuffix("/mean") for key in (logged[-1] if logged else {})]
-    return {
-        name: (
-            logged[0].get(f"kernel/{name}/mean", math.nan),
-            *(logged[-1].get(f"kernel/{name}/{statistic}", math.nan) for statistic in ("mean", "min", "max")),
-        )
-        for name in names
-        if f"kernel/{name}/mean" in logged[-1]
-    }
+    parameters = {}
+    for key, mean in logged[-1].items() if logged else ():
+        name = key.removeprefix("kernel/").removesuffix("/mean")
+        if key == f"kernel/{name}/mean":
+            low, high = (logged[-1].get(f"kernel/{name}/{end}", math.nan) for end in ("min", "max"))
+            parameters[name] = logged[0].get(key, math.nan), mean, low, high
+    return parameters
 
 
 def as_csv(history: Sequence[Metrics]) -> str:
