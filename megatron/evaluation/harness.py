@@ -285,12 +285,11 @@ class HarnessModel(TemplateLM):
                 batch = inputs[start : start + max(1, self._batch_tokens // len(inputs[start]))]
                 if self._mode.length_dependent or not self._decoder.cached:
                     batch = [text for text in batch if len(text) == len(batch[0])]
-                scored = [
-                    (row, len(text) - len(pairs[index][1]) + offset, target, index)
-                    for row, text in enumerate(batch)
-                    for index in pairs_of_input[text]
-                    for offset, target in enumerate(pairs[index][1])
-                ]
+                scored = []
+                for row, text in enumerate(batch):
+                    for index in pairs_of_input[text]:
+                        numbered = enumerate(pairs[index][1], len(text) - len(pairs[index][1]))
+                        scored += [(row, position, target, index) for position, target in numbered]
                 rows, positions, targets, owners = torch.tensor(scored).T
                 log_probabilities, is_top = self._token_scores(batch, rows, positions, targets)
                 values.index_add_(0, owners, log_probabilities)
@@ -332,12 +331,15 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each context up to a stop sequence, the end-of-document token, or the maximum number of tokens."""
+        # Prompts and options.
         contexts = self._tokenizer.tokenize_batch([request.args[0] for request in requests])
         prompts = [tokens or [self._tokenizer.eod] for tokens in contexts]
         options = [GenerationOptions.parse(request.args[1], self._tokenizer) for request in requests]
         needed = [len(prompt) + option.new_tokens for prompt, option in zip(prompts, options, strict=True)]
         limit = self._max_length or max(needed, default=0)
         self._record_lengths("generate_until", needed, limit, "truncated on the left")
+
+        # Rows of one call have the same options and, if the mode depends on it, length.
         together: dict[tuple[GenerationOptions, int], list[int]] = {}
         for index, option in enumerate(options):
             if option.new_tokens >= limit:
@@ -348,6 +350,8 @@ class HarnessModel(TemplateLM):
             length = len(prompts[index]) if self._mode.length_dependent else 0
             together.setdefault((option, length), []).append(index)
         texts = [""] * len(requests)
+
+        # Results in the order of the requests.
         for (option, _), indices in together.items():
             longest = max(len(prompts[index]) for index in indices) + option.new_tokens
             sampling = dict(option.sampling)

@@ -86,10 +86,11 @@ class Protocol:
                     "increase it"
                 )
             chosen = evenly_spaced(rows, token_budget // targets)
-        return [
-            replace(segments, starts=[row * row_tokens + start for row in chosen for start in segments.starts])
-            for segments in segments_of_row
-        ]
+        plans = []
+        for segments in segments_of_row:
+            starts = [row * row_tokens + start for row in chosen for start in segments.starts]
+            plans.append(replace(segments, starts=starts))
+        return plans
 
 
 class NonOverlapping(Protocol):
@@ -124,10 +125,11 @@ class NonOverlapping(Protocol):
         if token_budget is None or token_budget >= available - 1:
             return [Segments(length, range(0, limit // common * common, length)) for length in lengths]
         pieces = _spread(available - 1, common, common, limit // common)
-        return [
-            Segments(length, [piece + start for piece in pieces for start in range(0, common, length)])
-            for length in lengths
-        ]
+        plans = []
+        for length in lengths:
+            starts = [piece + start for piece in pieces for start in range(0, common, length)]
+            plans.append(Segments(length, starts))
+        return plans
 
 
 class Kerple(Protocol):
@@ -206,9 +208,7 @@ class Sliding(LastK):
         return self.size
 
 
-PROTOCOLS: dict[str, type[Protocol]] = {
-    protocol.base_name: protocol for protocol in (NonOverlapping, Kerple, LastK, Sliding)
-}
+PROTOCOLS: dict[str, type[Protocol]] = {each.base_name: each for each in (NonOverlapping, Kerple, LastK, Sliding)}
 _SIZED = re.compile(r"([a-z-]+)@([1-9][0-9]{0,11})")
 
 

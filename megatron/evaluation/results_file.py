@@ -52,10 +52,13 @@ class ResultsFile:
         )
 
     def __enter__(self) -> "ResultsFile":
+        # Fail before anything is measured.
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
+
+        # Locked, so that no other process writes at the same time.
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock)
             stored = read_results_file(self.path, strict=True) if self.path.exists() else []
@@ -72,6 +75,8 @@ class ResultsFile:
             if other is not None:
                 lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)
                 write_atomically(self.path, lines)
+
+            # A process that was killed may have left an incomplete line.
             try:
                 self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
                 self._file.seek(0)

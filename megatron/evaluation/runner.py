@@ -146,8 +146,11 @@ def plan_extrapolation(
     """The tasks of `evaluate_extrapolation`, by protocol, mode and length in this order. Raises UserError."""
     lengths = unique_lengths(lengths)
     parsed_modes = parse_modes(modes, provenance.train_length)
+    parsed_protocols = []
+    for each in protocols:
+        parsed_protocols.append(parse_protocol(each) if isinstance(each, str) else each)
     tasks = []
-    for protocol in dict.fromkeys(parse_protocol(name) if isinstance(name, str) else name for name in protocols):
+    for protocol in dict.fromkeys(parsed_protocols):
         segments_by_length = text.plan(protocol, lengths, token_budget)
         name = protocol.name if text.row is None else f"{protocol.name} by document"
         digests = [text.digest(segments) for segments in segments_by_length]
@@ -185,6 +188,7 @@ def run_eval_tasks(
     With a `world_size` above 1, every rank of the default process group must call this. Each computes its share of the
     segments, and all get all records.
     """
+    # Check the arguments and all modes before the first task.
     for name, value in (("query_chunk", query_chunk), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
@@ -194,6 +198,8 @@ def run_eval_tasks(
         reason = decoder.unsupported_reason(task.mode.attention)
         if reason is not None:
             raise UserError(f"inference mode {task.mode.name} {reason}")
+
+    # One reader for all tasks.
     device = model_device(model) if device is None else torch.device(device)
     if batch_tokens is None:
         batch_tokens = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
@@ -201,9 +207,12 @@ def run_eval_tasks(
     name = (tasks[0].planned[0]["pos_emb"] if tasks else None) or model_name
 
     shares = [task.segments.shard(rank, world_size) for task in tasks]
+
     # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments are cheap.
     costs = [1 + task.mode.mean_keys(task.segments.length) / KEYS_PER_UNIT_COST for task in tasks]
     total = sum(cost * share.targets for cost, share in zip(costs, shares, strict=True))
+
+    # Run the tasks. All ranks have the same tasks, and share the segments of each.
     completed = 0.0
     records: list[Record] = []
     bar = Progress(name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0)
@@ -239,10 +248,8 @@ def _result_line(name: str, record: Record, rate: str) -> str:
     elif values["kind"] == "resolution":
         result = f"resolution {values['resolution']:.3f} ({values['texts']} texts, {rate})"
     elif values["kind"] == "context":
-        result = ", ".join(
-            f"{difference:+.4f} with {size:,}"
-            for size, difference in zip(values["contexts"], values["differences"], strict=True)
-        )
+        pairs = zip(values["contexts"], values["differences"], strict=True)
+        result = ", ".join(f"{difference:+.4f} with {size:,}" for size, difference in pairs)
         result = f"loss {values['loss']:.4f}, {result} tokens of context ({values['tokens']:,} tokens, {rate})"
     elif values["kind"] == "passkey":
         result = (

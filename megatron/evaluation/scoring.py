@@ -115,12 +115,9 @@ class SegmentReader:
 
 def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy `[b, s]` in nats for int64 targets `[b, s]` and hidden states `[b, s, e]`, in at least float32."""
-    losses = [
-        loss.token_losses(decoder.logits(positions), labels, ONE_RANK)
-        for positions, labels in zip(
-            hidden.flatten(0, 1).split(LOGIT_POSITIONS), targets.flatten().split(LOGIT_POSITIONS), strict=True
-        )
-    ]
+    hidden_parts, target_parts = hidden.flatten(0, 1).split(LOGIT_POSITIONS), targets.flatten().split(LOGIT_POSITIONS)
+    parts = zip(hidden_parts, target_parts, strict=True)
+    losses = [loss.token_losses(decoder.logits(positions), labels, ONE_RANK) for positions, labels in parts]
     return torch.cat(losses).view(targets.shape)
 
 

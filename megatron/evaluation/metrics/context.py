@@ -44,6 +44,7 @@ class ContextTask(EvalTask):
 
     def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
         """If the model has no positions for the length, the record has a note instead of values."""
+        # Losses with all contexts. Long ones take more of the progress bar.
         rank, world_size = context.rank, context.world_size
         plans = [*self.parts, self.full]
         sums = [LossAccumulator(self.text, segments, rank, world_size) for segments in plans]
@@ -58,6 +59,8 @@ class ContextTask(EvalTask):
                     advanced = int(read * self.segments.targets)
         except PositionsExceeded as error:
             note = str(error)
+
+        # All ranks have the same note, and add up their sums.
         note = context.share_note(note)
         if note is None:
             for accumulator in sums:
@@ -65,8 +68,11 @@ class ContextTask(EvalTask):
             losses = [accumulator.loss for accumulator in sums]
             if not np.isfinite(losses).all():
                 note = f"{LOSS_NOTE} {next(loss for loss in losses if not np.isfinite(loss))}"
+
+        # The shorter contexts are compared with the full one.
         *shorter, full = sums
         measured = note is None
+        compared = shorter if measured else []
         counts = full.counts.numpy()
         record: ContextRecord = {
             **self.planned[0],
@@ -76,10 +82,8 @@ class ContextTask(EvalTask):
             "loss": full.loss if measured else None,
             "targets": self.text.targets_digest(self.full),
             "contexts": list(self.contexts) if measured else [],
-            "differences": [part.loss - full.loss for part in shorter] if measured else [],
-            "stderrs": [
-                standard_error((part.losses - full.losses).numpy(), counts) for part in (shorter if measured else [])
-            ],
+            "differences": [part.loss - full.loss for part in compared],
+            "stderrs": [standard_error((part.losses - full.losses).numpy(), counts) for part in compared],
         }
         return [record]
 

@@ -131,6 +131,7 @@ class PasskeyTask(EvalTask):
 
     def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
         """If the model has no positions for the length, the record has a note instead of values."""
+        # Answers have different lengths, the rows of a batch the same number of positions.
         length, trials = share.length, len(self.segments.starts)
         rows, answer_lengths = self.prompts.build(length, self.depth, trials)
         answers = torch.tensor(answer_lengths)[torch.tensor(share.starts, dtype=torch.int64) // (length + 1)]
@@ -152,6 +153,8 @@ class PasskeyTask(EvalTask):
                     hidden = []
         except PositionsExceeded as error:
             note = str(error)
+
+        # Sums over all ranks.
         note = context.share_note(note)
         context.sum_over_ranks(correct)
         record: PasskeyRecord = {
@@ -175,16 +178,21 @@ def plan_passkey(
     corpus: str | None = None,
 ) -> list[PasskeyTask]:
     """The tasks by mode, length and depth, in this order. Raises UserError if a length is too short for the prompt."""
+    # The prompts must fit into memory.
     if trials * (max(lengths) + 1) > MAX_TOKENS:
         raise UserError(
             f"--passkey-trials {trials:,}: the prompts of {max(lengths):,} tokens have more than {MAX_TOKENS:,} tokens "
             f"in total; choose at most {MAX_TOKENS // (max(lengths) + 1):,} trials"
         )
+
+    # The texts do not depend on the mode.
     determined_by = {}
     for length in lengths:
         for depth in dict.fromkeys(depths):
             prompts.check(length, depth, trials)
             determined_by[length, depth] = prompts.determined_by(length, depth, trials)
+
+    # The records have all values but the results.
     tasks = []
     for mode in parse_modes(modes, provenance.train_length):
         for (length, depth), origin in determined_by.items():

@@ -47,11 +47,14 @@ class ResolutionTask(EvalTask):
 
         Raises UserError if the model is not one of this project.
         """
+        # Only this project's attention can record scores.
         model = context.model
         if not isinstance(model, GPT):
             raise UserError(
                 f"attention resolution needs access to attention scores: only models of this project, not {type(model)}"
             )
+
+        # Sums over texts, as soon as a batch of texts is complete.
         totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
         try:
             with record_scores(model) as recorders:
@@ -63,6 +66,8 @@ class ResolutionTask(EvalTask):
                             layer.reset()
         except PositionsExceeded as error:
             note = str(error)
+
+        # The mean over all ranks.
         note = context.share_note(note)
         texts = len(self.segments.starts)
         if note is None:
@@ -160,6 +165,7 @@ class ScoreRecorder:
         """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`, the first of
         which is at position `dropped`; for `decay_sums` see `kerple.attention.call.AttentionCall`.
         """
+        # As many queries at once as memory allows.
         s, t = query.shape[2], key.shape[2]
         method = self._attention.positional
         rows = max(MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t)))
