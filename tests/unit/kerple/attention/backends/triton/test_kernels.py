@@ -35,21 +35,21 @@ def test_values_and_gradients(bias, weight, window):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("heads", "options"),
     [
-        {},
-        {"bias": False, "weight": False},
-        {"weight": False, "kv_heads": 1, "window": 30},
-        {"bias": False, "weight": False, "decay": True, "kv_heads": 1},
+        (1, {}),
+        (1, {"bias": False, "weight": False}),
+        (2, {"weight": False, "kv_heads": 1, "window": 30}),
+        (2, {"bias": False, "weight": False, "decay": True, "kv_heads": 1}),
     ],
 )
-def test_documents(options):
+def test_documents(heads, options):
     """In one launch of each kernel: of more than a tile, of one token, and with padding at the end of a row."""
-    ids = torch.tensor([[0] * 133 + [1] * 30 + [2] + [3] * 16, [0] * 60 + [5] * 90 + [-1] * 30], device=DEVICE)
-    arguments = random_attend_arguments(2, 2, 180, 180, 16, **options, device=DEVICE)
+    ids = torch.tensor([[0] * 129 + [1] * 5 + [2] + [3] * 3, [0] * 10 + [5] * 20 + [-1] * 108], device=DEVICE)
+    arguments = random_attend_arguments(2, heads, 138, 138, 16, **options, device=DEVICE)
     documents = Documents(ids)
     actual = run_attend("fused", arguments, document_ids=ids)
-    assert torch.equal(document_tiles(documents).tiles[0].cpu(), torch.tensor([0, 0, 133, 0, 128], dtype=torch.int32))
+    assert torch.equal(document_tiles(documents).tiles[0].cpu(), torch.tensor([0, 0, 129, 0, 128], dtype=torch.int32))
     expected = run_repeated(float64_arguments(arguments), document_ids=ids)
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         assert (tensor.double() - expected_tensor).norm() <= 2e-6 * expected_tensor.norm() + 1e-5
