@@ -39,6 +39,7 @@ def unpack(archive: str | Path, folder: Path, max_bytes: int = MAX_BYTES) -> int
     whatever the archive declares) and more than 100,000 members. Raises CheckpointError, naming the member. The caller
     must then remove what was unpacked before.
     """
+    # The smaller limit, with the reason to name.
     archive = Path(archive)
     free = shutil.disk_usage(folder).free
     limit, reason = min((max_bytes, "the limit (change it with --max-gigabytes)"), (free, "the free disk space"))
@@ -62,6 +63,8 @@ def unpack(archive: str | Path, folder: Path, max_bytes: int = MAX_BYTES) -> int
                     if remaining < 0:
                         raise CheckpointError(f"{archive}: unpacks to more than {limit} bytes, {reason}")
                     handle.write(block)
+
+        # Hidden files count for the limits, but are not needed.
         for target in [path for path in written if path.name.startswith(".")]:
             target.unlink()
             written.remove(target)

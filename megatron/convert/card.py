@@ -97,6 +97,7 @@ def model_card(
     architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub. mode: of
     inference.
     """
+    # The hub reads the metadata.
     metadata = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -106,6 +107,8 @@ def model_card(
         "datasets": list(details.datasets),
         "base_model": details.base_model,
     }
+
+    # A self-contained model has its own code, which limits how it can run.
     trust = "" if architecture else ", trust_remote_code=True"
     tokenizer_class = "AutoTokenizer" if architecture else "PreTrainedTokenizerFast"
     comment = "" if architecture else "  # AutoTokenizer reads config.json, and would ask to run this folder's code"
@@ -121,6 +124,8 @@ def model_card(
         compiled="" if compiles else " (with graph breaks)",
         implementations="eager" if "modify_scores" in hooks else f"{implementations}, flex_attention",
     )
+
+    # Code to copy, and the rest of the page.
     tokenizer_code = ""
     if has_tokenizer:
         prompt = json.dumps(details.prompt, ensure_ascii=False)
@@ -164,8 +169,10 @@ def _perplexities(details: CardDetails, train_length: int) -> str:
         "|---|---|---|" + "--:|" * len(lengths),
     ]
     for row in dict.fromkeys(row for row, _ in details.perplexities):
-        values = [details.perplexities.get((row, length)) for length in lengths]
-        cells = [*(name.replace("|", "\\|") for name in row), *("n/a" if x is None else f"{x:,.2f}" for x in values)]
+        cells = [name.replace("|", "\\|") for name in row]
+        for length in lengths:
+            perplexity = details.perplexities.get((row, length))
+            cells.append("n/a" if perplexity is None else f"{perplexity:,.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
     return f"\n## Perplexity by length\n\nThe model was trained at length {train_length:,}.\n\n{table}\n"

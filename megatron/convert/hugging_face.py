@@ -86,6 +86,7 @@ def to_hugging_face(
         UserError: if the tokenizer is missing or has more tokens than the model, or if the model does not support the
             inference mode.
     """
+    # Models that cannot be exported.
     if any(isinstance(module, Randomized) for module in model.modules()):
         raise CheckpointError(
             "pos_emb_options random_range: random positions are used in training only; export the model without "
@@ -96,6 +97,8 @@ def to_hugging_face(
             "sliding_window_width: a list, which gives layers different windows, cannot be exported; evaluate and "
             "generate with the checkpoint itself"
         )
+
+    # A class of transformers, or the model's own code.
     import_transformers()
     padded_vocab_size, stock = model.settings.padded_vocab_size, stock_type(config)
     mode = FULL_MODE if inference_mode is None else mode_of(inference_mode, model, config)
@@ -182,6 +185,7 @@ def from_hugging_face(
         CheckpointError: if the model uses something this project does not support, a tensor is missing or has another
             shape, or the checkpoint's logits differ from the source's by more than 1e-4 in float32. Nothing is written.
     """
+    # The configuration.
     source, output = Path(source), Path(output).absolute()
     import_transformers()
     theirs = read_json(source / "config.json")
@@ -192,6 +196,8 @@ def from_hugging_face(
             f"note: a checkpoint has no inference_mode; name {theirs['inference_mode']} in evaluate.py --modes or "
             "generate.py --mode"
         )
+
+    # Tensors. Their number limits the size of the model to build.
     tensors = read_hugging_face(source, model_type)
     if values["num_layers"] > len(tensors):
         raise CheckpointError(
@@ -208,23 +214,21 @@ def from_hugging_face(
         file_dtype = dtype or common_dtype(tensors.values())
         # Self-contained models store buffers that our layer files omit.
         prefixes = positional_prefixes(model)
-        computed = {
-            prefixes[index] + name
-            for index, method in model.positional_methods().items()
-            for name in (*method.computed, *dict(method.named_buffers()))
-            if name not in method.state_dict()
-        }
+        computed: set[str] = set()
+        for index, method in model.positional_methods().items():
+            names = {*method.computed, *dict(method.named_buffers())} - method.state_dict().keys()
+            computed |= {prefixes[index] + name for name in names}
         own_tensors = {name: tensor for name, tensor in tensors.items() if name not in computed}
         check_tensors(model, own_tensors, source, model_type)
         model = GPT(settings).eval()
         fill(model, own_tensors, model_type)
+
+        # Write the checkpoint, read it, and compare the logits.
         reference = load_reference(theirs, tensors)
         layers = layers_with_weights(model)
-        states = (
-            (index, [{name: cast(tensor, file_dtype) for name, tensor in layer_state(layer).items()}])
-            for index, layer in layers.items()
-        )
-        step = write_checkpoint(folder, 0, states, values, settings)
+        states = ((index, layer_state(layer)) for index, layer in layers.items())
+        shards = ((index, [{key: cast(value, file_dtype) for key, value in state.items()}]) for index, state in states)
+        step = write_checkpoint(folder, 0, shards, values, settings)
         if dtype is not None:
             reference = reference.to(dtype).float()
         load_layers(layers, step)
@@ -277,12 +281,11 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """transformers' own float32 model, built from a config.json and tensors."""
     transformers = import_transformers()
     # Other keys make transformers quantize, download kernels, or fail with errors of its own.
-    theirs = {
-        name: value
-        for name, value in theirs.items()
-        if name in KNOWN_KEYS and (value is not None or name == "sliding_window")
-    }
+    theirs = {name: value for name, value in theirs.items() if name in KNOWN_KEYS}
+    theirs = {name: value for name, value in theirs.items() if value is not None or name == "sliding_window"}
     model_type = theirs.pop("model_type")
+
+    # A class of transformers.
     if model_type != "kerple":
         architecture = llama.ARCHITECTURES.get(model_type, "GPTNeoXForCausalLM")
         try:
@@ -292,6 +295,8 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         except Exception as error:  # each class has its own checks
             raise CheckpointError(f"config.json: transformers cannot build the model: {first_line(error)}") from error
         return model.float().eval()
+
+    # Load this project's modeling files as a package of another name.
     package = f"_reference_model_{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder:
         sources = self_contained_files(

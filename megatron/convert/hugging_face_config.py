@@ -227,15 +227,15 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
 
     Raises CheckpointError, naming `source`, for other kinds of models and for settings this project does not support.
     """
+    # Reject other models before their keys, which may have another meaning.
     model_type = theirs.get("model_type")
     if model_type not in ("gpt_neox", "kerple", *llama.ARCHITECTURES):
         raise CheckpointError(
             f"{source}: model_type {model_type!r} is not supported; gpt_neox (GPT-NeoX, Pythia), "
             f"{', '.join(llama.ARCHITECTURES)} and this project's kerple are"
         )
-    missing = [
-        name for name, field in HuggingFaceConfig.model_fields.items() if field.is_required() and name not in theirs
-    ]
+    required = [name for name, field in HuggingFaceConfig.model_fields.items() if field.is_required()]
+    missing = [name for name in required if name not in theirs]
     if missing:
         raise CheckpointError(f"{source}: lacks {', '.join(missing)}; it is not the config.json of a complete model")
     try:
@@ -245,6 +245,8 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
     if model_type in llama.ARCHITECTURES:
         keys = llama.keys_from(theirs, family_defaults(str(model_type)), source)
         return {**keys, **_rotary_keys(theirs, source, LLAMA_ROTARY)}
+
+    # Keys that depend on the kind of model.
     theirs = {name: value for name, value in given.model_dump().items() if value is not None}
     hidden_act = theirs["hidden_act"]
     activation, fused = next((key for key, names in ACTIVATIONS.items() if hidden_act in names), (None, False))

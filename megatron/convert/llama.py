@@ -248,10 +248,8 @@ def merge_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
         if inner in inside:
             merged[prefix + inside[inner]] = tensor
         elif inner.startswith("self_attn.q_proj."):
-            rows = [
-                tensors[name.replace("q_proj", projection)].unflatten(0, (model.num_kv_heads, -1))
-                for projection in PROJECTIONS
-            ]
+            names = [name.replace("q_proj", projection) for projection in PROJECTIONS]
+            rows = [tensors[each].unflatten(0, (model.num_kv_heads, -1)) for each in names]
             kind = inner.rpartition(".")[2]
             merged[f"{prefix}attention.query_key_value.{kind}"] = torch.cat(rows, dim=1).flatten(0, 1)
     return merged

@@ -97,12 +97,11 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
             continue
         names_by_module = _imported_names(node, module.__name__)
         indent = " " * node.col_offset
-        lines[node.lineno - 1 : node.end_lineno] = [
-            f"{indent}from .{_file_stem(origin)} import {', '.join(names)}\n"
-            for origin, names in names_by_module.items()
-        ]
-        for origin in names_by_module:
+        statements = []
+        for origin, names in names_by_module.items():
+            statements.append(f"{indent}from .{_file_stem(origin)} import {', '.join(names)}\n")
             _add_source(sys.modules[origin], files)
+        lines[node.lineno - 1 : node.end_lineno] = statements
     files[name] = "".join(lines)
 
 

@@ -73,7 +73,8 @@ def _with_own_tokens(
     ids: dict[str, int | list[int]] = {**special_ids(tokenizer.eod, tokenizer.first)}
     if files.tokenizer_type in ("HFTokenizer", "SPMTokenizer"):
         special = SpecialTokens.next_to(Path(files.vocab_file or ""))
-        pad, eos = (None if text is None else id_of(text) for text in (special.pad, special.eos))
+        pad = None if special.pad is None else id_of(special.pad)
+        eos = None if special.eos is None else id_of(special.eos)
         ids["pad_token_id"] = tokenizer.eod if pad is None else pad
         if eos not in (None, tokenizer.eod):
             ids["eos_token_id"] = [eos, tokenizer.eod]

@@ -25,11 +25,10 @@ BLOCK_NAMES = {
     "input_layernorm.bias": "gpt_neox.layers.{block}.input_layernorm.bias",
     "attention.query_key_value.weight": "gpt_neox.layers.{block}.attention.query_key_value.weight",
     "attention.query_key_value.bias": "gpt_neox.layers.{block}.attention.query_key_value.bias",
-    **{
-        f"attention.{name}.{kind}": f"gpt_neox.layers.{{block}}.attention.{name}.{kind}"
-        for name in ("query_norm", "key_norm")
-        for kind in ("weight", "bias")
-    },
+    "attention.query_norm.weight": "gpt_neox.layers.{block}.attention.query_norm.weight",
+    "attention.query_norm.bias": "gpt_neox.layers.{block}.attention.query_norm.bias",
+    "attention.key_norm.weight": "gpt_neox.layers.{block}.attention.key_norm.weight",
+    "attention.key_norm.bias": "gpt_neox.layers.{block}.attention.key_norm.bias",
     "attention.dense.weight": "gpt_neox.layers.{block}.attention.dense.weight",
     "attention.dense.bias": "gpt_neox.layers.{block}.attention.dense.bias",
     "post_attention_layernorm.weight": "gpt_neox.layers.{block}.post_attention_layernorm.weight",
@@ -38,11 +37,12 @@ BLOCK_NAMES = {
     "mlp.dense_h_to_4h.bias": "gpt_neox.layers.{block}.mlp.dense_h_to_4h.bias",
     "mlp.dense_4h_to_h.weight": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.weight",
     "mlp.dense_4h_to_h.bias": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.bias",
-    **{
-        f"mlp.{name}.{kind}": f"gpt_neox.layers.{{block}}.mlp.{name}.{kind}"
-        for name in ("w1", "w2", "w3")
-        for kind in ("weight", "bias")
-    },
+    "mlp.w1.weight": "gpt_neox.layers.{block}.mlp.w1.weight",
+    "mlp.w1.bias": "gpt_neox.layers.{block}.mlp.w1.bias",
+    "mlp.w2.weight": "gpt_neox.layers.{block}.mlp.w2.weight",
+    "mlp.w2.bias": "gpt_neox.layers.{block}.mlp.w2.bias",
+    "mlp.w3.weight": "gpt_neox.layers.{block}.mlp.w3.weight",
+    "mlp.w3.bias": "gpt_neox.layers.{block}.mlp.w3.bias",
 }
 
 # Layer L+3.

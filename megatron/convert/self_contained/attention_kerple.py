@@ -73,11 +73,13 @@ class Layout:
         Raises ValueError for a mask that is not `[b, t]`, for positions that are not consecutive in
         a text, and for a cache that does not fit the mode.
         """
+        # The number of cached tokens, which is a tensor in graphs with a static cache.
         (batch, new), device, layers = hidden.shape[:2], hidden.device, getattr(cache, "layers", ())
         if mode is not None and any(hasattr(layer, "max_cache_len") for layer in layers):
             raise ValueError("static caches are not supported in an inference mode; use a dynamic one")
         hooks = frozenset().union(*(method.hooks for method in methods))
         needs_positions = mode is not None or bool(hooks & POSITION_HOOKS)
+
         # In graphs without breaks values are unknown, so they are only possible without positions.
         traced = torch.compiler.is_compiling() and not needs_positions
         cached = 0 if cache is None else cache.get_seq_length()
@@ -110,6 +112,7 @@ class Layout:
                 if mode is not None:
                     raise ValueError("in an inference mode, position_ids must count the tokens of each text from 0")
 
+        # Only what is needed, because positions on the CPU wait for the device.
         if needs_positions:
             layout.positions = torch.arange(cached, layout.total, device="cpu")[None]
         if needs_positions and has_documents:
@@ -199,6 +202,7 @@ def attend(query, key, value, method, tables, layout, window, dropout, implement
     a static cache has unused places after them, their probabilities are 0. window: number of keys
     that a query sees; None: all.
     """
+    # The places of a static cache that are in use.
     places, group = key.shape[2], query.shape[1] // key.shape[1]
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
     extra = extra_dimensions(key.dtype, group) if "decay" in method.hooks else 0
@@ -214,18 +218,25 @@ def attend(query, key, value, method, tables, layout, window, dropout, implement
         dropout_p=dropout,
         dropped=layout.total - key.shape[2],
     )
+
+    # With output_attentions, the reference computes the probabilities.
     backend = REFERENCE if output_attentions else BACKENDS[implementation]
     reason = backend.unsupported_reason(call.requirements)
     if reason is not None:
         raise ValueError(f"attn_implementation {implementation} {reason}; use another one")
+
+    # An inference mode.
     if layout.mode is not None:
         in_mode = partial(attend_to_text_in_mode, method=method, layout=layout, backend=backend)
         if layout.documents is None:
             return in_mode(call), None
         return run_documents(call, layout.documents, in_mode), None
+
+    # All keys.
     options = {"method": method, "masks_documents": backend.masks_documents}
     if not output_attentions:
         return run(call, backend.compute, **options), None
+
     # If the value of a key has a dimension of its own, the context is the probabilities.
     own = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
     probabilities = run(replace(call, value=own), backend.compute, **options)

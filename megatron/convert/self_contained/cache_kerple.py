@@ -61,9 +61,8 @@ class BoundedLayer(DynamicLayer):
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
         if keys.shape[2] > self.first + self.last:
-            self.keys, self.values = (
-                torch.cat((states[:, :, : self.first], states[:, :, -self.last :]), dim=2) for states in (keys, values)
-            )
+            self.keys = torch.cat((keys[:, :, : self.first], keys[:, :, -self.last :]), dim=2)
+            self.values = torch.cat((values[:, :, : self.first], values[:, :, -self.last :]), dim=2)
         return keys, values
 
     def get_seq_length(self):

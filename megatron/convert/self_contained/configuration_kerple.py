@@ -58,6 +58,7 @@ class KerpleConfig(PretrainedConfig):
         pad_token_id=None,
         **kwargs,
     ):
+        # Sizes and the positional method.
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -65,6 +66,8 @@ class KerpleConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.positional_method = positional_method
         self.positional_options = positional_options or {}
+
+        # Attention. Defaults follow from the sizes.
         self.num_key_value_heads = num_key_value_heads or num_attention_heads
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.intermediate_size = intermediate_size or 4 * hidden_size
@@ -72,6 +75,8 @@ class KerpleConfig(PretrainedConfig):
         self.attention_window = attention_window
         self.training_length = training_length or max_position_embeddings
         self.inference_mode = inference_mode
+
+        # Layers and dropout.
         self.norm_bias = norm_bias
         self.attention_bias = attention_bias
         self.attention_output_bias = attention_output_bias
@@ -84,6 +89,8 @@ class KerpleConfig(PretrainedConfig):
         self.attention_dropout = attention_dropout
         self.initializer_range = initializer_range
         self.use_cache = use_cache
+
+        # Keys that transformers handles.
         super().__init__(
             tie_word_embeddings=tie_word_embeddings,
             bos_token_id=bos_token_id,

@@ -238,10 +238,10 @@ class KerplePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module):
         super()._init_weights(module)
         # transformers 5.0 and 5.10, among others, also call this for loaded modules, whose tensors have a mark.
-        if isinstance(module, PositionalMethod) and not all(
-            getattr(tensor, "_is_hf_initialized", False) for tensor in (*module.parameters(), *module.buffers())
-        ):
-            module.reset_parameters()
+        if isinstance(module, PositionalMethod):
+            tensors = (*module.parameters(), *module.buffers())
+            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+                module.reset_parameters()
 
 
 class KerpleModel(KerplePreTrainedModel):
@@ -296,12 +296,15 @@ class KerpleModel(KerplePreTrainedModel):
         attention_mask and cache, every jump starts another text of the row (packed sequences). cache: another name of
         past_key_values. cache_position, token_type_ids: ignored; transformers passes them to all models.
         """
+        # Inputs.
         config, cache = self.config, one_cache(cache, past_key_values)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
+
+        # Positions, and whether a cache can continue them.
         shared = self.positional is not None
         methods = self.methods()
         check_loaded(methods[0], hidden.device)
@@ -314,11 +317,14 @@ class KerpleModel(KerplePreTrainedModel):
             use_cache = config.use_cache and not self.training and layout.uncacheable is None
         if use_cache and cache is None:
             cache = self.new_cache()
+
+        # Without a mode, all layers use the same tables of a shared method.
         hidden = self.emb_dropout(layout.embed(methods[0], hidden))
         tables = NO_TABLES
         if shared and self.mode is None:
             tables = tables_of(self.positional, layout.total, hidden.device)
         all_states, all_probabilities = [hidden], []
+
         # Early exit changes the number of layers in the configuration.
         for layer in self.layers[: config.num_hidden_layers]:
             hidden, probabilities = layer(
