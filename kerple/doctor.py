@@ -68,6 +68,7 @@ class Check:
 
 def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[list[Check]]] | None = None) -> int:
     """Returns the exit status. more: further checks of a device, a row per kernel and a column per dtype."""
+    # Options.
     parser = argparse.ArgumentParser(prog="kerple doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default: 1")
@@ -79,6 +80,8 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
         parser.error(f"--jobs {options.jobs}: at least 1")
     if options.json is not None and not options.json.resolve().parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
+
+    # Describe the machine, for bug reports.
     machine = describe_machine()
     for title, lines in machine.items():
         print(title)
@@ -89,6 +92,8 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
         print(
             "\nThere is no GPU that torch can use: the fused kernels are not checked, only chunked and sdpa on the CPU."
         )
+
+    # One table per device and head size, as soon as it is measured.
     checks: list[Check] = []
     for device in devices:
         rows = [] if more is None else more(device)
@@ -104,6 +109,8 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
             print_table(rows)
             rows = []
             print(f"({time.perf_counter() - started:.0f} s)")
+
+    # The summary.
     failed = sum(check.failure is not None for check in checks)
     if options.json is not None:
         result = {"machine": machine, "checks": [asdict(check) for check in checks], "passed": not failed}
@@ -198,6 +205,7 @@ def without_tf32() -> Iterator[None]:
 @without_tf32()
 def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Check:
     """Check the backends that `auto` can choose for a method on a device, with parameters that are always the same."""
+    # Attention with this method in training.
     method = build(name, ModelShape(HEADS, head_size, HEADS * head_size, 2, KV_LEN))
     method.reset_parameters(torch.Generator().manual_seed(0))
     method = method.to(device)
@@ -210,12 +218,16 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
         batch_heads=HEADS,
         device=device,
     )
+
+    # The backends that `auto` can choose.
     unsupported = BACKENDS["fused"].unsupported_reason(requirements)
     backends = ["fused"] if unsupported is None and device.type == self_check.DEVICE_TYPE else ["chunked"]
     if backends == ["chunked"] and device.type == "cpu" and BACKENDS["sdpa"].unsupported_reason(requirements) is None:
         backends.append("sdpa")
     kind = str(dtype).removeprefix("torch.")
     check = Check(self_check.device_name(device), name, kind, head_size, backends, unsupported=unsupported)
+
+    # Compare them with the reference.
     try:
         if backends == ["fused"]:
             return _check_fused(check, method, device, dtype)

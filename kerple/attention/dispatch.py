@@ -391,6 +391,7 @@ class Attention:
         Raises ValueError also if tables or decay sums do not fit the method, and for causal=False if the method is
         `causal_only`.
         """
+        # The tables, by default computed here.
         span = Span(window, block, causal=causal)
         if not causal and self.positional is not None and self.positional.causal_only:
             raise ValueError(
@@ -407,6 +408,8 @@ class Attention:
                 causal=causal,
                 with_jacobians=fused and torch.is_grad_enabled(),
             )
+
+        # Reject tables and decay sums that are not those of this method and direction.
         if self.has_bias != (tables.bias is not None) or self.has_weight != (tables.weight is not None):
             raise ValueError(
                 f"the positional method has bias: {self.has_bias}, weight: {self.has_weight}; but the tables passed "
@@ -431,6 +434,8 @@ class Attention:
                     "the positional method has a table for modify_scores: pass tables=position_tables(method, "
                     f"{distances}, device)"
                 )
+
+        # Calls that need no other decision use the backend chosen for the first of them.
         call = AttentionCall(
             query=query,
             key=key,
@@ -449,6 +454,7 @@ class Attention:
             raise ValueError("dropped must be 0 with documents or causal=False, which have positions of their own")
         if block is not None or documents is not None or self._scales_qk or torch.compiler.is_compiling():
             return _run(call.validate(), self.backend, self.positional)
+
         # A failed self-check changes what is chosen.
         kind = call.kind, self_check.rejections()
         chosen = self._chosen.get(kind)

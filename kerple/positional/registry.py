@@ -87,6 +87,7 @@ def load_plugin(path_or_module: str | Path) -> None:
 
     Does nothing if it is already loaded. Raises PluginError if it does not exist or registers no new method.
     """
+    # The name of a file's module has the path, so that two files of the same name are two modules.
     text = str(path_or_module)
     before = set(_METHODS)
     if text.endswith(".py"):
@@ -118,5 +119,7 @@ def load_plugin(path_or_module: str | Path) -> None:
             raise PluginError(
                 f"{text}: cannot be imported ({error}); give the path of a .py file, or a module"
             ) from error
+
+    # Probably the wrong file or module.
     if set(_METHODS) == before:
         raise PluginError(f"{text}: registers no new method; decorate its class with @register(name)")

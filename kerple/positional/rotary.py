@@ -153,6 +153,7 @@ class Rotary(Rotation):
         low_freq_factor: float | None = None,
         high_freq_factor: float | None = None,
     ):
+        # Options without an effect are rejected, like invalid ones.
         super().__init__()
         self.rotated = int(head_size * fraction)
         if not 0 < self.rotated <= head_size or self.rotated % 2:
@@ -178,6 +179,8 @@ class Rotary(Rotation):
             raise ValueError(f"scaling {scaling} needs trained_length, the sequence length of training, at least 1")
         if scaling in ("ntk", "dynamic") and self.rotated <= 2:
             raise ValueError(f"scaling {scaling} needs more than 2 rotated dimensions; got {self.rotated}")
+
+        # Frequencies and scale, with the defaults of the scaling's paper or code.
         scaled: tuple[float, ...] | None = None
         scale = 1.0
         self.dynamic: DynamicBase | None = None
@@ -196,6 +199,8 @@ class Rotary(Rotation):
             scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
         elif factor is not None and scaling == "dynamic":
             self.dynamic = DynamicBase(base, factor, length, self.rotated)
+
+        # What inference modes and attention read.
         self.scaling = scaling
         self.length_dependent, self.turns = self.dynamic is not None, self.dynamic is None
         self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)

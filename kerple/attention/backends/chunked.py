@@ -188,12 +188,14 @@ class _ChunkedAttention(torch.autograd.Function):
         bias_table: Tensor | None,
         weight_table: Tensor | None,
     ) -> Tensor:
+        # The backward pass recomputes the scores, with the same dropout.
         plan = ChunkPlan.for_call(call)
         seed = int(torch.randint(2**62, (), device="cpu")) if call.dropout_p else 0
         ctx.save_for_backward(query, key, value, bias_table, weight_table)
         ctx.plan, ctx.seed = plan, seed
         ctx.scale, ctx.span, ctx.dropout_p = call.scale, call.span, call.dropout_p
 
+        # Rows in groups of heads that share a key and value.
         dropout = _SeededDropout(call.dropout_p, seed, query.device) if call.dropout_p else None
         like = query.new_empty(0, dtype=call.compute_dtype)
         context = plan.empty_context(like, value.shape[3])
@@ -202,6 +204,7 @@ class _ChunkedAttention(torch.autograd.Function):
         groups = [plan.split(states.to(like.dtype)) for states in (query, context)]
         kv_groups = [plan.split_kv(states.to(like.dtype)) for states in (key, value)]
 
+        # One matrix of scores at a time.
         for head, queries, contexts, keys, values in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
             for chunk in plan.chunks:
                 matrix = workspace(len(queries), chunk.rows, chunk.keys)
@@ -246,11 +249,14 @@ def _chunked_backward(
     dropout = _SeededDropout(call.dropout_p, seed, like.device) if call.dropout_p else None
     scores = _ChunkScores(plan, call, like)
     grads = [like.new_empty(states.shape) for states in (call.query, call.key, call.value)]
+
     # The first chunk of a group writes the gradients of all keys, unless a window excludes some of them.
     first_chunk_writes = plan.max_chunk_keys == plan.kv_len
     if not first_chunk_writes:
         for grad in grads[1:]:
             grad.zero_()
+
+    # Memory that all chunks use.
     grad_bias = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_bias else None
     grad_weight = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_weight else None
     scores_size = plan.group_size * plan.rows * plan.max_chunk_keys
@@ -263,6 +269,7 @@ def _chunked_backward(
     for head, *group in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
         queries, grad_contexts, grad_queries, keys, values, grad_keys, grad_values = group
         for index, chunk in enumerate(plan.chunks):
+            # Recompute the probabilities.
             shape = (len(queries), chunk.rows, chunk.keys)
             chunk_query = scores.reversed_rows(queries, chunk)
             chunk_grad_context = scores.reversed_rows(grad_contexts, chunk)
@@ -272,6 +279,7 @@ def _chunked_backward(
             products = scores.products(chunk_query, chunk_key, out=products_workspace(*shape))
             probabilities = scores.probabilities(head, products, out=weighted_workspace(*shape))
 
+            # Value, and the gradient of the probabilities.
             grad = grad_workspace(*shape)
             grad_rows, chunk_grad_context = _by_kv_head(grad, keys), _by_kv_head(chunk_grad_context, keys)
             torch.bmm(chunk_grad_context, chunk_value.transpose(1, 2), out=grad_rows)
@@ -292,6 +300,7 @@ def _chunked_backward(
                 grad_weight.add_gradient(head, products.mul_(grad))
             scores.multiply_weight(head, grad, out=grad)
 
+            # Query and key.
             chunk_query = _by_kv_head(chunk_query, keys)
             rows = states_workspace(*chunk_query.shape)
             torch.baddbmm(rows, grad_rows, chunk_key, beta=0, alpha=call.scale, out=rows)

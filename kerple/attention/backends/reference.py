@@ -36,11 +36,14 @@ def attend_to_chunk(
     """Attention of `[b, h, c, d]` queries and `[b, g, l, d]` keys at consecutive positions, with all their scores in
     memory. `call` says how scores are computed.
     """
+    # Positions, and states in the dtype of the computation.
     queries, keys = range(first_query, first_query + query.shape[2]), range(first_key, first_key + key.shape[2])
     dtype = call.compute_dtype
+
     # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once more.
     contiguous = [states.to(dtype, memory_format=torch.contiguous_format) for states in (query, key, value)]
     flat_query, flat_key, flat_value = (states.flatten(0, 1) for states in contiguous)
+
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * len(queries)
     query_positions = torch.arange(queries.start, queries.stop, device="cpu") + call.dropped
@@ -51,6 +54,8 @@ def attend_to_chunk(
         scores = scores.view(*query.shape[:3], len(keys))
     else:
         scores = call.products(contiguous[0], contiguous[1], query_positions, key_positions, call.scale)
+
+    # The method's own scores, or bias and weight by distance.
     mask = call.mask(queries, keys)
     if call.modify_scores is not None:
         scores = call.modify_scores(

@@ -53,6 +53,7 @@ def attend_in_mode(
     Raises ValueError if the method does not support the mode, for more keys than positions, and if a query sees a
     missing key.
     """
+    # The mode, and which positions have no key.
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
@@ -70,6 +71,8 @@ def attend_in_mode(
     rows = min(modify_rows(query, min(total, 2 * most_keys)), max(MODIFY_MIN_ROWS, most_keys))
     if "scale_qk" in method.hooks:
         rows = min(rows, method.segment)
+
+    # A chunk of queries at a time, with the keys they see, which may be in two parts.
     contexts = []
     with without_autocast(device):
         for first in range(0, s, rows):

@@ -147,6 +147,8 @@ def forward_kernel(
         key += origin * key_t
         value += origin * value_t
         context += origin * context_s
+
+    # Pointers to this head.
     query, key, value, bias, weight = input_pointers(
         query, key, value, bias, weight,
         query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, kv_head, MARGIN,
@@ -160,6 +162,7 @@ def forward_kernel(
     if HAS_DECAY:
         base = query_base(bases, offset, first)
 
+    # A tile of keys at a time, with the softmax over those so far.
     queries = load_rows(query, first, query_s, s, SIZE, BLOCK_M, BLOCK_D)
     context_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -189,9 +192,12 @@ def forward_kernel(
         probabilities = tl.exp2(scores - subtracted[:, None])
         row_sum = row_sum * correction + tl.sum(probabilities, 1)
         context_sum = context_sum * correction[:, None]
+
+        # The context so far, relative to the new maximum.
         values = load_rows(value, start, value_t, t, SIZE, BLOCK_N, BLOCK_D)
         context_sum = tl.dot(probabilities.to(values.dtype), values, context_sum, input_precision=PRECISION)
         row_max = new_max
+
     # Padding rows may have only masked keys.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     store_rows(context, first, context_s, s, context_sum / row_sum[:, None], SIZE, BLOCK_M, BLOCK_D)
@@ -359,6 +365,7 @@ def query_kernel(
     A program computes a tile of queries. Its sums are, for each of the at most 4 directions `[p, h, ...]`, the scores'
     gradient times the direction, and for those of the weight, which come last, times q.k.
     """
+    # The longest rows first. Packed documents have tiles and pointers of their own.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     sample, head, kv_head = sample_and_heads(heads, group)
     padded_row = sample * heads + head
@@ -373,6 +380,8 @@ def query_kernel(
         value += origin * value_t
         grad_context += origin * grad_context_s
         grad_query += origin * grad_query_s
+
+    # Pointers to this head.
     query, key, value, bias, weight = input_pointers(
         query, key, value, bias, weight,
         query_b, query_h, key_b, key_h, value_b, value_h, table_h, sample, head, kv_head, MARGIN,
@@ -383,6 +392,7 @@ def query_kernel(
     directions += head * table_h + MARGIN
     offset = t - s
 
+    # What all keys share.
     lse, delta = load_row_stats(row_stats, first, BLOCK_M)
     decay += padded_row * decay_h + MARGIN + place
     bases += padded_row * bases_h + place // DECAY_BLOCK
@@ -397,6 +407,8 @@ def query_kernel(
     sum_2 = tl.zeros([BLOCK_M], tl.float32)
     sum_3 = tl.zeros([BLOCK_M], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    # A tile of keys at a time, recomputing its probabilities.
     begin, full, part, end = key_ranges(first, offset, t, window, HAS_WINDOW, BLOCK_M, BLOCK_N)
     tl.assume(begin < end)
     for start in range(begin, end, BLOCK_N):
@@ -413,10 +425,14 @@ def query_kernel(
             scores = scores - load_decay(decay, start, BLOCK_N)[None, :]
             subtracted = lse + (load_base(bases, start) - base)
         probabilities = tl.exp2(scores - subtracted[:, None])
+
+        # The scores' gradient.
         grad = tl.dot(grad_contexts, tl.trans(values), input_precision=PRECISION)
         grad = probabilities * (grad - delta[:, None])
         if HAS_DECAY:
             row_sum += tl.sum(grad, 1)
+
+        # Sums for the tables' coefficients.
         if BIAS_DIRECTIONS + WEIGHT_DIRECTIONS > 0:
             sum_0 += sum_along_direction(
                 grad, products, directions, 0, directions_p, distance, BIAS_DIRECTIONS, BLOCK_M, BLOCK_N
@@ -433,6 +449,8 @@ def query_kernel(
             sum_3 += sum_along_direction(
                 grad, products, directions, 3, directions_p, distance, BIAS_DIRECTIONS, BLOCK_M, BLOCK_N
             )
+
+        # The gradient of the query, through q.k.
         if HAS_WEIGHT:
             grad = grad * weights
         grad_query_sum = tl.dot(grad.to(keys.dtype), keys, grad_query_sum, input_precision=PRECISION)
@@ -440,6 +458,8 @@ def query_kernel(
     if HAS_DECAY:
         rows = first + tl.arange(0, BLOCK_M)
         tl.store(row_sums + (sample * heads + head) * row_length + origin + rows, row_sum, mask=rows < s)
+
+    # One sum per tile, head and direction.
     tiles = tl.num_programs(0).to(tl.int64)
     direction_sums += tl.program_id(1).to(tl.int64) * tiles + tl.program_id(0)
     stride = tl.num_programs(1) * tiles

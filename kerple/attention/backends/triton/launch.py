@@ -158,8 +158,10 @@ class Launcher:
         has_weight = weight is not None
         gpu, grouped = Gpu.of(query.device), self.group > 1
         self.tiles = tiles_for(gpu, query.dtype, self.head_size, weight=has_weight, grouped=grouped)
+
         # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
         reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
+
         # Without a weight, the kernels get a pointer that they do not read.
         self.bias, self.weight = bias, query if weight is None else weight
         self.documents = DocumentTiles(*documents) if documents else None
@@ -167,6 +169,7 @@ class Launcher:
         decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
         tiles = None if self.documents is None else self.documents.tiles
         self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay, tiles)
+
         # Between the heads of the tables and of the decay.
         self.strides = (bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
@@ -319,21 +322,27 @@ class Launcher:
         """The gradients of a bias and a weight table for distances below `dense`, zero beyond these and max_kv_len;
         None for None.
         """
+        # Sums by block distance, for blocks of a side.
         tile = self.tiles.tables
         side = tile.queries
         length = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
+
         # Block distances with a visible pair, and parts of each: enough programs, and no more.
         count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side)
         sample_tiles = self._grid(self.s, side, 1)[0] * (self.batch if self.documents is None else 1)
         counts = None if self.documents is None else self.documents.counts
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
+
+        # Tiles of some heads at a time, which limits the memory.
         grads: list[Tensor | None] = [None, None]
         workspaces = [self.query.new_empty(1, dtype=torch.float32)] * 2
         for index, table in enumerate(tables):
             if table is not None:
                 grads[index] = table.new_zeros(table.shape, dtype=torch.float32)
                 workspaces[index] = workspaces[index].new_empty(group_heads, parts, count, side, side)
+
+        # Sum the pairs by tile of distances, then the diagonals of each tile.
         for first_head in range(0, self.heads, group_heads):
             heads = min(group_heads, self.heads - first_head)
             self._launch(
@@ -363,6 +372,8 @@ class Launcher:
                     num_warps=4,
                     num_stages=1,
                 )
+
+        # The sums are float32.
         for index, (grad, table) in enumerate(zip(grads, tables, strict=True)):
             if grad is not None and table is not None:
                 grads[index] = grad.to(table.dtype)

@@ -35,6 +35,7 @@ def sum_tiles_kernel(
 ):  # fmt: skip
     """bias_tiles and weight_tiles `[h, p, k, BLOCK, BLOCK]`: the scores' gradient, and this times q.k, summed over the
     tiles at block distance k of one of p parts of all samples and queries."""
+    # Pointers to this head, at the first sample.
     block_distance = tl.program_id(0)
     part = tl.program_id(1)
     head = (first_head + tl.program_id(2)).to(tl.int64)
@@ -67,6 +68,8 @@ def sum_tiles_kernel(
             origin, place, padded_row = 0, 0, sample * heads + head
             queries_end, keys_end = s, t
         first_key = offset + first - block_distance * BLOCK
+
+        # Recompute the probabilities.
         lse, delta = load_row_stats(row_stats + padded_row * row_stats_h + 2 * place, first, BLOCK)
         queries = load_rows(
             query + sample * query_b + origin * query_s, first, query_s, queries_end, SIZE, BLOCK, BLOCK_D
@@ -88,6 +91,8 @@ def sum_tiles_kernel(
         # The table does not mask keys before the first one.
         scores = tl.where((first_key + row >= 0)[None, :], scores, float("-inf"))
         probabilities = tl.exp2(scores - lse[:, None])
+
+        # The scores' gradient.
         grad_contexts = load_rows(
             grad_context + sample * grad_context_b + origin * grad_context_s, first, grad_context_s, queries_end,
             SIZE, BLOCK, BLOCK_D,
