@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,8 +87,16 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
     if name in files:
         return
     source = Path(inspect.getsourcefile(module) or "").read_text(encoding="utf-8")
-    files[name] = ""  # ends the recursion if two modules import each other
+    files[name], imported = _with_relative_imports(source, module.__name__)
+    for origin in imported:
+        _add_source(sys.modules[origin], files)
+
+
+@cache
+def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
+    """A module's source with relative imports of files instead of imports from `kerple`, and the modules it needs."""
     lines = source.splitlines(keepends=True)
+    imported: list[str] = []
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     # From the last to the first, so that line numbers stay valid.
     for node in sorted(imports, key=lambda node: -node.lineno):
@@ -95,14 +104,15 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names]
         if not relative and not any(module.partition(".")[0] in ("kerple", "megatron") for module in modules):
             continue
-        names_by_module = _imported_names(node, module.__name__)
+        names_by_module = _imported_names(node, importer)
         indent = " " * node.col_offset
         statements = []
         for origin, names in names_by_module.items():
-            statements.append(f"{indent}from .{_file_stem(origin)} import {', '.join(names)}\n")
-            _add_source(sys.modules[origin], files)
+            statements.append(f"{indent}from .{_file_stem(origin)} import {', '.join(names)}
+")
         lines[node.lineno - 1 : node.end_lineno] = statements
-    files[name] = "".join(lines)
+        imported += names_by_module
+    return "".join(lines), imported
 
 
 def _imported_names(node: ast.Import | ast.ImportFrom, importer: str) -> dict[str, list[str]]:
