@@ -108,8 +108,7 @@ def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
         indent = " " * node.col_offset
         statements = []
         for origin, names in names_by_module.items():
-            statements.append(f"{indent}from .{_file_stem(origin)} import {', '.join(names)}
-")
+            statements.append(f"{indent}from .{_file_stem(origin)} import {', '.join(names)}\n")
         lines[node.lineno - 1 : node.end_lineno] = statements
         imported += names_by_module
     return "".join(lines), imported
