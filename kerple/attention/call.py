@@ -294,13 +294,14 @@ class AttentionCall:
             optional += [None, None] if jacobian is None else [jacobian.coefficients, jacobian.directions]
         return (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
-            *[None if tensor is None else tensor.shape for tensor in optional],
+            *[getattr(tensor, "shape", None) for tensor in optional],
             torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
             *(self.span, self.scale, self.dropout_p, self.documents is not None, self.key_mask is not None),
         )
 
     def validate(self) -> "AttentionCall":
         """Return the call itself. Raises ValueError for shapes, dtypes or a dropout probability that do not fit."""
+        # Shapes and dtypes. The tables tell a transposed query.
         query, key, value = (list(states.shape) for states in (self.query, self.key, self.value))
         if not len(query) == len(key) == len(value) == 4:
             raise ValueError(
@@ -328,6 +329,8 @@ class AttentionCall:
             raise ValueError(
                 f"query, key and value differ in dtype: {self.query.dtype}, {self.key.dtype}, {self.value.dtype}"
             )
+
+        # Positions, dropout, documents and masked keys.
         if not self.q_len or not self.kv_len or (self.span != EVERY_KEY and self.q_len > self.kv_len):
             raise ValueError(
                 f"{self.q_len} queries for {self.kv_len} keys: the queries are the last positions of the keys, so "
@@ -349,6 +352,8 @@ class AttentionCall:
                 f"key_mask {self.key_mask.dtype} {list(self.key_mask.shape)} must be bool {[query[0], self.kv_len]}, "
                 "True for the keys that take part"
             )
+
+        # Tables have a row per head and a column per distance, with causal=False twice.
         tables = self.tables
         for name, table in (("bias", tables.bias), ("weight", tables.weight)):
             if table is None:
@@ -362,6 +367,8 @@ class AttentionCall:
                 f"table {list(tables.scores.shape)} must be [..., at least {self.max_kv_len}]: pass "
                 f"score_table(method, {self.max_kv_len}, device)"
             )
+
+        # The decay.
         if self.decay_sums is not None:
             if list(self.decay_sums.shape) != [query[0], heads, self.kv_len]:
                 raise ValueError(
@@ -370,6 +377,8 @@ class AttentionCall:
                 )
             if tables.weight is not None or self.modify_scores is not None or self.scale == 0.0:
                 raise ValueError("decay_sums cannot be combined with weight_table, modify_scores or a scale of 0")
+
+        # The tables' gradients.
         for name, jacobian in (("bias", tables.bias_jacobian), ("weight", tables.weight_jacobian)):
             if jacobian is None:
                 continue

@@ -153,9 +153,8 @@ class PositionalMethod(nn.Module):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         own = {name: getattr(cls, name, None) for name in HOOKS}
-        cls.hooks = frozenset(
-            name for name, hook in own.items() if callable(hook) and hook is not getattr(PositionalMethod, name, None)
-        )
+        callables = [name for name, hook in own.items() if callable(hook)]
+        cls.hooks = frozenset(name for name in callables if own[name] is not getattr(PositionalMethod, name, None))
         # A class that overrides a table does not inherit the jacobian, which is that of another function.
         for name, jacobian in (("bias", "bias_jacobian"), ("weight", "weight_jacobian")):
             definer = next(base for base in cls.__mro__ if name in vars(base) or jacobian in vars(base))

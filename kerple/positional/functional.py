@@ -114,9 +114,8 @@ class Angles:
         index i by factor^(2i / (n - 2)).
         """
         if self._stretched is None or self._stretched[0] != factor:  # kept, because all layers use the same angles
-            frequencies = self.frequencies and tuple(
-                frequency * factor ** (-2 * i / (self.size - 2)) for i, frequency in enumerate(self.frequencies)
-            )
+            given = enumerate(self.frequencies or ())
+            frequencies = tuple(frequency * factor ** (-2 * i / (self.size - 2)) for i, frequency in given) or None
             base = ntk_base(self.base, factor, self.size)
             self._stretched = factor, Angles(self.size, base, self.dtype, frequencies, self.scale)
         return self._stretched[1]

@@ -307,15 +307,16 @@ class PerLayer(PositionalMethod):
     @staticmethod
     def names(methods: Any) -> list[str]:
         """The names in the option `methods`. Raises ValueError if it is not a list of names and {name: options}."""
-        entries = methods if isinstance(methods, list | tuple) else []
-        for entry in entries:
+        names = []
+        for entry in methods if isinstance(methods, list | tuple) else []:
             pairs = list(entry.items()) if isinstance(entry, Mapping) else [(entry, None)]
             valid = len(pairs) == 1 and isinstance(pairs[0][0], str)
             if not valid or not isinstance(pairs[0][1], Mapping | None):
                 raise ValueError(f"methods: {entry!r} is neither the name of a method nor {{name: options}}")
-        if not entries:
+            names.append(pairs[0][0])
+        if not names:
             raise ValueError(f"methods {methods!r} must be a list of methods, such as [rotary, none]")
-        return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
+        return names
 
 
 def _of_the_layer(name: str) -> Any:

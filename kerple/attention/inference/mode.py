@@ -420,7 +420,7 @@ def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str,
             "and without leading zeros"
         )
     values = [kind(text) for kind, text in zip(types, texts, strict=False)]
-    defaults = [1.0 if letter == "F" else train_length for letter, _ in modifier.arguments if modifier.optional]
+    defaults = [{"F": 1.0}.get(letter, train_length) for letter, _ in modifier.arguments if modifier.optional]
     lengths = [train_length] if key == "dynamic-ntk" else []
     arguments = [*(values or defaults), *lengths]
     if None in arguments:

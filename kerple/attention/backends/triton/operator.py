@@ -247,8 +247,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _constants(kernel: KernelTables, scale: float, window: int | None) -> tuple[list[int], tuple[Any, ...]]:
     """(the number of directions of bias and weight, the last arguments of `_backward`)."""
-    coefficients = kernel.bias_coefficients, kernel.weight_coefficients
-    counts = [0 if part is None else part.shape[1] for part in coefficients]
+    counts = []
+    for coefficients in (kernel.bias_coefficients, kernel.weight_coefficients):
+        counts.append(0 if coefficients is None else coefficients.shape[1])
     return counts, (kernel.bias_dense, kernel.weight_dense, scale, window)
 
 
@@ -272,7 +273,9 @@ def _all_gradients(
     packed = _is_packed(*saved[:2])
     states = grads[0].unbind() if packed else grads[:3]
     others = iter(grads[1 if packed else 3 :])
-    grad_tables = [next(others) if computed else None for computed in (*needs_table, *counts)]
+    grad_tables = []
+    for computed in (*needs_table, *counts):
+        grad_tables.append(next(others) if computed else None)
     return states, grad_tables, next(others, None)
 
 
