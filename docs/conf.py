@@ -46,7 +46,7 @@ CONTENTS = {
         "docs/results/context",
         "docs/results/pilot",
         "docs/results/modes",
-        "docs/results/length_tests/chomsky",
+        "docs/results/recall",
         "docs/results/full-scale",
         "experiments/long_context/README",
         "docs/results/tables",

@@ -4,8 +4,9 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pandas import DataFrame
@@ -215,3 +216,20 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame
         for octave in np.unique(octaves):
             rows.append((corpus, pos_emb, seed, 2 ** (octave + 0.5), float(difference[octaves == octave].mean())))
     return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "position", "difference"])
+
+
+def recall_by_distance(content: Mapping[str, Any]) -> DataFrame:
+    """Associative recall of each run in a `chomsky.json` of decoders, at the longest length by the distance between a
+    key and its query, relative to the run's accuracy at the training length.
+
+    Columns: pos_emb, seed, trained (the accuracy at the training length), distance (the first one of a bin), recall.
+    """
+    trained_length = str(content["settings"]["train_longest"])
+    longest = str(content["settings"]["test_longest"])
+    rows = []
+    for result in content["results"]:
+        trained = result["accuracies"][trained_length]
+        for distance, (correct, targets) in result["distances"][longest].items():
+            recall = correct / targets / trained
+            rows.append((result["pos_emb"], result["seed"], trained, int(distance), recall))
+    return DataFrame(rows, columns=["pos_emb", "seed", "trained", "distance", "recall"])

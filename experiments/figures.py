@@ -15,6 +15,17 @@ from megatron.reporting.published import corpus_name, corpus_sort_key, display_n
 from megatron.reporting.style import GRAY, SCREEN, Style, legend_above, line_style, new_figure
 
 METHODS = ("kerple_log", "alibi", "rpe", "rotary", "kerple_power_ap_")
+RECALL_METHODS = (
+    "kerple_log",
+    "kerple_power_ap_",
+    "dape_kerple",
+    "alibi",
+    "rpe",
+    "fire",
+    "rotary",
+    "learned",
+    "none",
+)
 LINEAR = 0.05  # nats: logarithmic axes are linear up to here
 NATS = (-2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # ticks
 MULTIPLES = (1, 8, 64)  # of the training length: ticks
@@ -87,6 +98,30 @@ def effective_length_plot(records: Iterable[AnyRecord], style: Style = SCREEN) -
     panels[0].set_yticks(range(len(labels)), labels)
     panels[0].invert_yaxis()
     figure.supxlabel("effective length of a head / training length")
+    return figure
+
+
+def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
+    """Recall by distance (`analysis.recall_by_distance`): the mean over seeds in a band from the lowest to the highest
+    one, a panel per method.
+    """
+    methods = [pos_emb for pos_emb in RECALL_METHODS if pos_emb in set(frame["pos_emb"])]
+    figure, panels = new_figure(style, len(methods), 3, 0.8, sharex=True, sharey=True)
+    for axes, pos_emb in zip(panels, methods, strict=True):
+        by_distance = frame[frame["pos_emb"] == pos_emb].groupby("distance")["recall"]
+        values = 100 * by_distance.agg(["mean", "min", "max"])
+        looks = _looks(style, pos_emb)
+        axes.fill_between(values.index, values["min"], values["max"], color=looks["color"], alpha=0.25, linewidth=0)
+        axes.plot(values.index, values["mean"], **looks)
+        axes.axvline(train_length, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1)
+        axes.set_title(display_name(Method(pos_emb)), loc="left")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator([2, 16, 64, 512]))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(0, 110)
+    figure.supxlabel("distance between key and query (tokens)")
+    figure.supylabel("recall (% of the training length's)")
     return figure
 
 

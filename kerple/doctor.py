@@ -68,7 +68,6 @@ class Check:
 
 def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[list[Check]]] | None = None) -> int:
     """Returns the exit status. more: further checks of a device, a row per kernel and a column per dtype."""
-    # Options.
     parser = argparse.ArgumentParser(prog="kerple doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default: 1")

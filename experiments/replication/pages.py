@@ -1,7 +1,7 @@
 """The figures in docs/results, and the generated blocks of its pages and of the project's README, from `records/`.
 
 records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in pilot.md, and those of
-`modes` in modes.md.
+`modes` in modes.md. records/recall.json is the `chomsky.json` of recall.md.
 """
 
 import json
@@ -24,8 +24,9 @@ from experiments.analysis import (
     costs,
     in_context_scores,
     position_differences,
+    recall_by_distance,
 )
-from experiments.figures import cost_plot, effective_length_plot, position_plot, score_plot
+from experiments.figures import RECALL_METHODS, cost_plot, effective_length_plot, position_plot, recall_plot, score_plot
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
 from megatron.reporting.differences import PairedLosses
@@ -41,6 +42,7 @@ from megatron.utils.files import write_atomically
 RECORDS = Path(__file__).with_name("records")
 SWEEPS, PILOT, MODES = ("c", "c-factor1", "prose", "latex"), "pilot", "modes"
 TRAIN_LENGTH, LONGEST = 128, 8192
+RECALL_TRAIN_LENGTH = 64
 NO_LOSS = "sinusoidal"  # its losses beyond the training length are meaningless
 USED = 0.02  # nats: smaller gains from far text do not count
 BLOCK = re.compile(r"(<!-- block (\S+): \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -109,6 +111,7 @@ def figures(root: Path) -> dict[Path, bytes]:
         "in-context": (partial(score_plot, scores[scores["pos_emb"] != NO_LOSS]), SCREEN),
         "effective-lengths": (partial(effective_length_plot, records), SCREEN),
         "modes": (modes.draw, replace(SCREEN, width=7.1, dpi=170)),
+        "recall": (partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH), SCREEN),
     }
     folder = root / "docs" / "results"
     return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
@@ -130,6 +133,7 @@ def blocks() -> dict[str, str]:
         "resolutions": _markdown(resolution_tables(full)[0]),
         "environments": "\n".join(environments(_read(*SWEEPS, PILOT, MODES))),
         "pilot": _markdown(pilot_table(_read(PILOT))),
+        "recall": _markdown(recall_table(_recall())),
         "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
     }
 
@@ -203,6 +207,22 @@ def pilot_table(records: Iterable[AnyRecord]) -> Table:
     return Table("pilot", "Pilot", ("setting",), ("loss", "perplexity", "minus `log`"), tuple(lines))
 
 
+def recall_table(frame: DataFrame) -> Table:
+    """The recall of each method from the training length on: mean, lowest and highest of the seeds in percent."""
+    distances = [distance for distance in sorted(frame["distance"].unique()) if distance >= RECALL_TRAIN_LENGTH // 2]
+    lines = []
+    for pos_emb in RECALL_METHODS:
+        runs = frame[frame["pos_emb"] == pos_emb]
+        if runs.empty:
+            continue
+        columns = [runs.groupby("seed")["trained"].first()]
+        columns += [runs[runs["distance"] == distance]["recall"] for distance in distances]
+        cells = [Cell(f"{100 * c.mean():.1f} ({100 * c.min():.0f}–{100 * c.max():.0f})") for c in columns]
+        lines.append(Row((display_name(Method(pos_emb)), str(runs["seed"].nunique())), tuple(cells)))
+    headers = ("accuracy at 64", *(f"{distance:,}–{2 * distance - 1:,}" for distance in distances))
+    return Table("recall", "Recall by distance", ("method", "seeds"), headers, tuple(lines))
+
+
 def grouped(table: Table) -> Table:
     """The table with each first label as a heading above its rows, instead of in every row."""
     lines: list[Row | Section] = []
@@ -235,6 +255,10 @@ def _markdown(table: Table) -> str:
             line = replace(line, cells=tuple(Cell(cell.text) for cell in line.cells))
         lines.append(line)
     return markdown(replace(table, lines=tuple(lines), notes=())).partition("\n\n")[2].rstrip()
+
+
+def _recall() -> DataFrame:
+    return recall_by_distance(json.loads((RECORDS / "recall.json").read_text(encoding="utf-8")))
 
 
 def _read(*names: str) -> list[AnyRecord]:

@@ -63,7 +63,6 @@ def largest(numbers):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises UserError if the archive is rejected."""
-    # Options.
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")

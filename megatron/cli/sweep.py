@@ -63,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="training speed for the time estimate; default: the logged speed, or that of three steps",
     )
 
-    # Slurm.
     slurm = parser.add_argument_group("Slurm")
     slurm.add_argument(
         "--write-slurm", metavar="FILE", help="write a job array script that runs this command, and exit: sbatch FILE"

@@ -1,12 +1,8 @@
 """docs/results and the results in README.md are those that the records in experiments/replication give."""
 
-import json
-import shutil
-
 import pytest
 
 from experiments.replication.pages import RECORDS, figures, texts
-from megatron.cli import chomsky
 from tests.support.runs import ROOT
 
 RESULTS = ROOT / "docs" / "results"
@@ -26,17 +22,6 @@ def test_the_committed_figures_are_current():
     assert set(RESULTS.rglob("*.png")) == expected.keys()
     for path, content in expected.items():
         assert path.read_bytes() == content, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
-
-
-def test_the_tables_of_length_tests_are_current(tmp_path):
-    """The command finds all experiments finished."""
-    committed = RESULTS / "length_tests"
-    shutil.copy(committed / "chomsky.json", tmp_path)
-    content = json.loads((committed / "chomsky.json").read_text(encoding="utf-8"))
-    methods = dict.fromkeys(result["pos_emb"] for result in content["results"])
-    options = ["--architecture", "decoder", "--steps", "1000", "--tasks", "associative_recall"]
-    chomsky.main([*options, "--methods", *methods, "--output", str(tmp_path)])
-    assert (tmp_path / "chomsky.md").read_bytes() == (committed / "chomsky.md").read_bytes()
 
 
 def test_every_figure_is_shown():

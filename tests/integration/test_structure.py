@@ -87,3 +87,31 @@ def test_unit_tests_start_no_processes():
 
 def test_files_are_short():
     assert not [str(path) for path in (*SOURCES, *TESTS) if len(path.read_text().splitlines()) > 500]
+
+
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def test_comprehensions_are_simple():
+    """At most two lines, and no conditional expression."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, COMPREHENSIONS):
+                place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 2, place
+                assert not any(isinstance(part, ast.IfExp) for part in ast.walk(node)), place
+
+
+def test_long_functions_have_comments():
+    for path in SOURCES:
+        lines = path.read_text("utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                has_docstring = ast.get_docstring(node) is not None
+                first, last = node.body[0].end_lineno if has_docstring else node.lineno, node.end_lineno
+                assert first is not None
+                assert last is not None
+                if last - first > 30:
+                    has_comment = any(line.lstrip().startswith("#") for line in lines[first:last])
+                    assert has_comment, f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"

@@ -14,6 +14,7 @@ from experiments.analysis import (
     in_context_scores,
     paper_difference,
     position_differences,
+    recall_by_distance,
 )
 from tests.support.errors import assert_rejected
 from tests.support.records import record
@@ -139,3 +140,10 @@ def test_differences_by_position():
     assert position_differences(
         [position_record("kerple_log", log), position_record("alibi", alibi, seed=2)], 128
     ).empty
+
+
+def test_recall_is_relative_to_the_accuracy_at_the_training_length():
+    distances = {"64": {"2": [3, 4]}, "1024": {"2": [2, 4], "512": [1, 8]}}
+    result = {"pos_emb": "alibi", "seed": 3, "accuracies": {"64": 0.5, "1024": 0.2}, "distances": distances}
+    frame = recall_by_distance({"settings": {"train_longest": 64, "test_longest": 1024}, "results": [result]})
+    assert frame.to_numpy().tolist() == [["alibi", 3, 0.5, 2, 1.0], ["alibi", 3, 0.5, 512, 0.25]]

@@ -3,7 +3,7 @@
 import pytest
 from pandas import DataFrame
 
-from experiments.figures import cost_plot, effective_length_plot, position_plot, score_plot
+from experiments.figures import cost_plot, effective_length_plot, position_plot, recall_plot, score_plot
 from tests.support.records import record
 
 CORPORA = ("debian_c", "debian_prose")
@@ -49,3 +49,12 @@ def test_effective_lengths_are_multiples_of_the_training_length():
     alibi, _, paper, _ = axes.lines
     assert alibi.get_xdata().tolist() == [0.5, 2.0]
     assert max(paper.get_xdata()) == pytest.approx(513 / 512)
+
+
+def test_recall_is_the_mean_of_the_seeds_in_the_band_of_their_range():
+    runs = [("alibi", 1, 2, 1.0), ("alibi", 2, 2, 0.5), ("none", 1, 2, 0.2)]
+    alibi, none, *_ = recall_plot(DataFrame(runs, columns=["pos_emb", "seed", "distance", "recall"]), 64).axes
+    assert (alibi.get_title("left"), none.get_title("left")) == ("ALiBi", "none")
+    assert alibi.lines[0].get_xydata().tolist() == [[2, 75]]
+    (band,) = alibi.collections[0].get_paths()
+    assert {*band.vertices[:, 1]} == {50, 100}
