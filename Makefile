@@ -1,6 +1,7 @@
 # make setup       create .venv with all dependencies (does nothing if it is up to date)
 # make demo        install what the demo needs, prepare a corpus, train three small models at length 128, evaluate them
-# make test        all tests but the slow ones; for those: .venv/bin/python -m pytest -m slow
+# make test        the quick tests (CI also runs those marked `ci`; run the slow ones with pytest -m slow)
+# make test-ci     the tests marked `ci`, which take longer
 # make test-unit   unit tests only; they start no processes
 # make test-latest tests of what depends on other packages, with their newest allowed versions in .venv-latest
 # make lock        renew requirements/lock.txt, the versions that all other targets install; needs uv
@@ -27,9 +28,10 @@ BUILD_TOOLS := "setuptools>=77" wheel
 # compiles: otherwise every process starts slowly.
 export PYTHONDONTWRITEBYTECODE :=
 TEST_WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -m "not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+MARKS = not slow and not ci
+PYTEST = $(BIN)/python -m pytest -q -m "$(MARKS)" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-unit test-latest lock test-hosts lint docs bench bench-gpu pictures clean
+.PHONY: setup demo test test-ci test-unit test-latest lock test-hosts lint docs bench bench-gpu pictures clean
 
 setup: $(VENV)/.installed
 
@@ -69,6 +71,9 @@ demo: $(VENV)/.demo
 test: setup
 	$(PYTEST) $(TESTS)
 
+test-ci: MARKS = ci and not slow
+test-ci: test
+
 test-unit: setup
 	$(PYTEST) tests/unit
 
@@ -79,7 +84,7 @@ LATEST_TESTS := $(addprefix tests/unit/megatron/,checkpoint convert cli/test_eva
 
 test-latest:
 	rm -rf .venv-latest
-	$(MAKE) test VENV=.venv-latest CONSTRAINTS= TESTS="$(LATEST_TESTS)"
+	$(MAKE) test VENV=.venv-latest CONSTRAINTS= MARKS="not slow" TESTS="$(LATEST_TESTS)"
 
 # The build of torch differs between machines. The Makefile chooses it, so it is not in the lock.
 lock:

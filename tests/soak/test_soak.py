@@ -22,6 +22,7 @@ TRIALS = [("configs", 4, ""), ("files", 4, ""), ("kills", 1, "training, workers,
 TRIALS += [pytest.param("kills", 4, only, marks=pytest.mark.slow) for only in LONG]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("part", "count", "only"), TRIALS)
 def test_no_trial_fails(tmp_path, fork_server, part, count, only):
     command = [sys.executable, str(ROOT / "tests/soak/__main__.py"), part, "--count", str(count), "--only", only]
