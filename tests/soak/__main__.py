@@ -1,4 +1,4 @@
-"""Soak test: hostile configurations, hostile files, and kills of commands that are then resumed.
+"""Soak test: wrong configurations, damaged files, and kills of commands that are then resumed.
 
 python -m tests.soak [configs] [files] [kills] [--seed N] [--count N] [--minutes M] [--output runs/soak]
 
@@ -29,7 +29,7 @@ from tests.support import forks
 
 # Part -> its kinds of trials, which may use a folder, and the number of inputs (for kills: of kills) of a full run.
 PARTS = {
-    "configs": (lambda folder: cases.trials({"training": configs.hostile_config}), 2000),
+    "configs": (lambda folder: cases.trials({"training": configs.wrong_config}), 2000),
     "files": (lambda folder: cases.trials(files.GROUPS), 1000),
     "kills": (kills.trials, 500),
 }

@@ -1,10 +1,9 @@
-"""Hostile datasets, inputs of preprocessing, journals, downloads and results: `GROUPS`, together with checkpoints.py.
+"""Damaged datasets, inputs of preprocessing, journals, results and checkpoints: `GROUPS`.
 
 Each function writes valid files to an empty folder and then changes one of them.
 """
 
-import bz2
-import contextlib
+import atexit
 import filecmp
 import functools
 import gzip
@@ -13,101 +12,66 @@ import json
 import lzma
 import os
 import shutil
-import struct
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+import transformers
 import zstandard
 from hypothesis import strategies as st
 
-from megatron.checkpoint.directory import find_step, weights_fingerprint
-from megatron.data.indexed_dataset import HEADER
+from megatron.checkpoint.directory import find_step, weights_fingerprint, write_manifest_of_folder
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import plan
-from tests.soak import checkpoints
+from megatron.tokenizer.hugging_face import train_bpe
 from tests.soak.cases import SECONDS, Case, Draw, MakeCase, pick
-from tests.soak.changes import archive, damage, flip, spoil, value_in
-from tests.support import hostile
+from tests.soak.changes import damage, spoil
+from tests.support.archives import tar_of, zip_of
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus
 from tests.support.corpora import json_lines
 from tests.support.forks import start_run
-from tests.support.hostile import NAMES, page_problem, valid_records
-from tests.support.servers import serve_bytes
+from tests.support.hostile import page_problem, valid_records
+from tests.support.release import checkpoints
 from tests.support.sweeps import fake_training, write_sweep
 from tests.support.texts import KINDS, PYTHON
 
 PREPROCESS = ["tools/datasets/preprocess_data.py", "--tokenizer-type", "CharLevelTokenizer", "--append-eod"]
-
-
-def _lines(draw: Draw) -> bytes:
-    lines = [json_lines(text) for text in KINDS.values()]
-    lines += [pick(draw, hostile.JSON_LINES) + b"\n" for _ in range(3)]
-    return b"".join(draw(st.permutations(lines)))
-
-
-def _json_list(draw: Draw) -> bytes:
-    content = json.dumps(value_in(draw, [{"text": text} for text in KINDS.values()])).encode()
-    return pick(draw, (content, b"\xef\xbb\xbf" + content, content + b"[]", b"[" + content, content[:-1]))
-
-
-def _dat(draw: Draw) -> bytes:
-    length = pick(draw, (b"9" * 16, b"0" * 16, b"-000000000000001", b"00000000000000_1", b"\xd9\xa1" * 8, b" " * 16))
-    return b"".join(b"%016d" % len(text.encode()) + text.encode() for text in KINDS.values()) + length + b"text"
-
-
-def _parquet(draw: Draw) -> bytes:
-    columns = (["a", None, "b"], [1, 2], [b"\xff"], [["a"]], ["x" * 100_000] * 50, [{"a": 1}], [])
-    stream = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({pick(draw, ("text", "text", "other")): pick(draw, columns)}), stream)
-    return damage(draw, stream.getvalue()) if flip(draw) else stream.getvalue()
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
 
 
 @functools.cache
-def _bomb() -> bytes:
-    """700 MB of zeros without a line end, as gzip of several members."""
-    return gzip.compress(bytes(7 << 20), 9) * 100
+def inputs() -> dict[str, bytes]:
+    """Suffix -> content of an input of preprocessing in each format."""
+    lines, stream = json_lines(*KINDS.values()), io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": list(KINDS.values())}), stream)
+    files = {f"folder/{number}.jsonl": lines for number in range(3)}
+    return {
+        ".jsonl": lines,
+        ".json": json.dumps([{"text": text} for text in KINDS.values()]).encode(),
+        ".txt": PYTHON.encode(),
+        ".parquet": stream.getvalue(),
+        ".tar": tar_of(files),
+        ".zip": zip_of(files),
+    }
 
 
-def _archive(kind: str, draw: Draw) -> bytes:
-    """An archive with a file of hostile lines or a bomb among ordinary ones."""
-    files = {f"folder/{number}.jsonl": json_lines("text") for number in range(pick(draw, (1, 3, 500, 2000)))}
-    name, content = pick(draw, (("lines.jsonl", _lines(draw)), ("bomb.txt.gz", _bomb())))
-    return archive(draw, kind, {**files, name: content})
-
-
-FORMATS: dict[str, Callable[[Draw], bytes]] = {
-    ".jsonl": _lines, ".json": _json_list, ".txt": lambda draw: draw(st.binary(max_size=1000)), ".dat": _dat,
-    ".parquet": _parquet, ".tar": functools.partial(_archive, "tar"), ".zip": functools.partial(_archive, "zip"),
-}  # fmt: skip
-COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
-    "": lambda content: content, ".gz": gzip.compress, ".xz": lzma.compress,
-    ".zst": zstandard.compress, ".bz2": bz2.compress,
-}  # fmt: skip
-# Frames of Zstandard that announce a large window or content.
-FRAMES = (b"\x00\xff", b"\xc0\xa8", b"\xe0", b"\x00\xa8", b"\x03\x58")
-
-
-def hostile_input(draw: Draw, folder: Path) -> Case:
+def damaged_input(draw: Draw, folder: Path) -> Case:
     """A file of any format and compression, for preprocess_data.py."""
-    suffix, compression = pick(draw, FORMATS), pick(draw, ["", "", *COMPRESSIONS])
-    how = pick(draw, ("valid", "valid", "valid", "spoiled", "bomb", "frame"))
-    if how == "bomb":
-        suffix, compression, content = pick(draw, (".txt", ".jsonl", ".tar", ".dat", ".json")), ".gz", _bomb()
-    elif how == "frame":
-        compression, content = ".zst", b"\x28\xb5\x2f\xfd" + pick(draw, FRAMES) + draw(st.binary(max_size=100))
-    else:
-        content = COMPRESSIONS[compression](FORMATS[suffix](draw))
-    name = pick(draw, ("input", "input", "input", "in put\x1b[31m", "é\udcff"))
-    path = Path(os.fsdecode(os.fsencode(folder / f"{name}{suffix}{compression}")))
-    path.write_bytes(content)
-    if how == "spoiled":
-        spoil(draw, path)
-    command = [*PREPROCESS, "--input", pick(draw, (str(path), str(folder))), "--output-prefix", "out"]
-    options = ([], ["--bad-documents", "skip"], ["--pile-subset", "Github"], ["--suffixes", suffix])
-    return Case([*command, *pick(draw, options)])
+    suffix = pick(draw, inputs())
+    compression = "" if suffix in (".parquet", ".zip") else pick(draw, COMPRESSIONS)
+    path = folder / f"input{suffix}{compression}"
+    path.write_bytes(COMPRESSIONS[compression](inputs()[suffix]))
+    spoil(draw, path)
+    command = [*PREPROCESS, "--input", str(path), "--output-prefix", "out"]
+    return Case([*command, *pick(draw, ([], ["--bad-documents", "skip"]))])
 
 
 def small_work_items(size: int) -> dict[str, object]:
@@ -124,9 +88,17 @@ PREPROCESS_SOURCE = [*PREPROCESS, "--input", "source.jsonl", "--output-prefix", 
 
 
 @functools.cache
+def base() -> Path:
+    """A temporary folder, removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="soak_"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
+
+
+@functools.cache
 def dataset() -> Path:
-    """A temporary folder with a file of 40 documents, source.jsonl, and its dataset, data_text_document."""
-    folder = checkpoints.base() / "dataset"
+    """A folder with a file of 40 documents, source.jsonl, and its dataset, data_text_document."""
+    folder = base() / "dataset"
     folder.mkdir()
     lines = json_lines(*(PYTHON[start : start + 300] for start in range(0, 12_000, 300)))
     (folder / "source.jsonl").write_bytes(lines)
@@ -145,19 +117,11 @@ def _preprocess(folder: Path, items: int) -> None:
     start_run(PREPROCESS_SOURCE, log, constants=SMALL_WORK_ITEMS, prepare=prepare).wait(SECONDS)
 
 
-def hostile_dataset(draw: Draw, folder: Path) -> Case:
+def damaged_dataset(draw: Draw, folder: Path) -> Case:
     """A `.bin`, an `.idx` or a manifest, for training and the dataset tools."""
     shutil.copytree(dataset(), folder, dirs_exist_ok=True)
     prefix = str(folder / "data_text_document")
-    path = Path(prefix + pick(draw, (".idx", ".idx", ".idx", ".bin", ".json")))
-    if path.suffix == ".idx" and flip(draw):  # a wrong entry of the header or of one of the three arrays
-        content = bytearray(path.read_bytes())
-        start = pick(draw, (draw(st.integers(9, HEADER.size)), draw(st.integers(9, len(content) - 8))))
-        code, limit = pick(draw, (("<i", 2**31), ("<q", 2**63)))
-        struct.pack_into(code, content, start, pick(draw, (-1, 0, 1, limit - 1, -limit)))
-        path.write_bytes(content)
-    else:
-        spoil(draw, path)
+    spoil(draw, Path(prefix + pick(draw, (".idx", ".idx", ".bin", ".json"))))
     settings = settings_of("kerple_log", prefix, train_iters=1, eval_iters=0)
     (folder / "config.yml").write_text(json.dumps(settings))
     inspect = ["tools/datasets/inspect_dataset.py", prefix]
@@ -171,20 +135,15 @@ def hostile_dataset(draw: Draw, folder: Path) -> Case:
     return Case(pick(draw, commands))
 
 
-def hostile_journal(draw: Draw, folder: Path) -> Case:
+def damaged_journal(draw: Draw, folder: Path) -> Case:
     """The journal and the partial files of an interrupted preprocess_data.py, which then resumes.
 
     If it succeeds, the dataset must be that of an uninterrupted run.
     """
     shutil.copy(dataset() / "source.jsonl", folder)
     _preprocess(folder, draw(st.integers(1, 7)))
-    journal = folder / "data.progress.json"
-    path = pick(draw, [journal] * 4 + sorted(set(folder.glob("data*partial*")) - set(folder.glob("*.lock"))))
-    if path == journal and flip(draw):
-        checksum, _, text = path.read_bytes().partition(b"\n")
-        path.write_bytes(checksum + b"\n" + json.dumps(value_in(draw, json.loads(text))).encode())
-    else:
-        spoil(draw, path)
+    partial = sorted(set(folder.glob("data*partial*")) - set(folder.glob("*.lock")))
+    spoil(draw, pick(draw, [folder / "data.progress.json"] * 4 + partial))
 
     def problem(status: int, output: str) -> str | None:
         names = [f"data_text_document{suffix}" for suffix in (".bin", ".idx")]
@@ -195,28 +154,10 @@ def hostile_journal(draw: Draw, folder: Path) -> Case:
     return Case(PREPROCESS_SOURCE, constants=SMALL_WORK_ITEMS, problem=problem)
 
 
-def _response(draw: Draw) -> bytes:
-    headers = draw(st.lists(st.sampled_from(hostile.HTTP_HEADERS), max_size=3, unique=True))
-    head = b"\r\n".join([pick(draw, hostile.HTTP_STATUSES), *headers]) + b"\r\n\r\n"
-    content = head + pick(draw, hostile.HTTP_BODIES)
-    return pick(draw, (content, content, damage(draw, content)))
-
-
-def hostile_download(draw: Draw, folder: Path) -> Case:
-    """A server for prepare_data.py."""
-    resources = contextlib.ExitStack()
-    address = resources.enter_context(serve_bytes([_response(draw) for _ in range(pick(draw, (1, 2, 5)))]))
-    command = ["prepare_data.py", "enwik8", "-d", "data", "-t", "CharLevelTokenizer", "--workers", "1"]
-    return Case([*command, "--url", f"{address}/{pick(draw, hostile.URL_PATHS)}"], resources=resources)
-
-
-REPORT = ["tools/report.py", "--output", "out"]
+REPORT = ["tools/report.py", "--output", "out", "in"]
 EVALUATE = ["evaluate.py", "--checkpoint", "checkpoints", "--lengths", "32", "--tokens", "128", "--output", "again"]
 CHOMSKY = {"steps": 1, "batch": 2, "train_longest": 4, "test_longest": 6, "test_samples": 2, "num_layers": 1}
 CHOMSKY |= {"hidden_size": 16, "num_heads": 2}
-NUMBERS = ("0", "-1", "10000000000", "1" + "0" * 5000, "1e3", "1e300", "nan", ".nan", "1000000000000", "x", "")
-OPTIONS = """--by-position= --lengths= --tokens= --resolution= --passkey-trials= --query-chunk= --batch-tokens=
---passkey-depths= --protocol=kerple@ --protocol=last-k@ --protocol=sliding@ --modes=window@ --modes=blockwise@"""
 
 
 def write_lines(path: Path, *documents: object) -> None:
@@ -236,50 +177,34 @@ def write_finished_sweep(folder: Path) -> list[Path]:
     return [Path(config["log_dir"]) / "metrics.jsonl", journal]
 
 
-def hostile_result(draw: Draw, folder: Path) -> Case:
-    """Results, names, benchmarks, Chomsky results, sweep metrics and journals, earlier evaluations, prompts, options,
-    for the commands that read them.
+def damaged_result(draw: Draw, folder: Path) -> Case:
+    """Results, benchmarks, Chomsky results, sweep metrics and journals, and earlier evaluations, for the commands that
+    read them.
     """
-    name, title, records = pick(draw, NAMES), pick(draw, [name for name in NAMES if len(name) < 300]), valid_records()
-    place = title.replace("/", "_").strip(". ")[:100] or "in"
-    report = [*REPORT, str(folder / place), f"--title={title}"]
+    records = valid_records()
     write_checkpoint(folder / "checkpoints", "kerple_log", write_corpus(folder))
 
     # Kind -> a file, its valid content, and a command that reads it.
-    tables = {name: [{"name": row, "median": 0.5, "ratio": 1.2} for row in ("alibi", name)], "b": []}
+    tables = {"a": [{"name": row, "median": 0.5, "ratio": 1.2} for row in ("alibi", "rotary")]}
     settings = CHOMSKY | {"learning_rate": 1e-3, "test_every": 1, "architecture": "pre-norm"}
     score = {"task": "even_pairs", "seed": 0, "score": 0.375, "accuracies": {"5": 0.5, "6": 0.25}}
-    scores = [{**score, "pos_emb": method} for method in ("none", name)]
+    scores = [{**score, "pos_emb": method} for method in ("none", "alibi")]
     words = [word for option, value in CHOMSKY.items() for word in (f"--{option}", str(value))]
-    number = pick(draw, NUMBERS)
-    limit = pick(draw, ("maximum_tokens=", "num_samples=", "top_k=", "temperature=", "top_p=")) + number
-    generate = ["generate.py", *EVALUATE[1:3], "-i", "prompts", "-o", "out.jsonl", "--set", limit, "maximum_tokens=4"]
     files: dict[str, tuple[str, Sequence[object], list[str]]] = {
-        "results": (f"{place}/results.jsonl", records, report),
-        "benchmark": (f"{place}.json", [{"hardware": {"processor": name}, "tables": tables}],
-                      [*REPORT, "--benchmark", f"{folder / place}.json"]),
+        "results": ("in/results.jsonl", records, REPORT),
+        "benchmark": ("in.json", [{"hardware": {"processor": "a"}, "tables": tables}],
+                      [*REPORT[:-1], "--benchmark", "in.json"]),
         "chomsky": ("chomsky.json", [{"settings": settings, "results": scores}],
                     ["tools/chomsky.py", "--tasks", "even_pairs", "--methods", "none", "--output", ".", *words]),
         "evaluation": ("again/results.jsonl", records, [*EVALUATE, "--replace"]),
-        "prompts": ("prompts", NAMES, generate),
     }  # fmt: skip
-    kind = pick(draw, ("results", "sweep", "sweep", "names", "options", *files))
+    kind = pick(draw, ("sweep", *files))
     if kind == "sweep":
         spoil(draw, pick(draw, write_finished_sweep(folder)))
-        command = ["tools/sweep.py", "sweep.yml", "--dry-run"]
-    elif kind == "names":
-        for entry in records:  # few names, because there is a figure for each corpus
-            entry |= {key: pick(draw, (title, "b")) for key in ("pos_emb", "corpus", "mode", "protocol", "note")}
-            entry["checkpoint"] = {**entry["checkpoint"], "path": pick(draw, NAMES)}
-        path, documents, command = files["results"]
-        write_lines(folder / path, *documents)
-    elif kind == "options":
-        option = pick(draw, ("--label", "--title", "--compare-with"))
-        command = [*EVALUATE, pick(draw, OPTIONS.split()) + number, f"{option}={name}"]
-    else:
-        path, documents, command = files[kind]
-        write_lines(folder / path, *documents)
-        spoil(draw, folder / path)
+        return Case(["tools/sweep.py", "sweep.yml", "--dry-run"], statuses=(0, 1, 2))
+    path, documents, command = files[kind]
+    write_lines(folder / path, *documents)
+    spoil(draw, folder / path)
 
     def problem(status: int, output: str) -> str | None:
         pages = [folder / name / "report.html" for name in ("out", "again")]
@@ -288,11 +213,87 @@ def hostile_result(draw: Draw, folder: Path) -> Case:
     return Case(command, statuses=(0, 1, 2), problem=problem)
 
 
+INSPECT, CONVERT, IMPORT = "tools/ckpts/inspect.py", "tools/ckpts/convert.py", "tools/ckpts/import_release.py"
+CHECKPOINT_FILES = {
+    "files of torch": "global_step300/*.pt",
+    "manifest": "global_step300/manifest.json",
+    "latest": "latest",
+    "configuration": "global_step300/configs/*",
+}
+
+
+@functools.cache
+def released_run() -> Path:
+    """A checkpoint in the layout of the release, with a manifest."""
+    folder = base() / "run"
+    shutil.copytree(checkpoints("kerple_log"), folder)
+    shutil.rmtree(folder / "global_step0")
+    write_manifest_of_folder(folder / "global_step300", 300)
+    return folder
+
+
+@functools.cache
+def hugging_face() -> Path:
+    """A Hugging Face folder with a tokenizer."""
+    folder = base() / "hf"
+    sizes = {"vocab_size": 384, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.GPTNeoXConfig(**sizes, intermediate_size=64, max_position_embeddings=16)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
+    train_bpe([PYTHON[:20_000]], 300).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def checkpoint_case(folder: Path, command: list[str]) -> Case:
+    """What every tool of tools/ckpts does with damaged input; `folder` has the input in `in`."""
+    before = set(os.listdir(folder))
+
+    def problem(status: int, output: str) -> str | None:
+        written = {name for name in os.listdir(folder) if not name.startswith(".")} - before - {"out", "output.log"}
+        if written or (status == 2 and (folder / "out").exists()):
+            return f"left {sorted(written)} or an output of a failed command"
+        if status == 2 and sum(line.startswith("error") for line in output.splitlines()) != 1:
+            return "no error of one line"
+        return None
+
+    return Case(command, statuses=(0, 1, 2) if command[0] == INSPECT else (0, 2), problem=problem)
+
+
+def damaged_checkpoint(kind: str, draw: Draw, folder: Path) -> Case:
+    """One file of a checkpoint is changed, with a manifest that notices it, or without."""
+    run = folder / "in" / "run"
+    shutil.copytree(released_run(), run)
+    spoil(draw, pick(draw, sorted(run.glob(CHECKPOINT_FILES[kind]))))
+    if kind in ("files of torch", "configuration") and draw(st.booleans()):
+        (run / "global_step300" / "manifest.json").unlink()
+    convert = ([CONVERT, "to-hf", "in/run", "out", "--no-tokenizer"], [CONVERT, "to-release", "in/run", "out"])
+    return checkpoint_case(folder, pick(draw, ([INSPECT, "in/run"], *convert)))
+
+
+def damaged_archive(draw: Draw, folder: Path) -> Case:
+    """An archive of a checkpoint."""
+    kind, run = pick(draw, ("zip", "tar", "tar.gz", "tar.xz")), released_run()
+    paths = [path for path in sorted(run.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(base())): path.read_bytes() for path in paths}
+    content = zip_of(files) if kind == "zip" else tar_of(files, f"w:{kind[4:]}")
+    path = folder / "in" / f"release.{kind}"
+    path.parent.mkdir()
+    path.write_bytes(damage(draw, content))
+    return checkpoint_case(folder, [IMPORT, str(path), "-o", "out"])
+
+
+def damaged_hugging_face(draw: Draw, folder: Path) -> Case:
+    """A Hugging Face folder, of a model or of its tokenizer."""
+    shutil.copytree(hugging_face(), folder / "in" / "hf")
+    spoil(draw, folder / "in" / "hf" / pick(draw, ("model.safetensors", "config.json", "tokenizer.json")))
+    return checkpoint_case(folder, [CONVERT, "from-hf", "in/hf", "out"])
+
+
 GROUPS: dict[str, MakeCase] = {
-    "inputs of preprocessing": hostile_input,
-    "datasets (.bin, .idx, manifest)": hostile_dataset,
-    "journals of preprocessing": hostile_journal,
-    "downloads": hostile_download,
-    "results, metrics, journals, names": hostile_result,
-    **checkpoints.GROUPS,
+    "inputs of preprocessing": damaged_input,
+    "datasets (.bin, .idx, manifest)": damaged_dataset,
+    "journals of preprocessing": damaged_journal,
+    "results, metrics, journals": damaged_result,
+    **{f"checkpoint: {kind}": functools.partial(damaged_checkpoint, kind) for kind in CHECKPOINT_FILES},
+    "checkpoint: archive": damaged_archive,
+    "checkpoint: Hugging Face": damaged_hugging_face,
 }
