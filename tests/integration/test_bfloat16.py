@@ -69,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", CASES)
 def test_attention_kernels(case):
     """Errors are at most 1 and at least 1/30 of their bounds.
@@ -81,6 +82,7 @@ def test_attention_kernels(case):
         assert 1 / 30 < error < 1
 
 
+@pytest.mark.ci
 def test_attention_kernels_with_many_pairs():
     for error in attention_errors("fused", BFLOAT16_UNIT, 2, 2, 100, 100, 64):
         assert 1 / 200 < error < 1

@@ -79,6 +79,7 @@ torch.save(results, "out.pt")
 """
 
 
+@pytest.mark.ci
 @torch.no_grad()
 def test_an_exported_model_needs_only_torch_and_transformers(tmp_path):
     """Loaded, run beyond the training length and used in a pipeline by a process that cannot import this project."""

@@ -69,6 +69,7 @@ unused = [name for name in ("deepspeed", "megatron.core", "wandb", "tensorboard"
 print("unused:", *unused, torch.distributed.is_initialized(), file=sys.stderr)"""
 
 
+@pytest.mark.ci
 def test_what_the_commands_import(tmp_path):
     """Only training imports DeepSpeed and megatron-core; no command imports wandb or TensorBoard until it logs. Only
     `report` imports packages for figures before it has checked its options. `generate` reads prompts from a pipe and
@@ -108,6 +109,7 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
+@pytest.mark.ci
 def test_contents_of_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTATION = (ROOT / "docs" / "evaluation.md").read_text()
 
 
+@pytest.mark.ci
 def test_deepy_starts_two_ranks(tmp_path, forked_scripts):
     data = write_corpus(tmp_path)
     write_checkpoint(tmp_path / "checkpoints", "kerple_log", data, iteration=6)

@@ -51,9 +51,6 @@ def loss_with(model, data, **options) -> float:
     "options",
     [
         LINEAR,
-        {"scaling": "ntk", "factor": 4},
-        {"scaling": "yarn", "factor": 4},
-        {"scaling": "llama3", "factor": 4},
         {"scaling": "dynamic", "factor": 4},
         {"random_range": 256, "random_length": LENGTH},
     ],

@@ -30,6 +30,7 @@ def counted(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return json.loads(rows.read_text())
 
 
+@pytest.mark.ci
 def test_kernels_of_the_log_kernel_for_hopper(tmp_path):
     """In training, they have a bias and two directions of its jacobian."""
     rows = counted(tmp_path, "--variants", "bias, 2 directions")

@@ -8,6 +8,7 @@ import pytest
 from tests.support.simulated_cuda import ROOT, environment
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("selection", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_everything_on_a_simulated_gpu(selection):
     command = [sys.executable, "-m", "pytest", "-q", "-m", selection, "-p", "no:cacheprovider", "tests/gpu"]

@@ -21,7 +21,6 @@ PARTS = ["cli.doctor", "engine_gpu", "attention_gpu", "train_step_gpu", "benchma
 @pytest.mark.parametrize(
     ("failing", "options", "status"),
     [
-        ("nothing", [], 0),
         ("nothing", ["--dry-run"], 0),
         ("nothing", ["--full"], 0),
         ("doctor", [], 1),
@@ -66,6 +65,7 @@ def test_the_table_shows_failures(row, status, tmp_path, capsys):
     assert "none" not in output
 
 
+@pytest.mark.ci
 def test_they_need_only_pytorch_and_triton():
     """A GPU machine that is set up for a short time has no other packages."""
     blocked = ("pydantic", "rich", "psutil", "yaml", "deepspeed", "megatron.core")

@@ -14,8 +14,8 @@ from tests.support.corpora import json_lines
 from tests.support.texts import PYTHON
 
 METHODS = ("kerple_power_ap_", "kerple_log")
-DATASETS = ("arxiv", "github", "openwebtext2")
-LENGTHS = (64, 128, 256)
+DATASETS = ("arxiv", "github")
+LENGTHS = (16, 32, 64)
 
 # The release writes True and False as in Python, and some keys with dashes, others with underscores.
 LOCAL_SETUP = """{
@@ -30,7 +30,7 @@ LOCAL_SETUP = """{
 RECIPE = """{
   "pipe-parallel-size": 1, "model-parallel-size": 1,
   "num-layers": 1, "hidden-size": 32, "num-attention-heads": 4,
-  "seq-length": 64, "seq-length-val": 256, "max-position-embeddings": 64,
+  "seq-length": 16, "seq-length-val": 64, "max-position-embeddings": 16,
   "norm": "layernorm", "no-weight-tying": true,
   "scaled-upper-triang-masked-softmax-fusion": false, "bias-gelu-fusion": false,
   "optimizer": {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.999], "eps": 1.0e-8,}},
@@ -50,7 +50,7 @@ TRAIN = """for seed in {1235..1236}
 do
   for rpe in kerple_power_ap_ kerple_log
   do
-    for dataset in arxiv github openwebtext2
+    for dataset in arxiv github
     do
       python ./deepy.py train.py kerple_configs/local_setup.yml kerple_configs/train.yml \
         kerple_configs/exp_configs/"$rpe"_"$dataset"_"$seed".yml
@@ -62,9 +62,9 @@ TEST = """for seed in {1235..1236}
 do
   for rpe in kerple_power_ap_ kerple_log
   do
-    for dataset in arxiv github openwebtext2
+    for dataset in arxiv github
     do
-      for length in 64 128 256
+      for length in 16 32 64
       do
         python ./deepy.py train.py kerple_configs/local_setup.yml kerple_configs/ex_eval.yml \
           kerple_configs/exp_configs/"$rpe"_"$dataset"_"$seed".yml kerple_configs/lengths/length_"$length".yml
@@ -114,7 +114,7 @@ def test_every_combination_loads(folder, monkeypatch):
     ignored = ["partition-activations", "synchronize-each-layer"]
     for script, expected in (("train.sh", ignored), ("test.sh", ["seq-length-val", *ignored])):
         commands = commands_of(folder / script)
-        assert len(commands) == (12 if script == "train.sh" else 36)
+        assert len(commands) == (8 if script == "train.sh" else 24)
         for line in commands:
             arguments = parse_command_line(line.split()[1:])
             config = load_config(arguments.files)
@@ -125,6 +125,7 @@ def test_every_combination_loads(folder, monkeypatch):
                 assert re.search(place, config.notices[0])
 
 
+@pytest.mark.ci
 def test_training_and_evaluation(folder, monkeypatch, capsys):
     """train.sh's command, then test.sh's at two lengths, for the first run."""
     monkeypatch.delenv("RANK", raising=False)
@@ -133,7 +134,7 @@ def test_training_and_evaluation(folder, monkeypatch, capsys):
     run_here(train, folder, monkeypatch)
     assert "iteration 4/4" in capsys.readouterr().out
     losses = []
-    for line, length in ((short, 64), (long, 256)):
+    for line, length in ((short, 16), (long, 64)):
         run_here(line, folder, monkeypatch)
         output = capsys.readouterr().out
         assert "iteration 4, 16 samples read" in output
@@ -147,8 +148,8 @@ def test_the_scripts_as_processes(folder):
         text = (folder / name).read_text()
         for words, fewer in (("{1235..1236}", "1235"), ("kerple_power_ap_ kerple_log", "kerple_log")):
             text = text.replace(words, fewer)
-        (folder / "one.sh").write_text(text.replace("arxiv github openwebtext2", "arxiv"))
+        (folder / "one.sh").write_text(text.replace("arxiv github", "arxiv"))
         output = run_there("bash -e one.sh", folder)
         if name == "train.sh":
             assert "iteration 4/4" in output
-    assert re.findall(r"validation at iteration 4 \| length (\d+) ", output) == ["64", "128", "256"]
+    assert re.findall(r"validation at iteration 4 \| length (\d+) ", output) == ["16", "32", "64"]

@@ -42,6 +42,7 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_script
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
 
 
+@pytest.mark.ci
 def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
     """It stops on all ranks with one message, and the first run is not affected. After kill -9, the folder is free."""
     keys = {
@@ -71,6 +72,7 @@ def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
     assert not (tmp_path / "checkpoints" / "run.lock").exists()
 
 
+@pytest.mark.ci
 def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked_scripts):
     """`timeout` sends it to the process group, but the run needs its data worker for the rest of the iteration."""
     config = tmp_path / "config.yml"

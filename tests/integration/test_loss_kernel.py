@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("options", "binaries"), [(["--quick"], 2), pytest.param([], 72, marks=pytest.mark.slow)])
 def test_no_architecture_spills_registers(options, binaries, tmp_path):
     """Two programs of 512 threads fit on a multiprocessor, and logits are loaded and stored 16 bytes at a time."""

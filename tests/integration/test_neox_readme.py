@@ -97,6 +97,7 @@ def test_deepy_is_executable():
     assert (ROOT / "deepy.py").read_text().startswith("#!/usr/bin/env python\n")
 
 
+@pytest.mark.ci
 def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
     use_offline_harness(monkeypatch, tmp_path)
     for name in ("RANK", "WORLD_SIZE"):

@@ -57,6 +57,7 @@ def assert_same_merged_weights(folder: Path, expected: Path, tolerance: float) -
             assert difference <= tolerance, f"{index}.{name}"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "source", "target", "precision"),
     [

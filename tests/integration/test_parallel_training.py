@@ -76,6 +76,7 @@ def test_two_ranks_train_like_one(layout, run_in):
         assert_same_weights(run_in(layout), run_in("one"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("keys", "layout", "kernels"),
     [
@@ -100,6 +101,7 @@ def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
         assert_same_weights(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("pos_emb", "layout"),
     [
@@ -117,6 +119,7 @@ def test_evaluation_and_verified_logits_before_the_first_step(pos_emb, layout, t
     assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss", "validation/loss")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "target"),
     [
@@ -141,6 +144,7 @@ def test_llama_style_blocks_on_two_ranks(layout, target, trained, tmp_path):
         assert_same_weights(tmp_path / "resumed", tmp_path / "one")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("keys", "kernels"),
     [
@@ -175,6 +179,7 @@ def test_a_pipeline_in_bfloat16(trained, tmp_path):
         assert metrics(tmp_path / "two", name) == pytest.approx(metrics(tmp_path / "one", name), rel=tolerance)
 
 
+@pytest.mark.ci
 def test_parameters_on_two_stages_stay_equal(trained, tmp_path):
     """The shared kernel parameters and the tied embedding have a copy on each stage of the pipeline."""
     trained(tmp_path / "one", "one", no_weight_tying=False)
@@ -206,6 +211,7 @@ def test_parameters_stay_within_their_bounds(layout, precision, trained, tmp_pat
         assert all(((value >= 0.01 - 1e-9) & (value <= high)).all() for value in values)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("pos_emb", "options", "parameter"),
     [
@@ -235,6 +241,7 @@ def test_gradients_of_the_fused_kernels_with_tensor_parallelism(pos_emb, options
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "kernel_devices"),
     [("tensor", []), slow("tensor", ["cpu"]), slow("pipeline", []), ("zero-3", [])],
@@ -304,6 +311,7 @@ def test_resuming_every_layout_in_every_other(source, target, run_in, trained, t
     resume(source, target, run_in, trained, tmp_path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("layout", "resumed_in"), [("data", "pipeline"), slow("pipeline", "data")])
 def test_a_sequence_length_schedule_on_two_ranks(layout, resumed_in, trained, tmp_path):
     """Like on one rank, with validation at another length between two lengths; also resumed in another layout."""
@@ -333,6 +341,7 @@ def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
     assert [picture.step for picture in events.Images("kernel/by_distance")] == [3, 6]
 
 
+@pytest.mark.ci
 def test_a_pipeline_compares_its_logits_with_the_checkpoint(trained, tmp_path):
     keys = {"checkpoint_validation_with_forward_pass": True, "eval_iters": 0}
     trained(tmp_path, "one", **keys)
@@ -340,6 +349,7 @@ def test_a_pipeline_compares_its_logits_with_the_checkpoint(trained, tmp_path):
     assert (tmp_path / "checkpoints/global_step7/forward_pass.pt").is_file()
 
 
+@pytest.mark.ci
 def test_extrapolation_curves_share_the_text(trained, tmp_path):
     """With an odd number of segments of the longest length, and with one segment, which leaves a rank without work."""
     lengths = [16, 32, 128]

@@ -84,6 +84,7 @@ def prepared(checkout, tmp_path_factory) -> Path:
     return checkout
 
 
+@pytest.mark.ci
 def test_marked_commands_run(prepared, fork_server):
     lines = commands(run=True)
     assert len(lines) >= 6

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kerple.positional import primary_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +60,7 @@ class ConstantSlope(PositionalMethod):
 """
 
 
+@pytest.mark.ci
 def test_every_method_needs_only_torch(tmp_path):
     """In a copy of the package with a new method, which is one file."""
     shutil.copytree(ROOT / "kerple", tmp_path / "kerple", ignore=shutil.ignore_patterns("__pycache__"))

@@ -29,6 +29,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.ci
 def test_a_small_sweep_from_start_to_end(tmp_path, forked_scripts):
     """Six iterations, trained, evaluated and reported through the real entry points."""
     path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"], "seed": [{"seed": 7}]})
@@ -74,6 +75,7 @@ def test_processes_of_a_run(tmp_path):
     assert find_processes(folder) == []
 
 
+@pytest.mark.ci
 def test_the_processes_of_a_run_receive_sigterm_when_the_sweep_dies(tmp_path):
     """A parent starts a child as the runner does, and is killed."""
     log = tmp_path / "log"
