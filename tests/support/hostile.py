@@ -1,10 +1,7 @@
 """Hostile values and files of many kinds, and what a safe HTML report may not have."""
 
 import html.parser
-import tarfile
 from typing import Any
-
-import torch
 
 from tests.support.records import passkey_record, record
 
@@ -35,75 +32,6 @@ NAMES = (
     "",
     " ",
 )
-
-
-def hostile_tensors(tensor: torch.Tensor) -> list[tuple[str, Any]]:
-    """Tensors that a model cannot use instead of `tensor`, by name."""
-    quantized = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
-    return [
-        ("integer", tensor.to(torch.int64)),
-        ("boolean", tensor.bool()),
-        ("complex", tensor.to(torch.complex64)),
-        ("float8", tensor.to(torch.float8_e4m3fn)),
-        ("meta", tensor.to("meta")),
-        ("sparse", tensor.to_sparse()),
-        ("quantized", quantized),
-        ("expanded", torch.ones(1).expand(10**6, 10**6)),
-        ("empty", torch.empty(0)),
-        ("a scalar", torch.tensor(1.0)),
-        ("of another shape", torch.ones(7)),
-        ("of 60 dimensions", torch.ones((1,) * 60)),
-        ("not finite", torch.full(tensor.shape, float("nan"))),
-        ("infinite", torch.full(tensor.shape, float("inf"))),
-        ("a parameter", torch.nn.Parameter(torch.ones(tensor.shape))),
-    ]
-
-
-_REGEX = ["(?<a>.)(?<a>.)", "(", "(a+)+$", "\\K", "(?<=a+)b", "[", "\\p{Nope}", "(?R)", "a{100000}{100000}", "\x00"]
-HOSTILE_PARTS: list[tuple[str, Any]] = [
-    *(
-        ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False})
-        for regex in _REGEX
-    ),
-    *(("normalizer", {"type": "Replace", "pattern": {"Regex": regex}, "content": "x" * 100}) for regex in _REGEX),
-    *(
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": text})
-        for text in ("", "AAAA", "/////w==", "AQAAAA==", "BAAAAAAAAAA=", "not base64!", "AAQAAP////8AAAAA")
-    ),
-    ("decoder", {"type": "Replace", "pattern": {"String": ""}, "content": "x"}),
-    ("decoder", {"type": "Sequence", "decoders": [{"type": "Strip", "content": " ", "start": 2**63, "stop": 2**63}]}),
-    ("post_processor", {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}),
-    ("post_processor", {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
-                        "pair": [], "special_tokens": {}}),
-    ("truncation", {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 5}),
-    ("padding", {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": 0, "pad_id": 0,
-                 "pad_type_id": 0, "pad_token": "x"}),
-    ("added_tokens", [{"id": 2**32 - 1, "content": "<|endoftext|>", "single_word": False, "lstrip": False,
-                       "rstrip": False, "normalized": False, "special": True}]),
-    ("added_tokens", [{"id": 0, "content": "", "single_word": False, "lstrip": False, "rstrip": False,
-                       "normalized": True, "special": True}]),
-    ("model", {"type": "Unigram", "unk_id": 7, "vocab": []}),
-    ("model", {"type": "Unigram", "unk_id": 0, "vocab": [["<|endoftext|>", float("-1e308")], ["a", 0.0]]}),
-    ("model", {"type": "WordPiece", "unk_token": "x", "continuing_subword_prefix": "##",
-               "max_input_chars_per_word": 2**62, "vocab": {"<|endoftext|>": 0}}),
-    ("model", {"type": "WordLevel", "unk_token": "x", "vocab": {"<|endoftext|>": 2**32 - 1}}),
-    ("model", {"type": "BPE", "vocab": {"<|endoftext|>": 2**32 - 1, "a": 5}, "merges": [["a", "b"]]}),
-]  # fmt: skip
-
-
-def write_long_header(target: Any, kind: bytes, size: int) -> None:
-    """A tar file whose first header is of type `kind` (x, g: PAX; L, K: GNU long name; S: sparse) with `size` bytes."""
-    info = tarfile.TarInfo("run/latest")
-    info.type, info.size = kind, size
-    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    if kind == b"S":  # another sparse header follows, and so on
-        header[482] = 1
-        header[148:156] = b" " * 8
-        header[148:156] = b"%06o\0 " % sum(header)
-    target.write(bytes(header))
-    block = (b"1" * 504 + b"\1" + bytes(7)) if kind == b"S" else b"a" * 512
-    for _ in range(size // (512 * 2048)):
-        target.write(block * 2048)
 
 
 class _Page(html.parser.HTMLParser):
