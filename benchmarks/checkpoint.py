@@ -26,7 +26,7 @@ from benchmarks.support.timing import Timing, add_options, apply_options, compar
 from megatron.checkpoint.directory import find_valid_step
 from megatron.checkpoint.layers import layer_state, weight_layers
 from megatron.checkpoint.loading import load_weights
-from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, optimizer_state
+from megatron.checkpoint.optimizer import load_optimizer, optimizer_state, read_optimizer
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
@@ -108,7 +108,7 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
     def load() -> None:
         step = find_valid_step(config.checkpoint.save)
         load_weights(engine, step)
-        load_optimizer(engine, SavedOptimizer(step), step)
+        load_optimizer(engine, read_optimizer(step), step)
 
     # Not part of `compare`: it waits for the writer outside the measured time.
     def time_background_save() -> Timing:

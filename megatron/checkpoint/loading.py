@@ -24,12 +24,10 @@ from megatron.checkpoint.layers import (
     tied_output,
     weight_layers,
 )
-from megatron.checkpoint.optimizer import SavedOptimizer, load_optimizer, read_original_optimizer
+from megatron.checkpoint.optimizer import load_optimizer, read_optimizer, read_original_optimizer
 from megatron.checkpoint.state_dict import (
-    RankLayout,
     TrainingEngine,
     TrainingState,
-    check_run_state,
     compare_forward_pass,
     gathered,
     random_state_file,
@@ -39,7 +37,7 @@ from megatron.checkpoint.state_dict import (
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.config.schema import CheckpointConfig
-from megatron.model.settings import ModelSettings
+from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS, optimizer_setting
 from megatron.tokenizer.tokenizer import padded_vocab_size
 from megatron.utils.ranks import run_on_all_ranks
@@ -50,7 +48,7 @@ Report = Callable[[str], None]
 MAX_TENSOR_PARALLEL = 64
 
 
-def locate_checkpoint(config: Config, layout: RankLayout, report: Report) -> Path | None:
+def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | None:
     """The global_stepN directory that `load` refers to, or None to train from scratch.
 
     Verifies its files against the manifest. `report` prints once per run. Raises CheckpointError if the checkpoint is
@@ -294,8 +292,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         return _resume_original(engine, config, step, saved, report)
 
     # Where the run continues. In a new folder, it has no earlier checkpoints.
-    check_run_state(saved, path)
-    state = TrainingState.from_dict(saved["training"])
+    state = TrainingState(**saved["training"])
     if not _same_folder(settings.load, settings.save):
         state.lineage = []
 
@@ -321,7 +318,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
                 f"{step}: has the state of {optimizer_setting(before)}, which {now} cannot use; use the optimizer that "
                 "saved it, or set no_load_optim to continue with a new optimizer state"
             )
-        load_optimizer(engine, SavedOptimizer(step), step)
+        load_optimizer(engine, read_optimizer(step), step)
     else:
         engine.refresh_masters()
         report("optimizer state not loaded: " + ("no-load-optim" if settings.no_load_optim else "it was not saved"))
@@ -333,7 +330,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         sizes_of_layout = ("data_parallel", "pipeline_stages", "tensor_parallel")
         same_ranks = all(saved["shape"][size] == shape[size] for size in sizes_of_layout)
         if file.is_file() and same_ranks:
-            restore_random_state(load_file(file), file)
+            restore_random_state(load_file(file))
         elif file.is_file():
             report(f"{step}: its random states belong to a different parallel layout; the generators are reseeded")
         else:

@@ -21,9 +21,9 @@ under "optimizer" in `mp_rank_00_model_states.pt`. `read_original_optimizer` map
 Legend: n elements of a fragment.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,6 @@ from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
 from megatron.optimizers.registry import get_step, initialize_state, set_step, state_shape
 from megatron.optimizers.whole_parameters import Fragment, WholeParameterOptimizer
-from megatron.utils.errors import first_line
 
 
 def optimizer_file(rank: int) -> str:
@@ -145,21 +144,8 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
     return {"tensor_rank": engine.layout.tensor_rank, "parameters": entries}
 
 
-class OptimizerSource(Protocol):
-    """Optimizer state of a checkpoint, by parameter name."""
-
-    def has(self, name: str, kind: str) -> bool:
-        """Whether there is a state tensor `kind` (or "step", or "master") for this parameter."""
-
-    def step(self, name: str) -> int:
-        """Optimizer steps that the parameter has received."""
-
-    def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
-        """The unsliced tensor, of the expected shape."""
-
-
 @torch.no_grad()
-def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) -> None:
+def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path) -> None:
     """Fill this rank's part of the optimizer state from `source`, and the float32 weights from `source` or, if they are
     not in it, from the layer files of `step`. Raises CheckpointError if a parameter is missing.
     """
@@ -191,11 +177,6 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
         for kind in saved_tensors:
             kind_shape = torch.Size(state_shape(kind, shape))
             saved = source.tensor(name, kind, kind_shape)
-            if saved.is_floating_point() != state[kind].is_floating_point():
-                raise CheckpointError(
-                    f"{step}: {kind} of {name} is {saved.dtype} in the optimizer files, but {state[kind].dtype} in the "
-                    "optimizer; the files are damaged"
-                )
             has_shape = kind_shape == shape
             fragment.of(state[kind]).copy_(local_fragment(name, saved, fragment) if has_shape else saved.view(-1))
             set_step(optimizer, fragment.group, fragment.key, source.step(name))
@@ -233,34 +214,20 @@ def load_optimizer(engine: TrainingEngine, source: OptimizerSource, step: Path) 
 
 
 class SavedOptimizer:
-    """The optimizer files of a checkpoint that this project saved."""
+    """The optimizer state of a checkpoint.
 
-    def __init__(self, step: Path):
-        """Raises CheckpointError if a file is damaged or cannot be read safely."""
-        self._step = step
-        # Parameter name -> tensor-parallel rank -> the fragments of all files.
-        self._entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
-        for path in sorted(step.glob(OPTIMIZER_FILES)):
-            content = load_tensors(path)
-            try:
-                for name, entry in content["parameters"].items():
-                    length = max((item.numel() for item in entry.values() if torch.is_tensor(item)), default=0)
-                    end = int(entry["start"]) + length
-                    if int(entry["step"]) < 0 or int(entry["start"]) < 0 or end > torch.Size(entry["shape"]).numel():
-                        raise ValueError(f"{name}: the fragment does not fit its shape {tuple(entry['shape'])}")
-                    self._entries.setdefault(name, {}).setdefault(int(content["tensor_rank"]), []).append(entry)
-            except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
-                raise CheckpointError(
-                    f"{path}: is not an optimizer file ({first_line(error)}); it is damaged"
-                ) from error
+    entries: parameter name -> tensor-parallel rank -> the fragments in all files.
+    """
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+    def __init__(self, step: Path, entries: dict[str, dict[int, list[dict[str, Any]]]]):
+        self._step, self._entries = step, entries
 
     def has(self, name: str, kind: str) -> bool:
+        """Whether there is a state tensor `kind` (or "step", or "master") for this parameter."""
         return name in self._entries and kind in self._first(name)
 
     def step(self, name: str) -> int:
+        """Optimizer steps that the parameter has received."""
         return int(self._first(name)["step"])
 
     def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
@@ -294,34 +261,26 @@ class SavedOptimizer:
         return joined.view(shape)
 
 
-class OriginalOptimizer:
-    """Adam's state in a checkpoint of the KERPLE release, by parameter name."""
-
-    def __init__(self, entries: dict[str, dict[str, Any]]):
-        self._entries = entries
-
-    def has(self, name: str, kind: str) -> bool:
-        return name in self._entries and kind in self._entries[name]
-
-    def step(self, name: str) -> int:
-        return int(self._entries[name]["step"])
-
-    def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
-        """`read_original_optimizer` has compared the shape with the weight's."""
-        tensor: Tensor = self._entries[name][kind]
-        return tensor
+def read_optimizer(step: Path) -> SavedOptimizer:
+    """The optimizer files of a checkpoint that this project saved. Raises CheckpointError if one is damaged."""
+    entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for path in sorted(step.glob(OPTIMIZER_FILES)):
+        content = load_tensors(path)
+        for name, entry in content["parameters"].items():
+            entries.setdefault(name, {}).setdefault(content["tensor_rank"], []).append(entry)
+    return SavedOptimizer(step, entries)
 
 
 def read_original_optimizer(
     saved: Mapping[str, Any], step: Path, tied_output: int | None, state_tensors: tuple[str, ...]
-) -> tuple[OriginalOptimizer, str | None]:
+) -> tuple[SavedOptimizer, str | None]:
     """The optimizer state of a released checkpoint, and why it cannot be used (None if it can).
 
     Parameters are numbered in the order of the model, which is the order of names in the layer files; a parameter that
     layers share is counted once, where it first occurs. In half precision the release stores flat partitions, or
     nothing in this file. saved: the contents of `mp_rank_00_model_states.pt`.
     """
-    empty, state = OriginalOptimizer({}), saved.get("optimizer")
+    empty, state = SavedOptimizer(step, {}), saved.get("optimizer")
     if state is None:
         return empty, "the checkpoint has no optimizer state"
     if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
@@ -349,5 +308,5 @@ def read_original_optimizer(
         entry = state["state"].get(number, {})
         if any(kind not in entry or entry[kind].shape != shape for kind in state_tensors) or "step" not in entry:
             return empty, f"its parameter {number} does not have the shape of {name}"
-        entries[name] = entry
-    return OriginalOptimizer(entries), None
+        entries[name] = {0: [{**entry, "shape": shape, "start": 0}]}
+    return SavedOptimizer(step, entries), None

@@ -5,21 +5,18 @@ All of it is saved as tensors and plain Python values, so that loading it runs n
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from pydantic import BaseModel, Field, StrictBool, ValidationError
 from torch import Tensor, nn
 
 from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config
-from megatron.model.settings import ModelSettings
-from megatron.optimizers.registry import OptimizerName
-from megatron.utils.errors import first_line, first_problem
+from megatron.model.settings import Layout, ModelSettings
 
 FORWARD_PASS_FILE = "forward_pass.pt"
 FORWARD_PASS_LENGTH = 64
@@ -27,30 +24,12 @@ FORWARD_PASS_LENGTH = 64
 # layout.
 FORWARD_PASS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 
-# A number of steps, samples or tokens.
-Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-
 # Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration. Its micro_steps must
 # start at 0, because it updates the weights where they are a multiple of gradient_accumulation_steps, which may change.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-class RankLayout(Protocol):
-    """This rank's position; implemented by `megatron.training.distributed.Layout`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def pipeline_size(self) -> int: ...
-    @property
-    def tensor_size(self) -> int: ...
-    @property
-    def data_rank(self) -> int: ...
-    @property
-    def tensor_rank(self) -> int: ...
+# Keys of `fp16` on which the loss scale depends.
+SCALER_KEYS = ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
 
 
 class TrainingEngine(Protocol):
@@ -64,7 +43,7 @@ class TrainingEngine(Protocol):
     model: Any
 
     @property
-    def layout(self) -> RankLayout: ...
+    def layout(self) -> Layout: ...
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer, of this rank."""
@@ -96,21 +75,16 @@ class TrainingState:
         lineage: iterations of the checkpoints that led to this state, of those that the run saved to its folder.
     """
 
-    iteration: Count = 0
-    consumed_samples: Count = 0
-    consumed_valid_samples: Count = 0
-    tokens: Count = 0
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_valid_samples: int = 0
+    tokens: int = 0
     lr_schedule: Literal["neox", "neox-2022"] = "neox"
     data_order: str = ""
     learning_rate: float | None = None
     unlogged_losses: list[float] = field(default_factory=list)
-    evaluated_at: Count = 0
-    lineage: list[Count] = field(default_factory=list)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "TrainingState":
-        """From a saved dictionary; missing fields get their defaults, unknown ones are ignored."""
-        return cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.name in values})
+    evaluated_at: int = 0
+    lineage: list[int] = field(default_factory=list)
 
 
 def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:
@@ -135,52 +109,8 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
         "optimizer_left_out": config.checkpoint.no_save_optim,
         "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
-        "fp16": {name: getattr(config.precision, name) for name in ScalerKeys.model_fields},
+        "fp16": {name: getattr(config.precision, name) for name in SCALER_KEYS},
     }
-
-
-class _Counters(BaseModel):
-    global_steps: Count
-    global_samples: Count
-    skipped_steps: Count
-
-
-class _LossScaler(BaseModel):
-    cur_scale: float = Field(1.0, gt=0)
-    cur_iter: int = 0
-    last_overflow_iter: int | None = None
-    cur_hysteresis: int = 0
-
-
-class ScalerKeys(BaseModel, extra="forbid"):
-    """Keys of `fp16` on which the loss scale depends."""
-
-    loss_scale: float
-    loss_scale_window: int
-    initial_scale_power: int
-    hysteresis: int
-    min_loss_scale: float
-
-
-class _RunState(BaseModel):
-    """Types of the entries of `run_state`."""
-
-    training: TrainingState
-    shape: dict[str, Count]
-    global_batch: Annotated[Count, Field(gt=0)]
-    optimizer: OptimizerName = "adam"
-    optimizer_left_out: StrictBool
-    counters: _Counters
-    loss_scaler: _LossScaler
-    fp16: ScalerKeys | None = None
-
-
-def check_run_state(saved: Mapping[str, Any], path: Path) -> None:
-    """Raises CheckpointError, naming `path`, if an entry of `run_state` is missing or has another type."""
-    try:
-        _RunState.model_validate(saved)
-    except ValidationError as error:
-        raise CheckpointError(f"{path}: {first_problem(error)}; the file is damaged") from error
 
 
 def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_scale: bool) -> None:
@@ -213,19 +143,16 @@ def capture_random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: Mapping[str, Any], path: Path) -> None:
-    """Restore what `capture_random_state` returned. Raises CheckpointError, naming `path`, for anything else."""
-    try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
-    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(f"{path}: does not contain random states ({error}); the file is damaged") from error
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what `capture_random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy_state = (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached)
+    np.random.set_state(numpy_state)  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 # -- checkpoint_validation_with_forward_pass ---------------------------------------------------------------------------
@@ -251,30 +178,17 @@ def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
     if not path.is_file():
         return f"{step}: has no {FORWARD_PASS_FILE}, so the loaded model's logits are not verified"
     saved = load_tensors(path)
-    try:
-        tokens, expected, precision = saved["tokens"], saved["logits"], saved["precision"]
-        tolerance = max(FORWARD_PASS_TOLERANCE[precision], FORWARD_PASS_TOLERANCE[engine.config.precision.dtype])
-        vocabulary = engine.settings.padded_vocab_size
-        if tokens.dtype != torch.int64 or tokens.dim() != 2 or not ((tokens >= 0) & (tokens < vocabulary)).all():
-            raise ValueError("tokens")
-        largest = expected.abs().max().item()
-    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: does not contain tokens and logits of this model ({first_line(error)})"
-        ) from error
+    tokens, expected, precision = saved["tokens"], saved["logits"], saved["precision"]
+    tolerance = max(FORWARD_PASS_TOLERANCE[precision], FORWARD_PASS_TOLERANCE[engine.config.precision.dtype])
 
     # The loaded model's logits, which only the last pipeline stage has.
     logits = engine.logits(tokens)
     if logits is None:
         return None
-    if logits.shape != expected.shape:
-        raise CheckpointError(
-            f"{path}: the saved logits have shape {tuple(expected.shape)}, this model's {tuple(logits.shape)}"
-        )
 
     # Rounding errors grow with the size of the logits.
     difference = (logits.float().cpu() - expected).abs().max().item()
-    allowed = tolerance * largest
+    allowed = tolerance * expected.abs().max().item()
     if not difference <= allowed:  # also true for NaN
         raise CheckpointError(
             f"{path}: the loaded model's logits differ from the saved ones by {difference:.3g}, more than the "

@@ -5,7 +5,6 @@ import random
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -14,39 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config, UserError
-from megatron.model.settings import TensorParallel
+from megatron.model.settings import Layout
 from megatron.utils.environment import use_gpus
 from megatron.utils.errors import first_line
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The parallel sizes, and this rank's pipeline stage, data-parallel rank and tensor-parallel rank."""
-
-    rank: int
-    world_size: int
-    pipeline_size: int
-    tensor_size: int
-    data_size: int
-    stage: int
-    data_rank: int
-    tensor_rank: int
-    device: torch.device
-
-    @property
-    def tensor_parallel(self) -> TensorParallel:
-        return TensorParallel(self.tensor_size, self.tensor_rank)
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which prints and writes for all ranks."""
-        return self.rank == 0
-
-    def describe(self) -> str:
-        return (
-            f"{self.world_size} rank{'s' * (self.world_size > 1)} on {self.device.type}: "
-            f"data parallel {self.data_size}, pipeline {self.pipeline_size}, tensor parallel {self.tensor_size}"
-        )
 
 
 def initialize(config: Config) -> Layout:

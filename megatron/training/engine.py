@@ -33,7 +33,7 @@ from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
 from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
-from megatron.model.settings import ModelSettings
+from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
 from megatron.training.deepspeed_setup import (
     PatchedEngine,
@@ -42,7 +42,6 @@ from megatron.training.deepspeed_setup import (
     deepspeed_dict,
     startup_messages,
 )
-from megatron.training.distributed import Layout
 from megatron.training.optimizer import attach, configure_optimizer, project_masters
 from megatron.utils.environment import slow_dtype_notice
 from megatron.utils.errors import shortened

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.model.gpt import positional_methods
-from megatron.model.settings import ModelSettings
+from megatron.model.settings import Layout, ModelSettings
 
 if TYPE_CHECKING:
     from megatron.config.schema.model import ModelConfig
-    from megatron.training.distributed import Layout
 
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The longest match counts.
 PEAK_FLOPS = {
@@ -54,7 +53,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def count_parameters(
-    layers: dict[int, nn.Module], settings: ModelSettings, layout: "Layout | None" = None
+    layers: dict[int, nn.Module], settings: ModelSettings, layout: Layout | None = None
 ) -> dict[str, int]:
     """Count the parameters of the whole model. Copies on several ranks count once.
 

@@ -22,7 +22,7 @@ from kerple.attention import non_finite_gradients
 from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
-from megatron.training.distributed import Layout
+from megatron.model.settings import Layout
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, install_command
 from megatron.utils.files import METRICS

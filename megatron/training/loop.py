@@ -24,6 +24,7 @@ from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
 from megatron.data.datasets import Datasets, build_datasets
+from megatron.model.settings import Layout
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training import distributed
 from megatron.training.engine import Engine, build_engine
@@ -100,7 +101,7 @@ class Start:
 
 
 def build_trainer(
-    config: Config, layout: distributed.Layout, logger: Logger, resources: contextlib.ExitStack, *, force: bool
+    config: Config, layout: Layout, logger: Logger, resources: contextlib.ExitStack, *, force: bool
 ) -> "Trainer":
     """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
     `save`. `force`: see `train`.
@@ -153,7 +154,7 @@ def _build_tokenizer(config: Config) -> Tokenizer:
 
 def _find_start(
     config: Config,
-    layout: distributed.Layout,
+    layout: Layout,
     tokenizer: Tokenizer,
     resources: contextlib.ExitStack,
     report: Callable[[str], None],
@@ -240,7 +241,7 @@ def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> 
     return state
 
 
-def _num_samples(config: Config, layout: distributed.Layout, state: TrainingState) -> tuple[int, int, int]:
+def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[int, int, int]:
     """The numbers of training, validation and test samples to finish a run from this state, including those that it
     has read; no training samples if it has ended.
     """

@@ -18,9 +18,9 @@ from kerple.positional.base import MLPLayer
 from megatron.checkpoint.optimizer import optimizer_fragments
 from megatron.config import Config
 from megatron.model.gpt import TransformerBlock
+from megatron.model.settings import Layout
 from megatron.optimizers.registry import build_optimizer
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
-from megatron.training.distributed import Layout
 
 
 def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.Optimizer, str]:

@@ -29,9 +29,8 @@ from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
 from megatron.model.gpt import GPT
 from megatron.model.loss import chunk_rows
-from megatron.model.settings import ModelSettings
+from megatron.model.settings import Layout, ModelSettings
 from megatron.training.deepspeed_setup import deepspeed_dict
-from megatron.training.distributed import Layout
 from megatron.training.flops import count_parameters
 from megatron.utils.environment import free_memory
 from megatron.utils.errors import first_line

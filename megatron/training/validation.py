@@ -14,7 +14,7 @@ from megatron.data.datasets import Samples
 from megatron.evaluation.protocols import NonOverlapping
 from megatron.evaluation.records import PositionsRecord, Record
 from megatron.evaluation.text import Text, evaluation_text
-from megatron.training.distributed import Layout
+from megatron.model.settings import Layout
 from megatron.training.engine import Engine
 from megatron.training.logging import Logger
 from megatron.utils.errors import first_line

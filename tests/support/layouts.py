@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.distributed import Layout
+from megatron.model.settings import Layout
 from tests.support.runs import metrics
 
 VOCABULARY = 512

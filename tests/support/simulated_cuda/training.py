@@ -36,8 +36,8 @@ class SimulatedTraining:
     """
 
     def __init__(self, device: SimulatedCuda, files: list[str], *overrides: str):
+        from megatron.model.settings import Layout
         from megatron.training import engine
-        from megatron.training.distributed import Layout
 
         self.device = device
         device.scalar = 0  # no overflow

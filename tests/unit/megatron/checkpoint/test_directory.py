@@ -231,40 +231,16 @@ def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
     assert set(values) == {2.0, 7.0}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"files": {"../weights.pt": {"size": 1, "crc32": "00000000"}}}, "not the name of a file inside"),
-        ({"files": {"/dev/zero": {"size": 0, "crc32": "00000000"}}}, "not the name of a file inside"),
-        ({"files": {"a": {"size": -1, "crc32": "00000000"}}}, r"files\.a\.size"),
-        ({"files": {"a": {"size": float("inf"), "crc32": "00000000"}}}, r"files\.a\.size"),
-        ({"files": {"a": {"size": True, "crc32": "00000000"}}}, r"files\.a\.size"),
-        ({"files": []}, "files: Input should be"),
-        ({"format": 2}, "format: Input should be 1"),
-    ],
-)
-def test_manifests_have_types(change, message, tmp_path):
+@pytest.mark.parametrize("change", [{"files": []}, {"files": {"a": {"size": 1}}}, {"format": 2}])
+def test_a_damaged_manifest(change, tmp_path):
     save(tmp_path, 1)
     manifest = json.loads((tmp_path / "global_step1" / MANIFEST).read_text())
     (tmp_path / "global_step1" / MANIFEST).write_text(json.dumps(manifest | change))
-    with pytest.raises(CheckpointError, match=rf"manifest\.json: is not a checkpoint manifest.*{message}"):
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST}: is not a checkpoint manifest"):
         read_manifest(tmp_path / "global_step1")
 
 
-@pytest.mark.parametrize("target", ["/dev/zero", "fifo", "outside"])
-def test_only_regular_files_inside_the_checkpoint(target, tmp_path):
-    save(tmp_path, 1)
-    file = tmp_path / "global_step1" / "weights.pt"
-    if target == "fifo":
-        file.unlink()
-        os.mkfifo(file)
-    else:
-        file.rename(tmp_path / "outside")
-        file.symlink_to(target if target == "/dev/zero" else tmp_path / "outside")
-    assert f"{file}" in find_damage(tmp_path / "global_step1")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\0", b"../../x", b"global_step" + b"9" * 500, b"x" * 5000, None])
+@pytest.mark.parametrize("content", [b"", b"../../x", b"x" * 5000, None])
 def test_latest_of_any_content(content, tmp_path):
     save(tmp_path, 1)
     (tmp_path / "latest").unlink()

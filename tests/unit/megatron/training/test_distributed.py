@@ -8,12 +8,13 @@ import torch
 
 from megatron.config import Config, UserError
 from megatron.launcher.node import LAUNCHER_VARIABLE
+from megatron.model.settings import Layout
 from megatron.training import distributed
 from tests.support.runs import training_settings
 
 
 @pytest.fixture
-def layout(tmp_path, monkeypatch) -> Iterator[distributed.Layout]:
+def layout(tmp_path, monkeypatch) -> Iterator[Layout]:
     for name in ("RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     config = Config.from_flat(training_settings(tmp_path, "data", distributed_backend="nccl"))

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config, UserError
+from megatron.model.settings import Layout
 from megatron.training import loop, startup
-from megatron.training.distributed import Layout
 from megatron.training.loop import train
 from megatron.training.startup import check_machine, check_number_of_samples, estimate
 from megatron.utils.processes import Lock
