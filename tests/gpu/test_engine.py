@@ -30,16 +30,7 @@ def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        *(
-            pytest.param("small_bf16.yml", overrides, marks=pytest.mark.slow)
-            for overrides in (
-                ("checkpoint-activations=true",),
-                ("checkpoint-activations=false",),
-                ("fp16.enabled=false", "precision=fp32"),
-            )
-        ),
         ("small_bf16.yml", ("gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")),
-        pytest.param("modern_162M.yml", (), marks=pytest.mark.slow),
         ("modern_162M.yml", ("use-qk-layernorm=true", "sliding-window-width=255")),
     ],
 )
@@ -57,7 +48,8 @@ def test_the_bf16_optimizer_launches_few_kernels():
     assert sum(launch.cost.launches for launch in device.launches if launch.part == "optimizer") <= 50
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.ci
+@pytest.mark.parametrize("stage", [2, 3])
 def test_zero_2_and_3(stage):
     """DeepSpeed waits in these stages; no tensor is on the wrong device."""
     overrides = (f"zero_optimization.stage={stage}", "pipe-parallel-size=0")
@@ -66,15 +58,12 @@ def test_zero_2_and_3(stage):
         assert third_step("small_bf16.yml", *overrides).kernels["triton.forward_kernel"]
 
 
-@pytest.mark.parametrize(
-    "method", ["kerple_log", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rotary", "dape_kerple"))]
-)
-def test_cuda_graphs(method):
+def test_cuda_graphs():
     """The graphs contain the forward and backward pass, and nothing that waits for the device or copies from the host.
     A step launches them and the optimizer's kernels.
     """
     overrides = ("enable-cuda-graph=true", "gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")
-    device = third_step("small_bf16.yml", *overrides, f"pos-emb={method}")
+    device = third_step("small_bf16.yml", *overrides)
     assert device.capture_errors == []
     assert len(device.captured) == 2
     assert all(device.captured)
@@ -83,6 +72,7 @@ def test_cuda_graphs(method):
     assert device.synchronizations == []
 
 
+@pytest.mark.ci
 def test_a_graph_never_adds_to_its_own_gradients(monkeypatch):
     """An optimizer that leaves the gradients of a micro-batch where the graph overwrites them is an error."""
     monkeypatch.setattr(PatchedBF16Optimizer, "update_hp_grads", lambda *_, **__: None)
@@ -103,6 +93,7 @@ def test_what_a_graph_must_not_contain():
         assert len(device.capture_errors) == 2
 
 
+@pytest.mark.ci
 def test_fp16():
     """Dynamic loss scaling reads the overflow flag on the host, once per step."""
     device = third_step("1-3B.yml", "model-parallel-size=1", "pipe-parallel-size=1")
@@ -110,6 +101,7 @@ def test_fp16():
     assert device.blocking_copies == []
 
 
+@pytest.mark.ci
 def test_targets_of_the_162M_recipe():
     """As counted by `benchmarks/step_counts.py`; docs/benchmarks/gpu.md has the numbers."""
     counts = count_step(["small_bf16.yml", "pos_emb/kerple_log.yml"])

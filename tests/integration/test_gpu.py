@@ -8,8 +8,7 @@ import pytest
 from tests.support.simulated_cuda import ROOT, environment
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("selection", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("selection", ["not ci", pytest.param("ci", marks=pytest.mark.ci)])
 def test_everything_on_a_simulated_gpu(selection):
     command = [sys.executable, "-m", "pytest", "-q", "-m", selection, "-p", "no:cacheprovider", "tests/gpu"]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
