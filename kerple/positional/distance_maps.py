@@ -19,7 +19,8 @@ Legend: s queries, t keys, n distances.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,17 +28,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DistanceMap:
-    """Base class of the maps. Raises ValueError for invalid arguments."""
+    """Base class of the maps. Raises ValueError for an argument below 1.
+
+    Attributes:
+        piecewise_linear: whether `far_positions` exist.
+    """
+
+    piecewise_linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not 1 <= value < math.inf:
+                raise ValueError(f"{type(self).__name__.lower()}: {field.name} must be at least 1, not {value}")
 
     @property
     def near(self) -> int:
-        """Distances below this one are unchanged."""
-        raise NotImplementedError
-
-    @property
-    def piecewise_linear(self) -> bool:
-        """Whether `far_positions` exist."""
-        return True
+        """Distances below this one, the `window` of most maps, are unchanged."""
+        return int(getattr(self, "window", 0))
 
     def __call__(self, distance: Tensor) -> Tensor:
         """The mapped distances, of any shape, in the dtype of `distance`, a floating-point dtype."""
@@ -60,13 +68,6 @@ class Clip(DistanceMap):
 
     window: int
 
-    def __post_init__(self) -> None:
-        _check_sizes(self, "window")
-
-    @property
-    def near(self) -> int:
-        return self.window
-
     def __call__(self, distance: Tensor) -> Tensor:
         return distance.clamp(max=self.window)
 
@@ -81,13 +82,6 @@ class Leaky(DistanceMap):
 
     window: int
     factor: float
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "window", "factor")
-
-    @property
-    def near(self) -> int:
-        return self.window
 
     def __call__(self, distance: Tensor) -> Tensor:
         return torch.where(distance < self.window, distance, self.window + (distance - self.window) / self.factor)
@@ -104,13 +98,6 @@ class Group(DistanceMap):
     size: int
     window: int
 
-    def __post_init__(self) -> None:
-        _check_sizes(self, "size", "window")
-
-    @property
-    def near(self) -> int:
-        return self.window
-
     def __call__(self, distance: Tensor) -> Tensor:
         far = (distance / self.size).floor() + self.window - self.window // self.size
         return torch.where(distance < self.window, distance, far)
@@ -126,13 +113,6 @@ class Linear(DistanceMap):
 
     length: int
     divisor: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "length")
-
-    @property
-    def near(self) -> int:
-        return 0
 
     def __call__(self, distance: Tensor) -> Tensor:
         return distance / self._divisor
@@ -154,18 +134,8 @@ class Linear(DistanceMap):
 class Log(DistanceMap):
     """δ up to `window`, then window * (1 + ln(δ / window)). Not linear, so rotations cannot use it."""
 
+    piecewise_linear = False
     window: int
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "window")
-
-    @property
-    def near(self) -> int:
-        return self.window
-
-    @property
-    def piecewise_linear(self) -> bool:
-        return False
 
     def __call__(self, distance: Tensor) -> Tensor:
         return torch.where(
@@ -173,10 +143,3 @@ class Log(DistanceMap):
             distance,
             self.window * (1 + (distance.clamp(min=self.window) / self.window).log()),
         )
-
-
-def _check_sizes(distance_map: DistanceMap, *names: str) -> None:
-    for name in names:
-        value = getattr(distance_map, name)
-        if not 1 <= value < math.inf:
-            raise ValueError(f"{type(distance_map).__name__.lower()}: {name} must be at least 1, not {value}")
