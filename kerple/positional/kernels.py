@@ -93,7 +93,11 @@ def parse_sum(text: str) -> tuple[Term, ...]:
     for part in text.split("+"):
         match = _TERM.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"kernel expression {text!r}: {_syntax_error(part.strip())}")
+            raise ValueError(
+                f"kernel expression {text!r}: {part.strip()!r} is not one of {', '.join(KERNELS)}, optionally after a "
+                "positive factor. Exponents and other scalars are learned. Differences and products of kernels "
+                "are not conditionally positive definite; to multiply the scores by a kernel, use the option weight"
+            )
         name, factor = match["kernel"], float(match["factor"] or 1.0)
         if name not in KERNELS:
             similar = difflib.get_close_matches(name, KERNELS, n=3) or KERNELS
@@ -107,21 +111,6 @@ def parse_sum(text: str) -> tuple[Term, ...]:
             )
         terms.append(Term(name, factor))
     return tuple(terms)
-
-
-def _syntax_error(part: str) -> str:
-    if not part:
-        return "a term is missing next to a '+'"
-    if "^" in part or "(" in part:
-        return f"{part!r}: exponents and other scalars are learned; only factors can be given"
-    if "-" in part:
-        return f"{part!r}: a difference of kernels is not conditionally positive definite; use a sum"
-    if "*" in part:
-        return (
-            f"{part!r}: a product of kernels is not conditionally positive definite in general; to multiply the scores "
-            "by a kernel, use the option weight"
-        )
-    return f"{part!r} is not a kernel; a term is one of {', '.join(KERNELS)}, optionally after a positive factor"
 
 
 # Lemma 1 of the paper: a kernel k is CPD on points x_1 ... x_n if sum_ij v_i v_j k(|x_i - x_j|) >= 0 for all v with sum
