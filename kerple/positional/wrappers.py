@@ -30,7 +30,7 @@ Legend: b batch, s tokens, h heads, c queries, l keys, d head size, e hidden siz
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -268,17 +268,16 @@ class PerLayer(PositionalMethod):
         methods: Sequence[str | Mapping[str, Mapping[str, Any] | None]] = ("rotary", "none"),
     ):
         super().__init__()
-        names = self.names(methods)
-        for name in names:
+        entries = self.entries(methods)
+        for name, _ in entries:
             cls = method_class(name)
             if issubclass(cls, PerLayer) or "embed" in cls.hooks:
                 raise ValueError(
                     f"methods contains {name}, which cannot be the method of a layer; use methods that act in attention"
                 )
-        options = self._entry_options(methods[layer % len(names)])
-        sizes = (num_heads, head_size, hidden_size, num_layers, max_positions, layer)
-        shape = ModelShape(**dict(zip((field.name for field in fields(ModelShape)), sizes, strict=True)))
-        self.method = build(names[layer % len(names)], shape, **options)
+        name, options = entries[layer % len(entries)]
+        shape = ModelShape(num_heads, head_size, hidden_size, num_layers, max_positions, layer)
+        self.method = build(name, shape, **options)
 
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> PositionalMethod:
@@ -289,34 +288,29 @@ class PerLayer(PositionalMethod):
 
     @classmethod
     def parts(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> list[type[PositionalMethod]]:
-        return [method_class(name) for name in cls.names(methods)]
+        return [method_class(name) for name, _ in cls.entries(methods)]
 
     @classmethod
     def trained_options(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> dict[str, Any]:
         """The list as {name: trained options of this method}. Raises ValueError for an invalid list."""
-        entries = []
-        for name, entry in zip(cls.names(methods), methods, strict=True):
-            entries.append({name: method_class(name).trained_options(**cls._entry_options(entry))})
-        return {"methods": entries}
+        entries = cls.entries(methods)
+        return {"methods": [{name: method_class(name).trained_options(**values)} for name, values in entries]}
 
     @staticmethod
-    def _entry_options(entry: str | Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any]:
-        values: list[Mapping[str, Any] | None] = [] if isinstance(entry, str) else list(entry.values())
-        return (values[0] if values else None) or {}
-
-    @staticmethod
-    def names(methods: Any) -> list[str]:
-        """The names in the option `methods`. Raises ValueError if it is not a list of names and {name: options}."""
-        names = []
+    def entries(methods: Any) -> list[tuple[str, Mapping[str, Any]]]:
+        """(name, options) for each entry of the option `methods`. Raises ValueError if it is not a list of names and
+        {name: options}.
+        """
+        entries: list[tuple[str, Mapping[str, Any]]] = []
         for entry in methods if isinstance(methods, list | tuple) else []:
             pairs = list(entry.items()) if isinstance(entry, Mapping) else [(entry, None)]
-            valid = len(pairs) == 1 and isinstance(pairs[0][0], str)
-            if not valid or not isinstance(pairs[0][1], Mapping | None):
+            name, options = pairs[0] if len(pairs) == 1 else (None, None)
+            if not isinstance(name, str) or not isinstance(options, Mapping | None):
                 raise ValueError(f"methods: {entry!r} is neither the name of a method nor {{name: options}}")
-            names.append(pairs[0][0])
-        if not names:
+            entries.append((name, options or {}))
+        if not entries:
             raise ValueError(f"methods {methods!r} must be a list of methods, such as [rotary, none]")
-        return names
+        return entries
 
 
 def _of_the_layer(name: str) -> Any:

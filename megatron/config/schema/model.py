@@ -280,7 +280,7 @@ class ModelConfig(ConfigSection):
         # The list of per_layer.
         if isinstance(methods[0], PerLayer):
             options = {**PerLayer.default_options(), **self.positional_options}
-            entries = PerLayer.names(options["methods"])
+            entries = PerLayer.entries(options["methods"])
             if len(entries) > self.num_layers:
                 yield (
                     f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {self.num_layers}; "
