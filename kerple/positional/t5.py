@@ -40,7 +40,6 @@ class T5(Bias):
     first half of the buckets, and keys after it the second half.
     """
 
-    computed = ("later_starts",)  # in self-contained models that older versions exported
     weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
 
     def __init__(

@@ -420,18 +420,6 @@ def test_exported_models_are_imported_again(pos_emb, tmp_path):
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model.bfloat16().float()(tokens))
 
 
-def test_exports_of_t5_with_the_buffer_of_older_versions_are_imported(tmp_path):
-    model, config = make_model("rpe")
-    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    assert not any("later_starts" in name for name in tensors)
-    tensors["gpt_neox.positional.later_starts"] = torch.arange(1, 32)
-    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
-    for name, tensor in load_model(tmp_path / "ours")[0].state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name]), name
-
-
 def test_the_tokenizer_is_imported(tmp_path):
     stock_model(tmp_path / "hf")
     tokenizer = train_bpe(KINDS.values(), 400)
