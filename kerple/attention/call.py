@@ -303,32 +303,23 @@ class AttentionCall:
         """Return the call itself. Raises ValueError for shapes, dtypes or a dropout probability that do not fit."""
         # Shapes and dtypes. The tables tell a transposed query.
         query, key, value = (list(states.shape) for states in (self.query, self.key, self.value))
-        if not len(query) == len(key) == len(value) == 4:
-            raise ValueError(
-                f"query {query}, key {key} and value {value} must have 4 dimensions: [b, h, s, d], [b, g, t, d] and "
-                "[b, g, t, v]; for one sample, add a dimension with query[None]"
-            )
-        heads = query[1]
         rows = {table.shape[-2] for table in (self.tables.bias, self.tables.weight) if table is not None}
-        if rows == {query[2]} != {heads}:
+        if len(query) == 4 and rows == {query[2]} != {query[1]}:
             raise ValueError(
                 f"query {query} seems to be [b, s, h, d], because the tables have {query[2]} heads; pass "
                 "query.transpose(1, 2), and the same for key and value"
             )
-        if key[:3] != value[:3] or (query[0], query[3]) != (key[0], key[3]):
+        fits = len(query) == len(key) == 4 and key[:3] == value[:3] and (query[0], query[3]) == (key[0], key[3])
+        if not fits or len(value) != 4 or not key[1] or query[1] % key[1]:
             raise ValueError(
                 f"query {query}, key {key} and value {value} do not fit together: they must be [b, h, s, d], "
-                "[b, g, t, d] and [b, g, t, v]"
-            )
-        if not key[1] or heads % key[1]:
-            raise ValueError(
-                f"{heads} query heads cannot share {key[1]} key/value heads: the number of key/value heads must divide "
-                "the number of query heads"
+                "[b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a dimension with query[None]"
             )
         if not self.query.dtype == self.key.dtype == self.value.dtype:
             raise ValueError(
                 f"query, key and value differ in dtype: {self.query.dtype}, {self.key.dtype}, {self.value.dtype}"
             )
+        heads, per_key = query[1], [query[0], self.kv_len]
 
         # Positions, dropout, documents and masked keys.
         if not self.q_len or not self.kv_len or (self.span != EVERY_KEY and self.q_len > self.kv_len):
@@ -340,17 +331,12 @@ class AttentionCall:
             raise ValueError("causal=False: decay_sums need causal attention, and document_ids as many queries as keys")
         if not 0.0 <= self.dropout_p < 1.0:
             raise ValueError(f"dropout_p must be at least 0 and below 1; got {self.dropout_p}")
-        if self.documents is not None and list(self.documents.ids.shape) != [query[0], self.kv_len]:
+        if self.documents is not None and list(self.documents.ids.shape) != per_key:
+            raise ValueError(f"document_ids {list(self.documents.ids.shape)} must be {per_key}: each key's document")
+        if self.key_mask is not None and (self.key_mask.dtype != torch.bool or list(self.key_mask.shape) != per_key):
             raise ValueError(
-                f"document_ids {list(self.documents.ids.shape)} must be {[query[0], self.kv_len]}: the document of "
-                "each key"
-            )
-        if self.key_mask is not None and (
-            self.key_mask.dtype != torch.bool or list(self.key_mask.shape) != [query[0], self.kv_len]
-        ):
-            raise ValueError(
-                f"key_mask {self.key_mask.dtype} {list(self.key_mask.shape)} must be bool {[query[0], self.kv_len]}, "
-                "True for the keys that take part"
+                f"key_mask {self.key_mask.dtype} {list(self.key_mask.shape)} must be bool {per_key}, True for the keys "
+                "that take part"
             )
 
         # Tables have a row per head and a column per distance, with causal=False twice.
@@ -370,11 +356,9 @@ class AttentionCall:
 
         # The decay.
         if self.decay_sums is not None:
-            if list(self.decay_sums.shape) != [query[0], heads, self.kv_len]:
-                raise ValueError(
-                    f"decay_sums {list(self.decay_sums.shape)} must be {[query[0], heads, self.kv_len]}: a number for "
-                    "each query head and key"
-                )
+            expected = [query[0], heads, self.kv_len]
+            if list(self.decay_sums.shape) != expected:
+                raise ValueError(f"decay_sums {list(self.decay_sums.shape)} must be {expected}, for each head and key")
             if tables.weight is not None or self.modify_scores is not None or self.scale == 0.0:
                 raise ValueError("decay_sums cannot be combined with weight_table, modify_scores or a scale of 0")
 
