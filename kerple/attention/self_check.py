@@ -51,6 +51,7 @@ class Variant(NamedTuple):
     """What determines the kernels of a call, besides the device.
 
     directions: coefficients per head that have a jacobian, of bias and weight.
+    grouped: query heads share key/value heads.
     aligned: the numbers of queries and keys are multiples of ALIGNMENT.
     """
 
@@ -88,16 +89,8 @@ class Variant(NamedTuple):
 
     def __str__(self) -> str:
         parts = [str(self.dtype).removeprefix("torch."), f"head size {self.head_size}"]
-        names = {
-            "bias": "bias",
-            "weight": "weight",
-            "decay": "decay",
-            "window": "window",
-            "grouped": "grouped queries",
-            "documents": "documents",
-            "gradients": "gradients",
-        }
-        parts += [text for name, text in names.items() if getattr(self, name)]
+        flags = ("bias", "weight", "decay", "window", "grouped", "documents", "gradients")
+        parts += [name for name in flags if getattr(self, name)]
         return ", ".join(parts if self.aligned else [*parts, f"lengths that are not multiples of {ALIGNMENT}"])
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from kerple.attention.backends.chunked import chunked_attention
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
 CPU = torch.device("cpu")
-METHODS = ("none", "rotary", "kerple_log", "kerple_power__ap", "dape_v2_kerple")
+METHODS = ("none", "kerple_log", "kerple_power__ap", "dape_v2_kerple")
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +40,17 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path):
     path = tmp_path / "doctor.json"
     assert doctor.main(["--json", str(path), "--head-size", "16"]) == 0
     output = capsys.readouterr().out
-    for expected in ("There is no GPU", f"torch          {torch.__version__}", "triton", "deepspeed", "NCCL", "driver"):
-        assert expected in output
+    assert f"torch          {torch.__version__}" in output
     rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.split()[:1]}
     assert rows["method"] == ["float32", "float16", "bfloat16"]
     assert rows["kerple_log"][::2] == ["chunked+sdpa"] * 3
     assert rows["dape_v2_kerple"][::2] == ["chunked"] * 3
-    assert "all 15 checks passed" in output
+    assert "all 12 checks passed" in output
     assert "secret-token" not in output + path.read_text()
     assert os.environ["HOME"] not in output
     result = json.loads(path.read_text())
     assert result["passed"] is True
-    assert len(result["checks"]) == 15
+    assert len(result["checks"]) == 12
     assert result["machine"]["versions"]["torch"] == torch.__version__
 
 
@@ -96,7 +94,7 @@ def test_a_gpu_whose_kernels_are_wrong(cpu_as_gpu, capsys):
     assert rows["dape_v2_kerple"].count("FAILED") == 0
     assert "RuntimeError: PassManager::run failed\n" in output
     assert "the result has a relative error of 1.0e+00" in output
-    assert "6 of 15 checks FAILED; to report it, run `python -m kerple.doctor`" in output
+    assert "5 of 12 checks FAILED" in output
 
 
 def test_a_gpu_whose_kernels_are_wrong_for_grouped_queries(cpu_as_gpu):
@@ -112,28 +110,12 @@ def test_a_gpu_whose_kernels_are_wrong_for_grouped_queries(cpu_as_gpu):
     assert check.failure.endswith(" (grouped queries)")
 
 
-def test_notes_say_why_fused_is_not_used(capsys):
-    check = doctor.Check("NVIDIA Test", "dape", "float32", 64, ["chunked"], {"result": 1e-7}, None, "does not do that")
-    doctor.print_table([[check, check]])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == ["dape    chunked 1.0e-07 [1]  chunked 1.0e-07 [1]", "[1] fused does not do that"]
-
-
-def test_gpus(monkeypatch):
-    """One of each kind is checked; all are listed."""
+def test_one_gpu_of_each_kind_is_checked(monkeypatch):
     names = ["NVIDIA H100", "NVIDIA A100", "NVIDIA H100"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda index: SimpleNamespace(name=names[index], major=9, minor=0, multi_processor_count=132),
-    )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (79 * 2**30, 80 * 2**30))
     assert doctor._devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    gpus = doctor._describe_gpus()
-    assert gpus["cuda:2"] == "NVIDIA H100, sm_90, 132 multiprocessors, 79.0 of 80.0 GiB free"
 
 
 def test_float32_is_checked_without_tf32(monkeypatch):
@@ -150,19 +132,13 @@ def test_float32_is_checked_without_tf32(monkeypatch):
     assert torch.backends.cudnn.allow_tf32
 
 
-def test_parameters_are_always_the_same():
-    first, second = (doctor.check_method("dape_v2_kerple", CPU, torch.float32, 16) for _ in range(2))
-    assert first.failure is None
-    assert first.errors == second.errors
-
-
 @pytest.mark.parametrize(
     ("name", "tensor", "error", "in_float64", "fails"),
     [
-        ("dape_v2", "query", 1e-3, 1e-12, False),  # as measured where rounding moves a hidden unit across the kink
-        ("dape_v2", "query", 1e-3, 1e-3, True),  # not due to rounding
-        ("dape_v2", "key", 5e-3, 1e-12, True),
-        ("dape_v2", "result", 1e-3, 1e-12, True),  # the result has no jump
+        ("dape", "query", 1e-3, 1e-12, False),  # as measured where rounding moves a hidden unit across the kink
+        ("dape", "query", 1e-3, 1e-3, True),  # not due to rounding
+        ("dape", "key", 5e-3, 1e-12, True),
+        ("dape", "result", 1e-3, 1e-12, True),  # the result has no jump
         ("kerple_log", "query", 1e-3, 1e-12, True),
     ],
 )

@@ -53,17 +53,9 @@ BROKEN = {
         lambda call: chunked_with(call, tables=replace(call.tables, bias=call.tables.bias.roll(1, dims=1))),
         "the result has a relative error",
     ),
-    "window": (
-        lambda call: chunked_with(call, span=Span(call.max_kv_len - 1)),
-        "the result has a relative error",
-    ),
     "key": (
         lambda call: chunked_with(call, key=TripledGradient.apply(call.key)),
         "the gradient of key has a relative error of 2.0e+00",
-    ),
-    "bias": (
-        lambda call: chunked_with(call, tables=replace(call.tables, bias=TripledGradient.apply(call.tables.bias))),
-        "the gradient of bias table has a relative error of 2.0e+00",
     ),
     "no gradient": (
         lambda call: chunked_with(call, value=call.value.detach()),
@@ -91,7 +83,7 @@ def random_call(backend: str = "auto") -> torch.Tensor:
     return Attention(backend, method)(states[:, :, 2:], states, states)
 
 
-@pytest.mark.parametrize("method", ["none", "kerple_log", "kerple_power_ap_ap", "rpe", "forgetting"])
+@pytest.mark.parametrize("method", ["none", "kerple_log", "rpe", "forgetting"])
 def test_the_kernels_pass(method):
     """The interpreter passes with tables, with jacobians, with one that is valid only from some distance on, and with
     a decay.
@@ -106,14 +98,6 @@ def test_the_kernels_pass(method):
     assert str(verdicts[0]).startswith("self-check of the fused attention kernels passed (cpu, ")
 
 
-def test_the_kernels_pass_with_grouped_queries_and_windows():
-    attention = Attention("fused", build("kerple_power_ap_ap", SHAPE))
-    verdicts = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, kv_heads=1, windowed=True)
-    assert [verdict.failure for verdict in verdicts] == [None, None]
-    assert "weight, grouped queries, gradients" in str(verdicts[0])
-    assert "weight, window, grouped queries, gradients" in str(verdicts[1])
-
-
 @pytest.mark.parametrize("method", primary_names())
 def test_every_method_has_a_backend_for_documents(method, monkeypatch):
     monkeypatch.setattr(dispatch, "_check_fused", lambda *_: None)
@@ -121,12 +105,12 @@ def test_every_method_has_a_backend_for_documents(method, monkeypatch):
     assert attention.check_kernels(CPU, torch.float32, 2, 16, training=True, documents=True) == []
 
 
-def test_the_kernels_pass_with_documents():
-    attention = Attention("fused", build("kerple_log", SHAPE))
-    (verdict,) = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, documents=True)
-    assert verdict.failure is None
-    assert "documents" in str(verdict)
-    assert {"result", "query", "key", "value", "bias_coefficients"} <= set(verdict.errors)
+def test_the_kernels_pass_with_documents_grouped_queries_and_windows():
+    attention, options = Attention("fused", build("kerple_power_ap_ap", SHAPE)), {"documents": True, "windowed": True}
+    verdicts = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, kv_heads=1, **options)
+    assert [verdict.failure for verdict in verdicts] == [None, None]
+    assert "weight, grouped, documents, gradients" in str(verdicts[0])
+    assert "weight, window, grouped, documents, gradients" in str(verdicts[1])
 
 
 @pytest.mark.parametrize(
@@ -173,12 +157,10 @@ def test_auto_uses_another_backend_after_a_failure(kernels, capsys):
     result = random_call()
     assert torch.equal(result, random_call("chunked"))
     assert calls == [self_check.Q_LEN - self_check.ODD]  # the 10 keys are not a multiple of 16
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1
+    (message,) = capsys.readouterr().err.splitlines()
     assert "FAILED (cpu, float32, head size 16, bias, gradients, lengths that are not multiples of 16)" in message
-    assert "the result has a relative error of 1.0e-02" in message
-    assert "auto uses chunked or sdpa instead" in message
-    assert "run `python -m kerple.doctor` and open an issue" in message
+    assert "1.0e-02" in message
+    assert "python -m kerple.doctor" in message
     random_call()
     assert len(calls) == 1
     assert capsys.readouterr().err == ""
@@ -215,10 +197,7 @@ def test_the_first_call_checks(kernels, capsys):
             attend(states, states, states, bias_table=bias)
     assert calls == [self_check.Q_LEN - self_check.ODD, 10, 10]
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        "passed (cpu, float32, head size 16, bias, lengths that are not multiples of 16): largest relative error"
-        in line
-    )  # no gradients
+    assert "passed (cpu, float32, head size 16, bias, lengths" in line  # no gradients
 
 
 def test_gradients_and_windows_are_checked_on_their_own(kernels):
@@ -312,12 +291,6 @@ def test_an_unwritable_cache_folder_is_a_warning(kernels, monkeypatch, tmp_path)
     assert [verdict.failure for verdict in verdicts] == [None, None]
 
 
-def test_the_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert self_check.cache_folder() == tmp_path / ".cache/kerple/self_check"
-
-
 def test_nothing_is_checked_without_values_or_while_compiling(kernels, monkeypatch):
     calls = kernels(lambda call: torch.zeros_like(call.query))
     with FakeTensorMode():
@@ -348,24 +321,3 @@ def test_an_unusable_gpu_is_an_error(kernels, new_process, monkeypatch):
     assert caught.value.__cause__ is error
     new_process()
     assert check("alibi")[0].failure is not None
-
-
-def test_errors_of_the_gpu(monkeypatch):
-    def synchronize(device):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert self_check._gpu_error(torch.device("cuda")) is None
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert str(self_check._gpu_error(torch.device("cuda"))).startswith("CUDA error")
-    assert self_check._gpu_error(CPU) is None
-
-
-def test_the_random_numbers_of_training_do_not_change(kernels):
-    kernels(chunked_attention)
-    attention = Attention("fused", build("kerple_log", SHAPE))
-    torch.manual_seed(0)
-    assert attention.check_kernels(CPU, torch.float32, 2, 16, training=True)
-    drawn = torch.rand(3)
-    torch.manual_seed(0)
-    assert torch.equal(drawn, torch.rand(3))
