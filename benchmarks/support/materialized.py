@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.attention.call import AttentionCall, Backend
-from kerple.attention.tables import NO_TABLES, pair_distances
+from kerple.attention.tables import NO_TABLES
 from kerple.positional import PositionalMethod
 from megatron.model.gpt import GPT
 
@@ -17,7 +17,7 @@ def materialized_attention(call: AttentionCall) -> Tensor:
     """Like `kerple.attention.attend`, with all scores and probabilities in memory, in the dtype of the query."""
     queries, keys = range(call.offset, call.kv_len), range(call.kv_len)
     mask = call.span.mask(queries, keys, call.query.device)
-    distance = pair_distances(queries, keys, mask)
+    distance = call.distances(queries, keys)
     scores = call.query @ call.key.transpose(-1, -2) * call.scale
     if call.tables.weight is not None:
         scores = scores * call.tables.weight[:, distance].to(scores.dtype)

@@ -182,16 +182,6 @@ def score_table(
     return method.table(distance) if distance_map is None else method.mapped_table(distance_map(distance))
 
 
-def pair_distances(queries: range, keys: range, mask: Tensor) -> Tensor:
-    """Distances between ranges of positions, int64 `[s, t]` on the mask's device; 0 for masked pairs.
-
-    So every pair, masked or not, has an entry in a table over the visible distances.
-    """
-    query = torch.arange(queries.start, queries.stop, device=mask.device)[:, None]
-    key = torch.arange(keys.start, keys.stop, device=mask.device)
-    return (query - key).masked_fill_(mask, 0)
-
-
 def lookup(table: Tensor, distance: Tensor) -> Tensor:
     """The values of a table `[h, n]` at distances `[c, l]` or `[b, c, l]`: `[h, c, l]` or `[b, h, c, l]`. The distances
     of keys after the query are negative; a table `[2, h, n]` has its own half for them.

@@ -19,7 +19,7 @@ from torch import Tensor
 from kerple.attention.backends.chunk_plan import MODIFY_MIN_ROWS, modify_rows
 from kerple.attention.call import without_autocast
 from kerple.attention.inference.mode import AttentionMode
-from kerple.attention.tables import pair_distances, score_table, tables
+from kerple.attention.tables import score_table, tables
 from kerple.positional import Chunk, PositionalMethod
 from kerple.positional.functional import positions_on
 
@@ -146,12 +146,11 @@ class Pairs(NamedTuple):
         span = mode.span
         mask = span.mask(queries, keys, device)
         query_positions, key_positions = (torch.arange(part.start, part.stop, device="cpu") for part in (queries, keys))
-        distance = pair_distances(queries, keys, mask)
         if mode.reindexed and keys.start < span.sinks:
             # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
             query_positions = query_positions.clamp(max=span.max_kv_len(queries.stop) - 1)
-            cached = [positions_on(positions, device) for positions in (query_positions, key_positions)]
-            distance = (cached[0][:, None] - cached[1]).masked_fill(mask, 0)
+        query, key = (positions_on(positions, device) for positions in (query_positions, key_positions))
+        distance = (query[:, None] - key).masked_fill(mask, 0)
         return cls(mask, query_positions, key_positions, distance)
 
     @property
