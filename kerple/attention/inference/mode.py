@@ -308,7 +308,6 @@ MODIFIERS = {
         True,
     ),
 }
-_KINDS = {"distance_map": "distance maps", "scaling": "scalings of the scores"}
 _SIZE_PATTERN = "[1-9][0-9]{0,11}"
 _SPAN = re.compile(
     rf"(full|window@(?P<W>{_SIZE_PATTERN})|blockwise(?:@(?P<L>{_SIZE_PATTERN}))?"
@@ -367,13 +366,11 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
     parts: dict[str, str] = {}
     for part in [] if match["rest"] is None else match["rest"].split("+"):
         key, canonical, value = _modifier(part, name, train_length)
-        if key in parts:
-            raise ValueError(f"inference mode {name}: {key} is given twice; use it once")
-        parts[key] = canonical
         field = MODIFIERS[key].field
         if getattr(mode, field):
             other = next(other for other in parts if MODIFIERS[other].field == field)
-            raise ValueError(f"inference mode {name}: {other} and {key} are both {_KINDS[field]}; use one of them")
+            raise ValueError(f"inference mode {name}: {other} and {key} cannot be combined; use one of them")
+        parts[key] = canonical
         if field == "reindexed" and not mode.span.sinks:
             raise ValueError(f"inference mode {name}: reindexed only changes distances to sinks; use it with sinks@S+W")
         mode = replace(mode, **{field: value})

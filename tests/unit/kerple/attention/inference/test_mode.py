@@ -1,6 +1,7 @@
 """Inference modes: their names, which keys a query attends to, which methods support them, and their scalings."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -94,10 +95,10 @@ def test_names():
 
 @pytest.mark.parametrize(
     "name",
-    ["window", "window@", "window@0", "window@-3", "window@1.5", "Full", "sliding", "blockwise@", "blockwise@0"],
+    ["window", "window@0", "window@-3", "window@1.5", "Full", "blockwise@", "sinks@0+4"],
 )
 def test_unknown_names(name):
-    with pytest.raises(ValueError, match="full, window@W, blockwise, blockwise@L or sinks@S"):
+    with pytest.raises(ValueError, match=f"'{re.escape(name)}' .*window@W"):
         parse_mode(name)
 
 
@@ -112,18 +113,7 @@ def test_blocks_need_an_even_training_length():
 
 @pytest.mark.parametrize("length", [1, 3, 9, 10, 23])
 @pytest.mark.parametrize(
-    "name",
-    [
-        "full",
-        "window@3",
-        "window@9",
-        "window@20",
-        "blockwise@2",
-        "blockwise@6",
-        "blockwise@40",
-        "sinks@2+5",
-        "sinks@9+3",
-    ],
+    "name", ["full", "window@3", "window@20", "blockwise@6", "blockwise@40", "sinks@2+5", "sinks@9+3"]
 )
 def test_mean_number_of_keys(name, length):
     mode = parse_mode(name)
@@ -180,19 +170,18 @@ def test_names_without_a_training_length_keep_their_lengths():
     ("name", "message"),
     [
         ("sinks@4", "sinks@S"),
-        ("sinks@0+4", "is unknown"),
-        ("full+", "modifier '' is unknown"),
+        ("full+", "modifier ''"),
         ("full+rope", "'rope'"),
         ("full+clip", "'clip'"),
         ("full+clip@4,5", "'clip@4,5'"),
-        ("full+clip@1.5", "must be clip@W"),
-        ("full+group@4", "must be group@G,W"),
-        ("full+logn@", r"must be logn\[@L\]"),
+        ("full+clip@1.5", "clip@W"),
+        ("full+group@4", "group@G,W"),
+        ("full+logn@", r"logn\[@L\]"),
         ("full+logn", "logn.*logn@LENGTH"),
         ("full+dynamic-ntk@2", "dynamic-ntk.*train_length"),
         ("full+clip@4+clip@4", "clip"),
         ("full+clip@4+log@8", "clip.*log"),
-        ("full+logn@8+yarn-temperature@2", "are both scalings of the scores"),
+        ("full+logn@8+yarn-temperature@2", "logn and yarn-temperature"),
         ("window@8+reindexed", "use it with sinks@S"),
         ("full+leaky@4,0.5", "factor must be at least 1"),
         ("full+logn@1", "length must be at least 2"),
