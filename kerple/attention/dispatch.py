@@ -226,12 +226,11 @@ class Attention:
         self.backend = backend
         self.positional = positional
         self._chosen: dict[Hashable, str] = {}
-        self.has_bias = positional is not None and "bias" in positional.hooks
-        self.has_weight = positional is not None and "weight" in positional.hooks
-        self.modifies_scores = positional is not None and "modify_scores" in positional.hooks
-        self.has_decay = positional is not None and "decay" in positional.hooks
-        self._scales_qk = positional is not None and "scale_qk" in positional.hooks
-        if self.modifies_scores and (self.has_bias or self.has_weight or self.has_decay or self._scales_qk):
+        hooks: frozenset[str] = frozenset() if positional is None else positional.hooks
+        self.has_bias, self.has_weight = "bias" in hooks, "weight" in hooks
+        self.modifies_scores, self.has_decay = "modify_scores" in hooks, "decay" in hooks
+        self._scales_qk = "scale_qk" in hooks
+        if self.modifies_scores and hooks & {"bias", "weight", "decay", "scale_qk"}:
             raise ValueError(
                 f"{type(positional).__name__} defines modify_scores, so it must not define bias, weight, decay or "
                 "scale_qk too; compute the final scores in modify_scores, and scale queries and keys in rotate"
@@ -243,6 +242,11 @@ class Attention:
     def _requirements(self, **others: Any) -> Requirements:
         """Those of the method, and others."""
         return Requirements(weight=self.has_weight, modify_scores=self.modifies_scores, decay=self.has_decay, **others)
+
+    def _fastest(self, q_len: int, plain: bool, **others: Any) -> str:
+        """The backend that `auto` chooses for this method and other requirements; see `_fastest_backend`."""
+        tables = self.has_bias or self.has_weight
+        return _fastest_backend(self._requirements(**others), q_len, tables=tables, plain=plain)
 
     def check_kernels(
         self,
@@ -322,12 +326,12 @@ class Attention:
             return f"{self.backend} (as configured){chunks}"
         if self.modifies_scores:
             return f"chunked (auto: the only memory-efficient backend for a method with modify_scores){chunks}"
-        usual = self._requirements(device=device, dtype=dtype, head_size=head_size)
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "head_size": head_size}
+        usual, has_tables = self._requirements(**options), self.has_bias or self.has_weight
         if documents:
             chosen = _fastest_for_documents(usual, 2, packed=True)
             return f"{chosen} (auto: fastest on {device.type} for documents and this method)"
-        has_tables = self.has_bias or self.has_weight
-        plain, other = (_fastest_backend(usual, 2, tables=has_tables, plain=plain) for plain in (not windowed, False))
+        plain, other = self._fastest(2, not windowed, **options), self._fastest(2, False, **options)
         if plain == other == "fused":
             return (
                 f"fused (auto: fastest on cuda for this method; {'chunked' if has_tables else 'sdpa'} for calls that "
@@ -346,8 +350,7 @@ class Attention:
         """The backend for a training step, in a dtype that it supports. windowed: its calls have a window."""
         if self.backend != "auto":
             return self.backend
-        requirements = self._requirements(dropout=dropout, device=device, head_size=head_size)
-        return _fastest_backend(requirements, 2, tables=self.has_bias or self.has_weight, plain=not windowed)
+        return self._fastest(2, not windowed, dropout=dropout, device=device, head_size=head_size)
 
     def runs_fused(
         self, device: torch.device, dtype: torch.dtype, shape: Sequence[int], *, plain: bool = False
@@ -358,8 +361,8 @@ class Attention:
         if self.backend != "auto":
             return self.backend == "fused"
         batch, heads, q_len, head_size = shape
-        requirements = self._requirements(device=device, dtype=dtype, head_size=head_size, batch_heads=batch * heads)
-        return _fastest_backend(requirements, q_len, tables=self.has_bias or self.has_weight, plain=plain) == "fused"
+        options = {"dtype": dtype, "head_size": head_size, "batch_heads": batch * heads}
+        return self._fastest(q_len, plain, device=device, **options) == "fused"
 
     def __call__(
         self,
@@ -473,12 +476,11 @@ def non_finite_gradients(method: PositionalMethod, shape: ModelShape) -> list[st
     A common cause is distance 0, where sqrt(a * distance) and (a * distance)**0.5 are finite, but their derivative is
     0/0. A single optimizer step then makes all weights nan.
     """
-    names = [name for name, parameter in method.named_parameters() if parameter.requires_grad]
-    parameters = [parameter for parameter in method.parameters() if parameter.requires_grad]
-    if not parameters:
+    trained = {name: parameter for name, parameter in method.named_parameters() if parameter.requires_grad}
+    if not trained:
         return []
     length = min(16, shape.max_positions)
-    device, positions = parameters[0].device, torch.arange(length, device="cpu")
+    device, positions = next(iter(trained.values())).device, torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, length, shape.hidden_size, generator=generator).to(device)
     # The three columns become query, key and value.
@@ -491,5 +493,5 @@ def non_finite_gradients(method: PositionalMethod, shape: ModelShape) -> list[st
         query, key = method.rotate(query, key, positions, positions)
         sums = decay_sums(method.decay(hidden)) if "decay" in method.hooks else None
         context = Attention("reference", method)(query, key, value, decay_sums=sums)
-        grads = torch.autograd.grad(context.square().sum(), parameters, allow_unused=True)
-    return [name for name, grad in zip(names, grads, strict=True) if grad is not None and not grad.isfinite().all()]
+        grads = torch.autograd.grad(context.square().sum(), list(trained.values()), allow_unused=True)
+    return [name for name, grad in zip(trained, grads, strict=True) if grad is not None and not grad.isfinite().all()]

@@ -25,18 +25,14 @@ from kerple.attention import (
 from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
-from kerple.positional import KerpleLog, ModelShape, PositionalMethod, XPos, build, primary_names
+from kerple.positional import ModelShape, PositionalMethod, XPos, build
 from kerple.positional.wrappers import _sample
 from tests.support.attention import (
-    SPANS,
     DecayingXPos,
     attend_arguments,
     attended,
     run_attend,
     upstream_gradient,
-)
-from tests.support.attention import (
-    random_states as float64_states,
 )
 
 SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
@@ -95,22 +91,20 @@ def test_calls_that_fused_does_not_support(calls, fused_available, options, monk
 
 
 def test_the_choice_is_described(fused_available):
-    plain = Attention("auto", build("rotary", SHAPE))
-    biased = Attention("auto", build("kerple_log", SHAPE))
-    assert plain.choice("cpu") == (
-        "sdpa, and chunked for windows and for fewer queries than keys (auto: fastest for each)"
-    )
+    """As the log prints it."""
+    plain, biased = (Attention("auto", build(name, SHAPE)) for name in ("rotary", "kerple_log"))
+    assert plain.choice("cpu").startswith("sdpa, and chunked for windows")
     assert plain.choice("cuda").startswith("sdpa, and fused for windows")
     assert plain.choice("cuda", windowed=True).startswith("fused (auto")
-    assert plain.choice("cpu", windowed=True) == "chunked (auto: fastest on cpu for this method)"
+    assert plain.choice("cpu", windowed=True).startswith("chunked (auto")
     assert plain.choice("cuda", documents=True).startswith("fused (auto")
     assert plain.choice("cpu", documents=True).startswith("sdpa (auto")
+    assert biased.choice("cuda").startswith("fused (auto")
+    assert biased.choice("cpu").startswith("chunked (auto")
+    assert Attention("auto", build("dape", SHAPE)).choice("cuda").startswith("chunked (auto")
+    assert Attention("reference").choice("cpu") == "reference (as configured)"
     assert plain.training_backend(torch.device("cpu"), 64, False) == "sdpa"
     assert plain.training_backend(torch.device("cpu"), 64, False, windowed=True) == "chunked"
-    assert biased.choice("cuda").startswith("fused (auto")
-    assert biased.choice("cpu") == "chunked (auto: fastest on cpu for this method)"
-    assert Attention("auto", build("dape", SHAPE)).choice("cuda").startswith("chunked (auto: ")
-    assert Attention("reference").choice("cpu") == "reference (as configured)"
 
 
 def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
@@ -161,21 +155,9 @@ def test_a_remembered_choice_does_not_hide_a_bad_call():
         attention(*states, tables=replace(tables, bias=tables.bias[:, :5]))
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", "chunked"])
-def test_a_configured_backend_runs(calls, backend):
-    method = build("alibi", SHAPE)
-    attention = Attention(backend, method)
-    attention(*random_states())
-    assert [name for name, *_ in calls] == [backend]
-
-
 @pytest.mark.parametrize(
     ("backend", "method", "documents"),
-    [
-        ("auto", "kerple_log", False),
-        ("reference", "kerple_power_ap_ap", False),
-        ("chunked", "kerple_power_ap_ap", True),
-    ],
+    [("auto", "kerple_log", False), ("chunked", "kerple_power_ap_ap", True)],
 )
 def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
     """With all gradients."""
@@ -194,18 +176,6 @@ def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap"])
-def test_the_reference_backend_can_be_differentiated_twice(method):
-    arguments = attend_arguments(method, batch=1, heads=2, s=5, t=5, size=3)
-    leaves = [leaf for leaf in arguments.values() if isinstance(leaf, torch.Tensor)]
-
-    def run(*tensors):
-        values = dict(zip([name for name in arguments if name != "window"], tensors, strict=False))
-        return attend(backend="reference", **values)
-
-    assert torch.autograd.gradgradcheck(run, leaves, eps=1e-3, atol=1e-2, rtol=1e-2)
-
-
 def test_unknown_backends_are_rejected():
     assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
     with pytest.raises(ValueError, match="attention-backend 'flash'"):
@@ -213,17 +183,11 @@ def test_unknown_backends_are_rejected():
 
 
 def test_backends_that_do_not_support_a_method_are_rejected():
-    with pytest.raises(NotImplementedError, match="attention-backend 'sdpa'"):
-        Attention("sdpa", build("kerple_power__ap", SHAPE))
-    with pytest.raises(NotImplementedError, match="use auto, or one of reference, chunked"):
+    for name in ("kerple_power__ap", "dape_kerple"):
+        with pytest.raises(NotImplementedError, match=r"'sdpa' .*auto.*reference, chunked"):
+            Attention("sdpa", build(name, SHAPE))
+    with pytest.raises(NotImplementedError, match="'sdpa'"):
         attend(*random_states(), weight_table=torch.ones(2, 6), backend="sdpa")
-    message = r"'sdpa' does not support .* modify_scores; use auto, or one of reference, chunked"
-    with pytest.raises(NotImplementedError, match=message):
-        Attention("sdpa", build("dape_kerple", SHAPE))
-    with pytest.raises(NotImplementedError, match=message):
-        attend(*random_states(), modify_scores=build("fire", SHAPE).modify_scores, backend="sdpa")
-    with pytest.raises(NotImplementedError, match="'flex'"):
-        check_backend("flex", Requirements(dropout=True))
     check_backend("auto", Requirements(weight=True, modify_scores=True, dropout=True))
 
 
@@ -242,16 +206,9 @@ def test_tables_that_do_not_fit_the_method_are_rejected():
         Attention("auto")(*random_states(), tables=PositionTables(bias=torch.zeros(2, 6)))
 
 
-@pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "transformer_xl"])
-def test_a_method_s_table_for_modify_scores_is_required(name):
-    attention = Attention("auto", build(name, SHAPE))
+def test_a_method_s_table_for_modify_scores_is_required():
     with pytest.raises(ValueError, match=r"position_tables\(method, 4, device\)"):
-        attention(*random_states(), tables=PositionTables(), window=4)
-
-
-@pytest.mark.parametrize("name", ["fire", "dape", "dape_fire", "cope", "stick_breaking"])
-def test_methods_with_modify_scores_but_without_a_table(name):
-    assert Attention("auto", build(name, SHAPE))(*random_states()).shape == (1, 2, 6, 4)
+        Attention("auto", build("dape_kerple", SHAPE))(*random_states(), tables=PositionTables(), window=4)
 
 
 def test_modify_scores_excludes_other_hooks():
@@ -266,11 +223,9 @@ def test_modify_scores_excludes_other_hooks():
         def modify_scores(self, chunk):
             return chunk.scores
 
-    message = " defines modify_scores, so it must not define bias, weight, decay or scale_qk"
-    with pytest.raises(ValueError, match=f"Both{message}"):
-        Attention("auto", Both())
-    with pytest.raises(ValueError, match=f"Scaled{message}"):
-        Attention("auto", Scaled(4))
+    for method in (Both(), Scaled(4)):
+        with pytest.raises(ValueError, match=f"{type(method).__name__} .*modify_scores"):
+            Attention("auto", method)
 
 
 def test_decays_that_do_not_fit():
@@ -310,22 +265,15 @@ def test_complete_blocks_are_one_call(calls):
     """61 complete blocks of two samples go through the backend at once, with 2 B keys each."""
     states = torch.randn(2, 3, 1000, 4)
     attend(states[:, :, 5:], states, states, block=16, backend="chunked")
-    assert [shapes for _, *shapes in calls] == [
-        [(2, 3, 11, 4), (2, 3, 16, 4)],
-        [(122, 3, 16, 4), (122, 3, 32, 4)],
-        [(2, 3, 8, 4), (2, 3, 24, 4)],
+    assert calls == [
+        ("chunked", (2, 3, 11, 4), (2, 3, 16, 4)),
+        ("chunked", (122, 3, 16, 4), (122, 3, 32, 4)),
+        ("chunked", (2, 3, 8, 4), (2, 3, 24, 4)),
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("dape_kerple", {}),
-        ("dape_v2_kerple", {}),
-        ("stick_breaking", {}),
-        ("xpos", {}),
-        ("fire", {"random_range": 20}),
-    ],
+    ("name", "options"), [("dape_v2_kerple", {}), ("stick_breaking", {}), ("xpos", {}), ("fire", {"random_range": 20})]
 )
 def test_positions_are_on_the_cpu_whatever_the_default_device(name, options):
     method = build(name, SHAPE, **options).eval()
@@ -348,7 +296,7 @@ def test_scaled_queries_and_keys_are_computed_in_segments(calls):
     method = XPos(4, scale_base=1.0)
     Attention("sdpa", method)(*random_states(6, 10))
     assert method.segment == 4
-    assert [shapes for _, *shapes in calls] == [[(1, 2, 4, 4), (1, 2, 8, 4)], [(1, 2, 2, 4), (1, 2, 10, 4)]]
+    assert calls == [("sdpa", (1, 2, 4, 4), (1, 2, 8, 4)), ("sdpa", (1, 2, 2, 4), (1, 2, 10, 4))]
 
 
 @pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap"])
@@ -361,38 +309,12 @@ def test_scale_replaces_the_root_of_the_head_size(method):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
-# `test_decay.py` tests methods with a decay.
-WITHOUT_DECAY = [name for name in primary_names() if not build(name, SHAPE).hooks & {"embed", "decay"}]
-
-
-@pytest.mark.parametrize("name", WITHOUT_DECAY)
-def test_grouped_queries_of_every_method(name):
-    """4 query heads share 2 key/value heads, compared with a copy of its key/value head for each query head: all
-    gradients, fewer queries than keys as with a KV cache, windows and blocks.
-    """
-    torch.manual_seed(0)
-    method = build(name, ModelShape(num_heads=4, head_size=4, hidden_size=16, num_layers=1, max_positions=23))
-    for parameter in method.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter)
-    for s, t, span in (*SPANS[1:4], SPANS[-1]):
-        query, key, value = leaves = float64_states(4, 4, t, kv_heads=2)
-        leaves = [*leaves, *method.parameters()]
-        repeated = [states.repeat_interleave(2, dim=1) for states in (key, value)]
-        expected = attended("reference", method, query, *repeated, s, span)
-        upstream = upstream_gradient(expected)
-        grads = torch.autograd.grad(expected, leaves, upstream)
-        for backend in ("reference", "auto"):
-            actual = attended(backend, method, query, key, value, s, span)
-            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
-            for grad, expected_grad in zip(torch.autograd.grad(actual, leaves, upstream), grads, strict=True):
-                torch.testing.assert_close(
-                    grad, expected_grad, rtol=1e-5, atol=1e-6 if grad.dtype == torch.float32 else 1e-10
-                )
-
-
 @pytest.mark.parametrize(
-    ("backend", "method"), [("sdpa", "alibi"), ("chunked", "alibi"), ("chunked", "fire"), ("fused", "alibi")]
+    ("backend", "method"),
+    [
+        *(("sdpa", "alibi"), ("chunked", "alibi"), ("chunked", "fire")),
+        pytest.param("fused", "alibi", marks=pytest.mark.ci),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:All-NaN")
 def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypatch):
@@ -448,23 +370,14 @@ class RootScores(Root):
 
 
 def test_sqrt_at_distance_0():
-    assert non_finite_gradients(Root(0.0), SHAPE) == ["slope"]
+    with torch.no_grad():
+        assert non_finite_gradients(Root(0.0), SHAPE) == ["slope"]
     assert non_finite_gradients(Root(1e-6), SHAPE) == []
     assert non_finite_gradients(RootWeight(0.0), SHAPE) == ["slope"]
     assert non_finite_gradients(RootScores(0.0), SHAPE) == ["slope"]
-
-
-def test_only_trained_parameters_count():
     method = Root(0.0)
     method.slope.requires_grad_(False)
     assert non_finite_gradients(method, SHAPE) == []
-    assert non_finite_gradients(build("none", SHAPE), SHAPE) == []
-
-
-def test_without_gradients_enabled():
-    with torch.no_grad():
-        assert non_finite_gradients(Root(0.0), SHAPE) == ["slope"]
-        assert non_finite_gradients(KerpleLog(2), SHAPE) == []
 
 
 @pytest.mark.parametrize(
