@@ -51,7 +51,7 @@ def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
 
     def with_operator() -> Tensor:
         kernel = prepare_tables(tables, HEADS, LENGTH, "cpu").kernel
-        context: Tensor = operator._attention(query, key, value, *kernel, None, SIZE**-0.5, None)[0]
+        context: Tensor = operator._attention(query, key, value, *kernel, None, [], SIZE**-0.5, None)[0]
         return context
 
     return {

@@ -10,9 +10,10 @@ process, as the largest resident memory minus that before the evaluation. The ex
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -67,22 +68,14 @@ def main() -> int:
         "--layers", type=int, metavar="N", help=f"default: {LAYERS}, or {LAYERS_WHEN_LONG} from {LONG:,} tokens on"
     )
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.in_this_process:
-        print(json.dumps(measure(options.lengths[0], options.threads, options.pos_emb, options.layers)))
-        return 0
 
-    # A process for each length.
+    # A process for each length: memory of earlier measurements in the same process would hide the peak.
     measurements = []
     for length in options.lengths:
-        # Memory of earlier measurements in the same process would hide the peak.
-        sizes = (f"--lengths={length}", f"--threads={options.threads}", f"--pos-emb={options.pos_emb}")
-        words = ["--in-this-process", *sizes, *([f"--layers={options.layers}"] if options.layers else [])]
-        output = subprocess.run(
-            [sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-        measured = json.loads(output.splitlines()[-1])
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+            arguments = length, options.threads, options.pos_emb, options.layers
+            measured = executor.submit(measure, *arguments).result()
         measurements.append(measured)
         print(
             f"{options.pos_emb}: evaluation of {length:,} tokens, {measured['layers']} layers: "
