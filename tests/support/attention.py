@@ -247,8 +247,8 @@ def dense_attention(
         zeta = (torch.arange(size // 2, dtype=torch.float64) / (size // 2) + 0.4) / 1.4
         decays = zeta.repeat_interleave(2) ** (distance[..., None] / method.scale_base)
     scores = torch.einsum("bhsd,bhtd,std->bhst", query, key, decays) * size**-0.5
-    if not causal:
-        scores = _scores_in_both_directions(method, scores, query, signed, mask)
+    if "modify_scores" in method.hooks and not causal:
+        scores = modified_scores(method, scores, query, signed, mask, causal=False)
     elif "modify_scores" in method.hooks:
         scores = method.final_scores(Chunk(scores, query, queries, keys, mask, score_table(method, t, "cpu")))
     if "weight" in method.hooks:
@@ -262,38 +262,61 @@ def dense_attention(
     return exponentials / torch.where(sums == 0, 1.0, sums) @ value
 
 
-def _scores_in_both_directions(
-    method: PositionalMethod, scores: Tensor, query: Tensor, signed: Tensor, mask: Tensor
+def modified_scores(
+    method: PositionalMethod,
+    scores: Tensor,
+    query: Tensor,
+    distance: Tensor,
+    mask: Tensor,
+    queries: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """The formulas of methods with `modify_scores` for pairs at signed distances `[s, t]`, all first positions."""
-    distance, queries = signed.abs().double(), torch.arange(len(signed))[:, None]
+    """The formulas of DAPE, FIRE and Transformer-XL for all pairs of a text.
 
-    def fire(static: Fire) -> Tensor:
-        later = torch.maximum(queries, queries - signed)
-        longest = torch.maximum(later, (static.m * static.threshold).abs())
-        relative = (1 + static.c.abs() * distance).log() / ((1 + static.c.abs() * longest).log() + 1e-6)
-        hidden = static.activation(F.linear(relative[..., None], *static.first.parameters()))
-        return F.linear(hidden, *static.second.parameters()).permute(2, 0, 1)
-
+    query: after `rotate`. distance: `[t, t]`; negative for keys after the query, unless they are masked. queries: the
+    positions of the queries `[t, 1]`, by default from 0 on.
+    """
+    distance = distance.double()
+    queries = torch.arange(len(distance))[:, None] if queries is None else queries
     if isinstance(method, TransformerXL):
-        angles = signed[..., None] / 10_000.0 ** (torch.arange(0, 24, 2) / 24)
-        vectors = torch.cat((angles.sin(), angles.cos()), dim=-1).double() @ method.relative.weight.T
+        size = method.relative.weight.shape[1]
+        angles = distance[..., None] / 10_000.0 ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+        vectors = torch.cat((angles.sin(), angles.cos()), dim=-1) @ method.relative.weight.double().T
         # `rotate` has added u to the query.
         states = query - method.content_bias + method.position_bias
-        products = torch.einsum("bhsd,sthd->bhst", states, vectors.unflatten(-1, (4, 6)))
-        return scores + products / 6**0.5
+        products = torch.einsum("bhsd,sthd->bhst", states, vectors.unflatten(-1, states.shape[1::2]))
+        return scores + products / query.shape[-1] ** 0.5
     if isinstance(method, Fire):
-        return scores + fire(method)
-    if isinstance(method, Adaptive):
-        inputs, bias = scores, torch.zeros(())
-        if method.static is not None:
-            static = method.static
-            bias = fire(static) if isinstance(static, Fire) else static.bias(distance).double()
-            inputs = torch.cat((scores, bias.expand_as(scores)), dim=1)
-        first, second = (list(layer.parameters()) for layer in (method.first, method.second))
-        if not isinstance(method, DapeConvolution):
-            hidden = F.leaky_relu(F.linear(inputs.movedim(1, -1), *first), 0.01)
-            return scores + bias + F.linear(hidden, *second).movedim(-1, 1)
-        hidden = F.leaky_relu(F.conv2d(inputs.masked_fill(mask, 0), *first, padding=(0, 1)), 0.01)
-        return scores + bias + F.conv2d(hidden.masked_fill(mask, 0), *second, padding=(0, 1))
-    return scores
+        return scores + _fire_bias(method, distance, queries)
+
+    # DAPE, with the static bias in the residual and in the inputs of the MLP.
+    assert isinstance(method, Adaptive)
+    inputs, residual, static = scores, scores, method.static
+    if static is not None:
+        is_fire = isinstance(static, Fire)
+        bias = _fire_bias(static, distance, queries) if is_fire else static.bias(distance.abs()).double()
+        inputs = torch.cat((scores, bias.expand_as(scores)), dim=1)
+        if method.variant == "Add_Residual":
+            inputs = scores + bias
+        if method.variant != "Concat":
+            residual = scores + bias
+    first, second = (list(layer.parameters()) for layer in (method.first, method.second))
+    if not isinstance(method, DapeConvolution):
+        hidden = F.leaky_relu(F.linear(inputs.movedim(1, -1), *first), 0.01)
+        return residual + F.linear(hidden, *second).movedim(-1, 1)
+
+    # Hidden units of keys after a causal query count, including some after the last key of the text.
+    length, radius = len(distance), first[0].shape[-1] // 2
+    seen = F.pad(~mask, (0, radius))
+    later = torch.arange(length + radius) > torch.arange(length)[:, None]
+    hidden = F.leaky_relu(F.conv2d(F.pad(inputs, (0, radius)) * seen, *first, padding=(0, radius)), 0.01)
+    return residual + F.conv2d(hidden * (seen | later & causal), *second, padding=(0, radius))[..., :length]
+
+
+def _fire_bias(method: Fire, distance: Tensor, queries: Tensor) -> Tensor:
+    """`[h, t, t]`; in the place of a query's position, that of a later key."""
+    later = torch.maximum(queries, queries - distance)
+    longest = torch.maximum(later, (method.m * method.threshold).abs())
+    relative = (1 + method.c.abs() * distance.abs()).log() / ((1 + method.c.abs() * longest).log() + 1e-6)
+    hidden = method.activation(F.linear(relative[..., None], *method.first.parameters()))
+    return F.linear(hidden, *method.second.parameters()).permute(2, 0, 1)

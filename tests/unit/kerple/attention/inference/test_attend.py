@@ -6,17 +6,16 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature, attend_in_mode
 from kerple.attention.inference import attend as mode_attention
-from kerple.positional import Cope, ModelShape, StickBreaking, build
+from kerple.positional import ModelShape, build
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from tests.support.attention import peak_memory
+from tests.support.attention import modified_scores, peak_memory
 from tests.support.language_models import model_settings
 from tests.support.methods import methods_and_slow_variants
 
@@ -73,36 +72,11 @@ def xpos_products(query: Tensor, key: Tensor, distances: Tensor, base: float, sc
     return (query[:, :, :, None] * key[:, :, None].conj() * turns).real.sum(-1)
 
 
-def fire_bias(method, mode: AttentionMode, distances: Tensor) -> Tensor:
-    positions = torch.arange(LENGTH, dtype=torch.float64)
-    if mode.distance_map is not None:
-        positions = distances[:, 0]
-    normalizer = ((method.c * positions.clamp(min=float(method.m * method.threshold))) + 1).log() + 1e-6
-    relative = (method.c * distances + 1).log() / normalizer[:, None]
-    hidden = F.linear(relative[..., None], *method.first.parameters()).relu()
-    return F.linear(hidden, *method.second.parameters()).permute(2, 0, 1)
-
-
-def scores_of_several_keys(method, scores: Tensor, query: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
-    """The methods whose scores depend on several keys, each of which sees all keys of the text and the mask."""
-    if isinstance(method, Cope):
-        positions = (scores.sigmoid() * seen).flip(-1).cumsum(-1).flip(-1).clamp(max=method.pos_emb.shape[1] - 1)
-        products = query @ method.pos_emb
-        low, high = (products.gather(-1, part.long()) for part in (positions.floor(), positions.ceil()))
-        return scores + low + (high - low) * (positions - positions.floor())
-    if isinstance(method, StickBreaking):
-        taken = scores.sigmoid() * (seen & ~torch.eye(LENGTH, dtype=torch.bool))
-        left = (1 - taken).flip(-1).cumprod(-1).flip(-1)  # by the key and all nearer ones
-        nearer = F.pad(left[..., 1:], (0, 1), value=1.0)
-        return torch.where(torch.eye(LENGTH, dtype=torch.bool), left[..., :1], taken * nearer).log()
-    slopes = [] if method.static is None else method.static.slopes
-    bias = -torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distances
-    radius, later = method.lookahead, torch.arange(LENGTH + method.lookahead) > torch.arange(LENGTH)[:, None]
-    seen = F.pad(seen, (0, radius))
-    inputs = torch.cat((scores, bias.expand(len(scores), *bias.shape)), dim=1)
-    hidden = F.leaky_relu(F.conv2d(F.pad(inputs, (0, radius)) * seen, *method.first.parameters(), padding=(0, radius)))
-    change = F.conv2d(hidden * (seen | later), *method.second.parameters(), padding=(0, radius))
-    return scores + (bias if slopes else 0) + change[..., :LENGTH]
+def cope_scores(method, scores: Tensor, query: Tensor, seen: Tensor) -> Tensor:
+    positions = (scores.sigmoid() * seen).flip(-1).cumsum(-1).flip(-1).clamp(max=method.pos_emb.shape[1] - 1)
+    products = query @ method.pos_emb
+    low, high = (products.gather(-1, part.long()) for part in (positions.floor(), positions.ceil()))
+    return scores + low + (high - low) * (positions - positions.floor())
 
 
 def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, pos_emb: str) -> Tensor:
@@ -124,84 +98,56 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
     elif pos_emb == "xpos":
         products = xpos_products(query, key, distances, base)
     else:
+        query = query + method.content_bias if pos_emb == "transformer_xl" else query
         products = query @ key.transpose(-1, -2)
-    scores = products / math.sqrt(HEAD_SIZE)
-    if pos_emb == "dape_rotary":
-        scores = method.adapt(scores, None, (~visible(mode.span), ~visible(mode.span)))
+    scores, seen = products / math.sqrt(HEAD_SIZE), visible(mode.span)
     if pos_emb == "forgetting":
         sums = method.decay(hidden).double().cumsum(-1)
         scores = scores + sums[..., :, None] - sums[..., None, :]
     if pos_emb in ("kerple_log", "kerple_log_rotary"):
         scale, slope = (method.scalar(name).double()[:, None, None] for name in ("bias_p", "bias_a"))
         scores = scores - scale * (1 + slope * distances).log()
-    if pos_emb == "fire":
-        scores = scores + fire_bias(method, mode, distances)
-    if pos_emb == "transformer_xl":
-        frequencies = 10_000.0 ** -(torch.arange(0, HEADS * HEAD_SIZE, 2, dtype=torch.float64) / (HEADS * HEAD_SIZE))
-        angles = distances[..., None] * frequencies
-        vectors = method.relative(torch.cat((angles.sin(), angles.cos()), -1)).unflatten(-1, (HEADS, HEAD_SIZE))
-        content = (query + method.content_bias) @ key.transpose(-1, -2)
-        scores = content + torch.einsum("bhid,ijhd->bhij", query + method.position_bias, vectors)
-        scores = scores / math.sqrt(HEAD_SIZE)
-    if pos_emb in ("cope", "stick_breaking", "dape_v2_alibi", "dape_v2_rotary"):
-        scores = scores_of_several_keys(method, scores, query, distances, visible(mode.span))
-    context = scores.masked_fill(~visible(mode.span), float("-inf")).softmax(-1) @ value
+    if pos_emb == "cope":
+        scores = cope_scores(method, scores, query, seen)
+    elif "modify_scores" in method.hooks:
+        # FIRE maps a query's position like its distance to the first token.
+        queries = (positions - 1 if mode.distance_map is None else distances[:, 0])[:, None]
+        scores = modified_scores(method, scores, query, distances, ~seen, queries)
+    context = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value
     return layer.dense(context.transpose(1, 2).flatten(2))
 
 
 SINKS = Span(window=20, sinks=4)
-MAPS = [Clip(9), Leaky(9, 3.0), Group(4, 9), Linear(32), Log(9)]
+SCALED_SINKS = AttentionMode(SINKS, scaling=LogLength(16))
+CLIPPED_SINKS = AttentionMode(SINKS, distance_map=Clip(9))
+NTK = AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32))
 MODES = {
-    "none": [AttentionMode(SINKS), AttentionMode(scaling=LogLength(16)), AttentionMode(SINKS, scaling=LogLength(16))],
+    "none": [AttentionMode(SINKS), AttentionMode(scaling=LogLength(16))],
     "kerple_log": [
         AttentionMode(SINKS, reindexed=True),
         AttentionMode(SINKS, distance_map=Clip(9), scaling=YarnTemperature(4.0)),
         AttentionMode(Span(window=30), distance_map=Log(9)),
-        *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Group)),
+        *(AttentionMode(distance_map=distance_map) for distance_map in (Leaky(9, 3.0), Linear(32))),
     ],
     "rotary": [
         AttentionMode(SINKS),
         AttentionMode(SINKS, reindexed=True, distance_map=Clip(9), scaling=LogLength(16)),
         AttentionMode(Span(window=30), distance_map=Leaky(9, 3.0)),
-        AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32)),
+        NTK,
         AttentionMode(SINKS, dynamic_ntk=DynamicNtk(1.0, 32)),
-        *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Log)),
+        *(AttentionMode(distance_map=distance_map) for distance_map in (Group(4, 9), Linear(32))),
     ],
-    "p_rope": [AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32))],
+    "p_rope": [NTK],
     "per_layer": [AttentionMode(SINKS, dynamic_ntk=DynamicNtk(2.0, 32))],
-    "kerple_log_rotary": [
-        AttentionMode(SINKS, reindexed=True, distance_map=Clip(9)),
-        AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32)),
-    ],
-    "dape_rotary": [
-        AttentionMode(SINKS, distance_map=Clip(9)),
-        AttentionMode(distance_map=Leaky(9, 3.0), dynamic_ntk=DynamicNtk(2.0, 32)),
-    ],
+    "kerple_log_rotary": [AttentionMode(SINKS, reindexed=True, distance_map=Clip(9)), NTK],
+    "dape_rotary": [CLIPPED_SINKS, AttentionMode(distance_map=Leaky(9, 3.0), dynamic_ntk=DynamicNtk(2.0, 32))],
     "dape_v2_rotary": [AttentionMode(SINKS, distance_map=Clip(9), dynamic_ntk=DynamicNtk(2.0, 32))],
-    "forgetting": [AttentionMode(SINKS, scaling=LogLength(16))],
-    "xpos": [
-        AttentionMode(SINKS, reindexed=True),
-        AttentionMode(dynamic_ntk=DynamicNtk(2.0, 32)),
-        *(AttentionMode(distance_map=distance_map) for distance_map in MAPS if not isinstance(distance_map, Log)),
-    ],
-    "fire": [
-        AttentionMode(SINKS, scaling=LogLength(16)),
-        AttentionMode(SINKS, distance_map=Clip(9)),
-        AttentionMode(Span(window=30), distance_map=Log(9)),
-        AttentionMode(distance_map=Linear(32)),
-    ],
-    "transformer_xl": [
-        AttentionMode(SINKS, scaling=LogLength(16)),
-        AttentionMode(SINKS, distance_map=Clip(9)),
-        AttentionMode(Span(window=30), distance_map=Linear(32)),
-    ],
-    "cope": [AttentionMode(SINKS, scaling=LogLength(16)), AttentionMode(Span(window=20))],
-    "stick_breaking": [AttentionMode(SINKS, scaling=LogLength(16)), AttentionMode(Span(window=5))],
-    "dape_v2_alibi": [
-        AttentionMode(SINKS, scaling=LogLength(16)),
-        AttentionMode(SINKS, distance_map=Clip(9)),
-        AttentionMode(Span(window=20)),
-    ],
+    "forgetting": [SCALED_SINKS],
+    "xpos": [AttentionMode(SINKS, reindexed=True), NTK, AttentionMode(distance_map=Group(4, 9))],
+    "fire": [SCALED_SINKS, CLIPPED_SINKS, AttentionMode(Span(window=30), distance_map=Log(9))],
+    "transformer_xl": [SCALED_SINKS, CLIPPED_SINKS, AttentionMode(Span(window=30), distance_map=Linear(32))],
+    "cope": [SCALED_SINKS, AttentionMode(Span(window=20))],
+    "dape_v2_alibi": [SCALED_SINKS, CLIPPED_SINKS],
 }
 OPTIONS = {
     "xpos": {"scale_base": 16.0},
@@ -308,10 +254,10 @@ def test_the_queries_are_the_last_positions_by_default():
     ("span", "keys", "start", "message"),
     [
         (SINKS, 40, 29, "10.*29.*40.*start=30"),
-        (SINKS, 9, None, "10 queries from position -1 on, and 9 keys: there must be at least 10 keys"),
-        (SINKS, 32, 30, "32 keys for the positions 0 to 39: those of 4 to 11 are missing, but the query at .* 30"),
-        (Span(window=20), 28, 30, "those of 0 to 11 are missing, but .* 30 attends to the keys from 11 on"),
-        (Span(), 39, 30, "those of 0 to 0 are missing, but .* attends to the keys from 0 on; pass them too"),
+        (SINKS, 9, None, "10 .*-1 .* 9 keys"),
+        (SINKS, 32, 30, "32 keys .*39: .* 4 to 11 .* 30"),
+        (Span(window=20), 28, 30, " 0 to 11 .* 30 .* 11"),
+        (Span(), 39, 30, " 0 to 0 .* 0"),
     ],
 )
 def test_keys_that_do_not_fit_the_queries_are_rejected(span, keys, start, message):
@@ -331,15 +277,11 @@ WIDE_SINKS = Span(window=124, sinks=4)
 LINEAR_MEMORY = {
     "kerple_log": [
         *(AttentionMode(span) for span in (WIDE_SINKS, Span(window=128), Span(block=64))),
-        AttentionMode(WIDE_SINKS, reindexed=True),
-        *(AttentionMode(distance_map=distance_map) for distance_map in (Clip(64), Group(4, 64), Leaky(64, 4.0))),
         AttentionMode(distance_map=Log(64), scaling=LogLength(128)),
     ],
     "rotary": [
-        *(AttentionMode(span) for span in (WIDE_SINKS, Span(window=128), Span(block=64))),
         AttentionMode(WIDE_SINKS, reindexed=True, distance_map=Clip(64)),
-        *(AttentionMode(distance_map=distance_map) for distance_map in (Clip(64), Group(4, 64), Leaky(64, 4.0))),
-        AttentionMode(distance_map=Linear(128), scaling=LogLength(128)),
+        AttentionMode(distance_map=Leaky(64, 4.0)),
         AttentionMode(dynamic_ntk=DynamicNtk(1.0, 128), scaling=YarnTemperature(4.0)),
     ],
 }
