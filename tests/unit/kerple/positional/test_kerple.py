@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from kerple.attention import Attention
 from kerple.positional import (
     KerpleBiasWeight,
     KerpleGaussian,
     KerpleGaussian3,
     KerpleLog,
     KerpleLog3,
-    KerpleLogRotary,
     KerplePower,
     KerpleSquareWeight,
     KerpleSum,
@@ -212,15 +210,9 @@ LOG1P, EXP = torch.log1p, torch.exp
 TORCH_FORMULAS = {
     KerpleLog: lambda d, p: [-p["bias_p"] * LOG1P(p["bias_a"] * d)],
     KerpleLog3: lambda d, p: [-p["bias_r1"] * LOG1P(p["bias_r2"] * d ** p["bias_r3"])],
-    KerplePower: lambda d, p: [-p["bias_a"] * d ** p["bias_p"]],
-    KerpleGaussian: lambda d, p: [p["bias_r1"] * EXP(-p["bias_r2"] * d**2)],
-    KerpleGaussian3: lambda d, p: [p["bias_r1"] * EXP(-p["bias_r2"] * d ** p["bias_r3"])],
-    KerpleSquareWeight: lambda d, p: [EXP(-p["wei_r1"] * d**2)],
-    KerpleWeight: lambda d, p: [EXP(-p["wei_a"] * d ** p["wei_p"])],
     KerpleBiasWeight: lambda d, p: [-p["bias_a"] * d ** p["bias_p"], EXP(-p["wei_a"] * d ** p["wei_p"])],
 }
-UPPER_BOUNDS = {"bias_p": (KerplePower, KerpleBiasWeight), "wei_p": (KerpleWeight, KerpleBiasWeight)}
-UPPER_BOUNDS |= {"bias_r3": (KerpleLog3, KerpleGaussian3)}
+BOUNDED_BY_2 = {KerpleLog: (), KerpleLog3: ("bias_r3",), KerpleBiasWeight: ("bias_p", "wei_p")}
 
 
 @pytest.mark.parametrize("cls", TORCH_FORMULAS)
@@ -234,8 +226,7 @@ def test_projected_training_follows_the_rule_of_the_release(cls):
     met: dict[str, set[float]] = {name: set() for name in released}
     for step in range(300):
         for name, parameter in released.items():
-            has_upper_bound = cls in UPPER_BOUNDS.get(name, ())
-            parameter.data = parameter.data.clamp(min=0.01, max=2 if has_upper_bound else None)
+            parameter.data = parameter.data.clamp(min=0.01, max=2 if name in BOUNDED_BY_2[cls] else None)
             met[name].update(parameter.flatten().tolist())
             torch.testing.assert_close(method.get_parameter(name), parameter, rtol=1e-5, atol=1e-5)
         hooks = [getattr(method, name) for name in sorted(method.hooks)]
@@ -250,7 +241,7 @@ def test_projected_training_follows_the_rule_of_the_release(cls):
         project(method)
     for name, values in met.items():
         assert min(values) == np.float32(0.01), name
-        assert (max(values) == 2) == (cls in UPPER_BOUNDS.get(name, ())), name
+        assert (max(values) == 2) == (name in BOUNDED_BY_2[cls]), name
 
 
 def test_the_upper_bound_of_exponents():
@@ -277,30 +268,3 @@ def test_parameters_are_shared_or_per_layer(cls):
 def test_a_sum_needs_an_expression():
     with pytest.raises(ValueError, match="set the option bias, or weight, or both"):
         KerpleSum(2, bias=None)
-
-
-def test_attention_and_gradients_with_rotary():
-    torch.manual_seed(0)
-    heads, length, size = 3, 40, 8
-    method = KerpleLogRotary(heads, size)
-    states = [torch.randn(2, heads, length, size, requires_grad=True) for _ in range(3)]
-    query, key, value = states
-    positions = torch.arange(length)
-    rotated = method.rotate(query, key, positions, positions)
-    attended = Attention("chunked", method)(*rotated, value)
-
-    exact = [leaf.detach().double().requires_grad_() for leaf in (*states, method.bias_p, method.bias_a)]
-    frequencies = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turns = torch.exp(1j * positions[:, None] * frequencies)
-    query, key = (torch.complex(*leaf.unflatten(-1, (2, size // 2)).unbind(-2)) * turns for leaf in exact[:2])
-    distance = (positions[:, None] - positions).clamp(min=0)
-    scores = (query @ key.mH).real / size**0.5 - exact[3] * torch.log(1 + exact[4] * distance)
-    future = torch.ones(length, length).triu(1).bool()
-    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ exact[2]
-
-    torch.testing.assert_close(attended.double(), expected, rtol=0, atol=1e-5)
-    upstream = torch.randn(attended.shape)
-    gradients = torch.autograd.grad(attended, (*states, method.bias_p, method.bias_a), upstream)
-    exact_gradients = torch.autograd.grad(expected, exact, upstream.double())
-    for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
-        torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-4, atol=1e-5)

@@ -3,66 +3,33 @@
 import pytest
 import torch
 
-from kerple import positional
-from kerple.positional import ModelShape, PositionalMethod, build, load_plugin, register, registered_names
+from kerple.positional import (
+    ModelShape,
+    PositionalMethod,
+    build,
+    load_plugin,
+    primary_names,
+    register,
+    registered_names,
+)
 from kerple.positional import registry as registry_module
 
 SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=16)
 
-METHODS = {
-    # pos-emb: class, hooks
-    "none": ("NoPositions", set()),
-    "learned": ("Learned", {"embed"}),
-    "sinusoidal": ("Sinusoidal", {"embed"}),
-    "rotary": ("Rotary", {"rotate"}),
-    "p_rope": ("PRope", {"rotate"}),
-    "forgetting": ("Forgetting", {"decay"}),
-    "fox": ("Forgetting", {"decay"}),
-    "cable": ("Cable", {"decay"}),
-    "rpe": ("T5", {"bias"}),
-    "alibi": ("Alibi", {"bias"}),
-    "kerple_log": ("KerpleLog", {"bias"}),
-    "kerple_log_rotary": ("KerpleLogRotary", {"rotate", "bias"}),
-    "kerple_power_ap_": ("KerplePower", {"bias"}),
-    "kerple_power": ("KerplePower", {"bias"}),
-    "kerple_power__ap": ("KerpleWeight", {"weight"}),
-    "kerple_power_ap_ap": ("KerpleBiasWeight", {"bias", "weight"}),
-    "kerple_bias_wht": ("KerpleBiasWeight", {"bias", "weight"}),
-    "kerple_power_original": ("KerplePowerOriginal", {"bias"}),
-    "kerple": ("KerpleSum", {"bias"}),
-    "kerple_log3": ("KerpleLog3", {"bias"}),
-    "kerple_3_para_log": ("KerpleLog3", {"bias"}),
-    "kerple_gaussian": ("KerpleGaussian", {"bias"}),
-    "kerple_2_para_bias": ("KerpleGaussian", {"bias"}),
-    "kerple_gaussian3": ("KerpleGaussian3", {"bias"}),
-    "kerple_3_para_bias": ("KerpleGaussian3", {"bias"}),
-    "kerple_square__a": ("KerpleSquareWeight", {"weight"}),
-    "kerple_1_para_wht": ("KerpleSquareWeight", {"weight"}),
-    "kerple_2_para_wht": ("KerpleWeight", {"weight"}),
-    "sandwich": ("Sandwich", {"bias"}),
-    "xpos": ("XPos", {"rotate", "scale_qk"}),
-    "fire": ("Fire", {"modify_scores"}),
-    "cope": ("Cope", {"modify_scores"}),
-    "transformer_xl": ("TransformerXL", {"rotate", "modify_scores"}),
-    "dape": ("Dape", {"modify_scores"}),
-    "dape_kerple": ("DapeKerple", {"modify_scores"}),
-    "kerple_c": ("DapeKerple", {"modify_scores"}),
-    "dape_alibi": ("DapeAlibi", {"modify_scores"}),
-    "alibi_c": ("DapeAlibi", {"modify_scores"}),
-    "dape_fire": ("DapeFire", {"modify_scores"}),
-    "fire_c": ("DapeFire", {"modify_scores"}),
-    "dape_v2": ("DapeV2", {"modify_scores"}),
-    "dape_v2_kerple": ("DapeV2Kerple", {"modify_scores"}),
-    "dape_v2_alibi": ("DapeV2Alibi", {"modify_scores"}),
-    "dape_v2_fire": ("DapeV2Fire", {"modify_scores"}),
-    "nope_c": ("Dape", {"modify_scores"}),
-    "dape_rotary": ("DapeRotary", {"rotate", "modify_scores"}),
-    "rope_dapev1": ("DapeRotary", {"rotate", "modify_scores"}),
-    "dape_v2_rotary": ("DapeV2Rotary", {"rotate", "modify_scores"}),
-    "rope_dapev2": ("DapeV2Rotary", {"rotate", "modify_scores"}),
-    "kerple_dapev2": ("DapeV2Kerple", {"modify_scores"}),
-    "alibi_dapev2": ("DapeV2Alibi", {"modify_scores"}),
-    "fire_dapev2": ("DapeV2Fire", {"modify_scores"}),
+# The names in the authors' configurations -> ours.
+ALIASES = {
+    "kerple_power": "kerple_power_ap_",
+    "kerple_bias_wht": "kerple_power_ap_ap",
+    "kerple_3_para_log": "kerple_log3",
+    "kerple_2_para_bias": "kerple_gaussian",
+    "kerple_3_para_bias": "kerple_gaussian3",
+    "kerple_1_para_wht": "kerple_square__a",
+    "kerple_2_para_wht": "kerple_power__ap",
+    "fox": "forgetting",
+    "xl_bias": "transformer_xl",
+    **{"nope_c": "dape", "kerple_c": "dape_kerple", "alibi_c": "dape_alibi", "fire_c": "dape_fire"},
+    **{"kerple_dapev2": "dape_v2_kerple", "alibi_dapev2": "dape_v2_alibi", "fire_dapev2": "dape_v2_fire"},
+    **{"rope_dapev1": "dape_rotary", "rope_dapev2": "dape_v2_rotary"},
 }
 
 
@@ -71,18 +38,16 @@ def restored_registry(monkeypatch):
     monkeypatch.setattr(registry_module, "_METHODS", dict(registry_module._METHODS))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_name_builds_its_method_with_its_hooks(name):
-    cls, hooks = METHODS[name]
+def test_names():
+    assert set(ALIASES) == set(registered_names()) - set(primary_names())
+    for alias, name in ALIASES.items():
+        assert type(build(alias, SHAPE)) is type(build(name, SHAPE))
+
+
+@pytest.mark.parametrize("name", primary_names())
+def test_every_method_has_statistics_per_head(name):
     method = build(name, SHAPE)
-    assert type(method) is getattr(positional, cls)
-    assert method.hooks == hooks
-    assert method.shared == (not hooks & {"modify_scores", "decay"})
     assert all(value.shape == (4,) and not value.requires_grad for value in method.statistics().values())
-
-
-def test_registered_names():
-    assert set(METHODS) <= set(registered_names())
 
 
 def test_an_unknown_name_is_rejected_with_similar_ones():

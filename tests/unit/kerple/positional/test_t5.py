@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from transformers.models.t5 import modeling_t5
@@ -32,13 +31,6 @@ def test_buckets_are_exact(buckets, furthest):
     distances = [*range(2 * furthest), 65_536]
     actual = method.buckets(torch.tensor(distances, dtype=torch.float32))
     assert actual.tolist() == [bucket(distance, buckets, furthest) for distance in distances]
-
-
-def test_default_buckets_are_those_of_the_formula_in_float64():
-    distance = np.arange(16, 4096, dtype=np.float64)
-    expected = np.minimum(16 + np.floor(np.log(distance / 16) / np.log(128 / 16) * 16), 31)
-    actual = T5(num_heads=1, head_size=1).buckets(torch.tensor(distance, dtype=torch.float32))
-    np.testing.assert_array_equal(actual, expected)
 
 
 def test_buckets_of_a_model_built_on_the_meta_device():

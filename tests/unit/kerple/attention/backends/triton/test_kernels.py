@@ -28,7 +28,7 @@ def assert_same_as_reference(*sizes: int, tolerance: float = 2e-6, scale: float 
 
 @pytest.mark.parametrize(
     ("bias", "weight", "window"),
-    [(False, False, None), (True, False, 5), (False, True, None), (True, True, None), (True, True, 5)],
+    [(False, False, None), (True, False, 5), (False, True, None), (True, True, 5)],
 )
 def test_values_and_gradients(bias, weight, window):
     assert_same_as_reference(2, 2, 37, 37, 16, bias=bias, weight=weight, window=window)
@@ -37,16 +37,16 @@ def test_values_and_gradients(bias, weight, window):
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
-        (1, {}),
         (1, {"bias": False, "weight": False}),
-        (2, {"weight": False, "kv_heads": 1, "window": 30}),
-        (2, {"bias": False, "weight": False, "decay": True, "kv_heads": 1}),
+        pytest.param(2, {"kv_heads": 1, "window": 30}, marks=pytest.mark.ci),
+        pytest.param(1, {"bias": False, "weight": False, "decay": True}, marks=pytest.mark.ci),
     ],
 )
-def test_documents(heads, options):
+def test_documents(heads, options, monkeypatch):
     """In one launch of each kernel: of more than a tile, of one token, and with padding at the end of a row."""
-    ids = torch.tensor([[0] * 129 + [1] * 5 + [2] + [3] * 3, [0] * 10 + [5] * 20 + [-1] * 108], device=DEVICE)
-    arguments = random_attend_arguments(2, heads, 138, 138, 16, **options, device=DEVICE)
+    monkeypatch.setattr(launch, "TABLE_PROGRAMS", 1)
+    ids = torch.tensor([[0] * 129 + [2], [5] * 20 + [-1] * 110], device=DEVICE)
+    arguments = random_attend_arguments(2, heads, 130, 130, 16, **options, device=DEVICE)
     documents = Documents(ids)
     actual = run_attend("fused", arguments, document_ids=ids)
     assert torch.equal(document_tiles(documents).tiles[0].cpu(), torch.tensor([0, 0, 129, 0, 128], dtype=torch.int32))
@@ -84,7 +84,7 @@ def test_long_sequences(length, window, monkeypatch):
     assert_same_as_reference(1, 1, queries, length, 16, window=window, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 32, 4, 1), Tile(64, 16, 4, 1)])
+@pytest.mark.parametrize("tile", [pytest.param(Tile(16, 32, 4, 1), marks=pytest.mark.ci), Tile(64, 16, 4, 1)])
 def test_results_do_not_depend_on_tiles(tile, monkeypatch):
     square = Tile(16, 16, 4, 1)
     monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(tile, tile, tile, square, kib=0))
@@ -96,7 +96,7 @@ def test_results_do_not_depend_on_tiles(tile, monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "s", "t", "window", "tables"),
-    [(4, 2, 37, 37, None, True), (3, 1, 20, 37, 9, True), (4, 1, 33, 33, 9, False), (2, 1, 1, 37, None, False)],
+    [(4, 2, 37, 37, None, True), (3, 1, 20, 37, 9, True), (2, 1, 1, 37, None, False)],
 )
 def test_grouped_queries(heads, kv_heads, s, t, window, tables):
     """Several query heads share a key/value head, whose gradients are sums over them."""
@@ -111,10 +111,8 @@ def test_head_sizes_that_are_not_a_power_of_two(size):
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((2, 2, 37, 37, 16), {}),
-        ((1, 1, 33, 40, 80), {}),
+        ((2, 1, 37, 37, 16), {}),
         ((1, 4, 40, 140, 16), {"window": 33, "kv_heads": 2}),
-        ((1, 2, 1, 37, 16), {"kv_heads": 1}),
     ],
 )
 def test_decay(sizes, options):
@@ -139,7 +137,7 @@ def test_decay_of_strong_gates():
         assert (actual.double() - expected_tensor).norm() <= 1e-4 * expected_tensor.norm() + 1e-5
 
 
-@pytest.mark.parametrize(("length", "block"), [(150, None), pytest.param(390, 130, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("length", "block"), [(140, None), pytest.param(390, 130, marks=pytest.mark.slow)])
 def test_decay_sums_of_any_memory_order(length, block):
     """Those `[b, t, h]` in memory, and overlapping ones of blocks; with more than DECAY_BLOCK keys."""
     arguments = random_attend_arguments(1, 2, length, length, 16, bias=False, weight=False, decay=True, device=DEVICE)

@@ -1,16 +1,13 @@
 """The fused backend as models use it: the gradients of methods, by tables or by jacobians, and what it rejects."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import Attention, Span, attend, jacobians, tables
+from kerple.attention import Attention, Span, attend
 from kerple.attention.backends.triton import launch
-from kerple.positional import ModelShape, TableJacobian, build, primary_names
+from kerple.positional import ModelShape, TableJacobian, build
 from tests.support.attention import (
     float64_arguments,
     random_attend_arguments,
@@ -20,15 +17,9 @@ from tests.support.attention import (
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=40)
-METHODS = {name: build(name, SHAPE) for name in primary_names()}
 # A sum of kernels, one with a jacobian, a bias and a weight, and a table.
-QUICK = ("kerple", "kerple_log", "kerple_power_ap_ap", "rpe")
 # T5's last bucket begins at distance 14.
 SHORT_T5 = {"num_buckets": 8, "max_distance": 20}
-
-
-def jacobian_arguments(method, length: int) -> dict[str, TableJacobian | None]:
-    return dict(zip(("bias_jacobian", "weight_jacobian"), jacobians(method, length, DEVICE), strict=True))
 
 
 @pytest.fixture
@@ -51,38 +42,13 @@ def requested(monkeypatch) -> list[tuple[bool, int | None]]:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("pos_emb", "options", "span"),
     [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name, method in METHODS.items()
-        if method.hooks & {"bias", "weight"}
+        ("kerple_power_ap_ap", {}, Span(window=19)),
+        ("rpe", SHORT_T5, Span(window=19)),
+        ("rpe", SHORT_T5, Span(block=12)),
     ],
 )
-def test_parameters_of_every_method_get_their_gradients(name):
-    """By the tables' gradients, and by jacobians if the method has some."""
-    length, window = 40, 30
-    options: dict[str, Any] = SHORT_T5 if name == "rpe" else {}
-    torch.manual_seed(0)
-    method = build(name, SHAPE, **options).to(DEVICE)
-    arguments = random_attend_arguments(1, 2, length, length, 16, bias=False, weight=False, device=DEVICE)
-    arguments["window"] = window
-    runs: list[tuple[str, dict[str, Any]]] = [("reference", {}), ("fused", {})]
-    with_jacobians = jacobian_arguments(method, window)
-    if any(with_jacobians.values()):
-        runs.append(("fused", with_jacobians))
-    grads = []
-    for backend, extra in runs:
-        arguments["bias_table"], arguments["weight_table"] = tables(method, window, DEVICE)
-        method.zero_grad()
-        attend(backend=backend, **arguments, **extra).square().sum().backward()
-        grads.append([parameter.grad for parameter in method.parameters()])
-    for fused_grads in grads[1:]:
-        for actual, expected in zip(fused_grads, grads[0], strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("span", [Span(window=19), Span(block=12)])
-@pytest.mark.parametrize(("pos_emb", "options"), [("kerple_power_ap_ap", {}), ("rpe", SHORT_T5)])
 def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
     """Fewer queries than keys; a window that ends in T5's last bucket, blocks that begin before it."""
     torch.manual_seed(0)
@@ -192,25 +158,6 @@ def test_a_single_input_may_require_a_gradient():
         result = attend(backend="fused", **leaves)
         result.backward(upstream_gradient(result))
         torch.testing.assert_close(leaves[required].grad.double(), expected[required], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", [None, "tf32x3"])
-def test_kernels_multiply_in_the_precision_of_the_tiles(precision, monkeypatch):
-    """The interpreter ignores it, so this records what the kernels are launched with."""
-    launched, run = [], launch.Launcher._launch
-
-    def record(launcher, *arguments, **options):
-        launched.append(options.get("PRECISION"))
-        run(launcher, *arguments, **options)
-
-    monkeypatch.setattr(launch.Launcher, "_launch", record)
-    if precision is not None:
-        gpu = launch.Gpu.of(torch.device("cpu"))
-        tiles = replace(launch.tiles_for(gpu, torch.float32, 16, weight=True), precision=precision)
-        monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: tiles)
-    run_attend("fused", random_attend_arguments(1, 1, 8, 8, 16, device=DEVICE))
-    # Forward, key and value, query, tables; the other two kernels have no matrix products.
-    assert [name for name in launched if name is not None] == [precision or "ieee"] * 4
 
 
 @pytest.mark.parametrize(
