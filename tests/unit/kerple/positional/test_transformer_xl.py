@@ -1,12 +1,10 @@
 """Transformer-XL's scores against the four terms of the paper (section 3.3), in float64."""
 
-import math
-
 import pytest
 import torch
 
 from kerple.positional import TransformerXL
-from tests.support.attention import assert_is_formula
+from tests.support.attention import assert_is_formula, modified_scores
 
 HEADS, SIZE, HIDDEN = 3, 4, 10
 
@@ -19,20 +17,10 @@ def test_values_and_gradients():
         torch.nn.init.normal_(parameter)
 
     def scores(query, key, visible):
-        length = key.shape[2]
-        projection = method.relative.weight.view(HEADS, SIZE, HIDDEN)
-        u, v = method.content_bias[:, 0], method.position_bias[:, 0]
-        rows = []
-        for i in range(length):
-            row = []
-            for j in range(length):
-                angles = [max(i - j, 0) / 10_000 ** (2 * k / HIDDEN) for k in range(HIDDEN // 2)]
-                vector = torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
-                relative = projection @ vector
-                q, k = query[:, :, i], key[:, :, j]
-                row.append((q * k).sum(-1) + (q * relative).sum(-1) + (k * u).sum(-1) + (relative * v).sum(-1))
-            rows.append(torch.stack(row, dim=-1))
-        return torch.stack(rows, dim=-2) / math.sqrt(SIZE)
+        """(q + u).k + (q + v).W r, over sqrt(d)."""
+        position, query = torch.arange(key.shape[2]), query + method.content_bias
+        products = query @ key.transpose(-1, -2) / SIZE**0.5
+        return modified_scores(method, products, query, position[:, None] - position, ~visible)
 
     # The sines are rounded to float32.
     assert_is_formula(method, scores, HEADS, SIZE, atol=2e-6)
