@@ -58,10 +58,14 @@ class RandomPositions:
                 f"{self.range}; random_length must be 1 to {self.range}"
             )
 
-    def training_positions(self, count: int, step: int, seed: int) -> Tensor:
-        """A sample of `count` positions for a training step of a run with this seed: int64 `[count]`."""
+    def check(self, count: int) -> None:
+        """Raise PositionsExceeded if there are fewer positions than `count` tokens."""
         if count > self.range:
             raise PositionsExceeded(f"{count} tokens need more positions than random_range {self.range} has")
+
+    def training_positions(self, count: int, step: int, seed: int) -> Tensor:
+        """A sample of `count` positions for a training step of a run with this seed: int64 `[count]`."""
+        self.check(count)
         digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
         return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
 
@@ -69,9 +73,8 @@ class RandomPositions:
         """The sample for texts of `length` tokens (default: `self.length`) at positions `[s]`. Raises PositionsExceeded
         for a position beyond the sample.
         """
-        if length is not None and length > self.range:
-            raise PositionsExceeded(f"{length} tokens need more positions than random_range {self.range} has")
         length = self.length if length is None else length
+        self.check(length)
         last = int(positions.max()) if positions.numel() else -1
         if last >= length:
             raise PositionsExceeded(
@@ -158,10 +161,7 @@ class Randomized(PositionalMethod):
 
         Raises PositionsExceeded for more than r distances.
         """
-        if distance.shape[-1] > self.random.range:
-            raise PositionsExceeded(
-                f"{distance.shape[-1]} tokens need more positions than random_range {self.random.range} has"
-            )
+        self.random.check(distance.shape[-1])
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
         if "modify_scores" in self.plain.hooks:
             return super().table(distances)
