@@ -30,7 +30,10 @@ def third_step(recipe: str, *overrides: str) -> SimulatedCuda:
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("small_bf16.yml", ("gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")),
+        pytest.param(
+            *("small_bf16.yml", ("gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")),
+            marks=pytest.mark.ci,
+        ),
         ("modern_162M.yml", ("use-qk-layernorm=true", "sliding-window-width=255")),
     ],
 )
@@ -41,6 +44,7 @@ def test_a_step_does_not_wait_for_the_device(recipe, overrides):
     assert device.blocking_copies == []
 
 
+@pytest.mark.ci
 def test_the_bf16_optimizer_launches_few_kernels():
     """The optimizer does not launch several kernels per parameter (31). Large tensors need several foreach launches."""
     with StepCounter() as device:

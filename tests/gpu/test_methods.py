@@ -80,16 +80,9 @@ def test_training_step(method, backend):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("method", DISTINCT)
-def test_training_step_in_float32(method):
+def test_training_step_in_float32_with_activation_checkpointing(method):
     with SimulatedCuda() as device:
-        check_training(cuda_model(one_layer(method), torch.float32), device)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("method", DISTINCT)
-def test_training_step_with_activation_checkpointing(method):
-    with SimulatedCuda() as device:
-        check_training(cuda_model(settings_for(method), checkpoint_every=1), device)
+        check_training(cuda_model(settings_for(method), torch.float32, checkpoint_every=1), device)
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,16 @@ def dense_attention(
     return exponentials / torch.where(sums == 0, 1.0, sums) @ value
 
 
+def xpos_products(query: Tensor, key: Tensor, distance: Tensor, scale_base: float, base: float = 10_000.0) -> Tensor:
+    """xPos's q.k for all pairs at distances `[s, t]`: real parts of complex products of the dimensions (2i, 2i + 1)."""
+    pairs = torch.arange(query.shape[-1] // 2, dtype=torch.float64) / (query.shape[-1] // 2)
+    distance = distance.double()[..., None]
+    decay = ((pairs + 0.4) / 1.4) ** (distance.clamp(min=0) / scale_base)
+    turns = torch.polar(decay, distance * base**-pairs)
+    query, key = (torch.complex(states[..., 0::2], states[..., 1::2]) for states in (query, key))
+    return (query[:, :, :, None] * key[:, :, None].conj() * turns).real.sum(-1)
+
+
 def modified_scores(
     method: PositionalMethod,
     scores: Tensor,

@@ -9,7 +9,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from kerple.attention import FULL, Span
 from kerple.positional import PRope, Rotary, XPos
 from kerple.positional.functional import default_frequencies
-from tests.support.attention import assert_is_formula, attended
+from tests.support.attention import assert_is_formula, attended, xpos_products
 
 TRAINED = 128
 
@@ -269,28 +269,13 @@ def test_invalid_shares_are_rejected(p):
 SIZE = 16
 
 
-def xpos_products(query: torch.Tensor, key: torch.Tensor, scale_base: float, queries: torch.Tensor, keys: torch.Tensor):
-    """Re(q conj(k) e^(i theta (n - m))) zeta^((n - m) / scale_base), summed over the pairs (2i, 2i + 1); no sqrt(d)."""
-    size = query.shape[-1]
-    distance = queries.double()[:, None] - keys.double()
-    total = 0.0
-    for pair in range(size // 2):
-        theta = 10_000.0 ** (-2 * pair / size)
-        zeta = (pair / (size / 2) + 0.4) / 1.4
-        q = torch.complex(query[..., 2 * pair], query[..., 2 * pair + 1])
-        k = torch.complex(key[..., 2 * pair], key[..., 2 * pair + 1])
-        rotated = q[..., :, None] * k[..., None, :].conj() * torch.polar(torch.ones_like(distance), theta * distance)
-        total = total + rotated.real * zeta ** (distance.clamp(min=0) / scale_base)
-    return total
-
-
 @pytest.mark.parametrize("scale_base", [1.0, 2.5, 512.0])  # segments of 4, 10 and 2,048 queries
 def test_values_and_gradients_of_xpos(scale_base):
     method = XPos(SIZE, scale_base=scale_base)
 
     def scores(query, key, visible):
         position = torch.arange(key.shape[2])
-        return xpos_products(query, key, scale_base, position, position) / SIZE**0.5
+        return xpos_products(query, key, position[:, None] - position, scale_base) / SIZE**0.5
 
     # Angles and factors are rounded to float32.
     assert_is_formula(method, scores, 2, SIZE, backends=("reference", "chunked", "sdpa", "auto"), atol=3e-6)
@@ -314,7 +299,8 @@ def test_65_536_positions_in_every_precision(dtype, tolerance, span):
     query, key, value = (torch.randn(1, 1, length, size).to(dtype) for _ in range(3))
     actual = attended("auto", method, query, key, value, last, span)
     position = torch.arange(length)
-    scores = xpos_products(query[:, :, -last:].double(), key.double(), 512.0, position[-last:], position) / size**0.5
+    distance = position[-last:, None] - position
+    scores = xpos_products(query[:, :, -last:].double(), key.double(), distance, 512.0) / size**0.5
     first = torch.tensor([span.first_key(i) for i in range(length - last, length)])
     mask = (position > position[-last:, None]) | (position < first[:, None])
     expected = scores.masked_fill(mask, float("-inf")).softmax(-1) @ value.double()

@@ -10,7 +10,7 @@ import torch
 from kerple.attention import Attention, score_table
 from kerple.attention.tables import jacobians
 from kerple.positional import ModelShape, PerLayer, PositionsExceeded, build, build_layers, primary_names, project
-from tests.support.attention import modified_scores
+from tests.support.attention import modified_scores, xpos_products
 
 RANGE, LENGTH = 50, 6
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=LENGTH)
@@ -164,10 +164,7 @@ def test_xpos_decays_with_sampled_distances(training):
     states = [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     attended = Attention("chunked", method)(*method.rotate(*states[:2], POSITIONS, POSITIONS), states[2])
 
-    distance, pairs = (positions[:, None] - positions).clamp(min=0).double()[..., None], torch.arange(4).double()
-    turns = torch.polar(((pairs / 4 + 0.4) / 1.4) ** (distance / 8), distance * 10_000.0 ** (-pairs / 4))
-    query, key = (torch.complex(part[..., 0::2], part[..., 1::2]) for part in states[:2])
-    scores = (query[:, :, :, None] * key[:, :, None].conj() * turns).real.sum(-1) / 8**0.5
+    scores = xpos_products(*states[:2], positions[:, None] - positions, method.scale_base) / 8**0.5
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()
     expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
     assert_equal_with_gradients(attended, expected, states, method, plain)

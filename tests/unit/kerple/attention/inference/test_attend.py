@@ -15,7 +15,7 @@ from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from tests.support.attention import modified_scores, peak_memory
+from tests.support.attention import modified_scores, peak_memory, xpos_products
 from tests.support.language_models import model_settings
 from tests.support.methods import methods_and_slow_variants
 
@@ -63,15 +63,6 @@ def rotated_products(query: Tensor, key: Tensor, distances: Tensor, base: float,
     return (products * torch.polar(torch.ones_like(angles), angles)).real.sum(-1)
 
 
-def xpos_products(query: Tensor, key: Tensor, distances: Tensor, base: float, scale_base: float = 16.0) -> Tensor:
-    half = HEAD_SIZE // 2
-    pairs = torch.arange(half, dtype=torch.float64)
-    decay = ((pairs / half + 0.4) / 1.4) ** (distances[..., None] / scale_base)
-    query, key = (torch.complex(states[..., 0::2], states[..., 1::2]) for states in (query, key))
-    turns = torch.polar(decay, distances[..., None] * base ** (-pairs / half))
-    return (query[:, :, :, None] * key[:, :, None].conj() * turns).real.sum(-1)
-
-
 def cope_scores(method, scores: Tensor, query: Tensor, seen: Tensor) -> Tensor:
     positions = (scores.sigmoid() * seen).flip(-1).cumsum(-1).flip(-1).clamp(max=method.pos_emb.shape[1] - 1)
     products = query @ method.pos_emb
@@ -96,7 +87,7 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
     if pos_emb in ("rotary", "p_rope", "per_layer", "kerple_log_rotary", "dape_rotary", "dape_v2_rotary"):
         products = rotated_products(query, key, distances, base, 3 if pos_emb == "p_rope" else HEAD_SIZE // 2)
     elif pos_emb == "xpos":
-        products = xpos_products(query, key, distances, base)
+        products = xpos_products(query, key, distances, method.scale_base, base)
     else:
         query = query + method.content_bias if pos_emb == "transformer_xl" else query
         products = query @ key.transpose(-1, -2)
