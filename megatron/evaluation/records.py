@@ -11,7 +11,6 @@ import io
 import itertools
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +27,7 @@ if TYPE_CHECKING:
     import pandas
 
 RESULTS = "results.jsonl"
-# Limits of a results.jsonl. An extrapolation record has up to 10 KB and two lists. In memory, short records and lists
-# are many times larger than in the file.
-MAX_BYTES = 1 << 25
-MAX_RECORDS = 50_000
-MAX_LISTS = 200_000
-
+MAX_BYTES = 1 << 30  # of a results.jsonl, whose records have up to 10 KB
 
 Counts = Annotated[list[Count], FailFast()]
 Floats = Annotated[list[Float], FailFast()]
@@ -337,8 +331,8 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
             without keys whose values may be unknown (`UNKNOWN`).
 
     If a file has several records with the same identity (measured on other tokens or in another precision), the last
-    one is returned. Raises UserError if a folder has no results, a file is too large (MAX_BYTES, MAX_RECORDS,
-    MAX_LISTS), or a line is not a record; it names the file, the line and the key.
+    one is returned. Raises UserError if a folder has no results or a line is not a record; it names the file, the line
+    and the key.
     """
     if isinstance(folders, str | os.PathLike):
         folders = [folders]
@@ -367,10 +361,7 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
 def read_results_file(path: Path, strict: bool) -> list[Record]:
     """The records of one results.jsonl, the last one of each identity. Raises UserError."""
     records: dict[tuple[object, ...], Record] = {}
-    content = read_file(path, MAX_BYTES)
-    if reason := excess(file_sizes(content)):
-        raise UserError(f"{path} has {reason}; split it or remove records")
-    for number, line in enumerate(io.BytesIO(content), start=1):
+    for number, line in enumerate(io.BytesIO(read_file(path, MAX_BYTES)), start=1):
         if line.endswith(b"\n"):  # otherwise a killed process has not completed it
             try:
                 record = parse_record(line[:-1], f"{path}, line {number}", strict)
@@ -378,19 +369,6 @@ def read_results_file(path: Path, strict: bool) -> list[Record]:
                 raise UserError(f"{error}; correct or remove the line") from None
             records[identity(record)] = record
     return list(records.values())
-
-
-def file_sizes(content: bytes) -> Counter[str]:
-    """The bytes, lines and lists in the content of a results.jsonl, or in a part of it."""
-    return Counter(bytes=len(content), lines=content.count(b"\n"), lists=content.count(b"["))
-
-
-def excess(sizes: Mapping[str, int]) -> str | None:
-    """Which of the sizes (see `file_sizes`) is above its limit; None if a file of these sizes can be read."""
-    for kind, limit in (("bytes", MAX_BYTES), ("lines", MAX_RECORDS), ("lists", MAX_LISTS)):
-        if sizes[kind] > limit:
-            return f"{sizes[kind]:,} {kind}, more than the limit of {limit:,}"
-    return None
 
 
 def parse_record(line: bytes, place: str, strict: bool) -> Record:

@@ -7,16 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.evaluation.records import (
-    RESULTS,
-    Record,
-    excess,
-    file_sizes,
-    fingerprint_of,
-    identity,
-    parse_record,
-    read_results_file,
-)
+from megatron.evaluation.records import RESULTS, Record, fingerprint_of, identity, parse_record, read_results_file
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 from megatron.utils.processes import Lock
@@ -80,10 +71,7 @@ class ResultsFile:
             try:
                 self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
                 self._file.seek(0)
-                content = self._file.read()
-                content = content[: content.rfind(b"\n") + 1]
-                self._file.truncate(len(content))
-                self._sizes = file_sizes(content)
+                self._file.truncate(self._file.read().rfind(b"\n") + 1)
             except OSError as error:
                 raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
             self._stack = stack.pop_all()
@@ -103,24 +91,16 @@ class ResultsFile:
     def add(self, record: Record) -> None:
         """Append a record and flush it to disk.
 
-        Raises UserError if it is not valid or cannot be written, if the file would be too large to read (see
-        `read_results`), or if the lock file was removed.
+        Raises UserError if it is not valid or cannot be written, or if the lock file was removed.
         """
         self._lock.check()
         line = json.dumps(record).encode() + b"\n"
         parse_record(line[:-1], f"cannot write {self.path}", strict=True)  # never write what cannot be read
-        sizes = self._sizes + file_sizes(line)
-        if reason := excess(sizes):
-            raise UserError(
-                f"{self.path} is full: with the next record it would have {reason}; choose another --output for some "
-                "of the checkpoints, modes or lengths"
-            )
         try:
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error
-        self._sizes = sizes
         key = identity(record)
         self.records = [stored for stored in self.records if identity(stored) != key] + [record]
