@@ -32,7 +32,6 @@ ACCURACY_SAMPLES = 64  # samples of a batch whose accuracies are averaged
 SAVE_SECONDS = 60.0  # between two saves of the training state
 MAX_RESULTS_BYTES = 1 << 26
 DECODER = "decoder"
-POWERS = {str(1 << power) for power in range(63)}  # names of bins of distances
 
 
 @dataclass(frozen=True)
@@ -299,9 +298,7 @@ class EncoderExperiment(Experiment):
 
 
 def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
-    """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ, or if two
-    results have the same task, method and seed.
-    """
+    """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ."""
     if not path.exists():
         return []
     try:
@@ -310,42 +307,14 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
         raise UserError(f"{error}; correct or remove the file, or choose another --output") from None
 
     # Results of other settings must not be averaged with those of this run.
-    stored, results = content["settings"], content["results"]
+    stored = content["settings"]
     changed = [name for name, value in asdict(settings).items() if stored.get(name) != value]
     if changed:
         changes = ", ".join(f"{name} {stored.get(name)}, not {getattr(settings, name)}" for name in changed)
         raise UserError(
             f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
         )
-
-    # A result may have been edited or copied from another file.
-    lengths, decoder = list(map(str, settings.test_lengths)), settings.architecture == DECODER
-    indices: dict[tuple[str, str, int], int] = {}
-    for index, result in enumerate(results):
-        for name, is_right in (
-            ("task", result["task"] in settings.tasks),
-            ("accuracies", list(result["accuracies"]) == lengths),
-            ("distances", _are_distances(result.get("distances", {}), lengths if decoder else [])),
-        ):
-            if not is_right:
-                raise UserError(
-                    f"{path}: results[{index}].{name} does not belong to these settings; remove the entry, or choose "
-                    "another --output"
-                )
-        first = indices.setdefault((result["task"], result["pos_emb"], result["seed"]), index)
-        if first < index:
-            raise UserError(
-                f"{path}: results[{index}] has the task, method and seed of results[{first}], which would count twice; "
-                "remove the entry, or choose another --output"
-            )
-    return results
-
-
-def _are_distances(distances: Mapping[str, Mapping[str, Sequence[int]]], lengths: Sequence[str]) -> bool:
-    """Whether these lengths have bins, each named by its first distance, and with at least one target."""
-    bins = [item for bins_of_length in distances.values() for item in bins_of_length.items()]
-    right = all(first in POWERS and correct <= count > 0 for first, (correct, count) in bins)
-    return list(distances) == lengths and all(distances.values()) and right
+    return content["results"]
 
 
 def write_chomsky_results(path: Path, settings: ExperimentSettings, results: Sequence[Result]) -> None:

@@ -121,13 +121,9 @@ def markdown(table: Table, heading: str = "##") -> str:
 def comma_separated(table: Table) -> str:
     """CSV with the section and whether the row is published as extra columns. Values, and headers and labels that are
     numbers, have no thousands separators; names, such as mode full+group@4,256, are not changed.
-
-    A name that a spreadsheet would read as a formula starts with an apostrophe.
     """
 
     def name(text: str) -> str:
-        if text.startswith(("=", "+", "-", "@")):
-            return f"'{text}"
         return plain(text) if _SEPARATED_NUMBER.fullmatch(text) else text
 
     def plain(text: str) -> str:

@@ -136,11 +136,6 @@ def read_sweep(path: str | Path) -> Sweep:
         if duplicate is not None:
             raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
 
-    # The title appears in the terminal and in Slurm's queue.
-    title = values.get("title", f"Sweep {path.stem}")
-    if not title.isprintable():
-        raise UserError(f"{path}: title {title!r} contains control characters; set one without them")
-
     # Evaluations, one or several.
     place = entries["evaluation"].place
     evaluations = values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
@@ -150,7 +145,7 @@ def read_sweep(path: str | Path) -> Sweep:
     # Paths and command lines.
     return Sweep(
         path=path,
-        title=title,
+        title=values.get("title", f"Sweep {path.stem}"),
         output=Path(expanded_path(values["output"])),
         config_dir=config_dir,
         base=_file_list(values["base"], f"{entries['base'].place}: base"),

@@ -156,8 +156,6 @@ def damaged_journal(draw: Draw, folder: Path) -> Case:
 
 REPORT = ["tools/report.py", "--output", "out", "in"]
 EVALUATE = ["evaluate.py", "--checkpoint", "checkpoints", "--lengths", "32", "--tokens", "128", "--output", "again"]
-CHOMSKY = {"steps": 1, "batch": 2, "train_longest": 4, "test_longest": 6, "test_samples": 2, "num_layers": 1}
-CHOMSKY |= {"hidden_size": 16, "num_heads": 2}
 
 
 def write_lines(path: Path, *documents: object) -> None:
@@ -178,24 +176,16 @@ def write_finished_sweep(folder: Path) -> list[Path]:
 
 
 def damaged_result(draw: Draw, folder: Path) -> Case:
-    """Results, benchmarks, Chomsky results, sweep metrics and journals, and earlier evaluations, for the commands that
-    read them.
-    """
+    """Results, benchmarks, sweep metrics and journals, and earlier evaluations, for the commands that read them."""
     records = valid_records()
     write_checkpoint(folder / "checkpoints", "kerple_log", write_corpus(folder))
 
     # Kind -> a file, its valid content, and a command that reads it.
     tables = {"a": [{"name": row, "median": 0.5, "ratio": 1.2} for row in ("alibi", "rotary")]}
-    settings = CHOMSKY | {"learning_rate": 1e-3, "test_every": 1, "architecture": "pre-norm"}
-    score = {"task": "even_pairs", "seed": 0, "score": 0.375, "accuracies": {"5": 0.5, "6": 0.25}}
-    scores = [{**score, "pos_emb": method} for method in ("none", "alibi")]
-    words = [word for option, value in CHOMSKY.items() for word in (f"--{option}", str(value))]
     files: dict[str, tuple[str, Sequence[object], list[str]]] = {
         "results": ("in/results.jsonl", records, REPORT),
         "benchmark": ("in.json", [{"hardware": {"processor": "a"}, "tables": tables}],
                       [*REPORT[:-1], "--benchmark", "in.json"]),
-        "chomsky": ("chomsky.json", [{"settings": settings, "results": scores}],
-                    ["tools/chomsky.py", "--tasks", "even_pairs", "--methods", "none", "--output", ".", *words]),
         "evaluation": ("again/results.jsonl", records, [*EVALUATE, "--replace"]),
     }  # fmt: skip
     kind = pick(draw, ("sweep", *files))

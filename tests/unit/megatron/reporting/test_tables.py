@@ -88,7 +88,7 @@ def test_latex():
     ]
 
 
-def test_names_are_never_commands_or_formulas():
+def test_names_are_never_commands():
     lines = (Section("*a"), Row((r"\input{/etc/passwd}",), (Cell("-1"),)), Row(('[=cmd|"c"!A1',), (Cell("2"),)))
     table = Table("n", "$x^2$ & 5 %", ("@a",), ("=b",), lines)
     text = latex(table)
@@ -96,11 +96,6 @@ def test_names_are_never_commands_or_formulas():
     assert r"\multicolumn{2}{l}{\textit{{*}a}} \\" in text
     assert r"\textbackslash{}input\{/etc/passwd\} & $-$1 \\" in text
     assert '{[}=cmd$|$"c"!A1 & 2' in text
-    assert comma_separated(table).splitlines() == [
-        "section,'@a,published,'=b",
-        r"*a,\input{/etc/passwd},no,-1",
-        '*a,"[=cmd|""c""!A1",no,2',
-    ]
 
 
 def test_rows_must_fit_the_columns():

@@ -40,7 +40,6 @@ def test_the_last_axis_varies_fastest(tmp_path):
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths"),
         ({"evaluation": {"output=x": True}}, "'output=x'.*output"),
         ({"output": 3}, "output"),
-        ({"title": "a\nb"}, r"sweep\.yml: title 'a\\nb'"),
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):

@@ -23,15 +23,6 @@ def test_percent_signs_in_the_path_of_the_log_are_not_patterns(sweep, tmp_path):
     assert f"#SBATCH --output={tmp_path}/50%%j/slurm-%A_%a.log" in (tmp_path / "sweep.sh").read_text().splitlines()
 
 
-def test_newlines_cannot_leave_the_comments(sweep, tmp_path):
-    for key, value, message in (
-        ("title", "a\ntouch b", r"sweep\.yml: title 'a\\ntouch b' contains control characters"),
-        ("output", "a\ntouch b", r"a\\ntouch b/slurm-\S+ contains a newline, which sbatch does not support"),
-    ):
-        with pytest.raises(UserError, match=message):
-            sweep("--write-slurm", str(tmp_path / "sweep.sh"), **{key: value})
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
