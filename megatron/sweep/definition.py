@@ -159,9 +159,6 @@ def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
     """{lengths: [512, 1024], verbose: true} as --lengths 512 1024 --verbose."""
     arguments: list[str] = []
     for name, value in options.items():
-        if "=" in name:
-            option, _, text = name.partition("=")
-            raise UserError(f"{place}: evaluation: {name!r} must not contain an equals sign; write {option}: {text}")
         if value is False or value is None:
             continue
         items = [] if value is True else value if isinstance(value, list) else [value]
