@@ -79,7 +79,7 @@ test-unit: setup
 
 # The tests of exports, evaluation, the configuration and reports.
 LATEST_TESTS := $(addprefix tests/unit/megatron/,checkpoint convert cli/test_eval_tasks.py config evaluation inference plots reporting utils/test_versions.py) \
-  $(addprefix tests/integration/test_,transformers_training.py evaluate.py report_tools.py) \
+  $(addprefix tests/integration/test_,transformers_training.py evaluate.py) \
   tests/integration/tools/test_convert_neox_to_hf.py
 
 test-latest:

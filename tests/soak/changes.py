@@ -8,9 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.soak.cases import Draw, pick
-from tests.support.hostile import NAMES, WRONG_VALUES
-
-VALUES = [*WRONG_VALUES, *NAMES]
+from tests.support.hostile import WRONG_VALUES
 
 
 def damage(draw: Draw, content: bytes) -> bytes:
@@ -27,14 +25,14 @@ def damage(draw: Draw, content: bytes) -> bytes:
 def value_in(draw: Draw, document: Any) -> Any:
     """A copy of a document with one value in it replaced or removed."""
     if not isinstance(document, dict | list) or not document:
-        return pick(draw, VALUES)
+        return pick(draw, WRONG_VALUES)
     changed = copy.copy(document)
     key = pick(draw, changed if isinstance(changed, dict) else range(len(changed)))
     how = pick(draw, ("inside", "inside", "inside", "value", "value", "remove"))
     if how == "inside":
         changed[key] = value_in(draw, changed[key])
     elif how == "value":
-        changed[key] = pick(draw, VALUES)
+        changed[key] = pick(draw, WRONG_VALUES)
     else:
         del changed[key]
     return changed

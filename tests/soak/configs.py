@@ -19,11 +19,12 @@ from megatron.config.schema.base import WILDCARD
 from tests.soak import changes
 from tests.soak.cases import Case, Draw, pick
 from tests.support.checkpoints import write_corpus
+from tests.support.hostile import WRONG_VALUES
 from tests.support.runs import training_settings
 
 # Without other folders, in which a configuration would be right to write.
 VALUES: tuple[Any, ...] = (
-    *(value for value in changes.VALUES if not re.search(r"\.\.|/tmp", str(value))),
+    *(value for value in WRONG_VALUES if not re.search(r"\.\.|/tmp", str(value))),
     *(False, 2, 3, 7, 16, 33, 1000, 2**16, 2**32, -(2**63), 2**64, 1.0, -0.5, 1e-300, 1e30, 1e38, "x/" * 3000, "$HOME"),
     *("~", "{seed}", "{", "}{", "{save}", "%s", "-1", "1e5", "true", "null", "runs/é\n\t", {"": 1}, {"device": "cpu"}),
 )
