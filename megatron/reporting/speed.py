@@ -135,17 +135,12 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
     return tables
 
 
-def read_benchmarks(path: str | Path) -> Benchmarks:
-    """A JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
-    try:
-        return parse_json(read_file(path, MAX_BENCHMARK_BYTES), _BENCHMARKS, str(path))
-    except UserError as error:
-        raise UserError(f"{error}; give a file written by benchmarks/train_step.py --json") from None
-
-
 def benchmark_tables(path: str | Path) -> list[Table]:
     """The step times in a JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
-    content = read_benchmarks(path)
+    try:
+        content = parse_json(read_file(path, MAX_BENCHMARK_BYTES), _BENCHMARKS, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; give a file written by benchmarks/train_step.py --json") from None
     note = (
         f"Seconds: medians over steps that alternated in one process, on {content['hardware']['processor']}. Ratios: "
         "geometric means of the ratios of steps that followed one another, so they can differ from those of the "

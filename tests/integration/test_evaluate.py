@@ -92,17 +92,8 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     assert outputs[1] == ""  # only rank 0 prints
     records, expected_records = (read_results(tmp_path / name) for name in ("two", "one"))
     assert len(records) == len(expected_records) == 28
-    measured = (
-        "loss",
-        "losses",
-        "stderr",
-        "perplexity",
-        "bits_per_byte",
-        "layers",
-        "resolution",
-        "differences",
-        "stderrs",
-    )
+    measured = {"loss", "losses", "stderr", "perplexity", "bits_per_byte", "layers", "resolution"}
+    measured |= {"differences", "stderrs"}
     for record, expected in zip(records, expected_records, strict=True):
         assert record.keys() == expected.keys()
         for key, value in expected.items():
@@ -158,21 +149,21 @@ def test_a_killed_evaluation_loses_nothing(tmp_path):
     """Each run continues where the last one was killed."""
     data = write_corpus(tmp_path)
     write_checkpoint(tmp_path / "checkpoints", "kerple_log", data)
-    lengths = [str(length) for length in range(16, 64, 8)]
+    lengths = [str(length) for length in range(16, 48, 8)]
     words = ["--checkpoint", str(tmp_path / "checkpoints"), "--lengths", *lengths, "--modes", "full", "window@4"]
     words += ["--protocol", "last-k@8", "--output"]
     results, fork = tmp_path / "killed" / "results.jsonl", multiprocessing.get_context("fork")
     for kill in (True, False):
         process = fork.Process(target=run_rank, args=(tmp_path, [*words, str(results.parent)], {}, 0, None))
         process.start()
-        while kill and process.is_alive() and lines_in(results) < 4:
+        while kill and process.is_alive() and lines_in(results) < 3:
             time.sleep(0.001)
         if kill:
             process.kill()
         process.join(timeout=240)
         assert process.exitcode == (-9 if kill else 0), (tmp_path / "output of 0").read_text()
-        assert len(read_results(results.parent)) >= 4
-    assert lines_in(results) == 12, "nothing was measured twice"
+        assert len(read_results(results.parent)) >= 3
+    assert lines_in(results) == 8, "nothing was measured twice"
     main([*words, str(tmp_path / "whole")])
     assert read_results(results.parent) == read_results(tmp_path / "whole")
 
