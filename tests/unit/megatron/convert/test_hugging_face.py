@@ -31,7 +31,7 @@ from megatron.inference import load_model
 from megatron.inference.decoder import as_decoder
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
-from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
+from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY, Exploit
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model
 from tests.support.release import checkpoints
 from tests.support.texts import KINDS
@@ -48,17 +48,16 @@ PADDED = ("kerple_log", "kerple_power_ap_ap", "sinusoidal", "learned", "rpe", "x
 
 
 # `test_sources.py` checks the files of every method.
-QUICK = (*PADDED, "none", "rotary", "forgetting", "cope", "stick_breaking", "transformer_xl")
+TESTED = (*PADDED, "none", "rotary", "forgetting", "cope", "stick_breaking", "transformer_xl")
+QUICK = ("kerple_log", "rotary", "learned", "forgetting", "dape_v2")
+MARKS = {name: pytest.mark.ci if name in TESTED else pytest.mark.slow for name in primary_names() if name not in QUICK}
 
 
 def longest(pos_emb: str) -> int:
     return TRAIN_LENGTH if pos_emb == "learned" else LONG
 
 
-@pytest.mark.parametrize(
-    "pos_emb",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in primary_names()],
-)
+@pytest.mark.parametrize("pos_emb", [pytest.param(name, marks=MARKS.get(name, ())) for name in primary_names()])
 @torch.no_grad()
 def test_every_method(pos_emb, tmp_path):
     model, config = make_model(pos_emb)
@@ -236,15 +235,6 @@ def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
     assert not (tmp_path / "hf").exists()
 
 
-def test_an_existing_folder_is_unchanged(tmp_path):
-    model, config = make_model("alibi")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="already exists"):
-        to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine.txt"]
-
-
 def test_special_tokens_and_sizes_are_written(tmp_path):
     model, config = make_model("alibi")
     to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
@@ -266,10 +256,7 @@ def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
     details = CardDetails(prompt='say "{hi}"\n')
     to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, details=details, report=quiet)
     card = (tmp_path / "hf" / "README.md").read_text()
-    line = next(line for line in card.splitlines() if line.startswith("tokenizer = "))
-    code, _, comment = line.partition("  # ")
-    assert code == 'tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")'
-    assert comment.startswith("AutoTokenizer reads config.json")
+    assert 'tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")' in card
     assert r'prompt = tokenizer(["say \"{hi}\"\n"], return_tensors="pt")' in card
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     assert tokenizer("abc").input_ids == [97, 98, 99]
@@ -370,11 +357,7 @@ def test_pytorch_bin_files_are_read_as_tensors_or_rejected(tmp_path):
     tokens = random_tokens(1, LONG)
     assert (load_model(tmp_path / "ours")[0](tokens) - theirs(tokens).logits).abs().max() < 1e-4
 
-    class Exploit:
-        def __reduce__(self):
-            return (tmp_path / "owned").write_text, ("owned",)
-
-    torch.save({"gpt_neox.embed_in.weight": Exploit()}, pickled)
+    torch.save({"gpt_neox.embed_in.weight": Exploit(tmp_path / "owned")}, pickled)
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: rejected"):
         from_hugging_face(tmp_path / "hf", tmp_path / "theirs", with_tokenizer=False, report=quiet)
     assert not (tmp_path / "owned").exists()
@@ -387,7 +370,6 @@ def test_an_inference_mode_is_written(tmp_path):
     model, config = make_model("rotary", seq_length=24)
     lines: list[str] = []
     to_hugging_face(model, config, tmp_path / "hf", inference_mode="full+logn+clip@8", report=lines.append)
-    assert "transformers' gpt_neox has no inference modes, so the model is exported with its own code" in lines[0]
     assert "inference mode full+clip@8+logn: logits compared at length 24 and 96" in lines[1]
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (values["inference_mode"], values["training_length"]) == ("full+clip@8+logn", 24)
@@ -395,10 +377,8 @@ def test_an_inference_mode_is_written(tmp_path):
     tokens, mode = random_tokens(1, LONG), AttentionMode(distance_map=Clip(8), scaling=LogLength(24))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
     assert (theirs(tokens).logits - model(tokens, mode=mode)).abs().max() < 1e-4
-    reason = as_decoder(theirs).unsupported_reason(AttentionMode())
-    assert reason is not None
-    assert "loaded with inference_mode full+clip@8+logn" in reason
-    for name, message in (("full+log@8", "full.log@8 is not supported: pos_emb rotary rotates"), ("win", "is unknown")):
+    assert "full+clip@8+logn" in as_decoder(theirs).unsupported_reason(AttentionMode())
+    for name, message in (("full+log@8", "full.log@8.*pos_emb rotary"), ("win", "win")):
         with pytest.raises(CheckpointError, match=message):
             to_hugging_face(model, config, tmp_path / "other", inference_mode=name, report=quiet)
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=lines.append)

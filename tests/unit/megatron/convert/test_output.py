@@ -36,12 +36,6 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_nothing_is_left_after_an_error(tmp_path):
-    with pytest.raises(CheckpointError), new_folder(tmp_path / "out") as folder:
-        folder.write_text("a")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_existing_folder_is_not_replaced(tmp_path):
     (tmp_path / "empty").mkdir()
     with new_folder(tmp_path / "empty") as folder:

@@ -32,7 +32,9 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "xpos", "forgetting", "fire", "dape_v2_kerple"])
+@pytest.mark.parametrize(
+    "method", ["kerple_log", *(pytest.param(name, marks=pytest.mark.ci) for name in ("xpos", "forgetting", "fire"))]
+)
 def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
     model = small_gpt(method).double()
     expected = [one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED) for row, prompt in enumerate(PROMPTS)]
@@ -148,10 +150,6 @@ def test_learned_positions_stop_at_the_end_of_their_table_with_a_message(recompu
     assert results[1].tokens == one_by_one(model, prompts[1], 1, maximum_tokens=3)
 
 
-def test_no_prompts_no_results():
-    assert generate(counting_up, [], maximum_tokens=3, recompute=True) == []
-
-
 def test_dropout_is_off_and_the_mode_is_restored():
     model = small_gpt("alibi", hidden_dropout=0.5)
     model.train()
@@ -164,9 +162,7 @@ def test_dropout_is_off_and_the_mode_is_restored():
     ("keywords", "message"),
     [
         ({"maximum_tokens": 0}, "maximum_tokens.*1"),
-        ({"batch_size": 0}, "batch_size.*1"),
         ({"seed": -1}, "seed.*0"),
-        ({"temperature": -1}, "temperature"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[1, 70]], "vocab_size": 61}, "prompt 0 contains token id 70"),
         ({"prompts": [[1], [-2]]}, "prompt 1 contains token id -2"),
@@ -285,12 +281,8 @@ def test_logits_that_are_not_finite(logit, temperature):
     ("values", "message"),
     [
         ({"temperature": -0.1}, "temperature.*0"),
-        ({"temperature": float("inf")}, "temperature.*0"),
-        ({"temperature": float("nan")}, "temperature.*0"),
         ({"top_k": -1}, "top_k.*0"),
         ({"top_p": 1.5}, "top_p"),
-        ({"top_p": -0.5}, "top_p"),
-        ({"vocab_size": 0}, "vocab_size.*1"),
     ],
 )
 def test_values_out_of_range(values, message):
@@ -301,8 +293,8 @@ def test_values_out_of_range(values, message):
 SINKS = Span(window=6, sinks=2)
 MODES = [
     ("kerple_log", AttentionMode(SINKS, reindexed=True)),
-    ("dape_kerple", AttentionMode(SINKS)),
-    ("rotary", AttentionMode(SINKS, distance_map=Clip(3))),
+    pytest.param("dape_kerple", AttentionMode(SINKS), marks=pytest.mark.ci),
+    pytest.param("rotary", AttentionMode(SINKS, distance_map=Clip(3)), marks=pytest.mark.ci),
     ("rotary", AttentionMode(distance_map=Linear(16), dynamic_ntk=DynamicNtk(1.0, 16))),
 ]
 
@@ -317,7 +309,7 @@ def test_modes_with_a_cache_give_the_tokens_of_the_complete_text(method, mode):
     assert [generation.tokens for generation in cached] != [generation.tokens for generation in plain]
 
 
-BOUNDED = ("kerple_log", "cope", "dape_v2_kerple")
+BOUNDED = ("kerple_log", pytest.param("dape_v2_kerple", marks=pytest.mark.ci))
 
 
 @pytest.mark.parametrize("tokens", [120, pytest.param(10_000, marks=pytest.mark.slow)])

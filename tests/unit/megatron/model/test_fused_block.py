@@ -12,6 +12,7 @@ from megatron.model.initialization import initialize
 from tests.support.language_models import model_settings
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PARALLEL = {"norm": "rmsnorm", "activation": "geglu", "gpt_j_residual": True}
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +59,19 @@ def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol
     "keys",
     [
         {},
-        {"norm": "rmsnorm", "bias_gelu_fusion": True},
-        {"gpt_j_residual": True, "activation": "silu"},
-        {"use_bias_in_norms": False, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
         {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_attn_linear": False, "num_kv_heads": 1},
-        {
-            "norm": "rmsnorm",
-            "activation": "geglu",
-            "gpt_j_residual": True,
-            "use_qk_layernorm": True,
-            "sliding_window_width": 2,
-        },
-        {"activation": "swiglu", "use_bias_in_mlp": False, "intermediate_size": 60},
-        {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
-        {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
+        *(
+            pytest.param(keys, marks=pytest.mark.ci)
+            for keys in (
+                {"norm": "rmsnorm", "bias_gelu_fusion": True},
+                {"gpt_j_residual": True, "activation": "silu"},
+                {"use_bias_in_norms": False, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
+                {**PARALLEL, "use_qk_layernorm": True, "sliding_window_width": 2},
+                {"activation": "swiglu", "use_bias_in_mlp": False, "intermediate_size": 60},
+                {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
+                {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
+            )
+        ),
     ],
 )
 def test_values_and_gradients(keys, monkeypatch):
@@ -86,7 +86,9 @@ def test_half_precision(monkeypatch):
     "keys",
     [
         {"gpt_j_residual": True},
-        {"activation": "swiglu", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
+        pytest.param(
+            {"activation": "swiglu", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}, marks=pytest.mark.ci
+        ),
     ],
 )
 def test_dropout_is_that_of_pytorch(keys, monkeypatch):

@@ -59,9 +59,12 @@ def test_the_modern_model_has_161_630_976_parameters_besides_positional_ones():
     assert counts["positional"] == 24
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    "pos_emb", ["kerple_log", "learned", "sinusoidal", "rotary", "xpos", "dape_kerple", "forgetting", "transformer_xl"]
+    ("pos_emb", "recompute"),
+    [
+        *(("kerple_log", True), ("learned", False), ("sinusoidal", False), ("rotary", False), ("xpos", False)),
+        *(("dape_kerple", True), ("forgetting", False), ("transformer_xl", False)),
+    ],
 )
 def test_documents_of_a_row_are_read_as_if_each_were_alone(pos_emb, recompute, tokens):
     """The loss and its gradients."""
@@ -179,7 +182,7 @@ def test_per_layer_kernels_have_their_own_parameters():
 
 TRAIN_LENGTH = 32
 # `test_llama_style_blocks_with_every_method` computes the gradients of the others.
-TRAINED = ("kerple_log", "rotary", "rpe", "learned", "fire", "cope", "forgetting", "dape_v2_kerple", "xpos")
+TRAINED = ("kerple_log", "rotary", "dape_v2_kerple")
 TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 
@@ -344,7 +347,7 @@ def test_logits_of_the_release(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_training_losses_of_the_release(method):
-    """30 steps depend on every gradient, including that of the shared kernel parameters."""
+    """10 steps depend on every gradient, including that of the shared kernel parameters."""
     expected = reference(method)
     model, _ = load_model(checkpoints(method), iteration=300)
     load_layers(model.layers(), checkpoints(method) / "global_step0")
@@ -353,7 +356,7 @@ def test_training_losses_of_the_release(method):
     optimizer = torch.optim.Adam(
         model.parameters(), lr=training["lr"], betas=tuple(training["betas"]), eps=training["eps"]
     )
-    for step, batch in enumerate(expected["train_tokens"][:30].long()):
+    for step, batch in enumerate(expected["train_tokens"][:10].long()):
         loss = model.loss(batch[:, :-1], batch[:, 1:])
         assert loss.item() == pytest.approx(float(expected["losses"][step]), abs=1e-3), f"step {step}"
         optimizer.zero_grad()

@@ -67,6 +67,7 @@ def test_reads_are_detected(read):
     assert watch.operators
 
 
+@pytest.mark.ci
 def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "an empty cache"))
     torch._dynamo.reset()
@@ -84,11 +85,8 @@ def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):
     ("extra", "named"),
     [
         ({"flops_profilr": {"enabled": True}}, r"deepspeed_extra_args\.flops_profilr.*flops_profiler"),
-        ({"own": 1}, r"deepspeed_extra_args\.own"),
         ({"flops_profiler": {"enabeld": True}}, r"deepspeed_extra_args\.flops_profiler\.enabeld"),
-        ({"checkpoint": {"writer": {"tipe": "FAST"}}}, r"deepspeed_extra_args\.checkpoint\.writer\.tipe"),
         ({"comms_logger": {"enabeld": True}}, "enabeld"),  # pydantic's error
-        ({"compression_training": {}}, "compression_training"),
     ],
 )
 def test_unknown_keys_for_deepspeed_are_named(extra, named, tmp_path, data_path):

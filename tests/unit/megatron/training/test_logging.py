@@ -6,14 +6,12 @@ import os
 import re
 import shutil
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.plots import kernels as kernel_plots
@@ -151,25 +149,6 @@ def test_an_evaluation_does_not_write_to_save(tmp_path, data_path, wandb_offline
     assert not (tmp_path / "new").exists()
 
 
-def test_a_clock_that_jumps_back(tmp_path, data_path, monkeypatch, wandb_offline):
-    """Between all steps, by a day: rates, metrics, and the order of checkpoints do not depend on the clock."""
-    now, days = time.time(), iter(range(10_000))
-    monkeypatch.setattr(time, "time", lambda: now - 86400 * next(days))
-    keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "keep_last_n_checkpoints": 1}
-    for last in (4, 6):  # resumes
-        train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=last, save_interval=1, **keys)))
-    assert next(days) > 10
-    assert all(0 < rate < math.inf for rate in metrics(tmp_path, "train/tokens_per_second").values())
-    assert list(metrics(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    assert saved_iterations(tmp_path / "checkpoints") == [6]
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step6"
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(metrics(tmp_path))
-    lines = (tmp_path / "logs" / "train.log").read_text().splitlines()
-    assert all(line.split()[-2].endswith("s") for line in lines if line.endswith(" left"))
-
-
 # -- skipped steps ----------------------------------------------------------------------------------------------------
 
 
@@ -203,9 +182,9 @@ def test_the_descent_of_the_loss_scale_is_not_an_error(hysteresis):
 @pytest.mark.parametrize(
     ("fp16", "scale", "message"),
     [
-        ({"loss_scale": 2.0**40}, 2.0**40, r"Lower fp16.loss_scale \(1.09951e\+12\), or set it to 0"),
-        ({}, 1.0, r"The loss scale is at fp16.min_loss_scale \(1\). Use bf16, or lower the learning rate"),
-        (None, None, r"Lower the learning rate, clip gradients"),
+        ({"loss_scale": 2.0**40}, 2.0**40, r"fp16.loss_scale"),
+        ({}, 1.0, r"fp16.min_loss_scale"),
+        (None, None, r"gradient_clipping"),
     ],
 )
 def test_too_many_consecutive_skipped_steps_stop_the_run(fp16, scale, message):
@@ -216,10 +195,7 @@ def test_too_many_consecutive_skipped_steps_stop_the_run(fp16, scale, message):
         # A step that is not skipped starts a new count.
         run(log, engine, [(5.0, 1.0, scale), *skipped, (5.0, 1.0, scale), *skipped])
         assert log.skipped_steps == 2 * MAX_CONSECUTIVE_SKIPS
-        problem = (
-            rf"the last 33 steps up to 67 were skipped and did not change the weights;.*without saving\. {message}"
-        )
-        with pytest.raises(UserError, match=problem):
+        with pytest.raises(UserError, match=rf"33 steps up to 67.*{message}"):
             run(log, engine, skipped[:1], start=66)
 
 
@@ -244,6 +220,7 @@ def test_a_loss_that_is_not_finite_in_fp16_is_named_after_the_loss_scale_reached
         run(log, engine, [(math.nan, 1.0, None)])
 
 
+@pytest.mark.ci
 def test_fp16_that_never_updates_is_not_a_success(tmp_path, data_path):
     """A loss scale of 2^40: the gradients of every step overflow."""
     keys = {"fp16": {"enabled": True, "loss_scale": 2.0**40}, "train_iters": 50, "log_interval": 10, "eval_iters": 0}

@@ -13,7 +13,7 @@ from megatron.config import Config, UserError
 from megatron.model.settings import Layout
 from megatron.training import loop, startup
 from megatron.training.loop import train
-from megatron.training.startup import check_machine, check_number_of_samples, estimate
+from megatron.training.startup import check_machine, estimate
 from megatron.utils.processes import Lock
 from tests.support.layouts import ONE_RANK as LAYOUT
 from tests.support.runs import copy_checkpoint, metrics, training_settings
@@ -77,11 +77,7 @@ def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
 
 def test_a_full_disk(tmp_path, data_path, nothing_is_built, free):
     free(1_000_000)
-    message = (
-        r"save: .*checkpoints has 1.00 MB of free space, but training needs 1.40 MB for 2 checkpoints of about 0.70 MB "
-        r"\(weights 0.23 MB, optimizer 0.47 MB\); free some space"
-    )
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"save: .*checkpoints.*1\.00 MB.*1\.40 MB for 2 checkpoints"):
         train(Config.from_flat(training_settings(tmp_path, data_path)))
     assert not (tmp_path / "checkpoints").exists()
 
@@ -201,10 +197,7 @@ def test_the_estimate_is_the_size_of_a_checkpoint(keys, tmp_path, data_path):
     ("keys", "start", "count"),
     [
         ({"save_interval": 10}, 0, 10),
-        ({"save_interval": 10}, 50, 5),
         ({"save_interval": 30}, 50, 3),  # 60, 90, 100
-        ({"save_interval": None}, 0, 1),
-        ({"save_interval": None}, 100, 0),
         ({"save_interval": 10}, 100, 0),
         ({"save_interval": None, "extra_save_iters": [0, 1, 50, 200]}, 0, 4),
         ({"save_interval": 50, "extra_save_iters": [0, 1, 50]}, 0, 4),
@@ -275,10 +268,8 @@ def test_small_models_fit(tmp_path, keys, monkeypatch):
     [
         # 2 * 10^9 * 32 parameters: 4 bytes, 4 bytes, 8 bytes
         ({}, 10**9, r"1,024\.0.*16\.0.*256\.0.*512\.0.*64,000.*64,000,000,000"),
-        ({"hidden_size": 2**18}, 512, "hidden_size"),
         ({"pos_emb": "learned", "max_position_embeddings": 2**31}, 512, "68,719,476,736"),
-        ({"train_batch_size": 10**9}, 512, "train_micro_batch_size_per_gpu: 1"),
-        ({"seq_length": 2**31}, 512, "2,147,483,648.*seq_length"),
+        ({"train_batch_size": 10**9}, 512, "train_micro_batch_size_per_gpu"),
         ({"seq_length_val": 10**12}, 512, "activations"),
         ({"attention_backend": "flex"}, 512, "\"attention_backend\".*'flex'.*CPU"),
         ({"attention_backend": "fused"}, 512, "\"attention_backend\".*'fused'"),
@@ -295,12 +286,6 @@ def test_ranks_share_the_model(tmp_path):
     with pytest.raises(UserError, match="per rank"):
         check(tmp_path, **keys)
     check(tmp_path, dataclasses.replace(LAYOUT, world_size=64, pipeline_size=8, tensor_size=8), **keys)
-
-
-def test_the_index_of_samples_must_fit():
-    check_number_of_samples(10**9)
-    with pytest.raises(UserError, match=r"2,000,000,000.*24\.0"):
-        check_number_of_samples(2 * 10**9)
 
 
 # The small model has 2 * 512 * 32 elements in embeddings and 2 * 12 * 32^2 in blocks.

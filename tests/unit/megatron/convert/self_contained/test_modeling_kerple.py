@@ -86,6 +86,7 @@ def smoothed_loss(model, tokens, share) -> float:
     return -float((1 - share) * right + share * predictions.mean())
 
 
+@pytest.mark.ci
 def test_trainer_with_label_smoothing_predicts_the_next_token(train):
     _, path = export("kerple_log")
     model, tokens = load(path), random_tokens(4, TRAIN_LENGTH)
@@ -95,7 +96,7 @@ def test_trainer_with_label_smoothing_predicts_the_next_token(train):
     assert loss == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["language model", "classifier"])
+@pytest.mark.parametrize("kind", ["language model", pytest.param("classifier", marks=pytest.mark.ci)])
 def test_accumulation_steps_change_neither_loss_nor_gradient(kind, train):
     _, path = export("kerple_log")
     rows = [
@@ -120,12 +121,6 @@ def test_unknown_arguments_are_rejected_by_name(auto):
     with pytest.raises(TypeError, match="new_name_of_cache"):
         model(tokens, new_name_of_cache=None)
     model(tokens, token_type_ids=torch.zeros_like(tokens))  # from tokenizers; has no meaning here
-
-
-def test_a_static_cache_under_an_unknown_name_is_left_to_forward():
-    _, path = export("kerple_log")
-    mask = torch.ones(1, 8, dtype=torch.int64)
-    assert load(path).create_masks_for_generate(attention_mask=mask, new_name_of_cache=object()) is mask
 
 
 @torch.no_grad()
@@ -229,6 +224,7 @@ def test_offloaded_layers(pos_emb, tmp_path):
             layers_offloaded(tokens)
 
 
+@pytest.mark.ci
 @torch.no_grad()
 def test_compiled_without_graph_breaks():
     torch.compiler.reset()
@@ -258,7 +254,9 @@ def test_compiled_with_graph_breaks():
     assert (compiled(tokens, attention_mask=mask).logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_v2_kerple", "forgetting"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", *(pytest.param(name, marks=pytest.mark.ci) for name in ("dape_v2_kerple", "forgetting"))]
+)
 @torch.no_grad()
 def test_generation_beyond_the_training_length(pos_emb):
     model, path = export(pos_emb)
@@ -311,8 +309,11 @@ def quantized(path, kind: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("pos_emb", "kind"),
     [
-        *(("fire", kind) for kind in BOUNDS),
-        *(("dape_v2_fire", "8-bit"), ("forgetting", "4-bit"), ("transformer_xl", "dynamic")),
+        ("fire", "4-bit"),
+        *(pytest.param("fire", kind, marks=pytest.mark.ci) for kind in ("8-bit", "dynamic")),
+        pytest.param("dape_v2_fire", "8-bit", marks=pytest.mark.ci),
+        pytest.param("forgetting", "4-bit", marks=pytest.mark.ci),
+        pytest.param("transformer_xl", "dynamic", marks=pytest.mark.ci),
     ],
 )
 @torch.no_grad()
