@@ -370,9 +370,7 @@ def read_manifest(step: Path) -> dict[str, FileRecord] | None:
     return records
 
 
-def find_damage(
-    step: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1), threads: int | None = None
-) -> str | None:
+def find_damage(step: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
     """The first file that does not match the manifest, as `FILE: what is wrong`. None for a valid checkpoint, and for
     one without a manifest that another program saved.
 
@@ -415,7 +413,7 @@ def find_damage(
 
     # Largest first, so that equal numbers of files are roughly equal work.
     names = sorted(records, key=lambda name: -records[name].size)[share[0] :: share[1]]
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return next((damage for damage in pool.map(damage_of, names) if damage), None)
 
 

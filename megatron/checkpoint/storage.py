@@ -84,15 +84,13 @@ def save_file(
     return FileRecord(writer.size, writer.crc32)
 
 
-def file_record(path: str | Path, chunk_size: int = 1 << 22) -> FileRecord:
+def file_record(path: str | Path) -> FileRecord:
     """Size and CRC-32 of a file on disk. Raises UserError or OSError if it cannot be read."""
     size = crc32 = 0
     with open_file(path) as handle:
-        buffer = bytearray(chunk_size)
-        view = memoryview(buffer)
-        while count := handle.readinto(buffer):
-            crc32 = zlib.crc32(view[:count], crc32)
-            size += count
+        while chunk := handle.read(1 << 22):
+            crc32 = zlib.crc32(chunk, crc32)
+            size += len(chunk)
     return FileRecord(size, crc32)
 
 

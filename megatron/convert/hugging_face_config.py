@@ -234,10 +234,6 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: model_type {model_type!r} is not supported; gpt_neox (GPT-NeoX, Pythia), "
             f"{', '.join(llama.ARCHITECTURES)} and this project's kerple are"
         )
-    required = [name for name, field in HuggingFaceConfig.model_fields.items() if field.is_required()]
-    missing = [name for name in required if name not in theirs]
-    if missing:
-        raise CheckpointError(f"{source}: lacks {', '.join(missing)}; it is not the config.json of a complete model")
     try:
         given = HuggingFaceConfig.model_validate(theirs)
     except ValidationError as error:

@@ -8,7 +8,7 @@ Legend: g heads of keys and values, h / g query heads per key head, d head size.
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,26 +81,6 @@ REJECTED_KEYS = ("quantization_config", "num_experts", "num_local_experts", "n_r
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
-class Structure(NamedTuple):
-    """What distinguishes the four families."""
-
-    output_bias: bool
-    attention_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    window: int | None
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> "Structure":
-        return cls(
-            model.use_bias_in_attn_output,
-            model.use_bias_in_attn_linear,
-            model.use_bias_in_mlp,
-            model.use_qk_layernorm,
-            model.windows[0],  # exports have the same window in all layers
-        )
-
-
 def family_of(config: Config) -> str | None:
     """The model_type that can represent a model with rotary positions; None if there is none."""
     model = config.model
@@ -108,13 +88,13 @@ def family_of(config: Config) -> str | None:
         return None
     if model.positional_options["fraction"] != 1:
         return None
-    output, attention, mlp, norms, window = Structure.of(model)
-    if norms:
+    output, attention, mlp = model.use_bias_in_attn_output, model.use_bias_in_attn_linear, model.use_bias_in_mlp
+    if model.use_qk_layernorm:
         return "qwen3" if output == attention and not mlp else None
     if output != attention:
         default_size = model.head_size * model.num_attention_heads == model.hidden_size
         return "qwen2" if attention and not mlp and default_size else None
-    if window is None:
+    if model.windows[0] is None:  # exports have the same window in all layers
         return "llama"
     return None if attention or mlp else "mistral"
 

@@ -74,9 +74,6 @@ PARTITION_DIM = {
     "final_linear.weight": 0,
 }
 
-# Order of tensors in the release's files, by prefix.
-TENSOR_ORDER = ("input_layernorm", "attention.query_key_value", "attention.", "post_attention_layernorm", "mlp.")
-
 # Configuration keys that the release supports, besides those of OPTION_KEYS.
 CONFIG_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
@@ -207,12 +204,10 @@ def original_buffers(model: GPT, pos_emb: str, index: int) -> dict[str, Tensor]:
 
 
 def split_for_ranks(state: dict[str, Tensor], ranks: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """The tensors of one layer for each tensor-parallel rank, in the order of the release's files."""
-    position = {name: next((i for i, part in enumerate(TENSOR_ORDER) if name.startswith(part)), -1) for name in state}
+    """The tensors of one layer for each tensor-parallel rank."""
     shards: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
-    for name in sorted(state, key=lambda name: position[name]):
-        split = name in PARTITION_DIM
-        pieces = state[name].chunk(ranks, PARTITION_DIM[name]) if split else [state[name]] * ranks
+    for name, tensor in state.items():
+        pieces = tensor.chunk(ranks, PARTITION_DIM[name]) if name in PARTITION_DIM else [tensor] * ranks
         for shard, piece in zip(shards, pieces, strict=True):
             shard[name] = cast(piece, dtype)
     return shards

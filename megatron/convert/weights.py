@@ -16,47 +16,18 @@ from megatron.checkpoint.storage import CheckpointError, read_json, read_weights
 from megatron.convert import llama
 from megatron.model.gpt import GPT
 
-# Layer 0.
-EMBEDDING_NAMES = {"word_embeddings.weight": "gpt_neox.embed_in.weight"}
-
-# Layers 2 ... L+1. Hugging Face counts blocks from 0.
-BLOCK_NAMES = {
-    "input_layernorm.weight": "gpt_neox.layers.{block}.input_layernorm.weight",
-    "input_layernorm.bias": "gpt_neox.layers.{block}.input_layernorm.bias",
-    "attention.query_key_value.weight": "gpt_neox.layers.{block}.attention.query_key_value.weight",
-    "attention.query_key_value.bias": "gpt_neox.layers.{block}.attention.query_key_value.bias",
-    "attention.query_norm.weight": "gpt_neox.layers.{block}.attention.query_norm.weight",
-    "attention.query_norm.bias": "gpt_neox.layers.{block}.attention.query_norm.bias",
-    "attention.key_norm.weight": "gpt_neox.layers.{block}.attention.key_norm.weight",
-    "attention.key_norm.bias": "gpt_neox.layers.{block}.attention.key_norm.bias",
-    "attention.dense.weight": "gpt_neox.layers.{block}.attention.dense.weight",
-    "attention.dense.bias": "gpt_neox.layers.{block}.attention.dense.bias",
-    "post_attention_layernorm.weight": "gpt_neox.layers.{block}.post_attention_layernorm.weight",
-    "post_attention_layernorm.bias": "gpt_neox.layers.{block}.post_attention_layernorm.bias",
-    "mlp.dense_h_to_4h.weight": "gpt_neox.layers.{block}.mlp.dense_h_to_4h.weight",
-    "mlp.dense_h_to_4h.bias": "gpt_neox.layers.{block}.mlp.dense_h_to_4h.bias",
-    "mlp.dense_4h_to_h.weight": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.weight",
-    "mlp.dense_4h_to_h.bias": "gpt_neox.layers.{block}.mlp.dense_4h_to_h.bias",
-    "mlp.w1.weight": "gpt_neox.layers.{block}.mlp.w1.weight",
-    "mlp.w1.bias": "gpt_neox.layers.{block}.mlp.w1.bias",
-    "mlp.w2.weight": "gpt_neox.layers.{block}.mlp.w2.weight",
-    "mlp.w2.bias": "gpt_neox.layers.{block}.mlp.w2.bias",
-    "mlp.w3.weight": "gpt_neox.layers.{block}.mlp.w3.weight",
-    "mlp.w3.bias": "gpt_neox.layers.{block}.mlp.w3.bias",
-}
-
-# Layer L+3.
-FINAL_NORM_NAMES = {
+# Names outside the blocks. A tensor of a block keeps its name after `BLOCK`; Hugging Face counts blocks from 0.
+OUTER_NAMES = {
+    "word_embeddings.weight": "gpt_neox.embed_in.weight",
     "norm.weight": "gpt_neox.final_layer_norm.weight",
     "norm.bias": "gpt_neox.final_layer_norm.bias",
+    "final_linear.weight": "embed_out.weight",
 }
-
-# Layer L+4.
-OUTPUT_NAMES = {"final_linear.weight": "embed_out.weight"}
+BLOCK = "gpt_neox.layers.{block}."
 
 # Prefixes of the positional method's parameters, which only self-contained models have: one method for all layers, or
 # one per layer.
-SHARED_POSITIONAL, LAYER_POSITIONAL = "gpt_neox.positional.", "gpt_neox.layers.{block}.attention.positional."
+SHARED_POSITIONAL, LAYER_POSITIONAL = "gpt_neox.positional.", f"{BLOCK}attention.positional."
 
 # Other names of the same tensors in some files, and tensors that are computed.
 SYNONYMS = {"lm_head.weight": "embed_out.weight"}
@@ -71,29 +42,17 @@ POSITIONAL = re.compile(r"gpt_neox\.(layers\.\d+\.attention\.)?positional\..*")
 SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 
 
-def layer_names(index: int, num_layers: int) -> dict[str, str]:
-    """Our names -> Hugging Face's, of the tensors in the layer of this index."""
-    if 2 <= index < num_layers + 2:
-        return {ours: theirs.format(block=index - 2) for ours, theirs in BLOCK_NAMES.items()}
-    return {0: EMBEDDING_NAMES, num_layers + 3: FINAL_NORM_NAMES, num_layers + 4: OUTPUT_NAMES}[index]
-
-
 def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
-    """(layer index, our name) -> Hugging Face's name, for all tensors of the model except tied output weights. Raises
-    CheckpointError for a tensor without a Hugging Face name.
-    """
+    """(layer index, our name) -> Hugging Face's name, for all tensors of the model except tied output weights."""
     prefixes = positional_prefixes(model)
     names = {}
     for index, layer in layers_with_weights(model).items():
-        table = layer_names(index, model.settings.config.num_layers)
         for name in tensors_of(layer):
             prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
             if prefix is not None:
                 names[index, name] = prefixes.get(index, SHARED_POSITIONAL) + name.removeprefix(prefix)
-            elif name in table:
-                names[index, name] = table[name]
             else:
-                raise CheckpointError(f"layer {index}: {name} has no counterpart in Hugging Face's model")
+                names[index, name] = OUTER_NAMES.get(name) or BLOCK.format(block=index - 2) + name
     return names
 
 
@@ -173,9 +132,10 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
     """
     layers = layers_with_weights(model)
     expected = {theirs: tensors_of(layers[index])[ours] for (index, ours), theirs in hugging_face_names(model).items()}
-    output = OUTPUT_NAMES["final_linear.weight"]
+    output, embedding = OUTER_NAMES["final_linear.weight"], OUTER_NAMES["word_embeddings.weight"]
     if model_type in llama.ARCHITECTURES:
-        expected, output = llama.split_tensors(expected, model.settings.config), llama.TOP_NAMES[output]
+        expected = llama.split_tensors(expected, model.settings.config)
+        output, embedding = llama.TOP_NAMES[output], llama.TOP_NAMES[embedding]
     missing = [name for name in expected if name not in tensors]
     known = {*expected, *(() if model.settings.config.no_weight_tying else (output,))}
     unknown = [name for name in tensors if name not in known]
@@ -193,14 +153,12 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
             raise CheckpointError(f"{source}: {theirs} has dtype {value.dtype}, but the model needs {target.dtype}")
         if not torch.isfinite(value).all():
             raise CheckpointError(f"{source}: {theirs} contains values that are not finite (NaN or infinite)")
-    if not model.settings.config.no_weight_tying and output in tensors:
-        embedding = EMBEDDING_NAMES["word_embeddings.weight"]
-        embedding = llama.TOP_NAMES[embedding] if model_type in llama.ARCHITECTURES else embedding
-        if not torch.equal(tensors[embedding], tensors[output]):
-            raise CheckpointError(
-                f"{source}: {output} differs from {embedding}, but tie_word_embeddings is true; set it to false in "
-                "config.json if the model has both"
-            )
+    is_tied = not model.settings.config.no_weight_tying
+    if is_tied and output in tensors and not torch.equal(tensors[embedding], tensors[output]):
+        raise CheckpointError(
+            f"{source}: {output} differs from {embedding}, but tie_word_embeddings is true; set it to false in "
+            "config.json if the model has both"
+        )
 
 
 @torch.no_grad()

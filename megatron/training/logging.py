@@ -348,12 +348,11 @@ def non_finite_loss(config: Config, when: str) -> UserError:
 def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
     """The error for `steps` that were skipped at this loss scale, although the loss is finite."""
     fp16, advice = config.precision, _advice(config)
-    if scale is not None and fp16.loss_scale:
-        advice = f"Lower fp16.loss_scale ({scale:g}), or set it to 0 for dynamic loss scaling"
-    elif scale is not None and scale > fp16.min_loss_scale:
-        advice = f"Lower fp16.initial_scale_power ({fp16.initial_scale_power}): the loss scale is still {scale:g}"
-    elif scale is not None:
-        advice = f"The loss scale is at fp16.min_loss_scale ({scale:g}). Use bf16, or lower the learning rate"
+    if scale is not None:
+        advice = (
+            f"The loss scale is {scale:g} (fp16.min_loss_scale {fp16.min_loss_scale:g}): lower fp16.loss_scale or "
+            f"fp16.initial_scale_power ({fp16.initial_scale_power}), use bf16, or lower the learning rate"
+        )
     return UserError(
         f"the gradients are not finite, so {steps} were skipped and did not change the weights; "
         f"{_stops_without_saving(config)}. {advice}"

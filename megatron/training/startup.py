@@ -18,7 +18,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -359,51 +358,19 @@ def check_memory(
 def _describe(
     config: Config, layout: Layout, vocab_size: int, positional: int, needed: Memory, sharing: int, free: int
 ) -> str:
-    # What the memory is needed for.
     embeddings, blocks = count_matrices(config, vocab_size)
-    micro_batch, _, global_batch = config.batch.resolve(layout.data_size)
+    micro_batch, _, _ = config.batch.resolve(layout.data_size)
     place = f"{layout.device.type} of {socket.gethostname()}"
-    ranks = f" ({_gigabytes(needed.total * sharing)} for the {sharing} ranks of this host)" if sharing > 1 else ""
-    text = (
-        f"training needs at least {_gigabytes(needed.total)} per rank{ranks}, but {_gigabytes(free)} of memory are "
-        f"free on the {place}: weights {_gigabytes(needed.weights)}, gradients {_gigabytes(needed.gradients)}, "
-        f"optimizer states {_gigabytes(needed.optimizer)}, activations {_gigabytes(needed.activations)} "
+    ranks = f" ({_readable(needed.total * sharing)} for the {sharing} ranks of this host)" if sharing > 1 else ""
+    more = "hosts" if layout.device.type == "cpu" else "GPUs"
+    return (
+        f"training needs at least {_readable(needed.total)} per rank{ranks}, but {_readable(free)} of memory are "
+        f"free on the {place}: weights {_readable(needed.weights)}, gradients {_readable(needed.gradients)}, "
+        f"optimizer states {_readable(needed.optimizer)}, activations {_readable(needed.activations)} "
         f"({embeddings + blocks + positional:,} parameters: {embeddings:,} in embeddings, {blocks:,} in blocks, "
         f"{positional:,} in the positional method; {config.precision.dtype}, {config.optimizer.name}, ZeRO stage "
-        f"{config.optimizer.zero_stage}, micro-batches of {micro_batch:,} x {config.model.seq_length:,} tokens)"
+        f"{config.optimizer.zero_stage}, micro-batches of {micro_batch:,} x {config.model.seq_length:,} tokens); lower "
+        "train_micro_batch_size_per_gpu or seq_length, set checkpoint_activations, zero_optimization.stage: 3 or "
+        "precision: bfloat16, use a smaller model (hidden_size, num_layers, vocabulary), or more "
+        f"{more} with model_parallel_size or pipe_parallel_size"
     )
-
-    # Changes of the configuration that may save memory.
-    changes: dict[str, dict[str, Any]] = {
-        "train_micro_batch_size_per_gpu: 1": {
-            "train_batch_size": global_batch,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": global_batch // layout.data_size,
-        },
-        "checkpoint_activations: true": {"checkpoint_activations": True},
-        "zero_optimization.stage: 3": {"zero_optimization.stage": 3},
-    }
-    if config.precision.dtype == "fp32":
-        changes["precision: bfloat16"] = {"precision": "bfloat16"}
-
-    # Suggest those that save more than rounding.
-    helpful = []
-    for name, keys in changes.items():
-        try:
-            total = estimate(config.updated(**keys), layout, vocab_size, positional).total
-        except UserError:  # contradicts another key
-            continue
-        if total < 0.99 * needed.total:
-            helpful.append(f"{name} ({_gigabytes(total)})")
-
-    # What remains if no change is enough.
-    more = "hosts" if layout.device.type == "cpu" else "GPUs"
-    text += f"; change {', '.join(helpful)}; or" if helpful else ";"
-    return (
-        f"{text} use a smaller model (hidden_size, num_layers, vocabulary), a smaller seq_length, or more {more} with "
-        "model_parallel_size, pipe_parallel_size or ZeRO 3"
-    )
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"

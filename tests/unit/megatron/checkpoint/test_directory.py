@@ -198,7 +198,7 @@ class Kills:
             shutil.copytree(directory, copies / str(number))
 
 
-@pytest.mark.parametrize("iteration", [3, 2], ids=["next", "same-again"])
+@pytest.mark.parametrize("iteration", [pytest.param(3, marks=pytest.mark.ci), 2], ids=["next", "same-again"])
 def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
     """Saving a new iteration, and replacing the checkpoint that `latest` names. Then a second kill during the clean-up
     and a complete save.

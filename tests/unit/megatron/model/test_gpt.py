@@ -141,19 +141,6 @@ def test_tied_embeddings_are_one_parameter(tokens):
     torch.testing.assert_close(model.embedding.word_embeddings.weight, untied.embedding.word_embeddings.weight)
 
 
-@pytest.mark.parametrize("checkpoint_every", [1, 2])
-def test_activation_recomputation_changes_no_gradient(checkpoint_every, tokens):
-    def gradients(checkpoint_every: int) -> list[torch.Tensor]:
-        settings = model_settings(**{**SMALL, "pos_emb": "kerple_log"})
-        model = GPT(settings, checkpoint_every=checkpoint_every).train()
-        initialize(model.layers(), settings, seed=5, **INIT)
-        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    for stored, recomputed in zip(gradients(0), gradients(checkpoint_every), strict=True):
-        torch.testing.assert_close(stored, recomputed)
-
-
 def test_the_loss_ignores_tokens_without_weight(tokens):
     model = small_model()
     labels = tokens.roll(-1, 1)

@@ -77,14 +77,6 @@ def test_the_learning_rate_stays_between_min_lr_and_lr(version, style, decay, wa
     assert all(1e-3 <= rate <= 1e-2 for rate in rates[int(warmup) + 1 :])
 
 
-def test_a_shortened_recipe_stays_in_its_warmup(tmp_path, data_path):
-    keys = {"warmup_iters": 50, "train_iters": 4, "lr_decay_iters": None, "lr_schedule": "neox-2022"}
-    keys |= {"warmup": None, "save": None, "load": None}
-    keys["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
-    assert metrics(tmp_path, "train/learning_rate") == pytest.approx({1: 0.0, 2: 2e-4, 3: 4e-4, 4: 6e-4})
-
-
 @pytest.mark.parametrize("keys", [{"warmup_iters": 10}, {"warmup": 1.0}])
 def test_a_warmup_beyond_the_decay_is_rejected(keys, tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, **{"warmup": None, **keys}, lr_decay_iters=5)
@@ -153,7 +145,7 @@ def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
     keys = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "warmup": 0.0, "gradient_clipping": 0.0}
     keys |= {"lr_decay_style": "constant", "train_iters": 1, "pos_emb": "dape_kerple", "load": None, "seed": 3}
     steps: dict[float, dict[str, torch.Tensor]] = {}
-    for factor in (0.0, 1.0, 10.0):
+    for factor in (0.0, 10.0):
         folder = tmp_path / str(factor)
         config = Config.from_flat(training_settings(folder, data_path, **keys, positional_lr_factor=factor))
         train(config)
@@ -172,18 +164,7 @@ def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
                 torch.testing.assert_close(after[name], start, rtol=0, atol=0)
 
 
-def test_groups_of_positional_parameters_with_their_own_learning_rate():
-    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
-    model = GPT(model_settings(**shape, pos_emb="dape_kerple"))
-    groups = parameter_groups(model, 0.1, 10.0)
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    assert [(group["weight_decay"], group.get("lr_factor"), group.get("bounds")) for group in groups] == [
-        *[(0.1, None, None), (0.1, 10.0, None), (0.0, None, None), (0.0, 10.0, None)],
-        (0.0, 10.0, (0.01, None)),
-    ]
-
-
-@pytest.mark.parametrize(("precision", "zero_stage"), [("fp32", 0), ("bfloat16", 3)])
+@pytest.mark.parametrize(("precision", "zero_stage"), [("fp32", 0), pytest.param("bfloat16", 3, marks=pytest.mark.ci)])
 def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stage, tmp_path, data_path):
     """The weights, and the fp32 master weights to which the optimizer adds steps of 0.8."""
     keys = {"pos_emb": "kerple_power", "precision": precision, "zero_optimization": {"stage": zero_stage}}

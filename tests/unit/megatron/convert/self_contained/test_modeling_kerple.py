@@ -240,20 +240,6 @@ def test_compiled_without_graph_breaks():
     assert difference[mask.bool()].abs().max() < 1e-4
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_compiled_with_graph_breaks():
-    torch.compiler.reset()
-    _, path = export("fire")
-    theirs = load(path)
-    compiled = torch.compile(theirs, backend="eager")
-    tokens = random_tokens(2, TRAIN_LENGTH)
-    mask = torch.ones_like(tokens)
-    mask[0, :4] = 0
-    expected = theirs(tokens, attention_mask=mask).logits
-    assert (compiled(tokens, attention_mask=mask).logits - expected).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize(
     "pos_emb", ["kerple_log", *(pytest.param(name, marks=pytest.mark.ci) for name in ("dape_v2_kerple", "forgetting"))]
 )
