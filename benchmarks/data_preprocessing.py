@@ -1,26 +1,19 @@
-"""Speed of preprocessing relative to the tokenizers library, and its memory use.
+"""Speed of preprocessing relative to the tokenizers library.
 
-python benchmarks/data_preprocessing.py
+    python benchmarks/data_preprocessing.py
 
-Three measurements on shards of real text (sources of Python's standard library) in the Pile's format, jsonl.zst:
-
-    speed    MB of text per second of the library's own batch call, in one process and in one process per worker, and of
-             the complete pipeline (decompressing, parsing, tokenizing, writing, verifying) with that many workers
-    reading  MB of text per second that the single reading process delivers, per compression: how many workers it can
-             keep busy
-    memory   with --memory-gb: the peak resident memory of all processes together while a corpus of this size is
-             preprocessed; it must not grow with the corpus
+On shards of real text (sources of Python's standard library) in the Pile's format, jsonl.zst: MB of text per second of
+the library's own batch call, in one process and in one process per worker, and of the complete pipeline
+(decompressing, parsing, tokenizing, writing, verifying) with that many workers.
 
 Load from other programs affects both sides of a ratio, but not at the same time. On a busy machine, repeat the
 measurement or compare the CPU seconds.
 """
 
 import argparse
-import gzip
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,23 +40,13 @@ BATCH_CHARACTERS = 1 << 20  # of text per call of the library
 
 def main() -> None:
     arguments = parse_arguments()
-    results = {}
-    tokenizers = {"gpt2": gpt2_files(), "characters": TokenizerFiles("CharLevelTokenizer")}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-        if arguments.repeats:
-            shards = write_shards(Path(folder), arguments.megabytes * 1_000_000)
-            output, tokenizer = Path(folder) / "out", tokenizers["gpt2"]
-            results["speed"] = measure_speed(shards, output, tokenizer, arguments.workers, arguments.repeats)
-            results["reading"] = measure_reading(shards, Path(folder))
-            show(results)
-        if arguments.memory_gb:
-            tokenizer = tokenizers[arguments.memory_tokenizer]
-            memory_folder = Path(folder) / "memory"
-            results["memory"] = measure_memory(memory_folder, arguments.memory_gb, arguments.workers, tokenizer)
-            show({"memory": results["memory"]})
+        shards = write_shards(Path(folder), arguments.megabytes * 1_000_000)
+        results = measure_speed(shards, Path(folder) / "out", gpt2_files(), arguments.workers, arguments.repeats)
+    show(results)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+        arguments.output.write_text(json.dumps({"speed": results}, indent=2) + "\n")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -74,21 +57,8 @@ def parse_arguments() -> argparse.Namespace:
         default=len(os.sched_getaffinity(0)),
         help="worker processes (default: one per processor)",
     )
-    parser.add_argument(
-        "--megabytes", type=int, default=60, help="MB of text for the speed measurement (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="repetitions of the speed measurement; 0 skips it (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--memory-gb", type=float, default=0.0, help="GB of text for the memory measurement (default: skip it)"
-    )
-    parser.add_argument(
-        "--memory-tokenizer",
-        choices=("gpt2", "characters"),
-        default="gpt2",
-        help="characters is ten times faster (default: %(default)s)",
-    )
+    parser.add_argument("--megabytes", type=int, default=60, help="MB of text (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the best counts (default: %(default)s)")
     parser.add_argument("--directory", type=Path, help="folder for temporary files (default: the system's)")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     return parser.parse_args()
@@ -229,74 +199,12 @@ def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, w
     }
 
 
-def measure_reading(shards: list[Path], folder: Path) -> dict:
-    """Return the MB of decompressed JSON lines per second of the reading process, per compression."""
-    content = b"".join(zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read() for path in shards)
-    files = {
-        "jsonl": content,
-        "jsonl.zst": zstandard.compress(content),
-        "jsonl.gz": gzip.compress(content, 6),
-    }
-    rates = {}
-    for ending, packed in files.items():
-        path = folder / f"reading.{ending}"
-        path.write_bytes(packed)
-        started = time.perf_counter()
-        size = sum(len(chunk.content) for chunk in FileCorpus(find_files([path])).chunks())
-        rates[ending] = size / (time.perf_counter() - started) / 1e6
-    return rates
-
-
-def measure_memory(folder: Path, gigabytes: float, workers: int, tokenizer: TokenizerFiles) -> dict:
-    """Sample the resident memory of preprocess_data.py and its workers ten times per second."""
-    (folder / "in").mkdir(parents=True)
-    write_shards(folder / "in", int(gigabytes * 1e9), count=8)
-    command = [sys.executable, "tools/datasets/preprocess_data.py", "--input", str(folder / "in"), "--append-eod"]
-    command += ["--output-prefix", str(folder / "out"), "--workers", str(workers)]
-    command += ["--tokenizer-type", tokenizer.tokenizer_type]
-    if tokenizer.vocab_file:
-        command += ["--vocab-file", tokenizer.vocab_file, "--merge-file", tokenizer.merge_file]
-    started = time.perf_counter()
-    samples = []
-    with subprocess.Popen(command, cwd=ROOT) as process:
-        tree = psutil.Process(process.pid)
-        while process.poll() is None:
-            samples.append(resident(tree))
-            time.sleep(0.1)
-    if process.returncode:
-        sys.exit(process.returncode)
-    seconds = time.perf_counter() - started
-    tenth = len(samples) // 10
-    return {
-        "text_gb": gigabytes,
-        "workers": workers,
-        "seconds": seconds,
-        "mb_per_s": gigabytes * 1e3 / seconds,
-        "peak_mib": max(samples) / 2**20,
-        "peak_of_second_tenth_mib": max(samples[tenth : 2 * tenth]) / 2**20,
-        "peak_of_last_tenth_mib": max(samples[-tenth:]) / 2**20,
-    }
-
-
-def resident(tree: psutil.Process) -> int:
-    """Return the memory of all processes in bytes (PSS, which counts shared memory once)."""
-    total = 0
-    for process in [tree, *tree.children(recursive=True)]:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return total
-
-
 def show(results: dict) -> None:
     table = Table(title="Preprocessing", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for group, values in results.items():
-        table.add_section()
-        for name, value in values.items():
-            table.add_row(f"{group}: {name.replace('_', ' ')}", f"{value:,.3g}" if value < 10 else f"{value:,.0f}")
+    for name, value in results.items():
+        table.add_row(name.replace("_", " "), f"{value:,.3g}" if value < 10 else f"{value:,.0f}")
     Console().print(table)
 
 
