@@ -21,7 +21,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.train_step import LAYERS, VOCABULARY, bench_model
-from kerple.attention import FULL
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import SegmentReader
 from megatron.inference.decoder import as_decoder
@@ -46,7 +45,7 @@ def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict
     start = time.perf_counter()
     with torch.inference_mode():
         reader = SegmentReader(as_decoder(model), torch.device("cpu"), QUERY_CHUNK, batch_tokens=length)
-        losses = [chunk.losses.sum() for chunk in reader.losses(tokens, Segments(length, [0]), FULL)]
+        losses = [chunk.losses.sum() for chunk in reader.losses(tokens, Segments(length, [0]))]
     seconds = time.perf_counter() - start
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
