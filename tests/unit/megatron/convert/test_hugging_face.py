@@ -49,7 +49,7 @@ PADDED = ("kerple_log", "kerple_power_ap_ap", "sinusoidal", "learned", "rpe", "x
 
 # `test_sources.py` checks the files of every method.
 TESTED = (*PADDED, "none", "rotary", "forgetting", "cope", "stick_breaking", "transformer_xl")
-QUICK = ("kerple_log", "rotary", "learned", "forgetting", "dape_v2")
+QUICK = ("kerple_log", "rotary", "learned", "forgetting")
 MARKS = {name: pytest.mark.ci if name in TESTED else pytest.mark.slow for name in primary_names() if name not in QUICK}
 
 
@@ -141,7 +141,7 @@ def test_every_shape_of_model(pos_emb, keys, stock, tmp_path):
     ("options", "stock"),
     [
         ({"scaling": "yarn", "factor": 4.0, "beta_fast": 16}, True),
-        ({"scaling": "ntk", "factor": 4.0}, False),
+        pytest.param({"scaling": "ntk", "factor": 4.0}, False, marks=pytest.mark.ci),
     ],
 )
 @torch.no_grad()
