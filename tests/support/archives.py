@@ -6,15 +6,10 @@ import zipfile
 from collections.abc import Iterable, Mapping
 
 
-def tar_of(
-    files: Mapping[str, bytes],
-    mode: str = "w",
-    extra: Iterable[tarfile.TarInfo] = (),
-    form: int = tarfile.DEFAULT_FORMAT,
-) -> bytes:
-    """A tar file of `files`, by name, and of members without content, `extra`. mode, form: see `tarfile.open`."""
+def tar_of(files: Mapping[str, bytes], mode: str = "w", extra: Iterable[tarfile.TarInfo] = ()) -> bytes:
+    """A tar file of `files`, by name, and of members without content, `extra`. mode: see `tarfile.open`."""
     target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode=mode, format=form) as opened:
+    with tarfile.open(fileobj=target, mode=mode) as opened:
         for name, content in files.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)

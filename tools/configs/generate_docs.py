@@ -1,4 +1,4 @@
-"""Generate configs/neox_arguments.md from the declarations of the keys (--check: only test that it is up to date)."""
+"""Generate configs/neox_arguments.md from the declarations of the keys."""
 
 import sys
 from pathlib import Path
@@ -14,21 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "configs" / "neox_arguments.md"
 
 
-def main() -> int:
-    parser = OptionParser(description="Generate configs/neox_arguments.md from the declarations of the keys.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is out of date")
-    options = parser.parse_args()
-    text = generate()
-    name = DOCUMENT.relative_to(ROOT)
-    if not options.check:
-        write_atomically(DOCUMENT, text.encode())
-        print(f"wrote {name}")
-        return 0
-    if DOCUMENT.is_file() and DOCUMENT.read_text(encoding="utf-8") == text:
-        print(f"{name} is up to date")
-        return 0
-    print(f"{name} is out of date: run python tools/configs/generate_docs.py")
-    return 1
+def main() -> None:
+    OptionParser(description=__doc__).parse_args()
+    write_atomically(DOCUMENT, generate().encode())
+    print(f"wrote {DOCUMENT.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

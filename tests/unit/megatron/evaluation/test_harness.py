@@ -148,7 +148,7 @@ def test_log_likelihoods_and_texts_in_modes(models, name):
     continuation = torch.tensor(tokenizer.tokenize(" end"))
     scores = harness.loglikelihood([Instance("loglikelihood", {}, (context, " end"), 0) for context in contexts])
     texts = harness.generate_until(
-        [Instance("generate_until", {}, (text, {"max_gen_toks": 12, "until": []}), 0) for text in contexts]
+        [Instance("generate_until", {}, (text, {"max_gen_toks": 4, "until": []}), 0) for text in contexts]
     )
     for context, (value, _), text in zip(contexts, scores, texts, strict=True):
         prompt = tokenizer.tokenize(context)
@@ -157,7 +157,7 @@ def test_log_likelihoods_and_texts_in_modes(models, name):
             logits = model(tokens[None], mode=mode.at_length(len(tokens)))[0, -4:].double()
         assert value == pytest.approx(logits.log_softmax(-1).gather(1, continuation[:, None]).sum().item(), abs=1e-4)
         (expected,) = generate(
-            model, [prompt], maximum_tokens=12, recompute=True, mode=mode, eod=tokenizer.eod, vocab_size=256
+            model, [prompt], maximum_tokens=4, recompute=True, mode=mode, eod=tokenizer.eod, vocab_size=256
         )
         assert text == tokenizer.detokenize(expected.tokens)
 

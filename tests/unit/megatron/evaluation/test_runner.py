@@ -21,8 +21,8 @@ from tests.support.release import METHODS, checkpoints, reference
 STREAM = random_tokens(600)
 LENGTHS = [8, 16, 64]
 
-DOCUMENT_STREAM = random_tokens(700)
-OFFSETS = np.array([0, 100, 101, 250, 430, 700])
+DOCUMENT_STREAM = random_tokens(420)
+OFFSETS = np.array([0, 100, 101, 250, 300, 420])
 BYTES = np.arange(VOCABULARY) % 5
 SPANS = {"full": {}, "window@6": {"window": 6}, "blockwise@16": {"block": 8}}
 

@@ -5,8 +5,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from kerple.attention import DEFAULT_MODE, AttentionMode, Span
@@ -16,6 +14,7 @@ from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import LossAccumulator, LossChunk, SegmentReader
 from megatron.evaluation.text import Text
 from megatron.inference.decoder import as_decoder
+from tests.support.attention import LargestStorage
 from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
 
 STREAM = random_tokens(400)
@@ -123,19 +122,6 @@ def test_positions_before_first_are_not_scored(first):
     torch.testing.assert_close(losses, direct(model, segments), rtol=0, atol=1e-10)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements of any result."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.elements = max(self.elements, leaf.numel())
-        return result
-
-
 @pytest.mark.parametrize(
     ("method", "mode"), [("kerple_log", DEFAULT_MODE), ("rotary", AttentionMode(distance_map=Clip(32)))]
 )
@@ -145,7 +131,7 @@ def test_memory_grows_linearly_with_the_length(method, mode):
     stream = random_tokens(513)
 
     def largest(length: int) -> int:
-        with torch.inference_mode(), LargestTensor() as tensors:
+        with torch.inference_mode(), LargestStorage() as tensors:
             for _ in reader_of(model, query_chunk=32, batch_tokens=1).losses(stream, Segments(length, [0]), mode):
                 pass
         return tensors.elements
