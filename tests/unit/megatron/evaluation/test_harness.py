@@ -72,6 +72,7 @@ def run_harness(model, folder, tasks=TASKS):
     return simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("method", "length"), [("kerple_log", 24), ("learned", TRAIN_LENGTH)])
 def test_every_response_equals_that_of_the_exported_model(method, length, models, exported, task_folder):
     """With truncated prompts and windows of pages."""

@@ -73,9 +73,7 @@ def test_benchmark_numbers(tmp_path):
     ("text", "message"),
     [
         ('{"iteration": "5"}', r"metrics\.jsonl.*2: iteration.*'5'"),
-        ('{"iteration": 5, "train/tokens": [1]}', "2: train/tokens"),
         ('{"iteration": 5, "train/tokens": Infinity}', "2: train/tokens"),
-        (" " * (1 << 20), "2.*1,048,576"),
     ],
 )
 def test_wrong_values_in_a_log(tmp_path, text, message):

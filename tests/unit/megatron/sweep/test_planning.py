@@ -169,6 +169,7 @@ def test_the_sweep_of_the_kerple_paper(monkeypatch):
     assert arguments.endswith("--by-position")  # for Figures 5 and 7
 
 
+@pytest.mark.ci
 def test_the_sweeps_of_the_replication(monkeypatch):
     monkeypatch.chdir(ROOT)
     factors = set()
