@@ -107,16 +107,10 @@ class Requirements:
 
     Attributes:
         causal: queries do not attend to the keys after them.
-        weight: scores are multiplied by a weight table.
         modify_scores: the positional method computes the final scores, or the products.
-        decay: the scores have the bias of a decay.
         key_mask: some keys take no part.
-        dropout: attention probabilities are dropped.
         training: gradients are required.
-        dtype: of query, key and value.
-        head_size, value_size: d and v.
-        batch_heads: b * h.
-        device: of query, key and value.
+        head_size, value_size, batch_heads: d, v and b * h.
     """
 
     causal: bool = True
