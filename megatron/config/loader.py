@@ -37,29 +37,15 @@ from megatron.config.schema.base import (
     has_placeholders,
     is_path,
 )
-from megatron.config.yaml_files import MAX_DEPTH, MAX_VALUES, PACKAGED, YamlEntry, find_file, parse_override, read_file
+from megatron.config.yaml_files import PACKAGED, YamlEntry, find_file, parse_override, read_file
 from megatron.utils.command_line import MAX_INT
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.files import expanded_path
 from megatron.utils.secrets import contains_secret, is_secret_name
+from megatron.utils.typed_json import problem_text
 
 _SET = "--set"
 _MAX_SUGGESTIONS = 3
-_MAX_PROBLEMS = 30  # that are printed
-_MAX_KEY = 200  # characters
-
-# Messages for pydantic's error types, where its own text uses Python's terms instead of those of YAML.
-_MESSAGES = {
-    "int_type": "must be an integer",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be a string",
-    "dict_type": "must be a mapping",
-    "tuple_type": "must be a list",
-    "too_short": "must have at least {min_length} item(s)",
-    "too_long": "must have at most {max_length} item(s)",
-    "missing": "is missing",
-}
 
 # Canonical top-level key -> its entry, which has the original spelling and place for messages.
 MergedKeys = dict[str, YamlEntry]
@@ -188,12 +174,9 @@ def _build(entries: Iterable[YamlEntry], overrides: Iterable[str] = (), strict: 
         config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
         messages.problems += validate(config)
     if config is None or messages.problems:
-        problems = messages.problems[:_MAX_PROBLEMS]
-        if len(messages.problems) > _MAX_PROBLEMS:
-            problems.append(f"... and {len(messages.problems) - _MAX_PROBLEMS} more")
-        if len(problems) > 1:
-            problems = [f"{len(messages.problems)} problems in the configuration:", *problems]
-        raise UserError("\n  ".join(problems))
+        count = len(messages.problems)
+        heading = [f"{count} problems in the configuration:"] if count > 1 else []
+        raise UserError("\n  ".join([*heading, *messages.problems]))
     config._notices = (*messages.notices, *warnings_for(config))
     return config
 
@@ -221,7 +204,7 @@ def _merge(entries: Iterable[YamlEntry], overrides: Iterable[str], strict: bool,
 
     # Files, in their order.
     for entry in entries:
-        _check_plain(entry)
+        _check_values(entry)
         # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
         name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
         if name in keys:
@@ -265,43 +248,32 @@ def _override(keys: MergedKeys, key: str, value: Any) -> None:
     else:
         entry = keys.get(name, YamlEntry(key.split(".")[0], None, _SET))
         keys[name] = dataclasses.replace(entry, value=values[name], overridden=(*entry.overridden, path))
-    _check_plain(dataclasses.replace(keys[name], source=_SET, line=None))
+    _check_values(dataclasses.replace(keys[name], source=_SET, line=None))
     for name, entry in list(_pop_nested_aliases(keys)):
         keys[name] = dataclasses.replace(entry, source=_SET, line=None)
 
 
-def _check_plain(entry: YamlEntry) -> None:
-    """Raises UserError if a value is invalid for any key, looks like a secret, or exceeds the limits of YAML files:
-    `from_flat` also receives values from other files, such as JSON.
-    """
-    stack: list[tuple[tuple[str, ...], Any]] = [((), entry.key), ((entry.key,), entry.value)]
-    visited = 0
+def _check_values(entry: YamlEntry) -> None:
+    """Raises UserError if a value looks like a secret, or is a number that no key accepts."""
+    stack: list[tuple[tuple[str, ...], Any]] = [((entry.key,), entry.value)]
     while stack:
         path, value = stack.pop()
-        visited += 1
         problem = None
-        if len(path) > MAX_DEPTH:
-            problem = f"is nested more than {MAX_DEPTH} levels deep"
-        elif visited > MAX_VALUES:
-            problem = f"is one of more than {MAX_VALUES:,} values"
-        elif isinstance(value, dict):
-            for key, child in value.items():
-                stack += [(path, key), ((*path, str(key)), child)]
+        if isinstance(value, dict):
+            stack += [((*path, str(key)), child) for key, child in value.items()]
         elif isinstance(value, list | tuple):
             stack += [((*path, str(index)), child) for index, child in enumerate(value)]
         elif isinstance(value, int) and abs(value) > MAX_INT:
             problem = f"is an integer of {value.bit_length():,} bits; the limit is 2^53"
         elif isinstance(value, float) and not math.isfinite(value):
             problem = f"is {value}; numbers must be finite"
-        elif isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
-            problem = f"contains a null character or a lone surrogate: {shortened(repr(value))}"
-        if (path and value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
+        if (value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
             problem = (
                 "looks like a secret, and the configuration is copied into checkpoints, logs and command lines; remove "
                 "it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
             )
         if problem is not None:
-            raise UserError(f'{entry.place}: "{shortened(".".join(path) or entry.key)}" {problem}')
+            raise UserError(f'{entry.place}: "{".".join(path)}" {problem}')
 
 
 def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> None:
@@ -418,10 +390,8 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
         elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
             section, name = FIELDS[rest]
             sections[section].setdefault(name, {})[path[-1]] = value
-        elif len(messages.problems) < _MAX_PROBLEMS and len(path[-1]) < _MAX_KEY:
+        else:
             messages.problems.append(_describe_unknown_key(path, keys))
-        else:  # no suggestions, which take time
-            messages.problems.append(f"{_where(path, keys)} is not a known key")
 
     # All keys. A mapping places its children.
     for name, entry in keys.items():
@@ -493,8 +463,4 @@ def _describe_problem(problem: ErrorDetails, section: str, keys: MergedKeys) -> 
         description = SECTIONS[section].model_fields[str(field)].description
         return f'{sources}: key "{".".join(path)}" is missing: {description}'
     path = (*path, *(str(part) for part in inside if part != "[key]"))
-    if problem["type"] in _MESSAGES:
-        message = _MESSAGES[problem["type"]].format(**problem.get("ctx", {}))
-    else:
-        message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{_where(path, keys)}: {message}, not {shortened(repr(problem['input']))}"
+    return f"{_where(path, keys)}: {problem_text(problem)}, not {shortened(repr(problem['input']))}"

@@ -1,12 +1,12 @@
 """JSON from outside, checked against a type: one error that names the place, the field and the value."""
 
-import unicodedata
+import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from megatron.utils.errors import UserError, visible
+from megatron.utils.errors import UserError, shortened, visible
 
 T = TypeVar("T")
 
@@ -17,34 +17,22 @@ Float = FiniteFloat
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        first = next(character for character in text if not character.isprintable())
-        raise ValueError(f"contains {unicodedata.name(first, 'a control character')} (U+{ord(first):04X})")
-    return text
+# Control characters are escaped, because these texts are printed.
+Text = Annotated[str, Field(max_length=4096), AfterValidator(visible)]
+Name = Annotated[str, Field(max_length=300), AfterValidator(visible)]
 
-
-Text = Annotated[str, Field(max_length=4096), AfterValidator(_printable)]
-Name = Annotated[str, Field(max_length=300), AfterValidator(_printable)]
-
+# Where pydantic's own text uses Python's terms instead of those of YAML and JSON.
 _MESSAGES = {
     "int_type": "must be an integer",
     "float_type": "must be a number",
-    "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
     "string_type": "must be a string",
-    "dict_type": "must be an object",
+    "dict_type": "must be a mapping",
     "list_type": "must be a list",
+    "tuple_type": "must be a list",
     "missing": "is missing",
-    "literal_error": "must be {expected}",
-    "greater_than_equal": "must be at least {ge}",
-    "greater_than": "must be above {gt}",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
-    "too_short": "must have at least {min_length} entries",
-    "too_long": "must have at most {max_length} entries",
-    "string_too_long": "must have at most {max_length} characters",
-    "value_error": "{error}",
+    "too_short": "must have at least {min_length} item(s)",
+    "too_long": "must have at most {max_length} item(s)",
 }
 _SHOWN_CHARACTERS = 60
 
@@ -80,12 +68,19 @@ def check_json(value: Any, adapter: TypeAdapter[T], place: str) -> T:
 
 def error_text(error: ErrorDetails) -> str:
     """The field, what is wrong with it, and its value, of an error that pydantic found."""
-    message = _MESSAGES.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    message = problem_text(error)
     field = ""
     for part in error["loc"]:
         field += f"[{part}]" if isinstance(part, int) else f".{part}"
     if error["type"] != "missing":
         value: Any = error["input"]
         text = repr(value) if isinstance(value, str | int | float | None) else f"a value of type {type(value).__name__}"
-        message += f", not {text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + '...'}"
+        message += f", not {shortened(text, _SHOWN_CHARACTERS)}"
     return visible(f"{field.lstrip('.')} {message}".strip())
+
+
+def problem_text(error: ErrorDetails) -> str:
+    """What is wrong with a value, such as "must be an integer"."""
+    if error["type"] in _MESSAGES:
+        return _MESSAGES[error["type"]].format(**error.get("ctx", {}))
+    return re.sub(r"^\w+ should ", "must ", error["msg"].removeprefix("Value error, "))

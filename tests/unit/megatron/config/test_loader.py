@@ -155,12 +155,6 @@ def test_all_contradictions_are_reported_together(flat):
     assert [line.split()[0] for line in str(caught.value).splitlines()] == ["3", "hidden_size", "finetune", "min_lr"]
 
 
-def test_a_wrong_type_hides_no_contradiction_of_another_section(flat):
-    with pytest.raises(UserError) as caught:
-        Config.from_flat({**flat, "split": "949 50 1", "seed": "one"})
-    assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == ["split", "configuration:"]
-
-
 def test_the_same_key_with_dash_and_underscore_in_one_file(write, tmp_path):
     with pytest.raises(UserError) as caught:
         load(write, MODEL, '{"weight-decay": 0,\n"weight_decay": 0}')
@@ -370,45 +364,14 @@ def nested(key: str, value: object) -> dict:
     return value
 
 
-def nested_list(depth: int) -> list:
-    value: list = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         (float("inf"), "is inf; numbers must be finite"),
         ([float("nan")], "is nan; numbers must be finite"),
         ({"a": 2**53 + 1}, "is an integer of 54 bits"),
-        (10**6000, "is an integer of 19,932 bits"),
-        ("a\0b", r"contains a null character or a lone surrogate: 'a\\x00b'"),
-        ({"\ud800": 1}, "contains a null character or a lone surrogate"),
-        (nested_list(60), "nested more than 50 levels deep"),
-        (nested_list(100_000), "nested more than 50 levels deep"),
-        ([0] * 30_000, "is one of more than 20,000 values"),
     ],
-    ids=lambda value: "",
 )
-def test_values_that_no_key_accepts(flat, value, message):
-    for key in "pos_emb_options", "seed", "unknown":
-        with pytest.raises(UserError, match=f'^configuration: "{key}.*{message}'):
-            Config.from_flat({**flat, key: value})
-
-
-def test_overrides_cannot_nest_deeply(flat, write):
-    with pytest.raises(UserError, match="nested more than 50 levels deep"):
-        load(write, MODEL, overrides=[f"{'a.' * 5000}b=1"])
-
-
-def test_many_problems_are_reported_in_little_time_and_space(flat):
-    with pytest.raises(UserError, match=r"^8000") as caught:
-        Config.from_flat({**flat, **{f"unknown_{index}_" + "x" * 50: index for index in range(8000)}})
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 32
-    assert lines[-1] == "  ... and 7970 more"
-    with pytest.raises(UserError, match=r"not a known key") as caught:
-        Config.from_flat({**flat, "x" * 500_000: 1, "save": ["y" * 100] * 9000})
-    assert len(str(caught.value)) < 2000
+def test_numbers_that_no_key_accepts(flat, value, message):
+    with pytest.raises(UserError, match=f'^configuration: "pos_emb_options.*{message}'):
+        Config.from_flat({**flat, "pos_emb_options": value})

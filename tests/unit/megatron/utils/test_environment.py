@@ -258,8 +258,8 @@ def test_caches_need_the_test_for_tensors_of_torch_func(monkeypatch):
 
 
 def test_yaml_needs_the_overridden_function_of_pyyaml(monkeypatch):
-    monkeypatch.delattr(yaml.composer.Composer, "compose_node")
-    assert_rejected("PyYAML.*compose_node", parse_override, "seed=1")
+    monkeypatch.delattr(yaml.composer.Composer, "compose_mapping_node")
+    assert_rejected("PyYAML.*compose_mapping_node", parse_override, "seed=1")
 
 
 def test_renamed_parameters_are_an_error():

@@ -18,8 +18,8 @@ VALUES = TypeAdapter(Values)
 
 
 def test_a_document():
-    content = b'{"name": "a \\u03b1", "counts": [0, 3], "ratio": 2, "more": [1]}'
-    assert parse_json(content, VALUES, "x.json") == {"name": "a \u03b1", "counts": [0, 3], "ratio": 2}
+    content = b'{"name": "\\u03b1 \\u001b", "counts": [0, 3], "ratio": 2, "more": [1]}'
+    assert parse_json(content, VALUES, "x.json") == {"name": "\u03b1 \\x1b", "counts": [0, 3], "ratio": 2}
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,12 @@ def test_a_document():
         (b"", "x.json: not valid JSON .EOF while parsing a value at column 0"),
         (b"{\n 3}", "x.json: not valid JSON .key must be a string at line 2 column 2"),
         (b"[" * 10**6, "recursion limit exceeded"),
-        (b"3", "x.json: must be an object, not 3"),
+        (b"3", "x.json: must be a mapping, not 3"),
         (b'{"name": "a", "counts": []}', "x.json: ratio is missing"),
         (b'{"name": "a", "counts": [0, true], "ratio": 1}', r"counts\[1\] must be an integer, not True"),
-        (b'{"name": "a", "counts": [-1], "ratio": 1}', r"counts\[0\] must be at least 0, not -1"),
+        (b'{"name": "a", "counts": [-1], "ratio": 1}', r"counts\[0\] .*0, not -1"),
         (b'{"name": "a", "counts": {}, "ratio": 1}', "counts must be a list, not a value of type dict"),
         (b'{"name": "a", "counts": [], "ratio": 1e999}', "ratio must be a finite number, not inf"),
-        (b'{"name": "a\\n", "counts": [], "ratio": 1}', r"name contains a control character \(U\+000A\)"),
         (b'{"name": "a\xff", "counts": [], "ratio": 1}', "invalid unicode"),
     ],
 )
