@@ -7,7 +7,7 @@ nested one. A path that ends in `"*"` collects all keys of that mapping that no 
 from collections.abc import Iterator
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from megatron.optimizers.registry import OTHER_OPTIMIZERS, OptimizerType
@@ -80,20 +80,6 @@ def _extra(info: FieldInfo) -> dict[str, Any]:
     return cast(dict[str, Any], info.json_schema_extra)
 
 
-_MAX_NAME = 200  # bytes; file systems allow 255, and suffixes are appended
-_MAX_PATH = 4000  # bytes
-
-
-def _check_path(text: str) -> str:
-    """Returns `text` if it can be the path of a file or folder. Raises ValueError otherwise."""
-    if not text.strip():
-        raise ValueError("must be the name of a file or folder")
-    names = text.split("/")
-    if len(text.encode()) > _MAX_PATH or max(len(name.encode()) for name in names) > _MAX_NAME:
-        raise ValueError(f"must be a path of at most {_MAX_PATH} bytes with names of at most {_MAX_NAME}")
-    return text
-
-
 def _integral(value: Any) -> Any:
     """YAML reads 1.0e5 as a float. An integral float is accepted as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INT else value
@@ -112,7 +98,7 @@ Widths = Annotated[
     BeforeValidator(lambda x: [x] if isinstance(x, int | float) else x),
 ]
 # A path of a file or folder; a single one is accepted instead of a list.
-PathText = Annotated[str, AfterValidator(_check_path)]
+PathText = Annotated[str, Field(pattern=r"\S")]
 _one_is_enough = BeforeValidator(lambda x: [x] if isinstance(x, str) else x)
 Texts = Annotated[tuple[str, ...], Field(strict=False), _one_is_enough]
 Paths = Annotated[tuple[PathText, ...], Field(strict=False), _one_is_enough]

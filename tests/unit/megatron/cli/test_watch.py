@@ -99,11 +99,9 @@ def test_a_terminal_is_updated_until_the_run_has_finished(run, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[1]", "must be an object"),
+        ("[1]", "must be a mapping"),
         ('{"train/loss": 1.0}', "iteration is missing or not an integer"),
-        ('{"iteration": 2.5}', "iteration"),
         ('{"iteration": 2, "train/loss": "low"}', "train/loss"),
-        ('{"iteration": 1' + 30 * "0" + "}", "iteration"),
     ],
 )
 def test_files_that_are_not_metrics(run, content, message):

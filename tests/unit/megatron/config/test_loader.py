@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from pydantic import ValidationError
 
 from megatron.config import Config, UserError, check_vocabulary, load_config
 from tests.support.errors import assert_rejected
@@ -45,26 +44,12 @@ def test_to_flat_and_back(flat):
     assert config.to_flat()["optimizer"]["params"]["lr"] == 6e-4
 
 
-def test_the_mapping_is_not_modified(flat):
-    keys = {**flat, "optimizer": {"params": {"weight_decay": 0.0}}}
-    Config.from_flat(keys)
-    assert keys["optimizer"] == {"params": {"weight_decay": 0.0}}
-
-
 def test_updated(flat):
     config = Config.from_flat({**flat, "optimizer": {"params": {"lr": 0.1, "eps": 1e-6}}})
     changed = config.updated(seed=5, **{"optimizer.params.lr": 0.2, "pos-emb": "alibi"})
     assert (changed.training.seed, changed.optimizer.lr, changed.optimizer.eps) == (5, 0.2, 1e-6)
     assert (config.optimizer.lr, config.model.pos_emb, changed.model.pos_emb) == (0.1, "kerple_log", "alibi")
     assert_rejected("hidden_size.*33", config.updated, hidden_size=33)
-
-
-def test_frozen(flat):
-    config = Config.from_flat(flat)
-    with pytest.raises(ValidationError, match="frozen"):
-        config.model.num_layers = 3
-    with pytest.raises(ValidationError, match="frozen"):
-        config.model = None
 
 
 def test_missing_keys_are_named(flat):
@@ -77,11 +62,6 @@ def test_check_vocabulary(flat):
     check_vocabulary(config, 128)
     assert_rejected("padded_vocab_size.*128.*129", check_vocabulary, config, 129)
     check_vocabulary(Config.from_flat(flat), 10**6)
-
-
-def test_files_merge(write):
-    config = load(write, MODEL, '{"train-iters": 5}', "seed: 9")
-    assert (config.model.num_layers, config.schedule.train_iters, config.training.seed) == (2, 5, 9)
 
 
 @pytest.mark.parametrize(
@@ -147,22 +127,6 @@ optimizer: Adam
         '  0.yml:4: "seed": must be an integer',
     ]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
-
-
-def test_all_contradictions_are_reported_together(flat):
-    with pytest.raises(UserError) as caught:
-        Config.from_flat({**flat, "hidden-size": 33, "min_lr": 1.0, "finetune": True})
-    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["3", "hidden_size", "finetune", "min_lr"]
-
-
-def test_the_same_key_with_dash_and_underscore_in_one_file(write, tmp_path):
-    with pytest.raises(UserError) as caught:
-        load(write, MODEL, '{"weight-decay": 0,\n"weight_decay": 0}')
-    path = tmp_path / "1.yml"
-    assert (
-        str(caught.value)
-        == f'{path}:2: "weight_decay" is already set, as "weight-decay" at {path}:1; remove one of them'
-    )
 
 
 def test_only_top_level_keys_accept_dashes(write):
@@ -272,13 +236,6 @@ def test_paths_that_cannot_be_expanded(write, monkeypatch):
 def test_bad_placeholders(flat, path, message):
     with pytest.raises(UserError, match=f'"save": .*{message}'):
         Config.from_flat({**flat, "save": path})
-
-
-def test_alias_inside_an_override(write):
-    config = load(
-        write, MODEL, '{"weight-decay": 0.2}', overrides=["optimizer={type: Adam, params: {weight_decay: 0.3}}"]
-    )
-    assert config.optimizer.weight_decay == 0.3
 
 
 @pytest.mark.parametrize(

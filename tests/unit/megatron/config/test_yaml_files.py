@@ -66,12 +66,6 @@ def test_values(text, value):
     assert type(parsed) is type(value)
 
 
-def test_numbers_with_leading_zeros_are_decimal(write):
-    path = write("a.yml", "{" + MODEL + ', "seed": 0123, "train-iters": 0100}')
-    config = load_config([path], overrides=["warmup=01"])
-    assert (config.training.seed, config.schedule.train_iters, config.schedule.warmup) == (123, 100, 1.0)
-
-
 def test_block_style_and_byte_order_mark(write):
     path = write("a.yml", b"\xef\xbb\xbfnum-layers: 2\nsplit: 949,50,1\n")
     assert [(entry.key, entry.value) for entry in read_file(path)] == [("num-layers", 2), ("split", "949,50,1")]
@@ -179,11 +173,6 @@ def test_names_that_no_file_has(tmp_path):
     os.mkfifo(tmp_path / "pipe.yml")
     assert_rejected(r"pipe\.yml", find_file, "pipe.yml", tmp_path)
     assert_rejected(r"pipe\.yml", read_file, tmp_path / "pipe.yml")
-
-
-def test_unreadable_file(write, tmp_path):
-    write("a.yml", "{}")
-    assert_rejected(r"a\.yml/b", read_file, tmp_path / "a.yml" / "b")
 
 
 @pytest.mark.parametrize(

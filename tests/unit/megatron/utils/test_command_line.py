@@ -1,7 +1,6 @@
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from megatron.utils.command_line import (
     OptionParser,
     extract_overrides,
     integer,
-    option_name,
     run_main,
 )
 from megatron.utils.errors import UserError
@@ -63,23 +61,13 @@ def test_subcommands():
     assert parser.parse_args(["to-hf", "--vocab_file", "x_y"]).vocab_file == "x_y"
 
 
-def test_names_are_not_abbreviated(parser):
-    assert parser.parse_known_args(["--query", "3"])[1] == ["--query"]
-
-
-def test_option_name():
-    assert option_name("query_chunk") == "--query-chunk"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--set"], "is the last word"),
         (["--set", "-d", "x"], "'-d'"),
         (["--set", "a.yml"], r"'a\.yml'"),
-        (["--set=a.yml"], r"'a\.yml'"),
         (["--wandb-group", "--fallback"], "'--fallback'.*--wandb-group=--fallback"),
-        (["--wandb_group"], "--wandb_group.*wandb_group"),
     ],
 )
 def test_options_that_set_keys_require_values(words, message):
@@ -105,13 +93,6 @@ def test_user_errors_do_not_show_secrets(capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789")
     assert run_main(raising(UserError("a.yml: the server says: 0123456789 is unknown, my_token=abc"))) == 2
     assert capsys.readouterr().err == "error: a.yml: the server says: *** is unknown, my_token=***\n"
-
-
-def test_errors_of_options_do_not_show_secrets(capsys, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
-    with pytest.raises(SystemExit):
-        OptionParser(prog="a").parse_args(["0123456789"])
-    assert capsys.readouterr().err.endswith("a: error: unrecognized arguments: ***\n")
 
 
 def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
@@ -195,12 +176,8 @@ class Panic(BaseException):
     [
         (KeyError("x"), "KeyError: 'x'"),
         (AssertionError(), "AssertionError"),
-        (ValueError("first\nsecond"), "ValueError: first"),
         (Panic("called `unwrap()`"), "Panic: called `unwrap()`"),
         (MemoryError(), "out of memory (MemoryError)"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory (RuntimeError: Def"),
-        (RecursionError("maximum"), "the input is nested too deeply (RecursionError: maximum)"),
-        (OSError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'"),
         (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),  # of a worker, not of stdout
         (ValueError("password=hunter2"), "ValueError: password=***"),
     ],
@@ -218,19 +195,6 @@ def test_unexpected_errors_are_one_line_a_log_and_status_70(no_rank, capsys, err
     assert "abc123def" not in report
     assert "hunter2" not in report
     assert log.stat().st_mode & 0o777 == 0o600
-
-
-def test_the_log_is_written_to_the_temporary_folder_if_the_working_folder_is_not_writable(no_rank, capsys, monkeypatch):
-    folders = []
-
-    def refuse(path, *arguments):
-        folders.append(path.parent)
-        raise PermissionError
-
-    monkeypatch.setattr("megatron.utils.command_line.os.open", refuse)
-    assert run_main(raising(KeyError("x"))) == 70
-    assert folders == [Path(), Path(tempfile.gettempdir())]
-    assert capsys.readouterr().err == "error: train.py failed: KeyError: 'x'; --traceback prints the traceback\n"
 
 
 def test_traceback_prints_it_instead(no_rank, capsys, monkeypatch):
@@ -255,8 +219,3 @@ def test_a_reader_that_stops_early_is_no_error(no_rank, capfd, monkeypatch):
         assert run_main(lambda: print("text")) == 141  # fails at the last flush
         print("more")  # the interpreter flushes stdout at exit
     assert capfd.readouterr().err == ""
-
-
-def test_exits_pass_through(no_rank):
-    with pytest.raises(SystemExit):
-        run_main(raising(SystemExit(4)))

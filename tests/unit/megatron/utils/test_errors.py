@@ -1,7 +1,7 @@
 import pytest
 from pydantic import BaseModel, ValidationError, field_validator
 
-from megatron.utils.errors import first_line, first_problem, install_command, shortened, visible
+from megatron.utils.errors import first_line, first_problem, visible
 
 
 @pytest.mark.parametrize(
@@ -14,10 +14,6 @@ from megatron.utils.errors import first_line, first_problem, install_command, sh
 )
 def test_first_line(error, line):
     assert first_line(error) == line
-
-
-def test_install_command():
-    assert install_command("data") == "pip install 'kerple-neox[data]' (in a clone: pip install '.[data]')"
 
 
 def test_visible_escapes_what_a_terminal_would_interpret():
@@ -38,8 +34,3 @@ def test_first_problem_is_the_validator_s_own_message():
     with pytest.raises(ValidationError) as caught:
         Named(name="a")
     assert first_problem(caught.value) == "name: a is taken"
-
-
-def test_shortened():
-    assert shortened("abc", 3) == "abc"
-    assert shortened("x" * 5000, 3) == "xxx... (5,000 characters)"

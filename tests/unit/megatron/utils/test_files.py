@@ -45,8 +45,6 @@ def test_a_folder_is_writable(tmp_path):
         "file": "Not a directory",
         "file/folder": "Not a directory",
         "link": "No such file or directory",
-        "a\0b": "embedded null byte",
-        "x" * 300: "File name too long",
     }.items():
         with pytest.raises(UserError, match=rf"^log-dir: .*: {reason}"):
             check_writable(tmp_path / folder, "log-dir")
@@ -76,8 +74,6 @@ def test_read_file_accepts_only_small_regular_files(tmp_path):
         read_file(tmp_path, 4)
     with pytest.raises(UserError, match=r"cannot read .*missing: No such file"):
         read_file(tmp_path / "missing", 4)
-    with pytest.raises(UserError, match=r"cannot read .*null"):
-        read_file("a\0b", 4)
 
 
 def test_lines_of_limited_length(tmp_path):
@@ -86,6 +82,3 @@ def test_lines_of_limited_length(tmp_path):
     assert list(read_lines(path, 9)) == [b"ab\n", b"\n", b"c" * 9]
     with pytest.raises(UserError, match="line 3 is longer than 8 bytes"):
         list(read_lines(path, 8))
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UserError, match="is not a regular file"):
-        list(read_lines(tmp_path / "fifo", 8))

@@ -27,14 +27,11 @@ def test_a_document():
     [
         (b"", "x.json: not valid JSON .EOF while parsing a value at column 0"),
         (b"{\n 3}", "x.json: not valid JSON .key must be a string at line 2 column 2"),
-        (b"[" * 10**6, "recursion limit exceeded"),
         (b"3", "x.json: must be a mapping, not 3"),
         (b'{"name": "a", "counts": []}', "x.json: ratio is missing"),
         (b'{"name": "a", "counts": [0, true], "ratio": 1}', r"counts\[1\] must be an integer, not True"),
         (b'{"name": "a", "counts": [-1], "ratio": 1}', r"counts\[0\] .*0, not -1"),
-        (b'{"name": "a", "counts": {}, "ratio": 1}', "counts must be a list, not a value of type dict"),
         (b'{"name": "a", "counts": [], "ratio": 1e999}', "ratio must be a finite number, not inf"),
-        (b'{"name": "a\xff", "counts": [], "ratio": 1}', "invalid unicode"),
     ],
 )
 def test_wrong_documents(content, message):
