@@ -7,9 +7,7 @@ import json
 import multiprocessing
 import os
 import re
-import runpy
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -166,24 +164,6 @@ def test_a_killed_evaluation_loses_nothing(tmp_path):
     assert lines_in(results) == 8, "nothing was measured twice"
     main([*words, str(tmp_path / "whole")])
     assert read_results(results.parent) == read_results(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["evaluate.py", "--checkpoint", "nowhere"], "nowhere: no such folder"),
-        (["tools/chomsky.py", "--methods", "kerple_lgo", "--output", "unused"], "did you mean kerple_log"),
-    ],
-)
-def test_an_error_is_one_line(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as error:
-        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-    assert error.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
 
 
 def test_the_example_in_the_documentation():

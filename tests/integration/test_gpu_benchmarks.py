@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.support.gpu import Bench, print_results
+from benchmarks.support.gpu import print_results
 from benchmarks.support.models import PlainConfig, initialized_gpt
 from kerple.doctor import run_in_processes
 from megatron.config.schema.model import ModelConfig
@@ -76,16 +76,6 @@ def test_they_need_only_pytorch_and_triton():
 
 def test_results_of_several_processes_are_in_order():
     assert run_in_processes(divmod, [(7, 2), (9, 4), (5, 5)], 2) == [(3, 1), (2, 1), (1, 0)]
-
-
-def test_the_time_limit_begins_after_the_check(tmp_path, monkeypatch):
-    words = ["gpu.py", "--dry-run", "--check", "--seconds", "0", "--json", str(tmp_path / "rows.json")]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    bench = Bench("", "rows.json")
-    assert not bench.expired
-    bench.record_check(True)
-    assert bench.expired
 
 
 @pytest.mark.parametrize("pos_emb", ["none", "rotary", "kerple_log", "learned"])

@@ -1,8 +1,6 @@
 """Package metadata and Dockerfile, which no test builds: the files that they name exist."""
 
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,22 +57,6 @@ def test_the_lock_pins_all_requirements_for_every_machine(python):
         if requirement.name != "torch":
             (pin,) = pins[canonicalize_name(requirement.name)].specifier
             assert pin.version in requirement.specifier, requirement
-
-
-def test_what_installs_the_locked_versions():
-    def installations(*goal: str) -> list[str]:
-        # `-n` prints the commands, `-B` all of them. The environment may have variables of `make test`.
-        command, environment = ["make", "-n", "-B", "UV=", *goal], {"PATH": os.environ["PATH"]}
-        printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
-        return [line for line in printed.splitlines() if " pip install " in line]
-
-    locked = installations("setup")
-    assert len(locked) == 3
-    assert all("--constraint requirements/lock.txt" in line for line in locked)
-    latest = installations("test-latest")
-    assert len(latest) == 3
-    assert all(".venv-latest/bin/python" in line and "--constraint" not in line for line in latest)
-    assert "pip install -c lock.txt -r core.txt" in IMAGE
 
 
 def test_files_in_the_dockerfile_exist_and_are_not_ignored():

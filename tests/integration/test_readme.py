@@ -19,7 +19,7 @@ from megatron.config import load_config
 from megatron.config.yaml_files import read_file
 from megatron.data.indexed_dataset import read_manifest
 from megatron.utils.environment import has_bf16_instructions
-from tests.support.commands import run_here
+from tests.support.commands import make_checkout, run_here
 from tests.support.fork_server import ForkServer
 from tests.support.runs import ROOT, environment
 from tools import demo
@@ -40,10 +40,7 @@ def commands(run: bool) -> list[str]:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A folder that looks like a fresh clone, where the commands may write. The demo trains the real demo.yml."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for path in ROOT.iterdir():
-        if path.name not in {"data", "runs", "configs", ".venv", ".git"}:
-            (folder / path.name).symlink_to(path)
+    folder = make_checkout(tmp_path_factory.mktemp("checkout"), "configs")
     (folder / "configs").mkdir()
     for path in (ROOT / "configs").iterdir():
         if path.name != "demo.yml":
