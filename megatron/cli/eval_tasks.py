@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
-from typing_extensions import NotRequired, TypedDict
 
 from kerple.attention import FULL_MODE
 from megatron.checkpoint.configuration import evaluated_method
@@ -27,7 +25,7 @@ from megatron.utils.command_line import MAX_INT, integer, number, option_name, p
 from megatron.utils.errors import install_command, visible
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.processes import Lock
-from megatron.utils.typed_json import Float, Int, check_json, load_json
+from megatron.utils.typed_json import load_json
 
 TASK_RESULTS = "tasks.json"
 MAX_BYTES = 1 << 26
@@ -51,33 +49,6 @@ IDENTITY = (
     *("checkpoint", "iteration", "pos_emb", "precision", "mode"),
     *("tasks", "num_fewshot", "limit", "include_path", "max_length"),
 )
-# The keys of an entry that are read here. The others are only compared.
-_CheckedKeys = TypedDict(
-    "_CheckedKeys",
-    {
-        "checkpoint": str,
-        "iteration": Int,
-        "pos_emb": str,
-        "precision": str,
-        "mode": str,
-        "tasks": list[str],
-        "num_fewshot": Int | None,
-        "limit": Int | Float | None,
-        "include_path": list[str],
-        "max_length": Int | None,
-        "results": dict[str, dict[str, Any]],  # task -> metric -> value
-        "groups": NotRequired[dict[str, dict[str, Any]]],
-        "n-shot": NotRequired[dict[str, Any]],
-        "higher_is_better": NotRequired[dict[str, dict[str, Any]]],
-    },
-)
-
-
-class _Stored(TypedDict):
-    checkpoints: list[_CheckedKeys]
-
-
-_STORED = TypeAdapter(_Stored)
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -123,11 +94,8 @@ def harness_options(config: Config, options: argparse.Namespace) -> HarnessOptio
         return None
     num_fewshot = choose("num_fewshot", configured.eval_num_fewshot)
     max_length = choose("max_length", configured.eval_max_length)
-    for name, value, minimum in (("num_fewshot", num_fewshot, 0), ("max_length", max_length, 1)):
-        if value is not None and value < minimum:
-            raise UserError(f"{option_name(name)} must be at least {minimum}, not {value}")
     limit = choose("limit", configured.eval_limit)
-    if limit is not None and (limit <= 0 or (limit > 1 and limit != int(limit))):
+    if limit is not None and limit > 1 and limit != int(limit):
         raise UserError(f"--limit must be a number of documents, or a fraction below 1, not {limit}")
     return HarnessOptions(
         tasks=tuple(tasks),
@@ -172,7 +140,8 @@ def run_harness(
     def store(entry: Entry) -> None:
         entries[_identity(entry)] = entry
         lock.check()
-        _write(list(entries.values()), path)
+        content = json.dumps({"checkpoints": list(entries.values())}, indent=1, default=str)
+        write_atomically(path, (content + "\n").encode())
 
     own_files = _own_files(harness, output)
     for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):
@@ -244,20 +213,16 @@ def read_task_results(path: Path) -> list[Entry]:
     if not path.exists():
         return []
     try:
-        content = load_json(read_file(path, MAX_BYTES), str(path), allow_nan=True)
-        check_json(content, _STORED, str(path))
+        entries: list[Entry] = load_json(read_file(path, MAX_BYTES), str(path), allow_nan=True)["checkpoints"]
+        for entry in entries:
+            _identity(entry)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not written by evaluate.py ({error!r}); move or remove it, or choose another --output"
+        ) from None
     except UserError as error:
-        raise UserError(f"{error}; move or remove the file, or choose another --output") from None
-    entries: list[Entry] = content["checkpoints"]
+        raise UserError(f"{error}; move or remove it, or choose another --output") from None
     return entries
-
-
-def _write(entries: Sequence[Entry], path: Path) -> None:
-    """Raises UserError if the file cannot be written, or would be too large to read."""
-    content = (json.dumps({"checkpoints": entries}, indent=1, default=str) + "\n").encode()
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{path} is full: it would have more than {MAX_BYTES:,} bytes; choose another --output")
-    write_atomically(path, content)
 
 
 def _identity(entry: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from megatron.evaluation.runner import (
 from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
 from megatron.reporting.formatting import TITLE
 from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
-from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option, printable
+from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option
 
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
@@ -208,12 +208,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--label",
         nargs="+",
-        type=printable,
         metavar="TEXT",
         help="one label per checkpoint, stored and shown with the method, to distinguish models with the same method "
         "and seed",
     )
-    report.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
+    report.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
     report.add_argument(
         "--compare-with",
         metavar="POS_EMB",

@@ -32,7 +32,6 @@ from megatron.utils.progress import Progress
 DESCRIPTION = "Generate text from a checkpoint."
 STANDARD_OUTPUT = "-"
 MAX_PROMPT_BYTES = 1 << 26
-MAX_TEXTS = 1_000_000
 EMPTY_PROMPT_END = "prompt_end is empty; set it to the text that ends a prompt, such as a newline"
 
 
@@ -56,15 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if output not in (None, STANDARD_OUTPUT):
             if not Path(output).parent.is_dir():
                 raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
+            if not Path(output).parent.is_dir():
+                raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
             check_writable(Path(output).parent, "--output")
             if Path(output).is_dir():
                 raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
         prompts = [""] if prompt_file is None else read_prompts(prompt_file, settings.prompt_end)
-        if len(prompts) * settings.num_samples > MAX_TEXTS:
-            raise UserError(
-                f"num_samples {settings.num_samples:,}: {len(prompts):,} prompts would give more than {MAX_TEXTS:,} "
-                f"texts; choose at most {MAX_TEXTS // len(prompts):,}"
-            )
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
         if settings.num_samples > 1 and settings.temperature == 0:
             note = "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it above 0 to sample"
@@ -300,13 +296,11 @@ def _typed_prompts(source: IO[bytes], prompt_end: str, marker: str) -> Iterator[
     buffer, decoder = "", codecs.getincrementaldecoder("utf-8-sig")()
     while True:
         print("" if buffer else marker, end="", flush=True)
-        line = source.readline(MAX_PROMPT_BYTES)
+        line = source.readline()
         try:
             buffer += decoder.decode(line, final=not line).replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(f"the prompt is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from error
-        if len(buffer) >= MAX_PROMPT_BYTES:
-            raise UserError(f"the prompt has more than {MAX_PROMPT_BYTES:,} bytes without prompt_end, {prompt_end!r}")
         if not line:
             yield from split_prompts(buffer, prompt_end)
             return

@@ -10,7 +10,7 @@ from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import Sources, write_report
 from megatron.reporting.style import PAPER, SCREEN, parse_style
-from megatron.utils.command_line import OptionParser, printable
+from megatron.utils.command_line import OptionParser
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{PAPER.width:g}), font=FAMILY (default: {PAPER.font}), size=POINTS of the text (default: {PAPER.size:g}); "
         "without --style, as in report.html",
     )
-    parser.add_argument("--title", type=printable, default=TITLE, help="title of the report (default: %(default)s)")
+    parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
 
     # Find mistakes before the sources are read, which takes time.
     options = parser.parse_args(argv)

@@ -356,8 +356,6 @@ class _CachedDataset(GPTDataset):
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
                 raise UserError(f"{path}: {first_line(error)}; remove {folder}, and it is built again") from error
-            if array.dtype.kind not in "iu" or array.shape[1:] != ((2,) if name == "sample_index" else ()):
-                raise UserError(f"{path}: is not an index of samples; remove {folder}, and it is built again")
             indices.append(array)
         document, sample, shuffle = indices
         return document, sample, shuffle

@@ -180,10 +180,7 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
 def find_files(prefix: str | Path) -> tuple[Path, Path]:
     """The paths of the local .bin and .idx of a prefix. Raises UserError if one is missing."""
     binary, index = bin_path(prefix), idx_path(prefix)
-    try:
-        missing = [path for path in (binary, index) if not path.is_file()]
-    except OSError as error:
-        raise UserError(f"cannot read {prefix}.bin: {error.strerror}") from error
+    missing = [path for path in (binary, index) if not path.is_file()]
     if missing:
         if str(prefix).endswith((".bin", ".idx")):
             hint = f"give the prefix without the extension: {str(prefix)[:-4]}"

@@ -29,10 +29,20 @@ def rank_samples(
 
 
 class Loader:
-    """Endless micro-batches of a rank. Starts over at the end of the dataset. Built by `build_loader`.
+    """Endless micro-batches of a rank, starting after `consumed_samples` (see `rank_samples`).
+
+    Yields {"tokens": int64 [b, s], "labels": int64 [b, s]}, with eod_mask_loss also "loss_mask": float32 [b, s], and
+    with reset_attention_mask "document_ids": int64 [b, s]. Without a loss_mask, all labels count. Starts over at the
+    end of the dataset. Raises UserError while iterating if a token id is beyond the vocabulary.
 
     If a worker process is killed, for example by the kernel because memory is full, this process reads the following
     batches, so that a run can save its state before it stops.
+
+    Args:
+        dataset: from `build_datasets`.
+        consumed_samples: number of samples that all ranks together have consumed so far.
+        num_workers: number of prefetching processes; 0 loads on demand. Does not affect the batches.
+        pin_memory: allocate batches in page-locked memory, so that copies to a GPU run in the background.
 
     Attributes:
         failure: why worker processes are no longer used; None as long as they are.
@@ -41,12 +51,13 @@ class Loader:
     def __init__(
         self,
         dataset: Samples,
+        *,
         micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        consumed_samples: int,
-        num_workers: int,
-        pin_memory: bool,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        consumed_samples: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ):
         self._dataset = dataset
         self._placement = {
@@ -104,42 +115,6 @@ class Loader:
                 raise
             self.failure = f"a data worker was killed ({first_line(error)})"
         yield from self._loader(count, 0)
-
-
-def build_loader(
-    dataset: Samples,
-    *,
-    micro_batch_size: int,
-    data_parallel_rank: int = 0,
-    data_parallel_size: int = 1,
-    consumed_samples: int = 0,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> Loader:
-    """Build an iterable of this rank's micro-batches, starting after `consumed_samples` (see `rank_samples`).
-
-    Args:
-        dataset: from `build_datasets`.
-        consumed_samples: number of samples that all ranks together have consumed so far.
-        num_workers: number of prefetching processes; 0 loads on demand. Does not affect the batches.
-        pin_memory: allocate batches in page-locked memory, so that copies to a GPU run in the background.
-
-    Returns:
-        an endless iterable of {"tokens": int64 [b, s], "labels": int64 [b, s]}, with eod_mask_loss also "loss_mask":
-        float32 [b, s], and with reset_attention_mask "document_ids": int64 [b, s]. Without a loss_mask, all labels
-        count.
-
-    Raises:
-        UserError: while iterating: a token id is beyond the vocabulary.
-    """
-    if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size or consumed_samples < 0:
-        raise ValueError(
-            f"invalid position: micro_batch_size {micro_batch_size}, data_parallel_rank {data_parallel_rank} of "
-            f"{data_parallel_size}, consumed_samples {consumed_samples}"
-        )
-    return Loader(
-        dataset, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples, num_workers, pin_memory
-    )
 
 
 @contextlib.contextmanager

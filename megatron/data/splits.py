@@ -26,18 +26,6 @@ class Blend:
     weights: tuple[float, ...] | None = None
     by_documents: float | None = None
 
-    def __post_init__(self) -> None:
-        if not self.prefixes:
-            raise UserError("a list of data paths is empty")
-        if self.weights is None:
-            return
-        if len(self.weights) != len(self.prefixes):
-            raise UserError(
-                f"{len(self.weights)} weights for {len(self.prefixes)} data paths ({', '.join(self.prefixes)})"
-            )
-        if not all(np.isfinite(weight) and weight > 0 for weight in self.weights):
-            raise UserError(f"data weights must be positive numbers, not {list(self.weights)}")
-
     def shares(self, documents: Sequence[int]) -> list[float]:
         """Return the unnormalized weight of each corpus, given its number of documents."""
         if self.by_documents is not None:
@@ -48,8 +36,7 @@ class Blend:
 def config_blends(config: Config) -> list[Blend | None] | None:
     """Return the train, valid and test blends of `config.data`, or None if it has one corpus to split instead.
 
-    Raises:
-        UserError: no data paths are set, or the weights are invalid.
+    Raises UserError if no data paths are set.
     """
     data = config.data
     paths_and_weights = [
@@ -74,8 +61,7 @@ def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
     The arithmetic equals megatron-core's bit by bit: shares are normalized, accumulated, multiplied by the number of
     sequences, and rounded.
 
-    Raises:
-        UserError: `split` is invalid (see `split_shares`).
+    Raises UserError if `split` is invalid (see `split_shares`).
     """
     shares = split_shares(split)
     total = np.sum(np.array(shares, dtype=np.float64))
@@ -91,11 +77,8 @@ def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
 def part_span(split: str | None, part: str, sequences: int, prefix: str) -> tuple[int, int]:
     """Return the first and one-past-last sequence of a part, or those of the whole corpus if `split` is None.
 
-    Raises:
-        UserError: the part is unknown, or has no documents.
+    Raises UserError if the part has no documents.
     """
-    if part not in PARTS:
-        raise UserError(f"unknown part {part!r}; the parts of a split are {', '.join(PARTS)}")
     if split is None:
         return 0, sequences
     span = split_spans(split, sequences)[PARTS.index(part)]

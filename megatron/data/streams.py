@@ -109,8 +109,6 @@ def document_segments(
         UserError: the files are invalid, or no document is long enough for a segment.
     """
     # Segments inside the documents that are long enough.
-    if length < 1:
-        raise UserError(f"segment length is {length}; it must be at least 1")
     files = open_indexed_files(prefix)
     first, last = part_span(split, part, files.sequences, files.prefix)
     lengths = files.lengths[first:last].astype(np.int64)

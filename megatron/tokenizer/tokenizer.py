@@ -219,13 +219,6 @@ def padded_vocab_size(vocab_size: int, divisor: int = 128, model_parallel_size: 
     This gives every tensor-parallel rank an equal share of a size that suits matrix multiplication. With the defaults,
     GPT-2's 50,257 becomes 50,304.
     """
-    for name, value in (
-        ("vocabulary size", vocab_size),
-        ("make-vocab-size-divisible-by", divisor),
-        ("model-parallel-size", model_parallel_size),
-    ):
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1")
     multiple = divisor * model_parallel_size
     return -(-vocab_size // multiple) * multiple
 

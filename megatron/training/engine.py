@@ -26,7 +26,7 @@ from megatron.checkpoint.layers import DTYPES, tied_output
 from megatron.checkpoint.optimizer import parameter_names
 from megatron.config import Config, UserError
 from megatron.data.datasets import Samples
-from megatron.data.loader import build_loader
+from megatron.data.loader import Loader
 from megatron.model.attention import describe_backends
 from megatron.model.gpt import GPT, positional_methods, text_length
 from megatron.model.initialization import initialize
@@ -46,7 +46,7 @@ from megatron.training.optimizer import attach, configure_optimizer, project_mas
 from megatron.utils.environment import slow_dtype_notice
 from megatron.utils.errors import shortened
 
-Batch = dict[str, Tensor]  # see `build_loader`
+Batch = dict[str, Tensor]  # see `Loader`
 
 
 class GPTWithLoss(GPT):
@@ -205,7 +205,7 @@ class Engine:
 
     def batches(self, dataset: Samples, consumed_samples: int) -> Iterator[Batch]:
         """An endless iterator over this replica's micro-batches, from global sample `consumed_samples` on."""
-        loader = build_loader(
+        loader = Loader(
             dataset,
             micro_batch_size=self.micro_batch,
             data_parallel_rank=self.layout.data_rank,

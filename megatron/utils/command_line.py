@@ -125,15 +125,6 @@ def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> 
     return parse
 
 
-def printable(text: str) -> str:
-    """A title or label. Raises ArgumentTypeError if it has control characters or more than 300 characters."""
-    if not text.isprintable() or len(text) > 300:
-        raise argparse.ArgumentTypeError(
-            f"must have at most 300 characters and no control characters, unlike {shortened(text)!r}"
-        )
-    return text
-
-
 def path_option(text: str) -> str:
     """The `type` of an option whose value is a path: `~` and `$NAME` are expanded, as in the keys."""
     try:

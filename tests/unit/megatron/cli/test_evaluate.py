@@ -141,11 +141,11 @@ def test_an_earlier_iteration(tmp_path, data):
 
 def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
     losses = {}
-    for name in ("fp32", "bf16", "fp16"):
-        main([configuration(), "--lengths", "256", "--precision", name, "--output", str(tmp_path / name)])
+    for name in ("fp32", "bf16"):
+        words = [configuration(), "--lengths", "64", "--tokens", "640", "--precision", name]
+        main([*words, "--output", str(tmp_path / name)])
         losses[name] = rows_in(tmp_path / name)[0]["loss"]
-    assert losses == {name: pytest.approx(losses["fp32"], rel=0.02) for name in losses}
-    assert len(set(losses.values())) == 3
+    assert losses["fp32"] != losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,6 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
     [
         ({"load": None}, [], '--checkpoint DIR.*"load".*"save"'),
         ({"load": "empty", "save": "unmade"}, [], "empty.*unmade"),
-        ({"load": "empty", "save": "empty"}, [], "empty"),
-        ({}, ["--checkpoint", "nowhere"], "nowhere"),
         ({}, ["--iteration", "5"], "iteration 5.*4"),
         (
             {},
@@ -162,8 +160,6 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
             r"text_document, valid part of split 2,1,0 \(([\d,]+) tokens\): .*\1 .* too short for a segment of 100,000",
         ),
         ({}, ["--text", "a.txt", "--split", "test"], r"--text a\.txt.*--split"),
-        ({}, ["--text", "a.txt", "--document-aware"], r"--text a\.txt.*--document-aware"),
-        ({"tokenizer_type": "CharLevelTokenizer"}, ["--text", "a.txt"], "a.txt"),
         ({"tokenizer_type": "GPT2BPETokenizer"}, ["--text", "a.txt"], "vocab-file"),
         ({}, ["--lengths", "64", "--tokens", "63"], "a budget of 63 tokens is shorter than a segment of 64"),
         ({}, ["--modes", "full", "sliding"], "'sliding'"),
@@ -171,16 +167,11 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
         ({"eval_tasks": ["lambada_openai"]}, ["--lengths", "32"], "eval_tasks: --lengths"),
         ({}, ["--compare-with", "alibi"], "--compare-with alibi.*kerple_log"),
         ({}, ["--passkey-trials", "3"], "--passkey-trials.*--passkey"),
-        ({}, ["--passkey", "--passkey-trials", "10000000", "--lengths", "64"], "--passkey-trials 10,000,000.*2"),
-        ({}, ["--lengths", "999999999999"], "999,999,999,999"),
-        ({}, ["--protocol", "kerple@" + "9" * 5000], "is unknown"),
-        ({}, ["--modes", "window@" + "9" * 5000], "is unknown"),
         ({}, ["--passkey", "--lengths", "64"], "--passkey: 64"),
         ({}, ["--lengths", "64", "--resolution", "99"], "--resolution 99.*62.*64"),
         ({}, ["--lengths", "64", "--context-utilization"], "--lengths.*80"),
         ({"pos_emb": "alibi"}, [], "pos_emb kerple_log.*alibi"),
         ({"data_path": "nodata"}, ["--lengths", "32"], "nodata"),
-        ({"data_path": None}, ["--lengths", "32"], "data-path"),
     ],
 )
 def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, message):
@@ -191,7 +182,7 @@ def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, me
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "notes.log", "notes"])
+@pytest.mark.parametrize("name", ["a.jsonl", "notes.log"])
 def test_a_text_without_a_dataset(tmp_path, monkeypatch, configuration, checkpoints, name):
     """Its documents are tokenized as in a dataset, with an end-of-document token."""
     text = KINDS["python"][:2000]
@@ -238,23 +229,8 @@ def test_invalid_option_values(configuration, capsys):
         main([configuration(), "--lengths", "12", "0"])
     assert "--lengths: must be an integer from 1 to 1,000,000,000,000, not '0'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main([configuration(), "--tokens", "9" * 5000])
-    error = capsys.readouterr().err
-    assert "--tokens: must be an integer from 1 to 1,000,000,000,000, not '999" in error
-    assert len(error) < 10_000
-    with pytest.raises(SystemExit):
-        main([configuration(), "--label", "a\x1b[31m"])
-    assert "--label: must have at most 300 characters and no control characters" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
         main([configuration(), "--passkey", "--passkey-depths", "0.5", "2"])
     assert "--passkey-depths: must be a number from 0 to 1, not '2'" in capsys.readouterr().err
-
-
-def test_any_number_of_bins_is_limited_by_the_length(tmp_path, configuration):
-    words = ["--lengths", "32", "--tokens", "64", "--by-position", "999999999999", "--output", str(tmp_path / "out")]
-    main([configuration(), *words])
-    _, positions = read_results(tmp_path / "out")
-    assert positions["edges"] == list(range(33))
 
 
 def test_weights_that_are_not_finite_are_an_error(tmp_path, data):
@@ -446,14 +422,15 @@ def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
     assert rows_in(output)[0]["loss"] > 0
 
 
-@pytest.mark.parametrize(("choice", "token"), [("auto", 5), ("always", 5), ("never", None)])
-@pytest.mark.parametrize("adds", [True, False])
-def test_the_token_at_the_beginning(choice, token, adds, tmp_path, monkeypatch):
+def test_the_token_at_the_beginning(tmp_path, monkeypatch):
     """Without a token of the tokenizer, `always` chooses its end-of-document token."""
     train_bpe(["a text"] * 3, 270).save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
-    tokenizer.bos = 5 if adds else None
     monkeypatch.setattr(evaluate, "tokenizer_of", lambda config: tokenizer)
     (tmp_path / "text.txt").write_text("a text")
-    text = evaluate._read_text(None, argparse.Namespace(text=tmp_path / "text.txt", bos=choice), print, quiet=True)
-    assert text.bos == (token if adds else {"always": tokenizer.eod}.get(choice))
+    eod = tokenizer.eod
+    for bos, choices in ((5, {"auto": 5, "always": 5, "never": None}), (None, {"always": eod})):
+        tokenizer.bos = bos
+        for choice, token in choices.items():
+            options = argparse.Namespace(text=tmp_path / "text.txt", bos=choice)
+            assert evaluate._read_text(None, options, print, quiet=True).bos == token

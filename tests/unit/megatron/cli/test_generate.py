@@ -182,16 +182,10 @@ def test_learned_positions_stop_with_a_message(tmp_path, data):
         ("a\nb###\nc", "###", ["a\nb", "c"]),
         ("a###\n###\n", "###", ["a"]),
         ("a<\n>\nb", "<\n>\n", ["a", "b"]),
-        ("\n \n", "\n", []),
     ],
 )
 def test_splitting_prompts(text, prompt_end, prompts):
     assert split_prompts(text, prompt_end) == prompts
-
-
-def test_prompt_files_of_other_systems(tmp_path):
-    (tmp_path / "p").write_bytes("\ufeffé\r\nb\r\n".encode())
-    assert read_prompts(tmp_path / "p", "\n") == ["é", "b"]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +193,6 @@ def test_prompt_files_of_other_systems(tmp_path):
     [
         (b"good\nb\xe9d\n", r"p\.txt.*0xe9.*6"),
         (b"\xef\xbb\xbf\n", r"p\.txt"),
-        (b"", r"p\.txt"),
-        (b" \n\n", r"p\.txt"),
         (None, r"p\.txt"),
     ],
 )
@@ -218,24 +210,15 @@ def test_bad_prompt_files(tmp_path, content, message):
         ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "nowhere"),
         ({"text_gen_type": "unconditional"}, ["-o", "/proc/out.jsonl"], "--output.*/proc"),
         ({"text_gen_type": "unconditional"}, ["--iteration", "9"], "iteration 9.*4"),
-        ({"text_gen_type": "unconditional"}, ["--checkpoint", "nowhere"], "nowhere"),
         ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32.*64"),
         ({"text_gen_type": "unconditional"}, ["--device", "abacus"], "--device abacus"),
-        ({"text_gen_type": "unconditional", "num_samples": 10**9}, [], "num_samples 1,000,000,000.*1,000,000"),
-        ({"text_gen_type": "unconditional", "num_samples": 10**10}, [], "num_samples"),
         (
             {"text_gen_type": "unconditional", "num_samples": 2},
             ["--set", "maximum-tokens=1000000000"],
             "maximum_tokens 1,000,000,000",
         ),
-        (
-            {"text_gen_type": "unconditional", "num_samples": 2},
-            ["--set", "maximum-tokens=1000000000000"],
-            "maximum-tokens",
-        ),
         ({"text_gen_type": "unconditional"}, ["--mode", "sinks@4"], "'sinks@4'"),
         ({"text_gen_type": "unconditional"}, ["--mode", "full+dynamic-ntk"], r"full.dynamic-ntk"),
-        ({}, ["-i", "/dev/zero"], "/dev/zero"),
         ({"text_gen_type": "unconditional"}, ["-o", "/"], "cannot write /: it is a folder"),
         ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end"),
     ],

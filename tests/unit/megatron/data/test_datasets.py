@@ -135,16 +135,6 @@ def test_blends_in_general(weights, samples, fewer):
     assert shorter.order == blend.order
 
 
-def test_an_epoch_covers_the_corpus(corpus, settings):
-    """An epoch contains every token of the corpus, except fewer than one sample at the end."""
-    train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
-    files_tokens = np.fromfile(f"{corpus}.bin", dtype=np.uint16)
-    counted = np.bincount(tokens(train).flatten().numpy(), minlength=1000)
-    missing = np.bincount(files_tokens, minlength=1000) - counted
-    assert missing.min() >= 0
-    assert missing.sum() <= 32 + 1
-
-
 def test_epochs(corpus, settings):
     once = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
     epoch = once.samples_per_epoch
@@ -187,11 +177,6 @@ def test_order_identifies_the_samples(corpus, tmp_path, write_corpus, settings):
     assert order(samples=7) == order()
 
 
-def test_validation_length(corpus, settings):
-    datasets = datasets_from_split(corpus, "8,1,1", (32, 128, 128), (4, 4, 4), settings)
-    assert [len(part[0]["tokens"]) for part in datasets] == [32, 128, 128]
-
-
 def test_loss_mask_at_the_end_of_documents(corpus):
     settings = SampleSettings(1000, 7, 1234, eod_mask_loss=True)
     train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
@@ -201,11 +186,6 @@ def test_loss_mask_at_the_end_of_documents(corpus):
 
 
 # --- invalid data
-
-
-def test_missing_data(tmp_path, settings):
-    with pytest.raises(UserError, match=r"absent\.bin.*absent\.idx"):
-        datasets_from_split(str(tmp_path / "absent"), "1", LENGTHS, ONE_EPOCH, settings)
 
 
 def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):

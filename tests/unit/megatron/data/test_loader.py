@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kerple.attention import Documents
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.data.datasets import SampleSettings, datasets_from_split
-from megatron.data.loader import build_loader, rank_samples
+from megatron.data.loader import Loader, rank_samples
 from megatron.utils.errors import UserError
 
 
@@ -24,7 +24,7 @@ def train(corpus, settings):
 
 
 def take(dataset, batches, **arguments):
-    return list(itertools.islice(build_loader(dataset, **arguments), batches))
+    return list(itertools.islice(Loader(dataset, **arguments), batches))
 
 
 def rows(batches) -> torch.Tensor:
@@ -47,15 +47,6 @@ def test_ranks_partition_the_samples_of_a_step(micro, ranks, accumulation, consu
     ]
     size = micro * ranks * accumulation
     assert sorted(positions) == list(range(consumed + step * size, consumed + (step + 1) * size))
-
-
-@given(**_SIZES, consumed=st.integers(0, 10**6), done=st.integers(0, 20), ahead=st.integers(0, 20))
-def test_resume(micro, ranks, accumulation, consumed, done, ahead):
-    shape = {"micro_batch_size": micro, "data_parallel_rank": ranks - 1, "data_parallel_size": ranks}
-    resumed = consumed + done * micro * ranks
-    assert rank_samples(done + ahead, consumed_samples=consumed, **shape) == rank_samples(
-        ahead, consumed_samples=resumed, **shape
-    )
 
 
 @hypothesis_settings(max_examples=25, deadline=None)
@@ -98,13 +89,6 @@ def test_documents_are_those_of_megatron_core(corpus):
         assert torch.equal(documents.positions[row], positions)
 
 
-def test_two_ranks_together_see_the_samples_of_one(train):
-    single = rows(take(train, 10, micro_batch_size=4))
-    pair = [take(train, 10, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=2) for rank in (0, 1)]
-    together = torch.cat([torch.cat([first["tokens"], second["tokens"]]) for first, second in zip(*pair, strict=True)])
-    assert torch.equal(together, single)
-
-
 @pytest.mark.parametrize("num_workers", [2])
 def test_worker_processes_do_not_change_batches(train, num_workers):
     prefetched = take(train, 20, micro_batch_size=4, consumed_samples=5, num_workers=num_workers)
@@ -135,19 +119,10 @@ def test_id_beyond_the_vocabulary(corpus, settings, train, num_workers):
         take(train, 300, micro_batch_size=1, num_workers=num_workers)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"micro_batch_size": 0}, {"data_parallel_rank": 2, "data_parallel_size": 2}, {"consumed_samples": -1}],
-)
-def test_invalid_positions(train, arguments):
-    with pytest.raises(ValueError, match="invalid position"):
-        build_loader(train, **{"micro_batch_size": 1, **arguments})
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_truncation_while_training(corpus, train, num_workers):
     """An access to a memory map of the file would kill the process with SIGBUS."""
-    batches = iter(build_loader(train, micro_batch_size=1, num_workers=num_workers))
+    batches = iter(Loader(train, micro_batch_size=1, num_workers=num_workers))
     next(batches)
     os.truncate(f"{corpus}.bin", 5000)
     expected = rf"^{re.escape(corpus)}.bin was truncated while it was in use: it ends before byte [\d,]+; rebuild it"

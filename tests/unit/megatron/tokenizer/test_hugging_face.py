@@ -69,17 +69,6 @@ def test_truncation_and_padding_settings_are_ignored(tokenizer_file, tmp_path):
     assert len(ids) > 64
 
 
-def test_prefix_space_disables_splitting(tokenizer_file, tmp_path, monkeypatch):
-    from megatron.tokenizer import hugging_face
-
-    library = tokenizers.Tokenizer.from_file(str(tokenizer_file))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
-    library.save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setattr(hugging_face, "_MAX_CHARACTERS", 50)
-    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
-    assert tokenizer.tokenize(KINDS["c"]) == library.encode(KINDS["c"]).ids
-
-
 def test_fingerprints_identify_tokenizers(tokenizer_file, tmp_path):
     first, second = build_tokenizer("HFTokenizer", tokenizer_file), build_tokenizer("HFTokenizer", str(tokenizer_file))
     gpt2 = build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path))
@@ -143,13 +132,12 @@ def test_only_a_token_at_the_start_is_added(tokenizer_file, tmp_path, kind):
 @pytest.mark.parametrize(
     ("post_processor", "message"),
     [
-        (_template("$A" + " $A" * 4999), "post_processor.*5000"),
-        ({"type": "Sequence", "processors": [_template("$A $A")] * 30}, "post_processor.*2"),
-        (_template("<s> " * 5000 + "$A"), "post_processor.*5000"),
+        (_template("$A $A"), "post_processor.*2"),
+        (_template("<s> <s> $A"), "post_processor.*2"),
         (_template("<s> $A", [("<s>", 70_000)]), "post_processor.*70000"),
     ],
 )
-def test_a_post_processor_that_multiplies_the_text(tokenizer_file, tmp_path, post_processor, message):
+def test_unsupported_post_processors(tokenizer_file, tmp_path, post_processor, message):
     path, _ = _with_post_processor(tokenizer_file, tmp_path, post_processor)
     with pytest.raises(UserError, match=f"tokenizer.json.*{message}"):
         build_tokenizer("HFTokenizer", path)
@@ -280,21 +268,12 @@ def test_ids_of_any_text(tokenizer, reference, text):
     assert tokenizer.detokenize(ids) == text
 
 
-def test_batch_equals_single_calls(tokenizer):
-    texts = [*KINDS.values(), ""]
-    assert tokenizer.tokenize_batch(texts) == [tokenizer.tokenize(text) for text in texts]
-
-
 def test_gpt2_vocabulary(tokenizer):
     assert tokenizer.name == "GPT2BPETokenizer"
     assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
     assert padded_vocab_size(tokenizer.vocab_size) == 50304
     assert tokenizer.tokenize("Hello world") == [15496, 995]
     assert tokenizer.detokenize([50256]) == "<|endoftext|>"
-
-
-def test_special_tokens_in_text_are_ordinary_text(tokenizer):
-    assert tokenizer.eod not in tokenizer.tokenize("one <|endoftext|> two")
 
 
 # White space by some definition, and characters that may or may not join neighbouring words.
@@ -392,10 +371,6 @@ def test_vocabulary_contains_all_bytes_and_the_special_token():
         assert trained.decode(trained.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_vocabulary_size_too_small():
-    assert_rejected("256.*257", train_bpe, ["a"], 256)
-
-
 # --- bytes of tokens
 
 
@@ -415,28 +390,29 @@ def test_byte_lengths_of_byte_level_tokens(tmp_path):
     assert lengths[tokenizer.eod] == 0
 
 
-def _read_with_part(part, folder) -> HuggingFaceTokenizer:
+def _read_with_part(number, folder) -> HuggingFaceTokenizer:
+    """A tokenizer.json in which HOSTILE_PARTS replaces one part."""
+    name, part = HOSTILE_PARTS[number]
     document = json.loads(train_bpe(["some text"], 300).to_str())
-    (folder / "tokenizer.json").write_text(json.dumps({**document, part[0]: part[1]}))
+    (folder / "tokenizer.json").write_text(json.dumps({**document, name: part}))
     return HuggingFaceTokenizer(folder / "tokenizer.json")
 
 
-def test_errors_of_the_library(tmp_path):
+@pytest.mark.parametrize("number", [1, 11, 21, 25])  # regular expressions and a character map
+def test_errors_of_the_library(number, tmp_path):
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "tokenizer.json"))):
-        _read_with_part(("normalizer", {"type": "Replace", "pattern": {"Regex": "("}, "content": "x"}), tmp_path)
+        _read_with_part(number, tmp_path)
 
 
 def test_panics_of_the_library(tmp_path):
-    part = ("normalizer", {"type": "Replace", "pattern": {"Regex": "\\K"}, "content": "x"})
-    tokenizer = _read_with_part(part, tmp_path)
+    tokenizer = _read_with_part(13, tmp_path)
     with pytest.raises(UserError, match="cannot encode the text"):
         tokenizer.tokenize("some text")
 
 
-@pytest.mark.parametrize("number", [2**32 - 1, 2**24])
-def test_large_ids_are_rejected(number, tmp_path):
-    document = json.loads(train_bpe(["some text"], 300).to_str())
-    document["model"]["vocab"]["new"] = number
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(UserError, match=rf"'new'.*{number}.*16,777,216"):
-        HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+def test_special_tokens_in_text_are_ordinary_text(tokenizer):
+    assert tokenizer.eod not in tokenizer.tokenize("one <|endoftext|> two")
+
+
+def test_vocabulary_size_too_small():
+    assert_rejected("256.*257", train_bpe, ["a"], 256)

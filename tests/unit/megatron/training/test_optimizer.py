@@ -9,7 +9,7 @@ from lion_pytorch import Lion
 from megatron.checkpoint.layers import load_layers
 from megatron.config import Config
 from megatron.data.datasets import build_datasets
-from megatron.data.loader import build_loader
+from megatron.data.loader import Loader
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS
@@ -245,7 +245,7 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
     parameters = {name: p for name, p in parameters.items() if not name.startswith("3.attention.rpe.")}  # shared
     optimizers = library_optimizers(name, parameters)
     datasets = build_datasets(config, build_tokenizer("CharLevelTokenizer"), 32, (4 * STEPS_COMPARED, 0, 0), None)
-    batches = iter(build_loader(datasets.train, micro_batch_size=4))
+    batches = iter(Loader(datasets.train, micro_batch_size=4))
     for number in range(1, STEPS_COMPARED + 1):
         batch = next(batches)
         loss = model.loss(batch["tokens"], batch["labels"])
