@@ -10,8 +10,7 @@ from megatron.utils.errors import UserError, install_command
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
-# Limit for the window of a decompressor: `zstd --long=28`, or four times the dictionary of `xz -9`.
-_MAX_WINDOW = 1 << 28
+_MAX_WINDOW = 1 << 28  # that of `zstd --long=28`
 # Bytes to decompress at a time. These expand to at most 32 MB and 1 MB.
 _ZSTANDARD_BYTES = 1 << 10
 _XZ_BYTES = 1 << 7
@@ -29,7 +28,7 @@ def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if suffix == ".xz":
         # Several xz streams in a file may have zeros between them.
-        blocks = _blocks(raw, source, _XZ_BYTES, _xz_frame, padding=b"\0")
+        blocks = _blocks(raw, source, _XZ_BYTES, lzma.LZMADecompressor, padding=b"\0")
     elif suffix == ".zst":
         try:
             import zstandard
@@ -41,10 +40,6 @@ def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
     else:
         return raw
     return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), BLOCK))
-
-
-def _xz_frame() -> lzma.LZMADecompressor:
-    return lzma.LZMADecompressor(memlimit=_MAX_WINDOW + (16 << 20))
 
 
 def _blocks(

@@ -106,10 +106,6 @@ class IndexedWriter:
             tokens: concatenated ids of all documents, [sum of lengths], of type `self.dtype`.
             lengths: tokens in each document, [documents].
         """
-        if int(lengths.sum(dtype=np.int64)) != len(tokens):
-            raise ValueError(f"lengths add up to {lengths.sum()}, but there are {len(tokens)} tokens")
-        if tokens.dtype != self.dtype:
-            raise ValueError(f"tokens are {tokens.dtype}, but this vocabulary is stored as {self.dtype}")
         content = np.ascontiguousarray(tokens).data  # not tobytes(), which copies
         try:
             self._bin_stream.write(content)

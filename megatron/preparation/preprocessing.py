@@ -94,9 +94,21 @@ def preprocess(
     # A run that was killed while publishing only publishes.
     with Journal(output_prefix, settings) as journal:
         prefixes = [f"{output_prefix}_{name}_document" for name in names or options.keys]
-        job = _Job(journal, str(output_prefix), prefixes, tokenizer, options, inputs)
+        job = _Job(
+            journal=journal,
+            name=str(output_prefix),
+            prefixes=prefixes,
+            tokenizer=tokenizer,
+            tokenizer_files=tokenizer_files,
+            options=options,
+            inputs=list(inputs),
+            workers=workers,
+            limit_mb=limit_mb,
+            num_docs=num_docs,
+            log_interval=log_interval,
+        )
         if not job.state.manifests:
-            job.encode(source, tokenizer_files, workers, limit_mb, num_docs, log_interval)
+            job.encode(source)
         manifests = job.publish()
 
     # What the documents contained that the user may not expect.
@@ -185,8 +197,6 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         check_writable(self._path.parent, "output prefix")
-        if self._path.is_dir():
-            raise UserError(f"{self._path}: is a folder; remove it, or choose another prefix")
         self._lock.acquire()
         return self
 
@@ -226,25 +236,25 @@ class Journal:
             partial.unlink(missing_ok=True)
 
 
+@dataclass
 class _Job:
     """One call of `preprocess`. `state` is what has been committed, by this run or an earlier one."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        name: str,
-        prefixes: Sequence[str],
-        tokenizer: Tokenizer,
-        options: DocumentOptions,
-        inputs: Sequence[str],
-    ):
-        self.journal = journal
-        self.name = name
-        self.prefixes = list(prefixes)
-        self.tokenizer = tokenizer
-        self.options = options
-        self.inputs = list(inputs)
-        self.state = self._resume() or JournalState(START, 0, [OutputState() for _ in prefixes], RejectedDocuments())
+    journal: Journal
+    name: str
+    prefixes: list[str]
+    tokenizer: Tokenizer
+    tokenizer_files: TokenizerFiles
+    options: DocumentOptions
+    inputs: list[str]
+    workers: int
+    limit_mb: float | None
+    num_docs: int | None
+    log_interval: int
+
+    def __post_init__(self) -> None:
+        outputs = [OutputState() for _ in self.prefixes]
+        self.state = self._resume() or JournalState(START, 0, outputs, RejectedDocuments())
 
     def _resume(self) -> JournalState | None:
         """Load the state of an earlier run if its files still exist, and if it skipped nothing that is an error now."""
@@ -273,15 +283,7 @@ class _Job:
         print(f"{self.name}: resuming after {state.outputs[0].writer.documents:,} documents")
         return state
 
-    def encode(
-        self,
-        source: ChunkSource,
-        tokenizer_files: TokenizerFiles,
-        workers: int,
-        limit_mb: float | None,
-        num_docs: int | None,
-        log_interval: int,
-    ) -> None:
+    def encode(self, source: ChunkSource) -> None:
         """Tokenize the remaining input and finalize the outputs."""
         with ExitStack() as stack:
             writers = []
@@ -295,9 +297,7 @@ class _Job:
                 note = f"{self.name}: tokenizing input{size} with {self.tokenizer.name}"
                 print(visible(note), file=sys.stderr, flush=True)
                 with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:
-                    self._write_documents(
-                        source, tokenizer_files, workers, writers, display, limit_mb, num_docs, log_interval
-                    )
+                    self._write_documents(source, writers, display)
                 self._finalize(writers)
             except (Exception, KeyboardInterrupt) as error:
                 if not self.journal.exists:
@@ -311,17 +311,7 @@ class _Job:
                     raise UserError(f"{error} ({saved})") from error
                 raise
 
-    def _write_documents(
-        self,
-        source: ChunkSource,
-        tokenizer_files: TokenizerFiles,
-        workers: int,
-        writers: list[IndexedWriter],
-        display: Progress,
-        limit_mb: float | None,
-        num_docs: int | None,
-        log_interval: int,
-    ) -> None:
+    def _write_documents(self, source: ChunkSource, writers: list[IndexedWriter], display: Progress) -> None:
         # Counts ahead of `self.state`: an interruption may come between the outputs of two keys.
         current = copy.deepcopy(self.state)
         first_output = current.outputs[0]
@@ -330,12 +320,12 @@ class _Job:
         display.restart(current.bytes_read, first_output.text_bytes / 1e6)
         shown_documents = writers[0].documents
         committed_at = time.monotonic()
-        limit = math.inf if limit_mb is None else limit_mb * 1e6
+        limit = math.inf if self.limit_mb is None else self.limit_mb * 1e6
 
         # An earlier run may have reached the limit without finishing.
         items = iter(()) if first_output.text_bytes >= limit else work_items(source, self.state.position)
         for item, encoded in process_in_order(
-            items, encode_chunks, self.tokenizer, tokenizer_files, self.options, workers
+            items, encode_chunks, self.tokenizer, self.tokenizer_files, self.options, self.workers
         ):
             # Append to the outputs of all keys.
             for column, (writer, output) in enumerate(zip(writers, current.outputs, strict=True)):
@@ -348,9 +338,9 @@ class _Job:
 
             # Show progress.
             documents = writers[0].documents
-            if documents - shown_documents >= log_interval or item.bytes_read == source.total_bytes:
+            if documents - shown_documents >= self.log_interval or item.bytes_read == source.total_bytes:
                 shown_documents = documents
-                total = "" if num_docs is None else f"/{num_docs:,}"
+                total = "" if self.num_docs is None else f"/{self.num_docs:,}"
                 status = f"{documents:,}{total} documents, {writers[0].tokens:,} tokens"
                 display.update(item.bytes_read, status, first_output.text_bytes / 1e6)
 

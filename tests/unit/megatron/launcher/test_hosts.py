@@ -63,10 +63,8 @@ def test_without_ssh(commands, monkeypatch):
     [
         ("srun: error: node-2: task 1: Killed\n", Failure(1, "node-2", 9)),
         ("srun: error: node-1: tasks 0-3: Segmentation fault (core dumped)\n", Failure(0, "node-1", 11)),
-        ("srun: error: 127.0.0.2: task 12: Bus error\n", Failure(12, "127.0.0.2", 7)),
         ("srun: error: node-2: task 1: Exited with exit code 1\n", Failure(1, "node-2", None)),
         ("srun: error: node-1: task 0: Exited with exit code 3\n", None),  # has lost the connection to another rank
-        ("srun: error: Unable to allocate resources: Invalid node name specified\n", None),
         (
             "mpirun noticed that process rank 1 with PID 4711 on node node-2 exited on signal 6 (Aborted).\n",
             Failure(1, "node-2", 6),

@@ -83,7 +83,7 @@ def test_encoded_configuration_is_safe_in_shells():
     assert decode_config(word).generation.prompt_end == "é\"' \n$`"
 
 
-@pytest.mark.parametrize("word", ["", "abc", "!!!!", "eJwrSS0uAQAEXQHB", "é"])
+@pytest.mark.parametrize("word", ["abc", "eJwrSS0uAQAEXQHB", "é"])
 def test_other_words_are_rejected(word):
     with pytest.raises(UserError, match=r"deepy\.py"):
         decode_config(word)

@@ -15,7 +15,7 @@ from megatron.data.indexed_dataset import manifest_path, open_indexed_files, rea
 from megatron.data.splits import split_spans
 from megatron.data.streams import validation_stream
 from megatron.preparation import dataset_tools
-from megatron.preparation.dataset_tools import decode_document, inspect, merge, plot_lengths, split
+from megatron.preparation.dataset_tools import decode_document, inspect, merge, split
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.preparation.input_files import find_files
@@ -69,12 +69,6 @@ def test_without_a_manifest(dataset, documents):
     assert inspect(dataset, TOKENIZER)[0].bytes_per_token == pytest.approx(
         expected, rel=1e-3
     )  # a NUL in the text is an eod too
-
-
-@pytest.mark.parametrize(("name", "message"), [("a.foo", r"a\.foo.*'foo'"), ("no/a.png", "No such file")])
-def test_unwritable_figure(dataset, tmp_path, name, message):
-    with pytest.raises(UserError, match=message):
-        plot_lengths(open_indexed_files(dataset), tmp_path / name)
 
 
 def test_damaged_dataset(dataset, tokenizer):

@@ -16,7 +16,7 @@ COMPRESSIONS = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.co
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("fraction", [0.3, 0.9, 0.995])
+@pytest.mark.parametrize("fraction", [0.3, 0.995])
 def test_truncated_compressed_file(tmp_path, compression, fraction):
     texts = [f"{number * 7919 % 104729:x}" * 50 for number in range(4000)]
     content = COMPRESSIONS[compression](json_lines(*texts))
@@ -37,11 +37,10 @@ def test_window_of_a_decompressor(tmp_path):
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     (tmp_path / "a.txt.zst").write_bytes(compressor.compress(b"text") + compressor.flush())
     assert_rejected(r"a\.txt\.zst", read_inputs, tmp_path / "a.txt.zst")
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 30}]
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", filters=filters))
-    assert_rejected(r"a\.txt\.xz", read_inputs, tmp_path / "a.txt.xz")
-    filters[0]["dict_size"] = 1 << 28
-    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text", filters=filters) + bytes(8) + lzma.compress(b"more"))
+
+
+def test_padding_between_xz_streams(tmp_path):
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"text") + bytes(8) + lzma.compress(b"more"))
     assert read_inputs(tmp_path / "a.txt.xz") == ["textmore"]
 
 

@@ -100,14 +100,6 @@ def test_ids_beyond_the_vocabulary_are_rejected(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_invalid_arguments(tmp_path):
-    with IndexedWriter(tmp_path / "a", 100) as writer:
-        with pytest.raises(ValueError, match=r"add up to 4"):
-            writer.add(np.arange(5, dtype=np.uint16), np.array([4]))
-        with pytest.raises(ValueError, match=r"stored as uint16"):
-            writer.add(np.arange(5, dtype=np.int32), np.array([5]))
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     pieces=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=8),
