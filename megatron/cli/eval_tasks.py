@@ -16,11 +16,11 @@ from rich.text import Text
 from kerple.attention import FULL_MODE
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
-from megatron.cli.model_options import check_vocabulary, chosen_step, load, saved_config, tokenizer_keys
+from megatron.cli.model_options import chosen_step, load, saved_config, tokenizer_files
 from megatron.config import Config, UserError
+from megatron.convert.tokenizer_files import check_rows
 from megatron.evaluation.modes import supported_modes
 from megatron.reporting.terminal import print_rows, standard_output
-from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import MAX_INT, integer, number, option_name, path_option
 from megatron.utils.errors import install_command, visible
 from megatron.utils.files import read_file, write_atomically
@@ -148,7 +148,8 @@ def run_harness(
         print(f"{folder}, {evaluated_method(saved)}, trained at {saved.model.seq_length:,} tokens:", flush=True)
         # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
         tokenizer_config = saved if options.from_checkpoint and config.tokenizer == configs[0].tokenizer else config
-        tokenizer = build_tokenizer(*tokenizer_keys(tokenizer_config, saved))
+        files = tokenizer_files(tokenizer_config, saved)
+        tokenizer = files.build()
         # Everything that determines the results, except the mode.
         source: Entry = {
             "checkpoint": str(folder),
@@ -159,7 +160,7 @@ def run_harness(
             "train_length": saved.model.seq_length,
             "precision": options.precision,
             "release_bf16_distances": saved.model.release_bf16_distances,
-            "tokenizer": list(tokenizer_keys(tokenizer_config, saved)),
+            "tokenizer": list(dataclasses.astuple(files)),
             "tokenizer_fingerprint": tokenizer.fingerprint,
             **dataclasses.asdict(harness),
             "tasks": list(harness.tasks),
@@ -185,7 +186,7 @@ def run_harness(
 
         # Measure the others.
         model, _ = load(step, config, options, check=check)
-        check_vocabulary(tokenizer, model.settings.padded_vocab_size)
+        check_rows(tokenizer, model.settings.padded_vocab_size)
         for mode in missing:
             if mode != FULL_MODE:
                 print(f"inference mode {mode.name}:", flush=True)

@@ -27,7 +27,7 @@ from megatron.evaluation.runner import (
 )
 from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
 from megatron.reporting.formatting import TITLE
-from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option
 
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
@@ -401,5 +401,4 @@ def rows_of_budget(config: Config, options: argparse.Namespace) -> int | None:
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """Raises UserError if its files cannot be read."""
-    settings = config.tokenizer
-    return build_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
+    return TokenizerFiles.of(config).build()

@@ -28,7 +28,7 @@ from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank
 from megatron.model.attention import describe_backends
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
-from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, extract_overrides, integer, path_option
 from megatron.utils.environment import slow_dtype_notice, use_gpus
 from megatron.utils.errors import UserError, first_line
@@ -245,27 +245,10 @@ def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[
     return overrides
 
 
-def tokenizer_keys(config: Config, saved: Config) -> tuple[str, str | None, str | None]:
-    """(tokenizer_type, vocab_file, merge_file) in the user's configuration, or else in the checkpoint's."""
+def tokenizer_files(config: Config, saved: Config) -> TokenizerFiles:
+    """The tokenizer that the user's configuration names, or else the checkpoint's."""
     configured = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
-    keys = (config if configured else saved).tokenizer
-    return keys.tokenizer_type, keys.vocab_file, keys.merge_file
-
-
-def load_tokenizer(config: Config, saved: Config, rows: int) -> Tokenizer:
-    """The tokenizer of `tokenizer_keys`, see `check_vocabulary`."""
-    tokenizer = build_tokenizer(*tokenizer_keys(config, saved))
-    check_vocabulary(tokenizer, rows)
-    return tokenizer
-
-
-def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Raises UserError if the tokenizer has more tokens than the model's embedding has rows."""
-    if tokenizer.vocab_size > rows:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {rows} embeddings; set the "
-            "tokenizer-type, vocab-file and merge-file that the model was trained with"
-        )
+    return TokenizerFiles.of(config if configured else saved)
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -132,8 +132,7 @@ def load_config(
         overrides: `key=value` with the value in YAML; nested keys with dots (optimizer.params.lr=1e-3).
         strict: a key in two files is an error.
 
-    Raises:
-        UserError: the message lists all problems, each with file, line and key.
+    Raises UserError, whose message lists all problems, each with file, line and key.
     """
     files = [find_file(path, config_dir) for path in paths]
     for file in files:

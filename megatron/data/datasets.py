@@ -186,9 +186,8 @@ def build_datasets(
         num_samples: number of train, valid and test samples. None means one epoch, 0 none; may exceed an epoch.
         valid_sequence_length: `seq-length-val`, if validation and test samples have another length.
 
-    Raises:
-        UserError: the data files are missing or invalid (see `open_dataset_files`), a dataset has fewer tokens than one
-            sample, or the data contain ids beyond the vocabulary or were built with another tokenizer.
+    Raises UserError if the data files are missing or invalid (see `open_dataset_files`), a dataset has fewer tokens
+    than one sample, or the data contain ids beyond the vocabulary or were built with another tokenizer.
     """
     data = config.data
     settings = SampleSettings(
@@ -286,9 +285,8 @@ def build_corpus_part(
         part: index into PARTS.
         samples: length of the dataset; None means one epoch.
 
-    Raises:
-        UserError: there are fewer tokens than one sample, an id is beyond the vocabulary, or the cache folder cannot be
-            written or is damaged.
+    Raises UserError if there are fewer tokens than one sample, an id is beyond the vocabulary, or the cache folder
+    cannot be written or is damaged.
     """
     # A sample is one token longer than its inputs, for the last target.
     first, last = span

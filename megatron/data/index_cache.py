@@ -60,8 +60,7 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
     Rank 0 builds in a temporary folder and renames it, so a killed run leaves no incomplete folder and concurrent runs
     do not disturb each other. If the folder is on a local disk, the first rank of every other machine builds it too.
 
-    Raises:
-        UserError: the folder cannot be written.
+    Raises UserError if the folder cannot be written.
     """
 
     def build_here() -> None:
@@ -101,9 +100,8 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
     Args:
         cache_path: `data-cache-path`. Required for data on S3.
 
-    Raises:
-        UserError: the files are invalid (see `open_indexed_files`), the store is not S3, boto3 is not installed,
-            cache_path is not set, or an S3 request fails.
+    Raises UserError if the files are invalid (see `open_indexed_files`), the store is not S3, boto3 is not installed,
+    cache_path is not set, or an S3 request fails.
     """
     # Local files need no cache, and other stores than S3 no client.
     if not is_remote(prefix):

@@ -146,8 +146,7 @@ class TokenFile:
     def read(self, dtype: type | np.dtype, count: int, offset: int) -> np.ndarray:
         """`count` ids from byte `offset` of the file on. The interface of megatron-core's readers.
 
-        Raises:
-            UserError: the file has become shorter, or cannot be read.
+        Raises UserError if the file has become shorter, or cannot be read.
         """
         size = int(count) * np.dtype(dtype).itemsize
         content, position = b"", int(offset)
@@ -168,8 +167,7 @@ class TokenFile:
 def open_indexed_files(prefix: str | Path) -> IndexedFiles:
     """Open a local `.bin/.idx` pair and validate it: the whole .idx, and the size of the .bin.
 
-    Raises:
-        UserError: a file is missing, truncated or damaged, the two do not belong together, or there are no tokens.
+    Raises UserError if a file is missing, truncated or damaged, the two do not belong together, or there are no tokens.
     """
     if is_remote(prefix):
         raise UserError(f"{prefix} is on an object store, which only training can read; download its .bin and .idx")
@@ -208,8 +206,7 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
     Returns:
         dtype, lengths, document_index and tokens of `IndexedFiles`.
 
-    Raises:
-        UserError: the .idx is damaged, or the .bin is not the one it describes.
+    Raises UserError if the .idx is damaged, or the .bin is not the one it describes.
     """
     # The header.
     with open_file(index) as stream:
@@ -338,8 +335,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> bool:
         True if they are the same. False if the data's tokenizer is not known: there is no manifest, as for data from
         other software or on an object store, it is unreadable, or it describes other files.
 
-    Raises:
-        UserError: the data were tokenized with another tokenizer.
+    Raises UserError if the data were tokenized with another tokenizer.
     """
     manifest = read_manifest(prefix)
     if manifest is None or (manifest.tokens, manifest.documents) != _counts(prefix):

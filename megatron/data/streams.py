@@ -52,8 +52,7 @@ def validation_stream(
     Returns:
         int64 [tokens].
 
-    Raises:
-        UserError: the files are invalid, or the part has no documents.
+    Raises UserError if the files are invalid, or the part has no documents.
     """
     return _open_part(prefix, split, part)[:max_tokens].astype(np.int64)
 
@@ -105,8 +104,7 @@ def document_segments(
             segments are then chosen from all of them.
         join_short: append segments cut from the concatenation of all documents shorter than length + 1 tokens.
 
-    Raises:
-        UserError: the files are invalid, or no document is long enough for a segment.
+    Raises UserError if the files are invalid, or no document is long enough for a segment.
     """
     # Segments inside the documents that are long enough.
     files = open_indexed_files(prefix)
@@ -164,8 +162,7 @@ def evaluation_stream(config: Config, part: str = "valid") -> TokenStream:
 def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:
     """Return the prefixes of the corpora for a part, and the split that selects it (None: the corpora are the part).
 
-    Raises:
-        UserError: `config.data` has no data for this part.
+    Raises UserError if `config.data` has no data for this part.
     """
     blends = config_blends(config)
     if blends is None:

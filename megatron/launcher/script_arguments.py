@@ -38,8 +38,7 @@ def parse_arguments(
         argv: the words after the script's name; by default those of this process.
         add_options: adds the script's own options to the parser.
 
-    Raises:
-        UserError: the configuration is wrong. (An invalid option prints the usage and exits with status 2.)
+    Raises UserError if the configuration is wrong. (An invalid option prints the usage and exits with status 2.)
     """
     overrides, words = extract_overrides(sys.argv[1:] if argv is None else argv)
     parser = make_parser(description, add_options)

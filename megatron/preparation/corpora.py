@@ -149,8 +149,8 @@ class HubCorpus:
         config: its configuration, if it has several.
         columns: columns to read. The first one must exist.
 
-    Raises:
-        UserError: `datasets` is not installed, the dataset, split or column does not exist, or there is no connection.
+    Raises UserError if `datasets` is not installed, the dataset, split or column does not exist, or there is no
+    connection.
     """
 
     def __init__(

@@ -60,9 +60,8 @@ def inspect(prefix: str, tokenizer: Tokenizer | None = None) -> tuple[Inspection
     Args:
         tokenizer: to check the ids, and to estimate the bytes per token if there is no manifest.
 
-    Raises:
-        UserError: the files are invalid, the .bin does not match the manifest, an id is outside the vocabulary, or the
-        data were built with another tokenizer.
+    Raises UserError if the files are invalid, the .bin does not match the manifest, an id is outside the vocabulary, or
+    the data were built with another tokenizer.
     """
     # Read the tokens once, for the checksum and the range of the ids.
     files = open_indexed_files(prefix)
@@ -141,8 +140,7 @@ def plot_lengths(files: IndexedFiles, path: Path) -> None:
     It also shows the number of tokens per length: most documents of a corpus are short, but most tokens are in long
     ones.
 
-    Raises:
-        UserError: the figure cannot be written.
+    Raises UserError if the figure cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -169,9 +167,8 @@ def plot_lengths(files: IndexedFiles, path: Path) -> None:
 def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     """Concatenate the documents of all `prefixes` as `output`.
 
-    Raises:
-        UserError: there are fewer than two datasets, two are the same, the output is one of them, or their tokenizers
-            differ.
+    Raises UserError if there are fewer than two datasets, two are the same, the output is one of them, or their
+    tokenizers differ.
     """
     if len(prefixes) < 2:
         raise UserError("merging needs at least two datasets")
@@ -209,8 +206,7 @@ def split(prefix: str, shares: str, output: str) -> dict[str, WrittenFiles]:
     Args:
         shares: as for the configuration key `split`, e.g. "969,30,1". A part with share 0 is not written.
 
-    Raises:
-        UserError: the split is invalid, a part has no documents, or the input is one of the outputs.
+    Raises UserError if the split is invalid, a part has no documents, or the input is one of the outputs.
     """
     source = _open_documents(prefix)
     parts = [part for part, span in zip(PARTS, split_spans(shares, source.sequences), strict=True) if span]

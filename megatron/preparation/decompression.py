@@ -19,10 +19,8 @@ _XZ_BYTES = 1 << 7
 def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
     """Return a stream of the decompressed content, or `raw` if `suffix` names no compression.
 
-    Raises:
-        UserError: the package zstandard is not installed; while reading, a Zstandard or xz file is
-            truncated. For other damage, reading raises the exceptions of gzip and lzma, and
-            ValueError for Zstandard.
+    Raises UserError if the package zstandard is not installed and, while reading, if a Zstandard or xz file is
+    truncated. For other damage, reading raises the exceptions of gzip and lzma, and ValueError for Zstandard.
     """
     if suffix in (".gz", ".tgz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))

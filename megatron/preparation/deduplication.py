@@ -54,8 +54,7 @@ class Deduplicator:
     Args:
         threshold: similarity, above 0 and at most 1, at or above which two documents are near-duplicates.
 
-    Raises:
-        UserError: the package datasketch is not installed, or the threshold is out of range.
+    Raises UserError if the package datasketch is not installed, or the threshold is out of range.
     """
 
     def __init__(self, threshold: float = DEFAULT_THRESHOLD):

@@ -91,8 +91,7 @@ class BadDocument(Exception):
 def parse_documents(chunk: TextChunk, options: DocumentOptions, skipped: SkippedDocuments) -> Iterator[Document]:
     """Yield the documents of a chunk, and record unreadable ones and those of other subsets in `skipped`.
 
-    Raises:
-        UserError: a document is unreadable and options.skip_bad is False.
+    Raises UserError if a document is unreadable and options.skip_bad is False.
     """
     for first_line, parse in _records(chunk):
         try:

@@ -29,9 +29,8 @@ def download(url: str, folder: Path) -> Path:
     Args:
         url: http:// or https://. A fragment `#sha256=<64 hexadecimal digits>` is verified.
 
-    Raises:
-        UserError: the URL is invalid, the file cannot be downloaded or written, the checksum is wrong, or the file is
-            there from another URL and `url` has no checksum.
+    Raises UserError if the URL is invalid, the file cannot be downloaded or written, the checksum is wrong, or the file
+    is there from another URL and `url` has no checksum.
     """
     address, checksum = _split_checksum(url)
     shown = visible(redact_url(address))

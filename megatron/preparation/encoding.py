@@ -57,9 +57,8 @@ class EncodedDocuments:
 def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: DocumentOptions) -> EncodedDocuments:
     """Parse and tokenize chunks. Memory for a long text is bounded by that of the text and of its ids.
 
-    Raises:
-        UserError: a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens, or the
-            tokenizer cannot encode special tokens as text.
+    Raises UserError if a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens, or the
+    tokenizer cannot encode special tokens as text.
     """
     # Parse all documents of the chunks.
     if options.special_as_text:
@@ -210,8 +209,7 @@ def process_in_order(
         tokenizer: what `tokenizer_files.build()` returned.
         workers: number of worker processes. With 1, everything runs in this process.
 
-    Raises:
-        UserError: raised by `function`, or a worker process was killed.
+    Raises UserError if `function` raises it, or if a worker process was killed.
     """
     check_workers(workers)
     if workers == 1:

@@ -129,9 +129,8 @@ class IndexedWriter:
     def finalize(self) -> WrittenFiles:
         """Write the .idx and read both files back. Call `publish` next.
 
-        Raises:
-            UserError: there are no tokens, the disk is full, the content read back differs from what was written, or an
-                id exceeds the vocabulary.
+        Raises UserError if there are no tokens, the disk is full, the content read back differs from what was written,
+        or an id exceeds the vocabulary.
         """
         # Lengths, offsets in bytes, and document boundaries, in the order of the .idx format.
         if self.tokens == 0:
@@ -221,8 +220,7 @@ def publish(prefix: str | Path) -> None:
 
     At any moment the pair under the final names is the old one, the new one, or incomplete.
 
-    Raises:
-        UserError: a file cannot be renamed.
+    Raises UserError if a file cannot be renamed.
     """
     binary, index, lengths = _partial_files(prefix)
     try:

@@ -112,9 +112,8 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
         inputs: paths, or URLs that fsspec supports (s3://bucket/folder, gs://..., memory://...).
         suffixes: file extensions such as ".c"; case-sensitive.
 
-    Raises:
-        UserError: a path does not exist, a file has an unsupported type, a folder contains no readable file, a URL
-            contains a password, or the package for an object store is not installed.
+    Raises UserError if a path does not exist, a file has an unsupported type, a folder contains no readable file, a URL
+    contains a password, or the package for an object store is not installed.
     """
     for suffix in suffixes:
         if not suffix.startswith(".") or len(suffix) < 2 or "." in suffix[1:] or "/" in suffix:

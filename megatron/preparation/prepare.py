@@ -135,8 +135,8 @@ class PrepareOptions:
 def prepare(options: PrepareOptions) -> Path:
     """Build the dataset, unless it exists and was built in the same way. Returns its prefix.
 
-    Raises:
-        UserError: the dataset is unknown or has no source, another process is preparing it, or `preprocess` failed.
+    Raises UserError if the dataset is unknown or has no source, another process is preparing it, or `preprocess`
+    failed.
     """
     # The recipe: all that the tokens depend on.
     folder = options.directory / options.dataset

@@ -119,8 +119,7 @@ class FileCorpus:
     def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
         """Yield all chunks from `start` on.
 
-        Raises:
-            UserError: a file is damaged, truncated, or has changed since the position was recorded.
+        Raises UserError if a file is damaged, truncated, or has changed since the position was recorded.
         """
         self.position = start
         finished_bytes = sum(file.size for file in self.files[: start.file])
@@ -250,8 +249,7 @@ class _StrictTarInfo(tarfile.TarInfo):
 def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"", size: int = sys.maxsize) -> bytes:
     """Return `beginning` and the rest of the stream, or its next `size` bytes.
 
-    Raises:
-        UserError: these are more than `limit` bytes.
+    Raises UserError if these are more than `limit` bytes.
     """
     content = io.BytesIO()
     content.write(beginning)

@@ -87,9 +87,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     Truncation and padding settings in the file are ignored, because training data must be neither cut nor padded.
 
-    Raises:
-        UserError: the file is not a tokenizer.json, has no end-of-document token, or its post-processor does more than
-            adding a token at the start and tokens at the end.
+    Raises UserError if the file is not a tokenizer.json, has no end-of-document token, or its post-processor does more
+    than adding a token at the start and tokens at the end.
     """
 
     name = "HFTokenizer"
@@ -122,8 +121,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     Special tokens in a text are not recognized: a literal `<|endoftext|>` becomes ordinary tokens, so the text of a
     document cannot end it.
 
-    Raises:
-        UserError: the files are not GPT-2's vocabulary and merges, or do not belong together.
+    Raises UserError if the files are not GPT-2's vocabulary and merges, or do not belong together.
     """
 
     name = "GPT2BPETokenizer"
@@ -154,8 +152,7 @@ class HFGPT2Tokenizer(_LibraryTokenizer):
         source: a folder with tokenizer.json or with vocab.json and merges.txt, the path of a tokenizer.json, or a name
             on the Hugging Face hub.
 
-    Raises:
-        UserError: there is no such tokenizer, or it cannot be read or downloaded.
+    Raises UserError if there is no such tokenizer, or it cannot be read or downloaded.
     """
 
     name = "HFGPT2Tokenizer"

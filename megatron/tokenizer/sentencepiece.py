@@ -19,9 +19,8 @@ class SPMTokenizer(Tokenizer):
     tokenizer_config.json in the same folder decides whether texts start with the beginning-of-sequence piece, as it
     does for transformers; without the file they do not.
 
-    Raises:
-        UserError: sentencepiece is not installed, the file is not a SentencePiece model, or has no end-of-document
-            piece.
+    Raises UserError if sentencepiece is not installed, the file is not a SentencePiece model, or has no end-of-document
+    piece.
     """
 
     name = "SPMTokenizer"

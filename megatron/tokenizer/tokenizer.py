@@ -144,9 +144,8 @@ def build_tokenizer(
             folder, a tokenizer.json or a name on the Hugging Face hub, "gpt2" by default) or "CharLevelTokenizer"
             (UTF-8 bytes, no files).
 
-    Raises:
-        UserError: the type is unknown or unsupported, a file is missing, unreadable or inconsistent, or the vocabulary
-            has no end-of-document token.
+    Raises UserError if the type is unknown or unsupported, a file is missing, unreadable or inconsistent, or the
+    vocabulary has no end-of-document token.
     """
     if tokenizer_type in _UNSUPPORTED_TYPES:
         raise UserError(f"tokenizer-type {tokenizer_type} is not supported: {_UNSUPPORTED_TYPES[tokenizer_type]}")

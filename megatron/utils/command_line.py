@@ -65,27 +65,15 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(visible(redact(message)))
 
-    # The base class declares overloads by the type of `namespace`, hence the ignored errors.
-    def parse_known_args(  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]  # the base class declares overloads by the type of `namespace`
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        return super().parse_known_args(self._with_declared_spelling(args), namespace)
-
-    def parse_known_intermixed_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        return super().parse_known_intermixed_args(self._with_declared_spelling(args), namespace)
-
-    def _with_declared_spelling(self, args: Sequence[str] | None) -> list[str]:
-        """The words with every known option in its declared spelling, up to `--`, which ends the options."""
         words = list(sys.argv[1:] if args is None else args)
-        declared = {_with_dashes(name): name for name in self._option_string_actions}
-        for index, word in enumerate(words):
-            if word == "--":
-                break
+        end = words.index("--") if "--" in words else len(words)  # which ends the options
+        for index, word in enumerate(words[:end]):
             name, equals, value = word.partition("=")
-            words[index] = declared.get(_with_dashes(name), name) + equals + value
-        return words
+            words[index] = _with_dashes(name) + equals + value
+        return super().parse_known_args(words, namespace)
 
 
 def _with_dashes(option: str) -> str:

@@ -43,8 +43,8 @@ def open_file(path: str | Path) -> BufferedReader:
     try:
         # O_NONBLOCK: open() would wait for the writer of a FIFO.
         stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise UserError(f"{path} is not a regular file")
@@ -90,25 +90,15 @@ def check_writable(folder: str | Path, key: str) -> None:
     """
     place = Path(folder).absolute()
     try:
-        while not _exists(place):
+        while not os.path.lexists(place):
             place = place.parent
         # Without a name where the file system allows it, so that a killed process leaves nothing behind.
         with tempfile.TemporaryFile(prefix=".writable-", dir=place) as stream:
             stream.write(bytes(4096))
             stream.flush()
             os.fsync(stream.fileno())
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{key}: cannot write to {folder}: {reason}; choose a writable folder") from error
-
-
-def _exists(path: Path) -> bool:
-    """Unlike pathlib's method: true for a broken link; raises OSError for a name that is invalid."""
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return True
+    except OSError as error:
+        raise UserError(f"{key}: cannot write to {folder}: {error.strerror}; choose a writable folder") from error
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import threading
@@ -57,9 +56,6 @@ def exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-
-
-_HOLDER = re.compile(r"process \d{1,20} on [!-~]{1,255}")
 
 
 class LockBusyError(UserError):
@@ -135,10 +131,9 @@ class Lock:
     def _holder(self) -> str:
         """ " (held by process 123 on host)"; empty if the file does not say."""
         try:
-            line = self._path.read_text(errors="replace").strip()
+            return f" (held by {self._path.read_text(errors='replace').strip()})"
         except OSError:
             return ""
-        return f" (held by {line})" if _HOLDER.fullmatch(line) else ""
 
     def __enter__(self) -> "Lock":
         self.acquire()

@@ -21,7 +21,7 @@ def parser() -> OptionParser:
     parser = OptionParser(exit_on_error=False)
     parser.add_argument("files", nargs="*")
     parser.add_argument("--query-chunk", type=int)
-    parser.add_argument_group("more").add_argument("--own_word", nargs="+")
+    parser.add_argument_group("more").add_argument("--own-word", nargs="+")
     return parser
 
 
