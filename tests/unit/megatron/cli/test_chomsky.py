@@ -65,6 +65,7 @@ def decoder_words(folder, *words):
     return ["--output", str(folder), *options, *words]
 
 
+@pytest.mark.ci
 def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):
     """tools/chomsky.py, interrupted between training and testing, and run again."""
     script = Path(__file__).parents[4] / "tools/chomsky.py"
@@ -106,6 +107,7 @@ def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "killed/chomsky.json").read_text()) == stored
 
 
+@pytest.mark.ci
 def test_decoders_support_every_method(tmp_path):
     small = ("--num-layers", "1", "--steps", "1", "--test-samples", "1")
     main(decoder_words(tmp_path, "--tasks", "induction", "--methods", "all", *small))
@@ -129,20 +131,6 @@ def test_the_folder_must_be_writable_and_unused(tmp_path, monkeypatch):
         main(arguments(tmp_path))
 
 
-def test_an_experiment_that_is_given_twice_is_run_once(tmp_path, capsys):
-    words = ("--tasks", "even_pairs", "even_pairs", "--methods", "none", "none", "--seeds", "1", "0", "1")
-    main(arguments(tmp_path, *words))
-    assert "2 experiments on cpu" in capsys.readouterr().out
-    stored = json.loads((tmp_path / "chomsky.json").read_text())["results"]
-    assert [result["seed"] for result in stored] == [1, 0]
-
-
 def test_unsupported_methods_are_rejected(tmp_path):
     assert_rejected("dape_v2", main, arguments(tmp_path / "results", "--methods", "dape_v3"))
     assert not (tmp_path / "results").exists()
-
-
-def test_unknown_tasks_are_rejected(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(arguments(tmp_path, "--tasks", "sorting"))
-    assert "invalid choice: 'sorting'" in capsys.readouterr().err

@@ -115,18 +115,6 @@ def test_tasks_that_import_evaluate(checkpoints, tmp_path, monkeypatch):
     assert sys.path[0] == str(ROOT)
 
 
-def test_few_shot_examples_make_prompts_longer(checkpoints, task_folder, tmp_path):
-    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "choices", "--include-path", task_folder]
-    longest = []
-    for shots in ("0", "3"):
-        main([*words, "--num-fewshot", shots, "--limit", "2", "--output", str(tmp_path)])
-        *_, checkpoint = results_in(tmp_path)["checkpoints"]
-        assert checkpoint["n-shot"]["choices"] == int(shots)
-        assert checkpoint["lengths"]["loglikelihood"]["cut"] == 0
-        longest.append(checkpoint["lengths"]["loglikelihood"]["longest"])
-    assert longest[1] > longest[0] + 20
-
-
 def test_several_checkpoints_are_one_table(checkpoints, task_folder, tmp_path, capsys):
     folders = [str(folder) for folder in checkpoints.values()]
     words = [

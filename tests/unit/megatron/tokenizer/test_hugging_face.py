@@ -260,7 +260,7 @@ def test_ids_of_real_text(tokenizer, reference, kind):
     assert tokenizer.detokenize(ids) == KINDS[kind]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=60))
 def test_ids_of_any_text(tokenizer, reference, text):
     ids = tokenizer.tokenize(text)
@@ -280,7 +280,7 @@ def test_gpt2_vocabulary(tokenizer):
 _WHITE_SPACE = st.text(alphabet="\n\n\n \t\r\x0b\x1c\x1e\x85\xa0\u2028\u3000\u200b\ufeffa'sß9<|\u0301", max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.one_of(_WHITE_SPACE, st.text(max_size=40)), length=st.integers(1, 12))
 def test_splitting_long_texts_preserves_ids(tokenizer, text, length):
     pieces = list(split_text(text, length))
