@@ -364,7 +364,7 @@ def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
         chunks = [TextChunk(str(path), "text", 1, read_file(path, MAX_TEXT_BYTES))]
     encoded = encode_chunks(chunks, tokenizer, DocumentOptions(append_eod=True, skip_bad=True))
     if encoded.skipped.bad:
-        raise UserError(f"--text {encoded.skipped.bad[0]}; correct the file, or remove the document")
+        raise UserError(f"--text {encoded.skipped.examples[0]}; correct the file, or remove the document")
     tokens = torch.from_numpy(encoded.tokens[0].astype(np.int64))
     if not len(tokens):
         raise UserError(f"--text {path}: has no text")

@@ -22,7 +22,7 @@ from megatron.data.indexed_dataset import (
     validate_index,
 )
 from megatron.utils.environment import check_version
-from megatron.utils.errors import UserError, first_line, install_command
+from megatron.utils.errors import UserError, first_line, import_package
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 check_version("megatron-core")
@@ -110,12 +110,7 @@ def open_dataset_files(prefix: str, cache_path: str | None) -> IndexedFiles:
         raise UserError(f"data-path {prefix}: training reads only local files and s3://; download the .bin and .idx")
     if not cache_path:
         raise UserError(f"data-path {prefix} needs data-cache-path: a folder for its .idx")
-    try:
-        import boto3
-    except ImportError as error:
-        raise UserError(
-            f"data-path {prefix} needs the package boto3, which is not installed: {install_command('s3')}"
-        ) from error
+    boto3 = import_package("boto3", "s3", f"data-path {prefix}")
 
     # A request for each file also shows whether it can be read.
     client = _request(prefix, boto3.client, "s3")

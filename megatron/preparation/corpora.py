@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.data.splits import split_spans
 from megatron.preparation.readers import START, ReadPosition, TextChunk
-from megatron.utils.errors import UserError, first_line, install_command
+from megatron.utils.errors import UserError, first_line, import_package
 
 # Tests are as large as everything else together and some interpreters come without them. Installed packages are not
 # part of the standard library. `encodings` is mostly tables of characters, `pydoc_data` prose: their losses are so
@@ -156,13 +156,7 @@ class HubCorpus:
     def __init__(
         self, name: str, config: str | None = None, split: str = "train", columns: Sequence[str] = ("text", "meta")
     ):
-        # The package is optional, and opening a dataset needs a connection.
-        try:
-            import datasets
-        except ImportError as error:
-            raise UserError(
-                f"--hf {name} needs the package datasets, which is not installed: {install_command('data')}"
-            ) from error
+        datasets = import_package("datasets", "data", f"--hf {name}")
         self.name = name
         self._source = f"{name} ({split})"
         try:

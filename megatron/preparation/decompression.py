@@ -6,7 +6,7 @@ import lzma
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
-from megatron.utils.errors import UserError, install_command
+from megatron.utils.errors import UserError, import_package
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
@@ -28,11 +28,7 @@ def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
         # Several xz streams in a file may have zeros between them.
         blocks = _blocks(raw, source, _XZ_BYTES, lzma.LZMADecompressor, padding=b"\0")
     elif suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            message = f"reading {source} needs the package zstandard, which is not installed"
-            raise UserError(f"{message}: {install_command('data')}") from error
+        zstandard = import_package("zstandard", "data", f"reading {source}")
         new_frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
         blocks = _blocks(raw, source, _ZSTANDARD_BYTES, new_frame, errors=(zstandard.ZstdError,))
     else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.utils.errors import UserError, install_command
+from megatron.utils.errors import UserError, import_package
 
 DEFAULT_THRESHOLD = 0.7
 SHINGLE_WORDS = 5
@@ -60,13 +60,7 @@ class Deduplicator:
     def __init__(self, threshold: float = DEFAULT_THRESHOLD):
         if not 0 < threshold <= 1:
             raise UserError(f"similarity threshold {threshold} is not between 0 and 1")
-        try:
-            import datasketch
-        except ImportError as error:
-            raise UserError(
-                "finding near-duplicates needs the package datasketch, which is not installed: "
-                f"{install_command('data')}"
-            ) from error
+        datasketch = import_package("datasketch", "data", "finding near-duplicates")
         self.counts = DuplicateCounts()
         self._threshold = threshold
         # The result depends on the scheme, and datasketch 1 used another one.

@@ -3,7 +3,6 @@
 import codecs
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,29 +47,22 @@ class Document:
 
 @dataclass
 class SkippedDocuments:
-    """Documents that were skipped.
+    """Documents that were skipped for any key.
 
     Attributes:
-        bad: an error message for each unreadable document, starting with its file and line.
+        bad: number of unreadable documents.
+        examples: messages about the first few of them, each starting with its file and line.
         other_subsets: number of documents of each other subset.
     """
-
-    bad: list[str] = field(default_factory=list)
-    other_subsets: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class RejectedDocuments:
-    """Number of documents skipped for any key, and messages about the first few unreadable ones."""
 
     bad: int = 0
     examples: list[str] = field(default_factory=list)
     other_subsets: dict[str, int] = field(default_factory=dict)
 
-    def add(self, skipped: SkippedDocuments) -> None:
-        self.bad += len(skipped.bad)
-        self.examples = (self.examples + skipped.bad)[:_MAX_EXAMPLES]
-        for name, count in skipped.other_subsets.items():
+    def add(self, other: "SkippedDocuments") -> None:
+        self.bad += other.bad
+        self.examples = (self.examples + other.examples)[:_MAX_EXAMPLES]
+        for name, count in other.other_subsets.items():
             self.other_subsets[name] = self.other_subsets.get(name, 0) + count
 
     def lines(self) -> list[str]:
@@ -102,24 +94,22 @@ def parse_documents(chunk: TextChunk, options: DocumentOptions, skipped: Skipped
                 raise UserError(
                     f"{problem}; fix it, or pass --bad-documents skip to skip unreadable documents"
                 ) from error
-            skipped.bad.append(problem)
+            skipped.add(SkippedDocuments(1, [problem]))
             continue
         if document.subset is not None and options.subset not in (None, document.subset):
-            skipped.other_subsets[document.subset] += 1
+            skipped.add(SkippedDocuments(other_subsets={document.subset: 1}))
         else:
             yield document
 
 
 def read_texts(
-    chunks: Iterable[TextChunk], options: DocumentOptions, rejected: RejectedDocuments | None = None
+    chunks: Iterable[TextChunk], options: DocumentOptions, skipped: SkippedDocuments | None = None
 ) -> Iterator[str]:
     """Yield every text of every document, and count the skipped ones. Raises what `parse_documents` raises."""
+    skipped = SkippedDocuments() if skipped is None else skipped
     for chunk in chunks:
-        skipped = SkippedDocuments()
         for document in parse_documents(chunk, options, skipped):
             yield from document.texts
-        if rejected is not None:
-            rejected.add(skipped)
 
 
 def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:

@@ -145,17 +145,16 @@ class SubsetCount:
 
 @dataclass
 class SubsetCounts:
-    """Counts by meta.pile_set_name (None for documents without one), and error messages of unreadable documents."""
+    """Counts by meta.pile_set_name (None for documents without one), and the unreadable documents."""
 
     subsets: dict[str | None, SubsetCount] = field(default_factory=dict)
-    bad: list[str] = field(default_factory=list)
+    skipped: SkippedDocuments = field(default_factory=SkippedDocuments)
 
 
 def count_subsets(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: DocumentOptions) -> SubsetCounts:
     """Parse and tokenize chunks, and count per subset. Raises what `encode_chunks` raises."""
-    skipped = SkippedDocuments()
-    documents = [document for chunk in chunks for document in parse_documents(chunk, options, skipped)]
-    counts = SubsetCounts(bad=skipped.bad)
+    counts = SubsetCounts()
+    documents = [document for chunk in chunks for document in parse_documents(chunk, options, counts.skipped)]
     for column in range(len(options.keys)):
         texts = [document.texts[column] for document in documents]
         sizes = list(map(_utf8_bytes, texts))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from megatron.utils.errors import UserError, first_line, install_command, visible
+from megatron.utils.errors import UserError, first_line, import_package, install_command, visible
 from megatron.utils.files import open_file
 from megatron.utils.progress import readable_size
 
@@ -254,10 +254,7 @@ def _check_format(name: str, suffixes: Sequence[str]) -> None:
 
 def _filesystem(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it."""
-    try:
-        import fsspec
-    except ImportError as error:
-        raise UserError(f"reading {url} needs the package fsspec: {install_command('data')}") from error
+    fsspec = import_package("fsspec", "data", f"reading {url}")
     protocol = url.split("://")[0]
     try:
         return cast(tuple[Any, str], fsspec.core.url_to_fs(url))

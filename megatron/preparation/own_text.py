@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megatron.preparation.corpora import DocumentCorpus, first_training_texts, source_pieces
-from megatron.preparation.documents import DocumentOptions, RejectedDocuments, read_texts
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.readers import FileCorpus
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress, readable_size
@@ -58,7 +58,7 @@ class OwnText(DocumentCorpus):
 
     def _read(self) -> list[tuple[str, bytes]]:
         texts: list[bytes] = []
-        rejected = RejectedDocuments()
+        rejected = SkippedDocuments()
         with Progress("reading", self.files.total_bytes, unit="MB") as display:
             size = 0
             for text in read_texts(self.files.chunks(), self._options, rejected):

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
 from megatron.preparation.decompression import BLOCK
-from megatron.preparation.documents import DocumentOptions, RejectedDocuments
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments
 from megatron.preparation.encoding import check_workers, encode_chunks, process_in_order, work_items
 from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
@@ -161,7 +161,7 @@ class JournalState:
     position: ReadPosition
     bytes_read: int
     outputs: list[OutputState]
-    rejected: RejectedDocuments
+    rejected: SkippedDocuments
     manifests: list[Manifest] = field(default_factory=list)
 
 
@@ -254,7 +254,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         outputs = [OutputState() for _ in self.prefixes]
-        self.state = self._resume() or JournalState(START, 0, outputs, RejectedDocuments())
+        self.state = self._resume() or JournalState(START, 0, outputs, SkippedDocuments())
 
     def _resume(self) -> JournalState | None:
         """Load the state of an earlier run if its files still exist, and if it skipped nothing that is an error now."""

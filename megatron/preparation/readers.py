@@ -24,7 +24,7 @@ from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 
 from megatron.preparation.decompression import BLOCK, decompress
 from megatron.preparation.input_files import ARCHIVE_FORMATS, READABLE, InputFile, file_format, is_hidden
-from megatron.utils.errors import UserError, first_line, install_command
+from megatron.utils.errors import UserError, first_line, import_package
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
@@ -315,13 +315,8 @@ def dat_chunks(stream: BinaryIO, source: str, limit: int) -> Iterator[TextChunk]
 
 def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterator[TextChunk]:
     """Yield the rows as JSON lines, restricted to those of `columns` that the table has."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"reading {source} needs the package pyarrow, which is not installed: {install_command('data')}"
-        ) from error
+    pyarrow = import_package("pyarrow", "data", f"reading {source}")
+    import_package("pyarrow.parquet", "data", f"reading {source}")
     try:
         table = pyarrow.parquet.ParquetFile(raw)
         schema = table.schema_arrow

@@ -1,6 +1,7 @@
 """The exception for wrong user input, and the text of other exceptions."""
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -21,6 +22,14 @@ class UserError(Exception):
 def install_command(extra: str) -> str:
     """The command that installs the packages of an extra of this project."""
     return f"pip install 'kerple-neox[{extra}]' (in a clone: pip install '.[{extra}]')"
+
+
+def import_package(name: str, extra: str, use: str) -> Any:
+    """A package of an extra of this project. Raises UserError, which begins with `use`, if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{use} needs the package {name}, which is not installed: {install_command(extra)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from megatron.cli.dataset_options import (
     split_inputs,
     split_words,
 )
-from megatron.preparation.documents import DocumentOptions, RejectedDocuments, SkippedDocuments
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments
 from megatron.preparation.encoding import SubsetCount, count_subsets, process_in_order, work_items
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Count in parallel. Without metadata, a document is in no subset.
     subsets: dict[str, SubsetCount] = {}
-    total, rejected = SubsetCount(), RejectedDocuments()
+    total, rejected = SubsetCount(), SkippedDocuments()
     with Progress("counting", source.total_bytes, unit="MB") as display:
         results = process_in_order(
             work_items(source, START),
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, count in counts.subsets.items():
                 subsets.setdefault(name or "(none)", SubsetCount()).add(count)
                 total.add(count)
-            rejected.add(SkippedDocuments(counts.bad))
+            rejected.add(counts.skipped)
             status = f"{total.documents:,} documents, {total.tokens:,} tokens"
             display.update(item.bytes_read, status, total.text_bytes / 1e6)
 

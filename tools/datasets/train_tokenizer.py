@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_input_arguments, new_parser, split_inputs, split_words
-from megatron.preparation.documents import DocumentOptions, RejectedDocuments, read_texts
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.hugging_face import train_bpe
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     corpus = FileCorpus(find_files(split_inputs(arguments.input), suffixes), suffixes, options.keys)
     with Progress("reading", corpus.total_bytes, unit="MB") as display:
-        rejected = RejectedDocuments()
+        rejected = SkippedDocuments()
         texts = filter(None, read_texts(corpus.chunks(), options, rejected))
         first = next(texts, None)
         if first is None:

@@ -61,8 +61,8 @@ def test_bad_line(line, message):
         parse(content, first_line=40)
     skipped = SkippedDocuments()
     assert parse(content, first_line=40, skipped=skipped, skip_bad=True) == [["good"], ["too"]]
-    assert len(skipped.bad) == 1
-    assert skipped.bad[0].startswith("shard.jsonl, line 42: ")
+    assert skipped.bad == 1
+    assert skipped.examples[0].startswith("shard.jsonl, line 42: ")
 
 
 def test_text_file_that_is_not_utf8():

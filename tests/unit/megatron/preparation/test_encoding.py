@@ -74,7 +74,7 @@ def test_count_subsets():
     )
     counts = count_subsets([TextChunk("a", "lines", 1, lines + b"\nbroken")], TOKENIZER, DocumentOptions(skip_bad=True))
     assert counts.subsets == {"Github": SubsetCount(2, 5, 5), None: SubsetCount(1, 1, 1)}
-    assert len(counts.bad) == 1
+    assert counts.skipped.bad == 1
 
 
 @pytest.fixture
