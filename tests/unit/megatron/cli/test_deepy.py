@@ -34,12 +34,7 @@ def start(tmp_path, monkeypatch):
             ["--set", "num_gpus=3", "model-parallel-size=2"],
             r"3 process\(es\) cannot be divided into replicas of 2: .*",
         ),
-        (
-            ["--set", "train_batch_size=3", "train_micro_batch_size_per_gpu=2"],
-            "train_batch_size 3 is not a multiple of .*",
-        ),
         (["--fallback", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
-        (["--fallback", "--strict"], "--strict comes directly after the script or the configuration files; .*"),
         (
             ["--set", "data-path=null", 'train-data-paths=["one"]', 'valid-data-paths=["two"]'],
             r"no data at one: one\.bin and one\.idx missing; .*",

@@ -129,16 +129,6 @@ def test_default_lengths(configuration, checkpoints, capsys):
     assert {row["tokens"] for row in rows} == {(20 * 201 - 1) // 512 * 512}
 
 
-def test_an_earlier_iteration(tmp_path, data):
-    folder = tmp_path / "run"
-    models = {iteration: write_checkpoint(folder, "alibi", data, iteration=iteration) for iteration in (2, 6)}
-    for words, iteration in (([], 6), (["--iteration", "2"], 2)):
-        output = tmp_path / f"of {iteration}"
-        main(["--checkpoint", str(folder), *words, "--lengths", "64", "--tokens", "64", "--output", str(output)])
-        assert rows_in(output)[0]["checkpoint"]["iteration"] == iteration
-        assert rows_in(output)[0]["loss"] == pytest.approx(mean_loss(models[iteration], data, 64, 64), abs=1e-5)
-
-
 def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
     losses = {}
     for name in ("fp32", "bf16"):

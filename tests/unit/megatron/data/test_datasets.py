@@ -1,9 +1,7 @@
 """Datasets: equality with megatron-core, epochs, blends, and invalid data."""
 
-import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -207,18 +205,6 @@ def test_id_beyond_the_vocabulary(corpus, with_manifest, monkeypatch):
         monkeypatch.setattr("megatron.data.datasets.largest_id", lambda *arguments: 999)
     with pytest.raises(UserError, match=r"corpus\.bin.*999.*998"):
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, SampleSettings(999, 0, 1))
-
-
-def test_largest_id_is_cached(corpus, settings, monkeypatch):
-    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    (folder,) = os.listdir(f"{corpus}_indices")
-    cache = Path(f"{corpus}_indices", folder, "largest_id.json")
-    assert json.loads(cache.read_text())["largest_id"] == 999
-    monkeypatch.delattr("megatron.data.datasets.largest_id")  # cached
-    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    cache.write_text("999")
-    with pytest.raises(NameError, match="largest_id"):
-        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
 
 
 def test_largest_id_of_changed_data(tmp_path, write_corpus, settings):

@@ -34,11 +34,6 @@ def test_command_line(tmp_path, monkeypatch):
         parse_command_line(["mine.py", "-d"])
 
 
-def test_script_next_to_deepy(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert parse_command_line(["deepy.py", "a.yml"]).program == [str(Path(__file__).parents[4] / "deepy.py")]
-
-
 @pytest.mark.parametrize(
     "words", [["-d", "configs"], ["--conf-dir", "configs"], ["--conf_dir=configs"], ["-dconfigs"], ["-d=configs"]]
 )
@@ -71,8 +66,3 @@ def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, w
     output, errors = capsys.readouterr()
     assert output == ""
     assert re.fullmatch(f"error: .*{message}.*\n", errors)
-
-
-def test_help(capsys):
-    assert main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python deepy.py SCRIPT.py")

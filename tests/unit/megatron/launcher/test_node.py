@@ -10,17 +10,6 @@ from megatron.launcher.node import Node, _report_failure
 NODE = Node("n2", [4, 5], first_rank=2, world_size=4, master_addr="n1", master_port=29500)
 
 
-def test_variables():
-    assert NODE.variables(1) == {
-        "RANK": "3",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_SIZE": "2",
-        "MASTER_ADDR": "n1",
-        "MASTER_PORT": "29500",
-    }
-
-
 @pytest.mark.parametrize(
     ("host", "world_size", "code", "message"),
     [

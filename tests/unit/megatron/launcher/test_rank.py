@@ -117,13 +117,6 @@ def test_a_rank_stops_on_sigusr1_and_when_its_launcher_has_died(signals, monkeyp
     assert signals[3:] == ["received SIGTERM"]
 
 
-def test_a_launcher_that_died_before_its_rank_was_ready(signals, monkeypatch):
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "10")
-    monkeypatch.setattr(rank.os, "getppid", lambda: 1)
-    follow_launcher()
-    assert signals == ["SIGTERM", "300", "SIGKILL"]
-
-
 def test_a_signal_that_says_that_the_launcher_has_died(signals, monkeypatch):
     monkeypatch.setenv(LAUNCHER_VARIABLE, "10")
     monkeypatch.setattr(rank.os, "getppid", lambda: 10)

@@ -157,18 +157,6 @@ def test_other_hosts(tmp_path):
     assert not uses_other_hosts(make_config(), Resources({"localhost": [0]}, None, on_cpu=True))
 
 
-def test_default_hostfile(hostfile, monkeypatch, gpus):
-    gpus(0)
-    monkeypatch.setattr("megatron.launcher.resources.DEFAULT_HOSTFILE", hostfile)
-    assert find_resources(make_config()).hostfile == hostfile
-
-
-@pytest.mark.parametrize("keys", [{"num_nodes": 2}, {"force_multi": True}, {"launcher": "slurm"}])
-def test_several_nodes_require_a_hostfile(gpus, keys):
-    gpus(0)
-    assert_rejected("HOST", find_resources, make_config(**keys))
-
-
 def test_check_launcher(tmp_path, hostfile, monkeypatch):
     def check(**keys):
         config = make_config(hostfile=hostfile, **keys)

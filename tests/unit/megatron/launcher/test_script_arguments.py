@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -94,18 +93,3 @@ def test_no_files_is_a_usage_error(capsys):
         parse_arguments("a test", [])
     assert caught.value.code == 2
     assert "no configuration files were given" in capsys.readouterr().err
-
-
-SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
-
-
-def test_parse_arguments_sets_slurm_ranks(folder, monkeypatch):
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    parse_arguments(
-        "a test", ["-d", str(folder), "model", "--set", "launcher=slurm", "master_addr=n1", "master_port=1234"]
-    )
-    assert (os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("5", "n1", "1234")

@@ -1,17 +1,15 @@
 """Inspecting, merging and splitting datasets."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.indexed_dataset import manifest_path, open_indexed_files, read_manifest, write_manifest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import manifest_path, read_manifest, write_manifest
 from megatron.data.splits import split_spans
 from megatron.data.streams import validation_stream
 from megatron.preparation import dataset_tools
@@ -154,21 +152,6 @@ def test_splitting_and_merging_again(tmp_path_factory, lengths, shares, block):
     merged = folder / "merged" if len(parts) > 1 else parts[0]
     for ending in ("bin", "idx"):
         assert Path(f"{merged}.{ending}").read_bytes() == Path(f"{prefix}.{ending}").read_bytes()
-
-
-def test_merge_of_other_id_types(tmp_path):
-    """int64 and uint8, as other software writes them, are converted to the types in which Megatron stores ids."""
-    for dtype, stored in ((np.int64, "int32"), (np.uint8, "uint16"), (np.int32, "int32")):
-        builder = IndexedDatasetBuilder(str(tmp_path / "external.bin"), dtype=dtype)
-        for document in ([1, 2, 3], [4]):
-            builder.add_document(torch.tensor(document), [len(document)])
-        builder.finalize(str(tmp_path / "external.idx"))
-        for extension in ("bin", "idx"):
-            shutil.copy(tmp_path / f"external.{extension}", tmp_path / f"copy.{extension}")
-        merge([str(tmp_path / "external"), str(tmp_path / "copy")], str(tmp_path / "out"))
-        assert contents(tmp_path / "out") == [[1, 2, 3], [4]] * 2
-        assert open_indexed_files(tmp_path / "out").dtype.name == stored
-        assert not manifest_path(tmp_path / "out").exists()
 
 
 def test_errors(tmp_path):

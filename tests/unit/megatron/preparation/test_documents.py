@@ -35,12 +35,6 @@ def test_subset_of_the_pile():
     assert skipped.other_subsets == {"ArXiv": 1, "FreeLaw": 1}
 
 
-def test_invalid_meta_counts_as_no_subset():
-    metas = [None, 3, [], {}, {"pile_set_name": None}, {"pile_set_name": 7}, {"pile_set_name": "Github"}]
-    lines = [{"text": str(number), "meta": meta} for number, meta in enumerate(metas)]
-    assert parse(lines, subset="Github") == [["0"], ["1"], ["2"], ["3"], ["4"], ["6"]]
-
-
 BAD_LINES = [
     (b'{"text": "a"', r"line 42: not JSON: .*column"),
     (b"not json", r"line 42: not JSON"),

@@ -7,7 +7,6 @@ import fsspec
 import lm_dataformat
 import pytest
 
-from megatron.preparation import input_files
 from megatron.preparation.input_files import file_format, find_files
 from megatron.utils.errors import UserError
 from tests.support.corpora import json_lines, read_inputs
@@ -155,22 +154,6 @@ def test_passwords_in_urls(url, shown):
     with pytest.raises(UserError, match=rf"^input {shown}: .*FSSPEC_FTP_PASSWORD") as error:
         find_files([url])
     assert "secret" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "url", ["memory://a/b:c@d", "abfs://container@account.dfs.core.windows.net/a", "github://organization:name@main/a"]
-)
-def test_urls_with_other_meanings_of_the_at_sign(url, monkeypatch):
-    monkeypatch.setattr(input_files, "_remote_files", lambda url, suffixes: [])
-    assert find_files([url]) == []
-
-
-def test_object_store_fails_during_reading(store, monkeypatch):
-    def fail(*arguments, **keywords):
-        raise RuntimeError("connection reset")
-
-    monkeypatch.setattr(type(store), "_open", fail)
-    assert_rejected(r"memory://.*01\.jsonl", read_inputs, "memory://bucket/pile/01.jsonl")
 
 
 def test_inputs_that_are_not_regular_files(tmp_path, capsys):

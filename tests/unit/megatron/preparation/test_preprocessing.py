@@ -235,6 +235,7 @@ def test_resume(tmp_path, shared_input, expected, small_items, monkeypatch, caps
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f"x{name}" for name in expected)
 
 
+@pytest.mark.ci
 def test_resume_with_workers(tmp_path, shared_input, expected, small_items, monkeypatch):
     """Work items in flight at the interruption are processed again, once."""
     assert "are saved" in interrupt(shared_input, tmp_path / "out", monkeypatch, calls=41, workers=2)

@@ -70,13 +70,6 @@ def test_without_a_working_tree_the_commit_is_that_of_the_variable(value, expect
     assert environment.commit() == expected
 
 
-def test_a_variable_that_is_not_a_commit_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
-    monkeypatch.setenv("KERPLE_COMMIT", "main")
-    with pytest.raises(UserError, match="KERPLE_COMMIT='main'"):
-        environment.commit()
-
-
 def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(environment, "processor", lambda: "EPYC")

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from megatron.utils import progress
-from megatron.utils.progress import Progress, readable_size, readable_time
+from megatron.utils.progress import Progress, readable_time
 
 
 @pytest.fixture
@@ -29,13 +29,6 @@ def test_lines_in_a_log(capsys, clock):
         "shards: 40%, 20 documents, 0.4 MB/s, 30s left",
         "shards: 80%, 45 documents, 150 MB/s, 10s left",
     ]
-
-
-def test_unknown_total_and_no_rate(capsys, clock):
-    with Progress("lines", None) as display:
-        clock.append(10.0)
-        display.update(5, "5 lines")
-    assert capsys.readouterr().err == "lines: 5 lines\n"
 
 
 def test_resumed_work_counts_from_there(clock):
@@ -77,7 +70,3 @@ def test_disabled(capsys, clock):
 @pytest.mark.parametrize(("seconds", "text"), [(7.9, "7s"), (75, "1m15s"), (7260, "2h01m")])
 def test_readable_time(seconds, text):
     assert readable_time(seconds) == text
-
-
-def test_readable_size():
-    assert [readable_size(size) for size in (46, 6_120, 2_300_000)] == ["46 bytes", "6.1 kB", "2.3 MB"]

@@ -16,8 +16,3 @@ def test_steps_of_checkpoints(flat):
     assert steps(checkpoint_scale="log", extra_save_iters=[3]) == [3]
     assert_rejected(r"save_interval.*2\.5.*checkpoint_scale", steps, save_interval=2.5)
     assert_rejected(r"save_interval.*1\.0.*checkpoint_scale.*1\.01", steps, save_interval=1, checkpoint_scale="log")
-
-
-def test_folders_may_contain_placeholders(flat):
-    logging = Config.from_flat({**flat, "seed": 7, "log_dir": "logs/{pos_emb}-{seed}"}).logging
-    assert logging.log_dir == "logs/kerple_log-7"

@@ -19,15 +19,6 @@ def test_batch_sizes(global_batch, micro_batch, accumulation, replicas, expected
     assert batch(global_batch, micro_batch, accumulation).resolve(replicas) == expected
 
 
-def test_description_of_the_batch():
-    assert (
-        str(batch(32, None, None).resolve(1)) == "batch: 32 sequences = 1 data-parallel rank x 32 x 1 accumulation step"
-    )
-    assert (
-        str(batch(32, 2, None).resolve(8)) == "batch: 32 sequences = 8 data-parallel ranks x 2 x 2 accumulation steps"
-    )
-
-
 @pytest.mark.parametrize(
     ("global_batch", "micro_batch", "accumulation", "message"),
     [
