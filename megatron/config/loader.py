@@ -25,6 +25,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
+from typing_extensions import is_typeddict
 
 from megatron.config import checks, schema
 from megatron.config.checks import validate, warnings_for
@@ -417,7 +418,10 @@ def _allowed_rest(path: KeyPath) -> set[str]:
     if path not in FIELDS:
         return set()
     section, name = FIELDS[path]
-    key_type, _ = typing.get_args(SECTIONS[section].model_fields[name].annotation)
+    annotation = SECTIONS[section].model_fields[name].annotation
+    if is_typeddict(annotation):
+        return set(annotation.__annotations__)
+    key_type, _ = typing.get_args(annotation)
     return set(typing.get_args(key_type))
 
 

@@ -4,12 +4,13 @@ A value on a command line is visible to every user of a host, so secrets are nev
 the names of variables only, and pdsh, which has no other way to pass variables, does not receive secrets.
 """
 
+import contextlib
 import os
 import re
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron.config import Config
@@ -29,23 +30,16 @@ FORWARDED_PREFIXES = (
 NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "OMP_DISPLAY_ENV")
 
 
-class ReservedPort:
-    """A free port on this machine. While it is reserved, the system assigns it to no other process.
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port on this machine. Within the block, the system assigns it to no other process.
 
     The socket is bound with SO_REUSEADDR but does not listen, so rank 0 can listen on the port.
     """
-
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("", 0))
-        self.number: int = self._socket.getsockname()[1]
-
-    def __enter__(self) -> "ReservedPort":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
+    with socket.socket() as stream:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stream.bind(("", 0))
+        yield stream.getsockname()[1]
 
 
 def rank_command(config: Config, program: Sequence[str], options: Sequence[str]) -> list[str]:

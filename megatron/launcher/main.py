@@ -10,12 +10,12 @@ from pathlib import Path
 from megatron.config import Config, load_config
 from megatron.data.indexed_dataset import bin_path, find_files, idx_path
 from megatron.launcher.commands import (
-    ReservedPort,
     forwarded_variables,
     job_command,
     local_environment,
     make_nodes,
     rank_command,
+    reserved_port,
     split_secrets,
 )
 from megatron.launcher.hosts import check_hosts, run_job, run_pdsh
@@ -136,10 +136,10 @@ def main(
     environment, notes = local_environment(resources, os.environ)
     for note in notes:
         print(f"deepy: {note}", flush=True)
-    with ReservedPort() as port:
+    with reserved_port() as port:
         (slots,) = resources.slots.values()
         address = config.launcher.master_addr or "127.0.0.1"
-        node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port.number)
+        node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port)
         return run_node(node, rank_command(config, arguments.program, arguments.script_options), environment)
 
 

@@ -12,17 +12,13 @@ _HARMLESS = re.compile(r"(^|_)(eos|bos|eod|pad|unk|cls|sep|mask|begin|start|end|
 # Environment variables: their names are in upper case, and fewer of them are harmless than of keys (eos_token).
 _VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|PWD|PASS|PASSPHRASE|CREDENTIALS|JWT|CONNECTION_STRING)$")
 _HARMLESS_VARIABLES = ("PWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN")
-# A secret inside a value: NAME=VALUE or NAME: VALUE with such a name, the login of a URL, an HTTP header, or a token of
-# Hugging Face or GitHub.
-_IN_VALUE = re.compile(
-    r"(?<![\w-])(?P<name>[\w-]+)\s*[=:]\s*[^\s/]|://[^/\s@]+@|\bBearer \S|\b(hf_|gh[a-z]_|github_pat_)\w{20}"
-)
-# In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the login of a URL, an HTTP header.
+# In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the login of a URL, an HTTP header, or a token of Hugging
+# Face or GitHub.
 _IN_TEXT = re.compile(
     r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string|sig)[\w-]*)"""
     r"""(?P<between>["']?\s*[=:]\s*)"""
     r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"',;&)}\]]+)"""
-    r"""|://(?P<login>[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+""",
+    r"""|://(?P<login>[^/\s@]+)@|(?P<bearer>\bBearer )[\w.~+/=-]+|(?P<token>\b(?:hf_|gh[a-z]_|github_pat_)\w{20,})""",
     re.IGNORECASE,
 )
 _MIN_SECRET = 6  # shorter values of environment variables would hide harmless words
@@ -44,8 +40,7 @@ def contains_secret(text: str) -> bool:
     """
     if len(text) >= _MIN_SECRET and any(text == value and is_secret_name(name) for name, value in os.environ.items()):
         return True
-    matches = _IN_VALUE.finditer(text)
-    return any(match["name"] is None or is_secret_name(match["name"]) for match in matches)
+    return _IN_TEXT.sub(_hide, text) != text
 
 
 def without_secrets(value: Any) -> Any:
@@ -74,12 +69,15 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         if is_secret_name(name) and len(value) >= _MIN_SECRET:
             text = text.replace(value, "***")
+    return _IN_TEXT.sub(_hide, text)
 
-    def hide(match: re.Match[str]) -> str:
-        if match["login"] is not None:
-            return "://***@"
-        if match["bearer"] is not None:
-            return "Bearer ***"
-        return f"{match['name']}{match['between']}***" if is_secret_name(match["name"]) else match[0]
 
-    return _IN_TEXT.sub(hide, text)
+def _hide(match: re.Match[str]) -> str:
+    """*** in place of a secret that `_IN_TEXT` has found."""
+    if match["login"] is not None:
+        return "://***@"
+    if match["bearer"] is not None:
+        return "Bearer ***"
+    if match["token"] is not None:
+        return "***"
+    return f"{match['name']}{match['between']}***" if is_secret_name(match["name"]) else match[0]

@@ -1,62 +1,61 @@
 """Keys of the optimizer with ZeRO, the learning-rate schedule and the precision."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
 from megatron.config.schema.base import Betas, ConfigSection, Int, OptimizerTypeText, field
 from megatron.optimizers.registry import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
-from megatron.utils.command_line import MAX_INT
-from megatron.utils.errors import UserError, shortened
 
-# DeepSpeed's ZeRO keys, and GPT-NeoX's cpu_offload.
-ZeroKey = Literal[
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "contiguous_gradients",
-    "cpu_offload",
-    "elastic_checkpoint",
-    "ignore_unused_parameters",
-    "load_from_fp32_weights",
-    "memory_efficient_linear",
-    "offload_optimizer",
-    "offload_param",
-    "overlap_comm",
-    "parameter_alignment",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "stage3_allgather_sequential",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
-    "use_multi_rank_bucket_allreduce",
-    "zero_hpz_partition_size",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_weights",
-]
-# Those whose value is an integer, with the lowest value. The others are true or false, except for offloading.
-_ZERO_SIZES = {
-    "allgather_bucket_size": 1,
-    "reduce_bucket_size": 1,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_model_persistence_threshold": 0,
-    "stage3_module_granularity_threshold": 0,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_prefetch_bucket_size": 0,
-    "sub_group_size": 1,
-    "zero_hpz_partition_size": 1,
-}
-_OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+Size = Annotated[Int, Field(ge=0)]
+PositiveSize = Annotated[Int, Field(ge=1)]
+
+
+class Offload(TypedDict):
+    """Where to keep the optimizer state or the parameters, and further keys, passed to DeepSpeed."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    device: Literal["none", "cpu", "nvme"]
+
+
+class ZeroOptions(TypedDict, total=False):
+    """DeepSpeed's ZeRO keys, and GPT-NeoX's cpu_offload."""
+
+    allgather_bucket_size: PositiveSize
+    allgather_partitions: bool
+    contiguous_gradients: bool
+    cpu_offload: bool
+    elastic_checkpoint: bool
+    ignore_unused_parameters: bool
+    load_from_fp32_weights: bool
+    memory_efficient_linear: bool
+    offload_optimizer: Offload
+    offload_param: Offload
+    overlap_comm: bool
+    parameter_alignment: bool
+    reduce_bucket_size: PositiveSize
+    reduce_scatter: bool
+    round_robin_gradients: bool
+    stage3_allgather_sequential: bool
+    stage3_gather_16bit_weights_on_model_save: bool
+    stage3_max_live_parameters: Size
+    stage3_max_reuse_distance: Size
+    stage3_model_persistence_threshold: Size
+    stage3_module_granularity_threshold: Size
+    stage3_param_persistence_threshold: Size
+    stage3_prefetch_bucket_size: Size
+    stage3_use_all_reduce_for_fetch_params: bool
+    sub_group_size: PositiveSize
+    use_multi_rank_bucket_allreduce: bool
+    zero_hpz_partition_size: PositiveSize
+    zero_quantized_gradients: bool
+    zero_quantized_nontrainable_weights: bool
+    zero_quantized_weights: bool
+
+
 _ZERO_3_KEYS = (
     "offload_param",
     "zero_hpz_partition_size",
@@ -122,7 +121,7 @@ class OptimizerConfig(ConfigSection):
         ge=0,
         le=3,
     )
-    zero: dict[ZeroKey, Any] = field(
+    zero: ZeroOptions = field(
         {},
         """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/). Offloading the
         optimizer is not supported, so cpu_offload must be false.""",
@@ -181,23 +180,6 @@ class OptimizerConfig(ConfigSection):
                     f"zero_optimization.{name} has no effect with stage {self.zero_stage}: DeepSpeed uses it only with "
                     "stage 3; remove the key, or use stage 3"
                 )
-
-    @model_validator(mode="after")
-    def _check_zero_types(self) -> "OptimizerConfig":
-        for name, value in self.zero.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name in ("offload_optimizer", "offload_param"):
-                expected = f"a mapping with the key device, one of {', '.join(_OFFLOAD_DEVICES)}"
-                fits = isinstance(value, dict) and value.get("device") in _OFFLOAD_DEVICES
-            elif name in _ZERO_SIZES:
-                lowest = _ZERO_SIZES[name]
-                expected = f"an integer from {lowest} to {MAX_INT}"
-                fits = is_number and float(value).is_integer() and lowest <= value <= MAX_INT
-            else:
-                expected, fits = "true or false", isinstance(value, bool)
-            if not fits:
-                raise UserError(f'"zero_optimization.{name}": must be {expected}, not {shortened(repr(value))}')
-        return self
 
 
 class ScheduleConfig(ConfigSection):

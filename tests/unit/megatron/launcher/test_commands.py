@@ -9,7 +9,6 @@ import pytest
 
 from megatron.config import Config, UserError
 from megatron.launcher.commands import (
-    ReservedPort,
     forwarded_variables,
     job_command,
     local_environment,
@@ -17,6 +16,7 @@ from megatron.launcher.commands import (
     node_command,
     pdsh_command,
     rank_command,
+    reserved_port,
     split_secrets,
 )
 from megatron.launcher.node import Node, decode_nodes
@@ -130,10 +130,10 @@ def test_local_environment(monkeypatch):
 
 
 def test_reserved_port_can_be_listened_on_and_is_given_to_no_other_process():
-    with ReservedPort() as port, ReservedPort() as second, socket.socket() as listener:
-        assert port.number != second.number
+    with reserved_port() as port, reserved_port() as second, socket.socket() as listener:
+        assert port != second
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", port.number))
+        listener.bind(("", port))
         listener.listen()
-        with socket.create_connection(("127.0.0.1", port.number), timeout=5) as connection:
-            assert connection.getpeername()[1] == port.number
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+            assert connection.getpeername()[1] == port
