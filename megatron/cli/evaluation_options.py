@@ -35,26 +35,16 @@ POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
 CONTEXT_TEXTS = 256
 
-# Options that tasks of lm-evaluation-harness do not support.
-EXTRAPOLATION_OPTIONS = (
-    "--lengths",
-    "--protocol",
-    "--tokens",
-    "--text",
-    "--split",
-    "--document-aware",
-    "--bos",
-    "--by-position",
-    "--resolution",
-    "--context-utilization",
-    "--effective-length",
-    "--passkey",
-    "--replace",
-    "--label",
-    "--title",
-    "--compare-with",
-    "--query-chunk",
-    "--batch-tokens",
+# The options that tasks of lm-evaluation-harness support, too.
+TASK_OPTIONS = (
+    "modes",
+    "skip_unsupported",
+    "output",
+    "eval_tasks",
+    "num_fewshot",
+    "limit",
+    "include_path",
+    "max_length",
 )
 
 # Options that cannot be used in a sweep, and why.
@@ -354,8 +344,11 @@ def check_options(options: argparse.Namespace, train_length: int | None, *, task
     if tasks:
         parser = OptionParser()
         add_options(parser)
-        names = {name: name[2:].replace("-", "_") for name in EXTRAPOLATION_OPTIONS}
-        used = [option for option, name in names.items() if getattr(options, name) != parser.get_default(name)]
+        defaults = vars(parser.parse_args([]))
+        used = []
+        for name, default in defaults.items():
+            if name not in TASK_OPTIONS and getattr(options, name) != default:
+                used.append(option_name(name))
         if used:
             raise UserError(
                 f"eval_tasks: {', '.join(used)}: cannot be combined with tasks; measure extrapolation in a separate run"

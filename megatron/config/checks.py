@@ -2,7 +2,6 @@
 in this project, because they are unsupported or ignored. neox_compat.yml lists the latter.
 """
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,23 +275,20 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
     layers. `flash` is an implementation of dense attention.
     """
     expected = f'expected [[["global"], {num_layers or "NUM_LAYERS"}]]'
-    types: set[Any] = set()
-    count = 0  # without a list of all layers, which a large number would make too long
+    types: list[Any] = []
     try:
         for item in value:
             if isinstance(item, str):
-                types.add(item)
-                count += 1
-            elif item[1] == "all":
-                types, count = set(item[0]), len(item[0]) * (num_layers // len(item[0]))
-                break
+                types.append(item)
             else:
-                types.update(item[0])
-                count += len(item[0]) * max(0, operator.index(item[1]))
-    except (TypeError, IndexError, ZeroDivisionError):
+                pattern, count = item
+                types += pattern * (num_layers // len(pattern) if count == "all" else count)
+    except (TypeError, ValueError, ZeroDivisionError):
         return expected
     sparse = sorted({str(type_) for type_ in types if type_ not in _DENSE_ATTENTION})
     if sparse:
         hint = "; for a sliding window in these layers, set sliding_window_width to a list" if "local" in sparse else ""
         return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}{hint}"
-    return None if count == num_layers else f"it describes {count} layers, but num_layers is {num_layers}; {expected}"
+    if len(types) == num_layers:
+        return None
+    return f"it describes {len(types)} layers, but num_layers is {num_layers}; {expected}"

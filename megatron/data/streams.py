@@ -38,32 +38,22 @@ class TokenStream:
         return torch.from_numpy(tokens)
 
 
-def validation_stream(
-    prefix: str, split: str | None = "949,50,1", part: str = "valid", max_tokens: int | None = None
-) -> np.ndarray:
-    """Return the concatenated documents of one part of a corpus. Reads only the returned tokens.
+def open_part(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> TokenFile:
+    """Open the concatenated documents of one part of a corpus.
 
     Args:
         prefix: path without .bin and .idx.
         split: as for training. None means the whole corpus.
         part: "train", "valid" or "test".
-        max_tokens: maximum number of tokens.
-
-    Returns:
-        int64 [tokens].
 
     Raises UserError if the files are invalid, or the part has no documents.
     """
-    return _open_part(prefix, split, part)[:max_tokens].astype(np.int64)
-
-
-def _open_part(prefix: str, split: str | None, part: str) -> TokenFile:
     files = open_indexed_files(prefix)
     return files.open_tokens(*part_span(split, part, files.sequences, files.prefix))
 
 
 def document_lengths(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> np.ndarray:
-    """Return the tokens in each document of `validation_stream(prefix, split, part)`, int64 [documents]."""
+    """Return the tokens in each document of `open_part(prefix, split, part)`, int64 [documents]."""
     files = open_indexed_files(prefix)
     first, last = part_span(split, part, files.sequences, files.prefix)
     return files.lengths[first:last].astype(np.int64)
@@ -99,7 +89,7 @@ def document_segments(
     To score the same tokens at shorter lengths, request the longest length and cut its rows.
 
     Args:
-        prefix, split, part: as for `validation_stream`.
+        prefix, split, part: as for `open_part`.
         max_tokens: maximum number of targets, rounded down to whole segments, but at least one segment. Evenly spaced
             segments are then chosen from all of them.
         join_short: append segments cut from the concatenation of all documents shorter than length + 1 tokens.
@@ -156,7 +146,7 @@ def evaluation_stream(config: Config, part: str = "valid") -> TokenStream:
     Several corpora are concatenated in the order of their list. Their weights, which are for sampling, are ignored.
     """
     prefixes, split = evaluation_corpora(config, part)
-    return TokenStream([_open_part(prefix, split, part) for prefix in prefixes])
+    return TokenStream([open_part(prefix, split, part) for prefix in prefixes])
 
 
 def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:

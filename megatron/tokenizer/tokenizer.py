@@ -135,14 +135,7 @@ class CharLevelTokenizer(Tokenizer):
 def build_tokenizer(
     tokenizer_type: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
 ) -> Tokenizer:
-    """Build the tokenizer that GPT-NeoX's `tokenizer-type` names.
-
-    Args:
-        tokenizer_type: "HFTokenizer" (`vocab_file` is a tokenizer.json), "GPT2BPETokenizer" (`vocab_file` is GPT-2's
-            encoder.json / vocab.json, `merge_file` its vocab.bpe / merges.txt), "SPMTokenizer" (`vocab_file` is a
-            SentencePiece model), "HFGPT2Tokenizer" (`vocab_file` is a
-            folder, a tokenizer.json or a name on the Hugging Face hub, "gpt2" by default) or "CharLevelTokenizer"
-            (UTF-8 bytes, no files).
+    """Build the tokenizer that GPT-NeoX's `tokenizer-type` names. `TokenizerConfig` describes the types and files.
 
     Raises UserError if the type is unknown or unsupported, a file is missing, unreadable or inconsistent, or the
     vocabulary has no end-of-document token.

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron.cli.evaluate import main
-from megatron.data.streams import validation_stream
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import (
     TRAIN_LENGTH,
@@ -17,6 +16,7 @@ from tests.support.checkpoints import (
     write_corpus,
     write_yaml,
 )
+from tests.support.corpora import part_tokens
 from tests.support.language_models import direct_losses, small_gpt
 
 LENGTH = 4 * TRAIN_LENGTH
@@ -42,7 +42,7 @@ def loss_with(model, data, **options) -> float:
     """From one call, with these options and the same weights."""
     other = small_gpt("rotary", max_positions=TRAIN_LENGTH, padded_vocab_size=VOCABULARY, pos_emb_options=options)
     other.load_state_dict(model.state_dict())
-    text = torch.from_numpy(validation_stream(data, "2,1,0"))[None, : LENGTH + 1]
+    text = torch.from_numpy(part_tokens(data, "2,1,0"))[None, : LENGTH + 1]
     with torch.no_grad():
         return direct_losses(other(text[:, :-1]), text[:, 1:]).mean().item()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.indexed_dataset import IndexedFiles, Manifest, open_indexed_files
+from megatron.data.streams import open_part
 from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
@@ -16,6 +17,12 @@ from tests.support.archives import tar_of
 from tests.support.texts import KINDS
 
 BYTE_TOKENIZER = TokenizerFiles("CharLevelTokenizer")
+
+
+def part_tokens(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> np.ndarray:
+    """All tokens of one part of a corpus, int64 [tokens]."""
+    return open_part(prefix, split, part)[:].astype(np.int64)
+
 
 TEXTS = [*KINDS.values(), "", "last"]
 

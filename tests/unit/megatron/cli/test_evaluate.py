@@ -13,13 +13,12 @@ from megatron.cli import evaluate
 from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
-from megatron.data.streams import validation_stream
 from megatron.evaluation.records import read_results
 from megatron.evaluation.results_file import ResultsFile
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
-from tests.support.corpora import json_lines, manifest_of
+from tests.support.corpora import json_lines, manifest_of, part_tokens
 from tests.support.errors import assert_rejected
 from tests.support.language_models import direct_losses
 from tests.support.texts import KINDS
@@ -53,7 +52,7 @@ def configuration(tmp_path, data, checkpoints):
 
 def mean_loss(model, data, length, total, piece=None, **span):
     """From one call, on evenly spaced pieces of the validation third of the corpus."""
-    stream = torch.from_numpy(validation_stream(data, "2,1,0"))
+    stream = torch.from_numpy(part_tokens(data, "2,1,0"))
     piece = piece or total
     pieces = [index * (len(stream) - 1) // (total // piece) for index in range(total // piece)]
     starts = [first + offset for first in pieces for offset in range(0, piece, length)]
@@ -326,7 +325,7 @@ def test_by_document(tmp_path, configuration, checkpoints, data):
         ("last-k@16 by document", 20 * 16, 20),
         ("last-k@16 by document", 20 * 16, 20),
     ]
-    stream = torch.from_numpy(validation_stream(data, "2,1,0")).view(20, 201)[:, :129]
+    stream = torch.from_numpy(part_tokens(data, "2,1,0")).view(20, 201)[:, :129]
     with torch.no_grad():
         losses = direct_losses(checkpoints["kerple_log"][1](stream[:, :-1]), stream[:, 1:])
     assert rows[1]["loss"] == pytest.approx(losses.mean().item(), abs=1e-5)

@@ -17,11 +17,11 @@ from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.convert.hub import PATTERNS, download, local_checkpoint, upload
-from megatron.data.streams import validation_stream
 from megatron.inference import load_model
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, random_tokens
+from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
 from tests.support.families import family_model
 from tests.support.language_models import direct_losses
@@ -75,7 +75,7 @@ def test_a_folder_is_evaluated_directly(hub, tmp_path, capsys):
     assert f"converting {folder} " in capsys.readouterr().err
     (record,) = map(json.loads, (tmp_path / "report" / "results.jsonl").read_text().splitlines())
     assert (record["checkpoint"]["path"], record["pos_emb"]) == (str(folder), "rotary (main)")
-    text = torch.from_numpy(validation_stream(data, "2,1,0"))
+    text = torch.from_numpy(part_tokens(data, "2,1,0"))
     segments = torch.stack([text[start : start + 33] for start in (0, (len(text) - 1) // 2)])
     expected = direct_losses(hub["main"](segments[:, :-1]).logits, segments[:, 1:]).mean()
     assert record["loss"] == pytest.approx(expected.item(), abs=1e-5)

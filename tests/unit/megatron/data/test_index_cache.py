@@ -16,9 +16,9 @@ from megatron.data.datasets import SampleSettings, datasets_from_blends, dataset
 from megatron.data.index_cache import build_once
 from megatron.data.loader import Loader
 from megatron.data.splits import Blend
-from megatron.data.streams import validation_stream
 from megatron.utils import ranks
 from megatron.utils.errors import UserError
+from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
 
 LENGTHS = (32, 32, 32)
@@ -233,7 +233,7 @@ def test_unsupported_stores_and_missing_settings(tmp_path, s3, monkeypatch):
         datasets_from_split(PREFIX, *arguments, SampleSettings(1000, 0, 1))
     assert_rejected("gs://bucket/c.*s3://", datasets_from_split, "gs://bucket/c", *arguments, settings_at(tmp_path))
     with pytest.raises(UserError, match="c is on an object store"):
-        validation_stream(PREFIX)
+        part_tokens(PREFIX)
     monkeypatch.setitem(sys.modules, "boto3", None)
     assert_rejected("boto3", datasets_from_split, PREFIX, *arguments, settings_at(tmp_path))
     assert not np.any([kind == "get" for kind, _ in s3.requests])

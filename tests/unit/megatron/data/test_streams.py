@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.datasets import SampleSettings, datasets_from_split
-from megatron.data.streams import document_lengths, document_segments, evaluation_stream, validation_stream
+from megatron.data.streams import document_lengths, document_segments, evaluation_stream
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.utils.errors import UserError
+from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
 
 
@@ -26,15 +27,15 @@ def numbered(tmp_path) -> str:
 
 def test_stream_is_in_file_order(numbered):
     lengths = document_lengths(numbered, "3,1")
-    stream = validation_stream(numbered, "3,1")
+    stream = part_tokens(numbered, "3,1")
     assert stream.dtype == lengths.dtype == np.int64
     assert stream.tolist() == np.repeat(np.arange(30, 40), lengths).tolist()
 
 
 def test_parts_cover_the_corpus(numbered):
-    parts = [validation_stream(numbered, "7,2,1", part) for part in ("train", "valid", "test")]
-    assert np.concatenate(parts).tolist() == validation_stream(numbered, None).tolist()
-    assert len(validation_stream(numbered, None)) == document_lengths(numbered, None).sum()
+    parts = [part_tokens(numbered, "7,2,1", part) for part in ("train", "valid", "test")]
+    assert np.concatenate(parts).tolist() == part_tokens(numbered, None).tolist()
+    assert len(part_tokens(numbered, None)) == document_lengths(numbered, None).sum()
 
 
 def test_stream_contains_no_training_document(numbered):
@@ -42,39 +43,33 @@ def test_stream_contains_no_training_document(numbered):
     datasets = datasets_from_split(numbered, "949,50,1", (8, 8, 8), (None, None, 0), SampleSettings(40, 0, 1))
     trained_on = {int(token) for index in range(len(datasets.train)) for token in datasets.train[index]["tokens"]}
     validated_on = {int(token) for index in range(len(datasets.valid)) for token in datasets.valid[index]["tokens"]}
-    stream = set(validation_stream(numbered, "949,50,1").tolist())
+    stream = set(part_tokens(numbered, "949,50,1").tolist())
     assert not trained_on & stream
     assert validated_on <= stream
 
 
-def test_max_tokens(numbered):
-    stream = validation_stream(numbered, "1,1")
-    assert validation_stream(numbered, "1,1", max_tokens=17).tolist() == stream[:17].tolist()
-    assert validation_stream(numbered, "1,1", max_tokens=10**9).tolist() == stream.tolist()
-
-
 def test_errors(numbered, tmp_path):
     with pytest.raises(UserError, match=r"leaves no documents for test"):
-        validation_stream(numbered, "9,1,0", "test")
+        part_tokens(numbered, "9,1,0", "test")
     with pytest.raises(UserError, match=r"no data at .*absent"):
-        validation_stream(str(tmp_path / "absent"))
+        part_tokens(str(tmp_path / "absent"))
 
 
 def test_stream_of_a_configuration(configuration, numbered, corpus):
     config = configuration(data_path=numbered, split="1,1")
-    expected = validation_stream(numbered, "1,1")
+    expected = part_tokens(numbered, "1,1")
     stream = evaluation_stream(config)
     assert (len(stream), stream[:9].dtype) == (len(expected), torch.int64)
     assert stream[3:].tolist() == expected[3:].tolist()
     several = configuration(train_data_paths=[corpus], valid_data_paths=[numbered, corpus], valid_data_weights=[1, 9])
-    both = np.concatenate([validation_stream(numbered, None), validation_stream(corpus, None)])
+    both = np.concatenate([part_tokens(numbered, None), part_tokens(corpus, None)])
     stream = evaluation_stream(several)
-    first = len(validation_stream(numbered, None))
+    first = len(part_tokens(numbered, None))
     for part in (slice(None), slice(first - 2, first), slice(first - 1, first + 1), slice(first, None), slice(5, 5)):
         assert stream[part].tolist() == both[part].tolist()
     indices = torch.tensor([[first, 0], [len(both) - 1, first - 1]])
     assert stream[indices].tolist() == both[indices].tolist()
-    assert evaluation_stream(several, "train")[:].tolist() == validation_stream(corpus, None).tolist()
+    assert evaluation_stream(several, "train")[:].tolist() == part_tokens(corpus, None).tolist()
     assert_rejected("test-data-paths", evaluation_stream, several, "test")
 
 

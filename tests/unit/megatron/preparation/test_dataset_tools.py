@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset import manifest_path, read_manifest, write_manifest
 from megatron.data.splits import split_spans
-from megatron.data.streams import validation_stream
 from megatron.preparation import dataset_tools
 from megatron.preparation.dataset_tools import decode_document, inspect, merge, split
 from megatron.preparation.documents import DocumentOptions
@@ -21,7 +20,7 @@ from megatron.preparation.preprocessing import preprocess
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
-from tests.support.corpora import BYTE_TOKENIZER, json_lines
+from tests.support.corpora import BYTE_TOKENIZER, json_lines, part_tokens
 from tests.support.errors import assert_rejected
 
 TOKENIZER = CharLevelTokenizer()
@@ -117,8 +116,8 @@ def test_split_equals_that_of_training(tmp_path):
     prefix = build(tmp_path, "a", " ".join(f"document{number}" for number in range(40)))
     split(prefix, "7,2,1", str(tmp_path / "part"))
     for part in ("train", "valid", "test"):
-        stream = validation_stream(prefix, "7,2,1", part)
-        assert validation_stream(str(tmp_path / f"part_{part}"), None).tolist() == stream.tolist()
+        stream = part_tokens(prefix, "7,2,1", part)
+        assert part_tokens(str(tmp_path / f"part_{part}"), None).tolist() == stream.tolist()
         manifest = read_manifest(tmp_path / f"part_{part}")
         assert manifest.text_bytes is None
         assert manifest.tokens == len(stream)

@@ -9,10 +9,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config import Config, UserError
-from megatron.data.streams import validation_stream
 from megatron.evaluation import evaluate_extrapolation
 from megatron.inference import load_model
 from megatron.training.loop import train
+from tests.support.corpora import part_tokens
 from tests.support.language_models import random_tokens, small_gpt
 from tests.support.methods import methods_and_slow_variants
 from tests.support.runs import metrics, training_settings, weights
@@ -25,7 +25,7 @@ TOKENS = 1024  # the largest multiple of 128 below that
 def checkpoint_losses(folder, data_path, iteration):
     """Length -> loss of the checkpoint of that iteration."""
     model, _ = load_model(folder / "checkpoints", iteration=iteration)
-    tokens = validation_stream(data_path, "8,1,1")
+    tokens = part_tokens(data_path, "8,1,1")
     assert len(tokens) > 1101  # the budget takes a part of it
     rows = evaluate_extrapolation(model, tokens, LENGTHS, token_budget=1100, progress=False)
     assert {row["tokens"] for row in rows} == {TOKENS}
@@ -72,7 +72,7 @@ def test_the_in_context_score_is_that_of_the_checkpoint(tmp_path, data_path):
     model, _ = load_model(tmp_path / "checkpoints", iteration=6)
     records = []
     keys = {"token_budget": 1100, "position_bins": 128, "progress": False}
-    evaluate_extrapolation(model, validation_stream(data_path, "8,1,1"), [128], **keys, on_record=records.append)
+    evaluate_extrapolation(model, part_tokens(data_path, "8,1,1"), [128], **keys, on_record=records.append)
     losses = records[1]["losses"]
     expected = sum(losses[96:]) / 32 - sum(losses[8:32]) / 24
     assert metrics(tmp_path, "extrapolation/in_context_score/128")[6] == pytest.approx(expected, abs=1e-5)
@@ -102,9 +102,7 @@ def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
     assert "extrapolation: 480 tokens of" in capsys.readouterr().out
     model, _ = load_model(tmp_path / "checkpoints")
-    rows = evaluate_extrapolation(
-        model, validation_stream(data_path, "8,1,1"), [32, 48], token_budget=500, progress=False
-    )
+    rows = evaluate_extrapolation(model, part_tokens(data_path, "8,1,1"), [32, 48], token_budget=500, progress=False)
     for row in rows:
         assert metrics(tmp_path, f"extrapolation/loss/{row['length']}") == pytest.approx({3: row["loss"]}, abs=1e-5)
 
