@@ -266,6 +266,7 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path, configuration, cap
     assert (tmp_path / "results.jsonl").read_bytes() == content
 
 
+@pytest.mark.ci
 def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoints, capsys, monkeypatch):
     folders = [str(checkpoints[method][0]) for method in ("kerple_log", "learned")]
     words = ["--checkpoint", *folders, "--lengths", "256", "512", "--tokens", "512", "--output", str(tmp_path)]

@@ -50,6 +50,7 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
         check_run(["--lengths", "32", "--document-aware"], several, "sweep.yml", has_data=False)
 
 
+@pytest.mark.ci
 def test_methods_and_modes(tmp_path, capsys):
     """A mode that a method does not support is n/a, with the reason; one that no method supports is an error."""
     data = write_corpus(tmp_path)
