@@ -1,7 +1,7 @@
-"""Figures of the weights of a checkpoint: bias and weight by distance (KERPLE, Figures 2 to 4), and effective lengths
-(KERPLE, Figure 6).
+"""Figures of the weights of a checkpoint: bias and weight by distance (KERPLE, Figures 2 to 4), effective lengths
+(KERPLE, Figure 6), and the scores and biases of one query (DAPE, Figure 1).
 
-Legend: h heads, n distances.
+Legend: h heads, n distances or keys.
 """
 
 import itertools
@@ -18,22 +18,40 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 from torch import Tensor
 
+from kerple.attention import Span, score_table
+from kerple.positional import Chunk, method_class
+from kerple.positional.dape import Adaptive
+from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
+from megatron.data.streams import evaluation_stream
 from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.evaluation.records import fingerprint_of
+from megatron.inference import load_model
+from megatron.model.gpt import GPT
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import slug
 from megatron.reporting.published import corpus_name, display_name, line_numbers
 from megatron.reporting.report import Sources
-from megatron.reporting.style import LINE_STYLES, SCREEN, Style, legend_above, line_style, new_figure, thousands
+from megatron.reporting.style import (
+    COLORS,
+    LINE_STYLES,
+    SCREEN,
+    Style,
+    legend_above,
+    line_style,
+    new_figure,
+    thousands,
+)
 from megatron.utils.errors import UserError
 
 # exp(bias) is the factor that the bias contributes to the softmax; below this bias it is close to 0.
 LOWEST_BIAS_SHOWN = -10.0
 MAX_LAYERS = 12
+MAX_ADAPTIVE_HEADS = 3
+MAX_ADAPTIVE_LENGTH = 8192
 
 # -- bias and weight by distance --------------------------------------------------------------------------------------
 
@@ -234,11 +252,124 @@ def effective_length_plot(
     return figure
 
 
+# -- scores and biases of one query (DAPE) ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QueryScores:
+    """The last query of a text in one layer, float32 [h, n] each, over its keys.
+
+    Attributes:
+        scores: A, the scaled dot products.
+        static: B, the static bias; None if the method has none.
+        adapted: f(A, B), the output of DAPE's network.
+    """
+
+    scores: Tensor
+    static: Tensor | None
+    adapted: Tensor
+
+
+@torch.no_grad()
+def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
+    """A, B and f(A, B) of the last of the tokens (int64 [n]) in a layer.
+
+    f(A, B) is what `modify_scores` adds to A, minus B if the variant also adds B. Raises UserError if the method is not
+    DAPE or the model has no such layer.
+    """
+    if not 0 <= layer < len(model.blocks):
+        raise UserError(f"layer {layer}: the model has layers 0 to {len(model.blocks) - 1}")
+    attention = model.blocks[layer].attention
+    method = getattr(attention, "rpe", None)
+    if not isinstance(method, Adaptive):
+        raise UserError("the positional method is not DAPE, so there is no f(A, B)")
+    outputs: list[Tensor] = []
+    hook = attention.query_key_value.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    try:
+        model.hidden(tokens[None])
+    finally:
+        hook.remove()
+    query, key, _ = attention.heads(outputs[0])
+    query, key = query[0].float(), key[0].repeat_interleave(attention.queries_per_key, dim=0).float()  # [h, n, d]
+    key = key[:, Span(window=attention.window).first_key(len(tokens) - 1) :]
+    length = key.shape[1]
+    scores = (query[:, -1:] @ key.transpose(-1, -2) * attention.head_size**-0.5)[None]
+    positions = torch.arange(len(tokens) - length, len(tokens))
+    mask = torch.zeros(1, length, dtype=torch.bool, device=scores.device)
+    table = score_table(method, length, scores.device)
+    static = table.flip(-1).float() if table is not None else None
+    if isinstance(method.static, Fire):
+        static = method.static.pair_bias(positions[-1:], positions, scores)[:, 0]
+    chunk = Chunk(scores.clone(), query[None, :, -1:], positions[-1:], positions, mask, table)
+    modified = method.final_scores(chunk)
+    adapted = modified[0, :, 0] - scores[0, :, 0]
+    if static is not None and method.variant != "Concat":
+        adapted = adapted - static
+    return QueryScores(scores[0, :, 0], static, adapted)
+
+
+def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequence[int] | None = None) -> ReportFigure:
+    """DAPE's Figure 1: a row for each of A, B and f(A, B), a column per head.
+
+    heads: indices from 0 (default: the first three); the figure shows them as heads 1, 2 ...
+    """
+    num_heads, length = scores.scores.shape
+    heads = list(range(min(MAX_ADAPTIVE_HEADS, num_heads))) if heads is None else list(heads)
+    numbers = ", ".join(str(head + 1) for head in heads)
+    rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
+    shown = [(label, values) for label, values in rows if values is not None]
+    return ReportFigure(
+        slug("adaptive", name),
+        f"Scores and biases of one query: {model}",
+        f"Attention scores of the query at position {length - 1:,} (DAPE, Figure 1): A, the scaled dot products of "
+        "query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
+        f"{', '.join(label for label, _ in shown)}, over {length:,} keys, for heads {numbers}.",
+        partial(adaptive_plot, shown, heads),
+    )
+
+
+def adaptive_plot(rows: Sequence[tuple[str, Tensor]], heads: Sequence[int], style: Style = SCREEN) -> Figure:
+    """Labels and values `[h, n]` as rows, heads as columns."""
+    length = rows[0][1].shape[1]
+    figure, panels = new_figure(style, len(rows) * len(heads), len(heads), sharex=True, sharey="row")
+    for index, axes in enumerate(panels):
+        (label, values), head = rows[index // len(heads)], heads[index % len(heads)]
+        line = values[head].cpu().numpy()
+        axes.plot(range(length), line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096)
+        axes.set_xlim(0, max(1, length - 1))
+        axes.locator_params(axis="x", nbins=3)
+        thousands(axes)
+        if index % len(heads) == 0:
+            axes.set_ylabel(label)
+        if index < len(heads):
+            axes.set_title(f"head {head + 1}", loc="left")
+    figure.supxlabel("key position (tokens)")
+    figure.align_ylabels()
+    return figure
+
+
+def checkpoint_adaptive_figure(
+    directory: str | Path, iteration: int | None = None, *, model: str, name: str
+) -> ReportFigure | None:
+    """`adaptive_figure` of a checkpoint's first layer, for a query at position 8,192 (as in the paper), or at 16 times
+    the training length if that is less, of the validation text of its configuration. None if its method is not DAPE.
+
+    Raises UserError if the checkpoint or its text cannot be read.
+    """
+    config = checkpoint_config(find_step(directory, iteration))
+    if not issubclass(method_class(config.model.pos_emb), Adaptive):
+        return None
+    gpt, _ = load_model(directory, iteration)
+    length = min(MAX_ADAPTIVE_LENGTH, 16 * config.model.seq_length)
+    tokens = evaluation_stream(config)[:length]
+    return adaptive_figure(query_scores(gpt, tokens), model=model, name=name)
+
+
 # -- all figures of a report -------------------------------------------------------------------------------------------
 
 
 def add_weight_figures(sources: Sources) -> None:
-    """Add the figures of biases and weights to `sources.weight_figures`, those of effective lengths to
+    """Add the figures of biases, weights and DAPE's scores to `sources.weight_figures`, those of effective lengths to
     `sources.length_figures`, and what is left out to `sources.notes`. Raises UserError.
 
     They show the checkpoint with the lowest seed for each method and setting in the records, then
@@ -278,10 +409,12 @@ def add_weight_figures(sources: Sources) -> None:
                         f"{measured}); evaluate it again"
                     )
                 figure_name = f"{setting.name}-{slug(pos_emb).lower()}"
+                adaptive = checkpoint_adaptive_figure(path, iteration, model=model, name=figure_name)
                 tables = distance_tables(path, iteration)
             except (UserError, OSError) as error:
                 sources.notes.append(f"No kernels are plotted for {model}: {error}.")
             else:
+                weight_figures += [adaptive] if adaptive else []
                 weight_figures += distance_figures(tables, model=model, name=figure_name)
 
         # Prefer recorded effective lengths, which need no checkpoint.
@@ -300,6 +433,10 @@ def add_weight_figures(sources: Sources) -> None:
     named_lengths: dict[str, list[int]] = {}
     for folder in sources.checkpoints:
         label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
+        adaptive = checkpoint_adaptive_figure(folder, model=label, name=label)
+        if adaptive is not None:
+            weight_figures.append(adaptive)
+            continue
         tables = distance_tables(folder)
         if not tables:
             raise UserError(

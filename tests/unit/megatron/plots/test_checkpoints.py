@@ -1,6 +1,8 @@
 """Plots of checkpoints, read back from the axes: biases and weights of released checkpoints and effective lengths equal
-the formulas in float64.
+the formulas in float64; A, B and f(A, B) of a query equal DAPE's formulas computed from the weights.
 """
+
+import math
 
 import numpy as np
 import pytest
@@ -8,15 +10,18 @@ import torch
 
 from megatron.checkpoint.directory import weights_fingerprint
 from megatron.plots.checkpoints import (
+    adaptive_figure,
     add_weight_figures,
     distance_figures,
     distance_tables,
     effective_length_figure,
+    query_scores,
 )
 from megatron.reporting.report import Sources
 from megatron.reporting.style import SCREEN
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
+from tests.support.language_models import VOCABULARY, small_gpt, with_repeated_heads
 from tests.support.records import record
 from tests.support.release import RELEASE
 
@@ -118,6 +123,96 @@ def test_layers_with_their_own_parameters_have_their_own_panels():
     assert figure.name == "kernels-x-y-bias"
     panels = [axes for axes in figure.draw(SCREEN).axes if axes.get_visible()]
     assert [len(axes.lines) for axes in panels] == [4, 4, 4]
+
+
+LENGTH, HEADS, SIZE = 40, 4, 8
+
+
+def small_model(pos_emb: str, **options: object):
+    return small_gpt(pos_emb, seed=3, max_positions=16, pos_emb_options=options)
+
+
+def test_scores_of_grouped_heads_in_a_window():
+    model = small_gpt("dape_kerple", num_kv_heads=2, use_qk_layernorm=True, sliding_window_width=4)
+    tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
+    grouped, repeated = (query_scores(variant, tokens) for variant in (model, with_repeated_heads(model)))
+    assert grouped.scores.shape == (HEADS, 5)
+    for field in ("scores", "static", "adapted"):
+        torch.testing.assert_close(getattr(grouped, field), getattr(repeated, field))
+    # Without a window, the last 5 of all keys have the same scores.
+    attention = model.blocks[0].attention
+    attention.window = None
+    torch.testing.assert_close(query_scores(model, tokens).scores[:, -5:], grouped.scores)
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "options"),
+    [
+        ("dape_kerple", {}),
+        ("dape_kerple", {"variant": "Concat"}),
+        ("dape_alibi", {"variant": "Add_Residual"}),
+        ("dape_fire", {}),
+        ("dape", {}),
+    ],
+)
+def test_scores_of_the_first_layer(pos_emb, options):
+    model = small_model(pos_emb, **options)
+    tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
+    parts = query_scores(model, tokens)
+
+    state = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    block = next(name for name in state if name.endswith("query_key_value.weight")).removesuffix(
+        "attention.query_key_value.weight"
+    )
+    hidden = next(value for name, value in state.items() if name.endswith("word_embeddings.weight"))[tokens.numpy()]
+    mean, variance = hidden.mean(1, keepdims=True), hidden.var(1, keepdims=True)
+    normed = (hidden - mean) / np.sqrt(variance + 1e-5)
+    normed = normed * state[f"{block}input_layernorm.weight"] + state[f"{block}input_layernorm.bias"]
+    mixed = normed @ state[f"{block}attention.query_key_value.weight"].T
+    mixed = (mixed + state[f"{block}attention.query_key_value.bias"]).reshape(LENGTH, HEADS, 3, SIZE)
+    scores = np.einsum("hd,lhd->hl", mixed[-1, :, 0], mixed[:, :, 1]) / math.sqrt(SIZE)
+    np.testing.assert_allclose(parts.scores.numpy(), scores, rtol=1e-4, atol=1e-4)
+
+    rpe = {
+        name.partition("rpe.")[2]: value for name, value in state.items() if name.startswith(f"{block}attention.rpe.")
+    }
+    distance = LENGTH - 1 - np.arange(LENGTH, dtype=np.float64)
+    static = None
+    if pos_emb == "dape_kerple":
+        p, a = (np.maximum(rpe[f"static.bias_{name}"].reshape(-1, 1), 0.01) for name in "pa")
+        static = -p * np.log(1 + a * distance)
+    elif pos_emb == "dape_alibi":
+        static = -(2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)).reshape(-1, 1) * distance
+    elif pos_emb == "dape_fire":
+        static = parts.static.double().numpy()
+        assert static.shape == scores.shape
+        assert np.ptp(static) > 0
+    if static is None:
+        assert parts.static is None
+        inputs = scores
+    else:
+        np.testing.assert_allclose(parts.static.numpy(), static, rtol=1e-4, atol=1e-4)
+        inputs = scores + static if options.get("variant") == "Add_Residual" else np.concatenate([scores, static])
+    hidden = rpe["first.weight"] @ inputs + rpe["first.bias"][:, None]
+    hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
+    expected = rpe["second.weight"] @ hidden + rpe["second.bias"][:, None]
+    np.testing.assert_allclose(parts.adapted.numpy(), expected, rtol=2e-4, atol=2e-4)
+
+    figure = adaptive_figure(parts, model="x", name="x", heads=[2, 0])
+    axes = figure.draw(SCREEN).axes
+    assert len(axes) == (6 if static is not None else 4)
+    assert [panel.get_title(loc="left") for panel in axes[:2]] == ["head 3", "head 1"]
+    assert figure.description.endswith("for heads 3, 1.")
+    for index, line in ((0, scores[2]), (1, scores[0]), (-2, expected[2]), (-1, expected[0])):
+        np.testing.assert_allclose(axes[index].lines[0].get_ydata(), line, rtol=2e-4, atol=2e-4)
+
+
+def test_other_methods_and_layers_are_rejected():
+    tokens = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(UserError, match="is not DAPE"):
+        query_scores(small_model("alibi"), tokens)
+    with pytest.raises(UserError, match="layer 2: the model has layers 0 to 1"):
+        query_scores(small_model("dape"), tokens, layer=2)
 
 
 def written_checkpoint(folder, iteration):
