@@ -1,4 +1,4 @@
-"""Positional methods as parameters of tests that are slow for all of them."""
+"""Positional methods as parameters of tests that take long for all of them."""
 
 from typing import Any
 
@@ -13,6 +13,6 @@ VARIANTS = (
 )
 
 
-def methods_and_slow_variants() -> list[Any]:
-    """Every method; the tests of variants are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in primary_names()]
+def methods_and_variants() -> list[Any]:
+    """Every method; CI tests the variants."""
+    return [pytest.param(name, marks=pytest.mark.ci if name in VARIANTS else ()) for name in primary_names()]

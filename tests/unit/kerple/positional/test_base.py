@@ -23,7 +23,7 @@ from kerple.positional import (
     registry,
 )
 from tests.support.conversion import make_model, random_tokens
-from tests.support.methods import methods_and_slow_variants
+from tests.support.methods import methods_and_variants
 
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=64)
 with torch.random.fork_rng():
@@ -174,7 +174,7 @@ def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("name", methods_and_slow_variants())
+@pytest.mark.parametrize("name", methods_and_variants())
 def test_half_precision_is_close_to_float32_at_65_536_tokens(name, dtype, tolerance):
     torch.manual_seed(0)
     method = build(name, FAR_SHAPE).to(dtype)

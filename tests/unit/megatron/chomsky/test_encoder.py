@@ -7,7 +7,7 @@ from kerple.positional import Chunk, ModelShape, build
 from megatron.chomsky.encoder import Encoder, check_method, scores_from_both_sides
 from megatron.cli.chomsky import METHODS
 from megatron.utils.errors import UserError
-from tests.support.methods import methods_and_slow_variants
+from tests.support.methods import methods_and_variants
 
 
 def encoder(pos_emb):
@@ -81,7 +81,7 @@ def test_the_original_architecture():
     assert not large.layers[0].mlp[0].bias.any()
 
 
-@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
+@pytest.mark.parametrize("pos_emb", methods_and_variants())
 def test_every_method_trains(pos_emb):
     model = Encoder(5, 3, pos_emb, num_layers=2, hidden_size=16, num_heads=2)
     model(torch.randint(0, 5, (2, 9))).square().sum().backward()

@@ -47,17 +47,16 @@ def load(folder) -> torch.nn.Module:
 PADDED = ("kerple_log", "kerple_power_ap_ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2")
 
 
-# `test_sources.py` checks the files of every method.
-TESTED = (*PADDED, "none", "rotary", "forgetting", "cope", "stick_breaking", "transformer_xl")
 QUICK = ("kerple_log", "rotary", "learned", "forgetting")
-MARKS = {name: pytest.mark.ci if name in TESTED else pytest.mark.slow for name in primary_names() if name not in QUICK}
 
 
 def longest(pos_emb: str) -> int:
     return TRAIN_LENGTH if pos_emb == "learned" else LONG
 
 
-@pytest.mark.parametrize("pos_emb", [pytest.param(name, marks=MARKS.get(name, ())) for name in primary_names()])
+@pytest.mark.parametrize(
+    "pos_emb", [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in primary_names()]
+)
 @torch.no_grad()
 def test_every_method(pos_emb, tmp_path):
     model, config = make_model(pos_emb)

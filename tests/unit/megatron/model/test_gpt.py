@@ -17,7 +17,7 @@ from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
 from tests.support.language_models import VOCABULARY, model_settings, random_tokens, small_gpt, with_repeated_heads
-from tests.support.methods import methods_and_slow_variants
+from tests.support.methods import methods_and_variants
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON
 
@@ -175,7 +175,7 @@ TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 @pytest.mark.parametrize(
     "pos_emb",
-    [pytest.param(name, marks=() if name in TRAINED else pytest.mark.slow) for name in primary_names()],
+    [pytest.param(name, marks=() if name in TRAINED else pytest.mark.ci) for name in primary_names()],
 )
 def test_training_lowers_the_loss(pos_emb):
     """From a uniform distribution over 128 symbols to below the entropy of their frequencies, and the method's own
@@ -279,7 +279,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
+@pytest.mark.parametrize("pos_emb", methods_and_variants())
 def test_llama_style_blocks_with_every_method(pos_emb):
     """Every parameter has a gradient, a cache changes nothing, logits depend on no later token, and two windows of 7
     keys reach 12 tokens back.
@@ -315,6 +315,8 @@ def test_grouped_heads_are_repeated_heads(pos_emb, span):
 
 # The original KERPLE code.
 
+QUICK = ("kerple_log", "alibi", "rotary")
+
 
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_of_the_release(method):
@@ -332,9 +334,11 @@ def test_logits_of_the_release(method):
         assert loss.item() == pytest.approx(float(reference_run["loss"]), abs=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in METHODS]
+)
 def test_training_losses_of_the_release(method):
-    """10 steps depend on every gradient, including that of the shared kernel parameters."""
+    """30 steps depend on every gradient, including that of the shared kernel parameters."""
     expected = reference(method)
     model, _ = load_model(checkpoints(method), iteration=300)
     load_layers(model.layers(), checkpoints(method) / "global_step0")
@@ -343,7 +347,7 @@ def test_training_losses_of_the_release(method):
     optimizer = torch.optim.Adam(
         model.parameters(), lr=training["lr"], betas=tuple(training["betas"]), eps=training["eps"]
     )
-    for step, batch in enumerate(expected["train_tokens"][:10].long()):
+    for step, batch in enumerate(expected["train_tokens"][:30].long()):
         loss = model.loss(batch[:, :-1], batch[:, 1:])
         assert loss.item() == pytest.approx(float(expected["losses"][step]), abs=1e-3), f"step {step}"
         optimizer.zero_grad()

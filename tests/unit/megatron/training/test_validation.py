@@ -14,7 +14,7 @@ from megatron.inference import load_model
 from megatron.training.loop import train
 from tests.support.corpora import part_tokens
 from tests.support.language_models import random_tokens, small_gpt
-from tests.support.methods import methods_and_slow_variants
+from tests.support.methods import methods_and_variants
 from tests.support.runs import metrics, training_settings, weights
 
 LENGTHS = [16, 32, 128]
@@ -114,7 +114,7 @@ def test_a_validation_text_that_is_too_short_is_an_error(tmp_path, data_path):
     assert not os.path.exists(tmp_path / "checkpoints")
 
 
-@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
+@pytest.mark.parametrize("pos_emb", methods_and_variants())
 def test_training_after_an_evaluation(pos_emb):
     """Cached tables must not come from the inference mode of the evaluation."""
     tokens = random_tokens(33)

@@ -17,7 +17,7 @@ from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from tests.support.attention import modified_scores, peak_memory, xpos_products
 from tests.support.language_models import model_settings
-from tests.support.methods import methods_and_slow_variants
+from tests.support.methods import methods_and_variants
 
 LENGTH, HEADS, HEAD_SIZE = 150, 2, 8
 
@@ -187,7 +187,7 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
     assert not torch.allclose(expected, trained, atol=1e-3)
 
 
-@pytest.mark.parametrize("pos_emb", methods_and_slow_variants())
+@pytest.mark.parametrize("pos_emb", methods_and_variants())
 def test_without_sinks_and_maps_it_computes_what_the_backends_compute(pos_emb, monkeypatch):
     """Every method with grouped heads: in the mode of training, with a window, and with blocks."""
     settings = model_settings(
