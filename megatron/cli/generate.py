@@ -55,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if output not in (None, STANDARD_OUTPUT):
             if not Path(output).parent.is_dir():
                 raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
-            if not Path(output).parent.is_dir():
-                raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
             check_writable(Path(output).parent, "--output")
             if Path(output).is_dir():
                 raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
