@@ -137,10 +137,10 @@ def test_llama_7b_does_not_fit(tmp_path, data_path, forked_scripts):
     # 6,738,149,376 elements, with 4, 4 and 8 bytes
     for text in (
         "for the 2 ranks",
-        "weights 27.0 GB, gradients 27.0 GB, optimizer states 53.9 GB, activations",
+        "weights 26.95 GB, gradients 26.95 GB, optimizer states 53.91 GB, activations",
         "6,738,149,376 parameters",
-        "zero_optimization.stage: 3 (",
-        "precision: bfloat16 (",
+        "zero_optimization.stage: 3",
+        "precision: bfloat16",
         "--force",
     ):
         assert text in line
@@ -151,7 +151,7 @@ def test_force_trains_with_too_little_memory(tmp_path, data_path, monkeypatch, c
     monkeypatch.setattr("megatron.training.startup.free_memory", lambda device="cpu": 1_000_000)
     settings = training_settings(tmp_path, data_path, train_iters=1, eval_iters=0)
     (tmp_path / "config.yml").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"0\.0.*--force"):
+    with pytest.raises(UserError, match=r"1\.00 MB.*--force"):
         train_script.main([str(tmp_path / "config.yml")])
     assert check_script([str(ROOT / "train.py")], Config.from_flat(settings), ["--force"], 1) == [data_path]
     assert train_script.main([str(tmp_path / "config.yml"), "--force"]) == 0
