@@ -1,11 +1,13 @@
 """The runs of a sweep and what remains to be done of each, derived from the files in its folder.
 
-The folder of a run contains `config.yml` (the merged configuration), `checkpoints/`, `logs/`, `output.log` (the output
-of its processes) and `evaluation/` with the results and `evaluated.json`, which records the weights and options that
-produced them.
+The folder of a run contains `config.yml` (the merged configuration), `data.json` (what identifies the data that the
+training started with), `checkpoints/`, `logs/`, `output.log` (the output of its processes) and `evaluation/` with the
+results and `evaluated.json`, which records the weights and options that produced them.
 """
 
 import contextlib
+import functools
+import hashlib
 import itertools
 import json
 import re
@@ -31,19 +33,21 @@ from megatron.checkpoint.directory import (
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
-from megatron.data.indexed_dataset import idx_path, is_remote
+from megatron.data.indexed_dataset import idx_path, is_remote, read_manifest
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
 from megatron.reporting.training_log import METRICS_LINE, parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
-from megatron.utils.files import METRICS, read_file, write_atomically
+from megatron.utils.files import METRICS, open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
 
 EVALUATED = "evaluated.json"
 PREVIOUS_RESULTS = "results.previous-{}.jsonl"  # numbered from 1
 # How the last failed training or evaluation exited; removed when the run is tried again.
 FAILED = "failed.json"
+# What identifies the datasets that the training started with, by prefix. Runs of earlier versions do not have it.
+DATA = "data.json"
 MAX_JOURNAL_BYTES = 1 << 20
 # Keys for output folders, which the sweep sets.
 FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefix")
@@ -70,6 +74,7 @@ class Evaluated(TypedDict):
 
 
 _EVALUATED = TypeAdapter(Evaluated)
+_DATA = TypeAdapter(dict[str, dict[str, str]])
 
 
 class State(Enum):
@@ -224,7 +229,9 @@ class SweepRun:
         return speed[1] if speed else None
 
     def check_folder(self) -> None:
-        """Raise UserError if the folder contains a run with another configuration."""
+        """Raise UserError if the folder contains a run with another configuration, or one that was trained on other
+        data in the same place.
+        """
         path = self.folder / "config.yml"
         if not path.is_file():
             if has_checkpoint(self.checkpoints):
@@ -244,10 +251,25 @@ class SweepRun:
                 f"{self.folder}: contains a run with another configuration ({'; '.join(differences)}); "
                 "change the sweep's `output`, or delete that folder"
             )
+        path = self.folder / DATA
+        if not path.is_file() or not has_checkpoint(self.checkpoints):
+            return
+        for prefix, trained in parse_json(read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path)).items():
+            present = _identify_dataset(prefix)
+            if any(present.get(name, value) != value for name, value in trained.items()):
+                raise UserError(
+                    f"{self.folder}: contains a run on other data: {prefix} has been built again since it was trained; "
+                    "restore those data, change the sweep's `output`, or delete that folder"
+                )
 
     def write_config(self) -> Path:
-        """Write the configuration for the processes of the run."""
+        """Write the configuration for the processes of the run, and before its first checkpoint what identifies its
+        data.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
+        if not has_checkpoint(self.checkpoints):
+            data = {prefix: _identify_dataset(prefix) for prefix in _local_datasets(self.config)}
+            write_atomically(self.folder / DATA, f"{json.dumps(data, indent=1)}\n".encode())
         path = self.folder / "config.yml"
         content = json.dumps(self.config.to_flat(), indent=1, ensure_ascii=False)  # YAML has no surrogate pairs
         write_atomically(path, f"{content}\n".encode())
@@ -358,9 +380,36 @@ def missing_data(runs: Sequence[SweepRun]) -> list[str]:
     """Prefixes of local datasets that the runs need and that do not exist."""
     missing: dict[str, None] = {}  # as an ordered set
     for run in runs:
-        data = run.config.data
-        blends = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
-        for prefix in (data.data_path, *(prefix for blend in blends for prefix in blend or ())):
-            if prefix is not None and not is_remote(prefix) and not idx_path(prefix).is_file():
-                missing[prefix] = None
+        missing |= {prefix: None for prefix in _local_datasets(run.config) if not idx_path(prefix).is_file()}
     return list(missing)
+
+
+def _local_datasets(config: Config) -> list[str]:
+    """Prefixes of the datasets of a configuration, without those on object stores."""
+    data = config.data
+    blends = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
+    prefixes = [data.data_path, *(prefix for blend in blends for prefix in blend or ())]
+    return [prefix for prefix in prefixes if prefix is not None and not is_remote(prefix)]
+
+
+def _identify_dataset(prefix: str) -> dict[str, str]:
+    """What identifies a dataset, as far as it is known: the SHA-256 of its .idx, and from its manifest that of its .bin
+    and the fingerprint of its tokenizer. Empty if there is no dataset.
+    """
+    values = {}
+    if (path := idx_path(prefix)).is_file():
+        status = path.stat()
+        values["idx"] = _sha256(path, status.st_size, status.st_mtime_ns)
+        if (manifest := read_manifest(prefix)) is not None:
+            values |= {"bin": manifest.sha256, "tokenizer": manifest.tokenizer_fingerprint}
+    return values
+
+
+@functools.cache
+def _sha256(path: Path, _size: int, _modified: int) -> str:
+    """SHA-256 of a file. The size and modification time are those of the content that the cache keeps it for."""
+    digest = hashlib.sha256()
+    with open_file(path) as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -3,13 +3,16 @@
 import json
 import re
 import shutil
+import time
 from itertools import product
 
 import pytest
 
 from megatron.config import UserError
+from megatron.data.indexed_dataset import Manifest, write_manifest
 from megatron.sweep.definition import read_sweep
-from megatron.sweep.planning import plan
+from megatron.sweep.planning import State, plan
+from tests.support.checkpoints import write_corpus
 from tests.support.errors import assert_rejected
 from tests.support.runs import ROOT
 from tests.support.sweeps import write_sweep
@@ -149,6 +152,52 @@ def test_a_changed_configuration_is_an_error(sweep):
     assert not (sweep.runs / "alibi" / "8").exists()
     (sweep.runs / "alibi" / "7" / "config.yml").unlink()
     assert_rejected(r"alibi/7.*config\.yml", sweep)
+
+
+def build_data_again(prefix, *, manifest):
+    """Replace the data by others of the same size; the index, or else the manifest, shows it."""
+    if not manifest:
+        write_corpus(prefix.parent, documents=50)
+        return
+    values = {
+        **dict.fromkeys(("documents", "tokens", "largest_id", "vocab_size"), 1),
+        **dict.fromkeys(("skipped_empty", "skipped_bad", "skipped_other"), 0),
+        **dict.fromkeys(("dtype", "tokenizer", "tokenizer_fingerprint", "key"), "a"),
+    }
+    sha256 = f"{time.monotonic_ns():064x}"
+    write_manifest(prefix, Manifest(**values, text_bytes=1, sha256=sha256, append_eod=True, ftfy=False, inputs=[]))
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_data_that_were_built_again_are_an_error(manifest, sweep):
+    prefix = sweep.folder / "text_document"
+    write_corpus(sweep.folder)
+    if manifest:
+        build_data_again(prefix, manifest=True)
+    path = write_sweep(sweep.folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}, {"seed": 17}]})
+    sweep(write=False, status=1)
+    files = {file: file.read_bytes() for file in sweep.folder.glob("text_document.*")}
+    build_data_again(prefix, manifest=manifest)
+    assert_rejected("alibi/7.*text_document", plan, read_sweep(path))
+    for file, content in files.items():
+        file.write_bytes(content)
+    assert [run.status().state for run in plan(read_sweep(path))] == [State.FINISHED, State.RESUME]
+    (sweep.folder / "text_document.json").unlink(missing_ok=True)  # what both sides know is compared
+    plan(read_sweep(path))
+    build_data_again(prefix, manifest=manifest)
+    for name in ("7", "17"):
+        (sweep.runs / "alibi" / name / "data.json").unlink()  # as in runs of earlier versions
+    sweep(write=False)
+    assert not list(sweep.runs.rglob("data.json"))  # it is not known which data their training started with
+
+
+def test_a_run_without_a_checkpoint_starts_with_the_new_data(sweep):
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 13}]}
+    sweep(axes=axes, status=1)
+    before = (sweep.runs / "alibi" / "13" / "data.json").read_text()
+    build_data_again(sweep.folder / "text_document", manifest=False)
+    sweep(write=False, status=1)
+    assert (sweep.runs / "alibi" / "13" / "data.json").read_text() != before
 
 
 def test_the_sweep_of_the_kerple_paper(monkeypatch):
