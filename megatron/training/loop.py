@@ -34,6 +34,7 @@ from megatron.training.optimizer import Schedule
 from megatron.training.startup import (
     check_log_folders,
     check_machine,
+    check_number_of_samples,
     check_space,
     lock_log_folders,
     lock_save_folder,
@@ -261,6 +262,7 @@ def _build_datasets(
 ) -> Datasets:
     """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
     training = config.training
+    check_number_of_samples(sum(num_samples))
     datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
     if num_samples[0] and datasets.train is None:
         raise UserError("there are no training documents: check split, or set train-data-paths")

@@ -210,6 +210,9 @@ def _readable(size: float) -> str:
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
 
 
+_BYTES_PER_SAMPLE = 12  # of the sample index: a position in the shuffled order, and a document and an offset
+
+
 def check_machine(
     config: Config, layout: Layout, vocab_size: int, report: Callable[[str], None], *, force: bool
 ) -> None:
@@ -236,6 +239,16 @@ def check_machine(
 
     positions = sum(parameter.numel() for method in methods for parameter in method.parameters())
     check_memory(config, layout, vocab_size, positions, report, force=force)
+
+
+def check_number_of_samples(num_samples: int) -> None:
+    """Raises UserError if the index of all samples needs more memory than is free."""
+    needed, free = num_samples * _BYTES_PER_SAMPLE, free_memory()
+    if needed > free:
+        raise UserError(
+            f"the run needs {num_samples:,} samples, whose index takes {needed / 1e9:,.1f} GB of memory, but "
+            f"{free / 1e9:,.1f} GB are free; reduce train_iters, eval_iters or train_batch_size"
+        )
 
 
 @dataclass(frozen=True)

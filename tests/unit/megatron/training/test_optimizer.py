@@ -77,6 +77,14 @@ def test_the_learning_rate_stays_between_min_lr_and_lr(version, style, decay, wa
     assert all(1e-3 <= rate <= 1e-2 for rate in rates[int(warmup) + 1 :])
 
 
+def test_a_shortened_recipe_stays_in_its_warmup(tmp_path, data_path):
+    keys = {"warmup_iters": 50, "train_iters": 4, "lr_decay_iters": None, "lr_schedule": "neox-2022"}
+    keys |= {"warmup": None, "save": None, "load": None}
+    keys["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
+    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    assert metrics(tmp_path, "train/learning_rate") == pytest.approx({1: 0.0, 2: 2e-4, 3: 4e-4, 4: 6e-4})
+
+
 @pytest.mark.parametrize("keys", [{"warmup_iters": 10}, {"warmup": 1.0}])
 def test_a_warmup_beyond_the_decay_is_rejected(keys, tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, **{"warmup": None, **keys}, lr_decay_iters=5)
@@ -164,6 +172,17 @@ def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
                 torch.testing.assert_close(after[name], start, rtol=0, atol=0)
 
 
+def test_groups_of_positional_parameters_with_their_own_learning_rate():
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
+    model = GPT(model_settings(**shape, pos_emb="dape_kerple"))
+    groups = parameter_groups(model, 0.1, 10.0)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    assert [(group["weight_decay"], group.get("lr_factor"), group.get("bounds")) for group in groups] == [
+        *[(0.1, None, None), (0.1, 10.0, None), (0.0, None, None), (0.0, 10.0, None)],
+        (0.0, 10.0, (0.01, None)),
+    ]
+
+
 @pytest.mark.parametrize(("precision", "zero_stage"), [("fp32", 0), pytest.param("bfloat16", 3, marks=pytest.mark.ci)])
 def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stage, tmp_path, data_path):
     """The weights, and the fp32 master weights to which the optimizer adds steps of 0.8."""
@@ -182,7 +201,7 @@ def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stag
 
 # -- every optimizer, compared with its library's on an ordinary model -------------------------------------------------
 
-LEARNING_RATE, FACTOR, DECAY, STEPS_COMPARED = 0.003, 5.0, 0.1, 8
+LEARNING_RATE, FACTOR, DECAY, STEPS_COMPARED = 0.003, 5.0, 0.1, 20
 
 
 def optimizer_keys(name, params):
@@ -274,7 +293,7 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
     ],
 )
 def test_resuming_is_exact(name, precision, tmp_path, data_path):
-    """Weights, optimizer state and float32 weights."""
+    """Weights, optimizer state and float32 weights. In bfloat16, the losses are close to those in fp32."""
     params = {"lr": 0.002, **({"momentum": 0.9} if name == "sgd" else {})}
     keys = {**optimizer_keys(name, params), "precision": precision, "eval_iters": 0}
     keys |= {"train_iters": 4, "save_interval": 2, "lr_decay_iters": 4}
@@ -300,3 +319,7 @@ def test_resuming_is_exact(name, precision, tmp_path, data_path):
         for kind, value in entry.items():
             other = states[1][key][kind]
             assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (key, kind)
+    if precision == "bfloat16":
+        keys = {**keys, "precision": "fp32", "save": None, "load": None}
+        train(Config.from_flat(training_settings(tmp_path / "fp32", data_path, **keys)))
+        assert metrics(tmp_path / "whole") == pytest.approx(metrics(tmp_path / "fp32"), abs=0.01)

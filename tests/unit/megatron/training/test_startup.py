@@ -13,7 +13,7 @@ from megatron.config import Config, UserError
 from megatron.model.settings import Layout
 from megatron.training import loop, startup
 from megatron.training.loop import train
-from megatron.training.startup import check_machine, estimate
+from megatron.training.startup import check_machine, check_number_of_samples, estimate
 from megatron.utils.processes import Lock
 from tests.support.layouts import ONE_RANK as LAYOUT
 from tests.support.runs import copy_checkpoint, metrics, training_settings
@@ -286,6 +286,12 @@ def test_ranks_share_the_model(tmp_path):
     with pytest.raises(UserError, match="per rank"):
         check(tmp_path, **keys)
     check(tmp_path, dataclasses.replace(LAYOUT, world_size=64, pipeline_size=8, tensor_size=8), **keys)
+
+
+def test_the_index_of_samples_must_fit():
+    check_number_of_samples(10**9)
+    with pytest.raises(UserError, match=r"2,000,000,000.*24\.0"):
+        check_number_of_samples(2 * 10**9)
 
 
 # The small model has 2 * 512 * 32 elements in embeddings and 2 * 12 * 32^2 in blocks.
