@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.attention_inputs import attend_with_method, random_states
 from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
-from kerple.attention import attend, tables
+from kerple.attention import Attention, Documents, attend, tables
 from kerple.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
 from megatron.utils.command_line import run_main
 
@@ -35,7 +35,11 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
     """Forward and backward pass, including the gradients of the method's parameters."""
     query, key, value, upstream = random_states(batch, heads, length, length, size)
     positions = torch.arange(length)
-    rotary = Rotary(size)
+    rotary, log = Rotary(size), KerpleLog(heads)
+    ids = torch.zeros(batch, length, dtype=torch.long)
+
+    def one_document() -> Tensor:
+        return Attention("chunked", log)(query, key, value, documents=Documents(ids))
 
     def step(forward: Callable[[], Tensor], method: PositionalMethod | None = None) -> Callable[[], None]:
         leaves = [query, key, value, *(method.parameters() if method is not None else ())]
@@ -49,6 +53,7 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
         "chunked, no positions": step(lambda: attend(query, key, value, backend="chunked")),
         "rotary": step(lambda: attend(*rotary.rotate(query, key, positions, positions), value)),
         "kerple_log": method_step(KerpleLog(heads), "chunked"),
+        "kerple_log, one document per row": step(one_document, log),
         "kerple_bias_wht": method_step(KerpleBiasWeight(heads), "chunked"),
         "kerple_log, materialized": method_step(KerpleLog(heads), "reference"),
     }

@@ -296,19 +296,14 @@ class AttentionCall:
     def validate(self) -> "AttentionCall":
         """Return the call itself. Raises ValueError for shapes, dtypes or a dropout probability that do not fit."""
         # Shapes and dtypes. The tables tell a transposed query.
-        query, key, value = (list(states.shape) for states in (self.query, self.key, self.value))
+        query = list(self.query.shape)
         rows = {table.shape[-2] for table in (self.tables.bias, self.tables.weight) if table is not None}
         if len(query) == 4 and rows == {query[2]} != {query[1]}:
             raise ValueError(
                 f"query {query} seems to be [b, s, h, d], because the tables have {query[2]} heads; pass "
                 "query.transpose(1, 2), and the same for key and value"
             )
-        fits = len(query) == len(key) == 4 and key[:3] == value[:3] and (query[0], query[3]) == (key[0], key[3])
-        if not fits or len(value) != 4 or not key[1] or query[1] % key[1]:
-            raise ValueError(
-                f"query {query}, key {key} and value {value} do not fit together: they must be [b, h, s, d], "
-                "[b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a dimension with query[None]"
-            )
+        check_shapes(self.query, self.key, self.value)
         if not self.query.dtype == self.key.dtype == self.value.dtype:
             raise ValueError(
                 f"query, key and value differ in dtype: {self.query.dtype}, {self.key.dtype}, {self.value.dtype}"
@@ -367,6 +362,17 @@ class AttentionCall:
                     f"[{heads}, p] and [{heads}, p, at least {self.max_kv_len}]"
                 )
         return self
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raises ValueError unless the shapes are those of queries, keys and values of attention."""
+    q, k, v = list(query.shape), list(key.shape), list(value.shape)
+    fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and (q[0], q[3]) == (k[0], k[3])
+    if not fits or not k[1] or q[1] % k[1]:
+        raise ValueError(
+            f"query {q}, key {k} and value {v} do not fit together: they must be [b, h, s, d], [b, g, t, d] and "
+            "[b, g, t, v], where g divides h; for one sample, add a dimension with query[None]"
+        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from kerple.attention.call import (
     ModifyScores,
     Requirements,
     Span,
+    check_shapes,
 )
 from kerple.attention.tables import Documents, PositionTables, position_tables
 from kerple.positional import ModelShape, PositionalMethod, TableJacobian, decay_sums
@@ -403,6 +404,7 @@ class Attention:
             )
         distances = span.max_kv_len(key.shape[2] if causal else max(query.shape[2], key.shape[2]))
         if tables is None:
+            check_shapes(query, key, value)
             fused = self.runs_fused(query.device, query.dtype, query.shape)
             tables = position_tables(
                 self.positional,

@@ -31,7 +31,9 @@ def run(
     """
     scales = method is not None and "scale_qk" in method.hooks
     if call.documents is not None and (scales or not _masks_documents(call, masks_documents)):
-        return run_documents(call, call.documents, partial(run, compute=compute, method=method))
+        if call.q_len < call.kv_len or not call.documents.fill_rows:
+            return run_documents(call, call.documents, partial(run, compute=compute, method=method))
+        call = replace(call, documents=None)
     if method is not None and scales:
         return run_scaled(call, method, partial(run, compute=compute))
     if call.span.block is not None and call.modify_scores is None:

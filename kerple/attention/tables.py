@@ -243,6 +243,12 @@ class Documents:
         return self.ids.cpu()
 
     @cached_property
+    def fill_rows(self) -> bool:
+        """Whether each row is one document at the positions from 0 on, without padding. Waits for the ids."""
+        ids = self._ids_on_cpu
+        return self._from_zero and self.queries is None and bool(((ids == ids[:, :1]) & (ids >= 0)).all())
+
+    @cached_property
     def ranges(self) -> Tensor | None:
         """Int64 `[n, 3]` on the CPU: row, first token and length of each document, if each is a range of tokens at the
         positions from 0 on; otherwise None.

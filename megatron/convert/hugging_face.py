@@ -89,8 +89,8 @@ def to_hugging_face(
     # Models that cannot be exported.
     if any(isinstance(module, Randomized) for module in model.modules()):
         raise CheckpointError(
-            "pos_emb_options random_range: random positions are used in training only; export the model without "
-            "the option"
+            "pos_emb_options random_range: a model with random positions cannot be exported; evaluate and generate "
+            "with the checkpoint itself"
         )
     if isinstance(config.model.window, tuple):
         raise CheckpointError(

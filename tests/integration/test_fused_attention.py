@@ -53,10 +53,12 @@ def test_kernels_for_hopper(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--sizes", "64"], ["--sizes", "128", "--window"], ["--grouped"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--sizes", "64"], ["--sizes", "128", "--window"], ["--grouped"], ["--sizes", "64", "--dtypes", "fp16", "fp32"]],
+)
 def test_kernels_for_documents(options, tmp_path):
-    """For each kind of matrix instructions."""
-    rows = counted(tmp_path, "--documents", "--arch", "80", "90", "100", "120", *options)
+    rows = counted(tmp_path, "--documents", "--arch", "80", "86", "89", "90", "100", "120", *options)
     assert {row["kernel"] for row in rows} == {"forward", "key and value", "query", "tables"} - (
         {"tables"} if "--window" in options else set()
     )

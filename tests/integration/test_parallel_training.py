@@ -89,7 +89,10 @@ def test_two_ranks_train_like_one(layout, run_in):
             marks=pytest.mark.slow,
         ),
         ({"reset_attention_mask": True, **RECOMPUTE}, "pipeline", ("validation/loss",)),
-        *(slow({"reset_attention_mask": True}, layout, ("validation/loss",)) for layout in ("tensor", "zero-3")),
+        *(
+            slow({"reset_attention_mask": True}, layout, ("validation/loss",))
+            for layout in ("tensor", "data", "zero-1", "zero-2", "zero-3")
+        ),
         (PER_LAYER, "tensor", ("kernel/layer_02/bias_1_log_a/mean", "kernel/layer_03/bias_2_power_p/max")),
     ],
 )

@@ -244,7 +244,7 @@ SPANS = {
     "window@W": "the last W tokens including the query itself (KERPLE, figures 5 and 7)",
     "blockwise[@L]": "blockwise causal attention (LEX) for a training length of L: positions are divided into blocks "
     "of L / 2, and a query attends to its own block and the one before, L / 2 + 1 to L tokens",
-    "sinks@S+W": "the first S tokens and the last W (StreamingLLM, LM-Infinite), at their distances in the text",
+    "sinks@S+W": "the first S tokens and the last W, at their distances in the text",
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from kerple.attention import FULL, Attention, Documents, Span, attend, position_tables
 from kerple.attention.backends import sdpa
 from kerple.attention.call import Backend, Requirements
-from kerple.positional import ModelShape, TableJacobian, XPos, build, primary_names
+from kerple.positional import KerpleLog, ModelShape, TableJacobian, XPos, build, primary_names
 from tests.support.attention import dense_attention, random_states, upstream_gradient, visible_pairs
 from tests.support.methods import VARIANTS
 
@@ -82,6 +82,11 @@ def test_invalid_arguments_are_named(change, message):
     states = {name: torch.randn(1, 2, 6, 4) for name in ("query", "key", "value")}
     with pytest.raises(ValueError, match=message):
         attend(**{**states, **change})
+
+
+def test_states_without_a_batch_are_named():
+    with pytest.raises(ValueError, match=r"query\[None\]"):
+        Attention(positional=KerpleLog(2))(*torch.randn(3, 2, 6, 4))
 
 
 @pytest.mark.parametrize(

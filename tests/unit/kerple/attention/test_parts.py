@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from kerple.attention import (
     FULL,
@@ -13,6 +14,7 @@ from kerple.attention import (
     attend,
     document_positions,
     ids_of_sequences,
+    parts,
     position_tables,
 )
 from kerple.positional import ModelShape, XPos, build, decay_sums, primary_names
@@ -158,10 +160,42 @@ def test_a_document_is_attended_to_as_if_it_were_alone(name, s, span):
                 torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
 
 
-def test_one_document_per_row_changes_nothing():
-    arguments = attend_arguments("kerple_log", 2, 4, 9, 9, 8)
-    ids = torch.tensor([[4] * 9, [0] * 9])
-    assert torch.equal(attend(document_ids=ids, **arguments), attend(**arguments))
+@pytest.mark.parametrize("s", [LENGTH, 3])
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap"])
+def test_it_follows_the_definition(method, s):
+    """softmax(weight * q.k / sqrt(d) + bias) v with an explicit mask; in flex without gradients."""
+    arguments = attend_arguments(method, BATCH, 4, s, LENGTH, 8, kv_heads=4)
+    query, key, value, bias, weight, _ = arguments.values()
+    positions = torch.tensor([[(row[:i] == row[i]).sum() for i in range(LENGTH)] for row in IDS])
+    distance = positions[:, LENGTH - s :, None] - positions[:, None]
+    mask = (IDS[:, LENGTH - s :, None] != IDS[:, None]) | (distance < 0)
+    distance = distance.clamp(min=0)
+    scores = query @ key.transpose(2, 3) / 8**0.5
+    if weight is not None:
+        scores = scores * weight[:, distance].transpose(0, 1)
+    scores = scores + bias[:, distance].transpose(0, 1)
+    expected = scores.masked_fill(mask[:, None], float("-inf")).softmax(-1) @ value
+    is_text = (IDS[:, LENGTH - s :] >= 0)[:, None, :, None]
+    leaves = [part for part in (query, key, value, bias, weight) if part is not None]
+    upstream = upstream_gradient(expected) * is_text
+    expected_grads = torch.autograd.grad(expected, leaves, upstream)
+    supported = ["reference", "chunked"] if weight is not None else ["reference", "chunked", "sdpa"]
+    for backend in supported:
+        actual = attend(backend=backend, document_ids=IDS, **arguments)
+        torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(torch.autograd.grad(actual, leaves, upstream), expected_grads, rtol=1e-6, atol=1e-8)
+    states = {name: part.detach() if isinstance(part, torch.Tensor) else part for name, part in arguments.items()}
+    actual = attend(backend="flex", document_ids=IDS, **states)
+    torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "xpos", "dape_kerple"])
+def test_one_document_per_row_changes_nothing(method, monkeypatch):
+    """The states are not copied, so it costs nothing."""
+    monkeypatch.setattr(parts, "run_documents", None)
+    attention, states = Attention("auto", build(method, SHAPE).double()), float64_states(4, 6, 9, batch=2)
+    documents = Documents(torch.tensor([[4] * 9, [0] * 9]))
+    assert torch.equal(attention(*states, documents=documents), attention(*states))
 
 
 def test_documents_of_equal_size_are_one_group():
@@ -228,3 +262,30 @@ def test_xpos_in_both_directions_at_far_positions():
     expected = dense_attention(method, *(part.double() for part in states), torch.zeros(()).bool(), causal=False)
     torch.testing.assert_close(context.double(), expected, rtol=1e-2, atol=1e-3)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(context.sum(), states))
+
+
+def masked_language_model_loss(causal: bool) -> float:
+    """The last loss of a layer with xPos that fills in one token of a text of three tokens and their repetition."""
+    torch.manual_seed(0)
+    method, positions = XPos(16, scale_base=8.0), torch.arange(6)
+    embedding, query_key_value, output = nn.Embedding(9, 32), nn.Linear(32, 96), nn.Linear(32, 8)
+    parameters = nn.ModuleList((embedding, query_key_value, output)).parameters()
+    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    for _ in range(300):
+        text = torch.randint(8, (32, 3)).repeat(1, 2)
+        masked = F.one_hot(torch.randint(6, (32,)), 6).bool()
+        states = query_key_value(embedding(text.masked_fill(masked, 8))).view(32, 6, 3, 2, 16)
+        query, key, value = states.permute(2, 0, 3, 1, 4)
+        query, key = method.rotate(query, key, positions, positions)
+        context = Attention(positional=method)(query, key, value, causal=causal)
+        loss = F.cross_entropy(output(context.transpose(1, 2).flatten(2))[masked], text[masked])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_masked_language_modeling_with_xpos():
+    """Causal attention does not see the repetition of the first three tokens, so it guesses half of them: ln(8) / 2."""
+    assert masked_language_model_loss(causal=False) < 0.01
+    assert masked_language_model_loss(causal=True) > 0.5

@@ -9,7 +9,7 @@ from kerple.attention import Documents, PositionTables, Span, attend, jacobians,
 from kerple.attention.backends.triton import operator
 from kerple.attention.backends.triton.launch import document_tiles
 from kerple.positional import KerpleLog, TableJacobian
-from tests.support.attention import random_attend_arguments
+from tests.support.attention import random_attend_arguments, run_attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -64,6 +64,16 @@ def test_gradients_of_equally_many_queries_and_keys_share_their_memory():
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
     assert [grad.storage_offset() for grad in grads] == [0, 16, 32]
     assert {grad.stride() for grad in grads} == {(20 * 2 * 3 * 16, 3 * 16, 2 * 3 * 16, 1)}
+
+
+@pytest.mark.parametrize(("s", "decay"), [(20, False), pytest.param(20, True, marks=pytest.mark.ci), (7, False)])
+def test_documents(s, decay):
+    """Values and gradients, of complete rows and with a KV cache."""
+    arguments = random_attend_arguments(2, 2, s, 20, 16, weight=not decay, decay=decay, kv_heads=1, device=DEVICE)
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    ids = torch.tensor([[0] * 6 + [1] * 14, [4] * 9 + [5] * 6 + [6] * 5], device=DEVICE)
+    actual, expected = (run_attend(backend, arguments, document_ids=ids) for backend in ("fused", "reference"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_that_are_far_apart():
