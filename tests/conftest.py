@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
@@ -56,7 +57,15 @@ def fork_server():
 LONG = ("integration/", "unit/megatron/training/", "unit/megatron/checkpoint/", "unit/kerple/", "unit/megatron/model/")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    cases: Counter[str] = Counter()
+    for item in items:
+        marker, name = item.get_closest_marker("quick"), item.nodeid.partition("[")[0]
+        cases[name] += 1
+        if marker is not None and cases[name] > marker.args[0]:
+            item.add_marker("ci")
+
     def place(item) -> int:
         return next((index for index, start in enumerate(LONG) if item.nodeid.startswith(f"tests/{start}")), len(LONG))
 

@@ -78,6 +78,7 @@ def run_ranks(folder, words, expected_error=None):
     return outputs
 
 
+@pytest.mark.ci
 def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     data = write_corpus(tmp_path)
     write_checkpoint(tmp_path / "run", "kerple_log", data)

@@ -86,6 +86,7 @@ def test_every_kernel_for_every_gpu(arch, options, tmp_path):
     ("pos_emb", "options", "checkpoint_every"),
     [("kerple_power_ap_ap", {}, 1), ("kerple_log", {"parameters": "per-layer"}, 1), ("rpe", {"num_buckets": 8}, 0)],
 )
+@pytest.mark.quick(1)
 def test_a_model_has_the_same_loss_and_gradients_as_with_chunked(pos_emb, options, checkpoint_every):
     """Including the method's parameters, with activation checkpointing and without."""
     tokens = random_tokens(41)[None].to(DEVICE)

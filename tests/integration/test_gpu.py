@@ -8,8 +8,8 @@ import pytest
 from tests.support.simulated_cuda import ROOT, environment
 
 
-@pytest.mark.parametrize("selection", ["not ci", pytest.param("ci", marks=pytest.mark.ci)])
-def test_everything_on_a_simulated_gpu(selection):
-    command = [sys.executable, "-m", "pytest", "-q", "-m", selection, "-p", "no:cacheprovider", "tests/gpu"]
+@pytest.mark.ci
+def test_everything_on_a_simulated_gpu():
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "tests/gpu"]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-20_000:]

@@ -303,6 +303,7 @@ def resume(source: str, target: str, run_in: Callable[[str], Path], trained: Tra
 
 
 @pytest.mark.parametrize(("source", "target"), RESUMED_IN)
+@pytest.mark.quick(2)
 def test_resuming_in_another_layout(source, target, run_in, trained, tmp_path):
     resume(source, target, run_in, trained, tmp_path)
 

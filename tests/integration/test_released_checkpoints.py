@@ -66,6 +66,7 @@ def in_file_order(method, model):
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "rpe", "learned", "kerple_power_ap_ap"])
+@pytest.mark.quick(2)
 def test_the_optimizer_state_of_the_release_is_used(method, corpus, tmp_path, capsys):
     settings = released_settings(tmp_path, corpus, method, train_iters=306)
     train(Config.from_flat(settings))
@@ -95,6 +96,7 @@ def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.quick(5)
 def test_every_method_resumes_and_is_saved_in_our_layout(method, corpus, tmp_path):
     """Buffers that only the release has (inv_freq, slopes) are ignored and not saved."""
     folder = tmp_path / "checkpoints"

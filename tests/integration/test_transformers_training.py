@@ -98,6 +98,7 @@ def copy_weights(model: GPT, theirs: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick(3)
 def test_losses_are_those_of_transformers(family):
     name, their_keys, our_keys = FAMILIES[family]
     torch.manual_seed(0)

@@ -159,6 +159,7 @@ def test_a_remembered_choice_does_not_hide_a_bad_call():
     ("backend", "method", "documents"),
     [("auto", "kerple_log", False), ("chunked", "kerple_power_ap_ap", True)],
 )
+@pytest.mark.quick(1)
 def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
     """With all gradients."""
     torch._dynamo.reset()

@@ -84,6 +84,7 @@ def random_call(backend: str = "auto") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["none", "kerple_log", "rpe", "forgetting"])
+@pytest.mark.quick(2)
 def test_the_kernels_pass(method):
     """The interpreter passes with tables, with jacobians, with one that is valid only from some distance on, and with
     a decay.

@@ -53,6 +53,7 @@ def test_parameters_stay_within_their_bounds(tmp_path):
     assert all(value.min() >= 0.01 - 1e-9 for value in kernel.values())
 
 
+@pytest.mark.ci
 def test_training_learns_the_task(tmp_path):
     learner = experiment(tmp_path / "state.pt", seed=0, steps=120, batch=32, learning_rate=2e-3, test_samples=64)
     untrained = learner.accuracy(7)

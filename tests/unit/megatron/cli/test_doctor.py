@@ -18,6 +18,7 @@ def kernels(monkeypatch) -> None:
         monkeypatch.setattr(module, "KERNEL_DEVICES", ["cpu"])
 
 
+@pytest.mark.ci
 def test_correct_kernels(kernels, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "DTYPES", (torch.float32,))
     rows = check_model_kernels(CPU)

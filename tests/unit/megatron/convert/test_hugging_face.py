@@ -364,6 +364,7 @@ def test_pytorch_bin_files_are_read_as_tensors_or_rejected(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.ci
 def test_an_inference_mode_is_written(tmp_path):
     """A rotary model then has its own code, and its logits are compared in the mode."""
     model, config = make_model("rotary", seq_length=24)
@@ -387,6 +388,7 @@ def test_an_inference_mode_is_written(tmp_path):
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log", "learned"])
 @torch.no_grad()
+@pytest.mark.quick(2)
 def test_exported_models_are_imported_again(pos_emb, tmp_path):
     model, config = make_model(pos_emb, gpt_j_residual=True)
     to_hugging_face(model, config, tmp_path / "hf", dtype=torch.bfloat16, report=quiet)

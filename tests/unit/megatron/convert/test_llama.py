@@ -18,6 +18,7 @@ from tests.support.families import FAMILIES, family_model
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
+@pytest.mark.quick(6)
 def test_import_and_export(name, tmp_path):
     theirs = family_model(tmp_path / "hf", name)
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
@@ -68,6 +69,7 @@ def test_files_of_transformers_4(tmp_path):
     ids=["llama", "mistral", "qwen2", "qwen3", "scaled"],
 )
 @torch.no_grad()
+@pytest.mark.quick(2)
 def test_models_trained_here_are_exported(keys, tmp_path):
     biases = {} if set(keys) <= {"pos_emb_options", "rotary_emb_base"} else {"use_bias_in_mlp": False}
     model, config = make_model("rotary", norm="rmsnorm", activation="swiglu", **{**biases, **keys})

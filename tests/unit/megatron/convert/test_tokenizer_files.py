@@ -66,6 +66,7 @@ def write_llama_json(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["HFTokenizer", "SPMTokenizer"])
+@pytest.mark.quick(1)
 def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
     """<s> is put before every text, and </s> ends documents, in all four places."""
     source, own, exported = (tmp_path / name for name in ("source", "own", "exported"))

@@ -236,7 +236,8 @@ def test_angles_that_depend_on_the_length_are_not_cached(model_type, rope, keys)
     assert losses == {chunk: pytest.approx(by_hand, abs=1e-5) for chunk in losses}
 
 
-@pytest.mark.parametrize("wrapper", ["peft", "DataParallel", pytest.param("compile", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("wrapper", ["peft", "DataParallel", "compile"])
+@pytest.mark.quick(2)
 def test_wrapped_models_are_read_like_the_model(wrapper):
     """The configuration is that of the model: dynamic angles are not cached. The wrapper is called."""
     model = rope_model("llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0})

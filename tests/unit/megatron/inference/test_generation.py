@@ -32,9 +32,8 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize(
-    "method", ["kerple_log", *(pytest.param(name, marks=pytest.mark.ci) for name in ("xpos", "forgetting", "fire"))]
-)
+@pytest.mark.parametrize("method", ["kerple_log", "xpos", "forgetting", "fire"])
+@pytest.mark.quick(1)
 def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
     model = small_gpt(method).double()
     expected = [one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED) for row, prompt in enumerate(PROMPTS)]
@@ -293,13 +292,14 @@ def test_values_out_of_range(values, message):
 SINKS = Span(window=6, sinks=2)
 MODES = [
     ("kerple_log", AttentionMode(SINKS, reindexed=True)),
-    pytest.param("dape_kerple", AttentionMode(SINKS), marks=pytest.mark.ci),
-    pytest.param("rotary", AttentionMode(SINKS, distance_map=Clip(3)), marks=pytest.mark.ci),
     ("rotary", AttentionMode(distance_map=Linear(16), dynamic_ntk=DynamicNtk(1.0, 16))),
+    ("dape_kerple", AttentionMode(SINKS)),
+    ("rotary", AttentionMode(SINKS, distance_map=Clip(3))),
 ]
 
 
 @pytest.mark.parametrize(("method", "mode"), MODES)
+@pytest.mark.quick(2)
 def test_modes_with_a_cache_give_the_tokens_of_the_complete_text(method, mode):
     model = small_gpt(method).double()
     cached = generate(model, PROMPTS, maximum_tokens=20, mode=mode, **SAMPLED)

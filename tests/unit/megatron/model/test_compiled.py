@@ -76,8 +76,9 @@ def test_recomputed_blocks_use_the_same_dropout_masks():
 
 @pytest.mark.parametrize(
     ("pos_emb", "backend"),
-    [("kerple_log", "sdpa"), pytest.param("kerple_bias_wht", "fused", marks=pytest.mark.ci)],
+    [("kerple_log", "sdpa"), ("kerple_bias_wht", "fused")],
 )
+@pytest.mark.quick(1)
 def test_a_block_is_one_graph(pos_emb, backend):
     """With attention, in the forward and backward pass: `fullgraph=True` fails at a graph break."""
     if backend == "fused":

@@ -60,24 +60,21 @@ def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol
     [
         {},
         {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_attn_linear": False, "num_kv_heads": 1},
-        *(
-            pytest.param(keys, marks=pytest.mark.ci)
-            for keys in (
-                {"norm": "rmsnorm", "bias_gelu_fusion": True},
-                {"gpt_j_residual": True, "activation": "silu"},
-                {"use_bias_in_norms": False, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
-                {**PARALLEL, "use_qk_layernorm": True, "sliding_window_width": 2},
-                {"activation": "swiglu", "use_bias_in_mlp": False, "intermediate_size": 60},
-                {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
-                {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
-            )
-        ),
+        {"norm": "rmsnorm", "bias_gelu_fusion": True},
+        {"gpt_j_residual": True, "activation": "silu"},
+        {"use_bias_in_norms": False, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
+        {**PARALLEL, "use_qk_layernorm": True, "sliding_window_width": 2},
+        {"activation": "swiglu", "use_bias_in_mlp": False, "intermediate_size": 60},
+        {"activation": "relu", "pos_emb": "rotary", "checkpoint_every": 1},
+        {"checkpoint_every": 2, "num_layers": 3, "pos_emb": "dape_kerple"},
     ],
 )
+@pytest.mark.quick(2)
 def test_values_and_gradients(keys, monkeypatch):
     assert_same_as_pytorch(monkeypatch, **keys)
 
 
+@pytest.mark.ci
 def test_half_precision(monkeypatch):
     assert_same_as_pytorch(monkeypatch, torch.float16, rtol=1e-2)
 
@@ -86,11 +83,10 @@ def test_half_precision(monkeypatch):
     "keys",
     [
         {"gpt_j_residual": True},
-        pytest.param(
-            {"activation": "swiglu", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}, marks=pytest.mark.ci
-        ),
+        {"activation": "swiglu", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
     ],
 )
+@pytest.mark.quick(1)
 def test_dropout_is_that_of_pytorch(keys, monkeypatch):
     """The same masks: in float32, since random numbers depend on the dtype."""
     keys = {"hidden_dropout": 0.3, "checkpoint_every": 1, **keys}

@@ -33,6 +33,7 @@ def test_values_and_gradients(masked, chunk, monkeypatch):
 
 @pytest.mark.parametrize("rows", [19, 100])
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.quick(2)
 def test_values_and_gradients_with_the_kernel(masked, rows, kernel, monkeypatch):
     monkeypatch.setattr(loss, "KERNEL_ROWS", 1)
     monkeypatch.setattr(loss, "KERNEL_CHUNK_BYTES", rows * 40 * 4)

@@ -27,10 +27,8 @@ CURRICULUM = {
 }
 
 
-@pytest.mark.parametrize(
-    "pos_emb",
-    ["dape_v2_kerple", *(pytest.param(name, marks=pytest.mark.ci) for name in ("cope", "transformer_xl", "xpos"))],
-)
+@pytest.mark.parametrize("pos_emb", ["dape_v2_kerple", "cope", "transformer_xl", "xpos"])
+@pytest.mark.quick(1)
 def test_training_changes_all_positional_parameters_and_lowers_the_loss(pos_emb, tmp_path, data_path):
     trained(tmp_path, data_path, pos_emb=pos_emb)
     losses = metrics(tmp_path)

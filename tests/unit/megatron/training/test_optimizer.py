@@ -183,7 +183,8 @@ def test_groups_of_positional_parameters_with_their_own_learning_rate():
     ]
 
 
-@pytest.mark.parametrize(("precision", "zero_stage"), [("fp32", 0), pytest.param("bfloat16", 3, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(("precision", "zero_stage"), [("fp32", 0), ("bfloat16", 3)])
+@pytest.mark.quick(1)
 def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stage, tmp_path, data_path):
     """The weights, and the fp32 master weights to which the optimizer adds steps of 0.8."""
     keys = {"pos_emb": "kerple_power", "precision": precision, "zero_optimization": {"stage": zero_stage}}
@@ -240,6 +241,7 @@ def library_optimizers(name, parameters):
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+@pytest.mark.quick(3)
 def test_updates_are_those_of_the_library(name, tmp_path, data_path):
     """In fp32, without DeepSpeed. Muon computes in bfloat16, which amplifies differences in rounding: no clipping, and
     the same implementation of AdamW.

@@ -29,8 +29,7 @@ for pos_emb, names in IMPLEMENTATIONS.items():
         ALL.append(pytest.param(pos_emb, name, marks=() if (pos_emb, name) in QUICK else pytest.mark.ci))
 # One for each way of using positions, masks and tables.
 SOME = [("kerple_log", "sdpa"), ("forgetting", "sdpa"), ("dape_rotary", "eager")]
-OTHERS = [("kerple_power_ap_ap", "flex_attention"), ("xpos", "sdpa"), ("fire", "eager")]
-SOME += [pytest.param(*case, marks=pytest.mark.ci) for case in OTHERS]
+SOME += [("kerple_power_ap_ap", "flex_attention"), ("xpos", "sdpa"), ("fire", "eager")]
 
 
 @pytest.mark.parametrize(("pos_emb", "implementation"), ALL)
@@ -63,6 +62,7 @@ LLAMA = {
 
 @pytest.mark.parametrize(("pos_emb", "implementation"), SOME)
 @torch.no_grad()
+@pytest.mark.quick(2)
 def test_llama_style_blocks(pos_emb, implementation):
     model, path = export(pos_emb, **LLAMA)
     theirs = load(path, attn_implementation=implementation)
@@ -107,6 +107,7 @@ def test_other_implementations_are_rejected(pos_emb, requested):
 
 @pytest.mark.parametrize(("pos_emb", "implementation"), SOME)
 @torch.no_grad()
+@pytest.mark.quick(3)
 def test_padding_between_tokens(pos_emb, implementation):
     """As generate creates it after prompts that are padded on the right: distances do not count padding."""
     model, path = export(pos_emb)
@@ -185,11 +186,11 @@ def test_masks_of_another_shape_are_rejected():
 MODES = [
     ("kerple_log", "sinks@3+9+reindexed+logn@16", "sdpa"),
     ("rotary", "sinks@3+9+reindexed+clip@6", "eager"),
-    pytest.param("kerple_log", "blockwise+log@8", "eager", marks=pytest.mark.ci),
-    pytest.param("rotary", "window@9+dynamic-ntk+logn", "sdpa", marks=pytest.mark.ci),
-    pytest.param("alibi", "sinks@3+9+linear", "sdpa", marks=pytest.mark.ci),
-    pytest.param("dape_kerple", "window@9+yarn-temperature@4", "eager", marks=pytest.mark.ci),
     ("forgetting", "sinks@3+9", "sdpa"),
+    ("kerple_log", "blockwise+log@8", "eager"),
+    ("rotary", "window@9+dynamic-ntk+logn", "sdpa"),
+    ("alibi", "sinks@3+9+linear", "sdpa"),
+    ("dape_kerple", "window@9+yarn-temperature@4", "eager"),
 ]
 # The tokens of calls with a cache. The mask of the second row begins with 13 paddings.
 CALLS = [(0, 14), (14, 16), (16, 40), *((token, token + 1) for token in range(40, 50))]
@@ -197,6 +198,7 @@ CALLS = [(0, 14), (14, 16), (16, 40), *((token, token + 1) for token in range(40
 
 @pytest.mark.parametrize(("pos_emb", "name", "implementation"), MODES)
 @torch.no_grad()
+@pytest.mark.quick(3)
 def test_inference_modes(pos_emb, name, implementation):
     """The logits of this project's model in the same mode, with a cache and without, also in a batch with padding."""
     model, path = export(pos_emb, **({"inference_mode": "sinks@2+8"} if pos_emb == "rotary" else {}))

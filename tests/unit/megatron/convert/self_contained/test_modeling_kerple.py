@@ -69,6 +69,7 @@ def train(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.ci
 def test_trainer_with_gradient_checkpointing(train):
     _, path = export("kerple_log")
     model = load(path)
@@ -96,7 +97,8 @@ def test_trainer_with_label_smoothing_predicts_the_next_token(train):
     assert loss == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["language model", pytest.param("classifier", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("kind", ["language model", "classifier"])
+@pytest.mark.quick(1)
 def test_accumulation_steps_change_neither_loss_nor_gradient(kind, train):
     _, path = export("kerple_log")
     rows = [
@@ -240,10 +242,9 @@ def test_compiled_without_graph_breaks():
     assert difference[mask.bool()].abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    "pos_emb", ["kerple_log", *(pytest.param(name, marks=pytest.mark.ci) for name in ("dape_v2_kerple", "forgetting"))]
-)
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_v2_kerple", "forgetting"])
 @torch.no_grad()
+@pytest.mark.quick(1)
 def test_generation_beyond_the_training_length(pos_emb):
     model, path = export(pos_emb)
     theirs = load(path)
@@ -268,6 +269,7 @@ def test_generation_beyond_the_training_length(pos_emb):
 
 @pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_rotary"])
 @torch.no_grad()
+@pytest.mark.quick(1)
 def test_generation_with_a_static_cache_and_padding(pos_emb):
     _, path = export(pos_emb)
     theirs = load(path)

@@ -94,6 +94,7 @@ def test_of_grouped_heads(method):
     ["kerple_log", "kerple_power_ap_ap", "xpos", "dape_kerple", "learned", "forgetting"],
 )
 @torch.no_grad()
+@pytest.mark.quick(3)
 def test_against_every_pair(method):
     """In chunks of 20 through the cache, two texts in a batch."""
     model = small_gpt(method)

@@ -38,10 +38,11 @@ def test_values_and_gradients(bias, weight, window):
     ("heads", "options"),
     [
         (1, {"bias": False, "weight": False}),
-        pytest.param(2, {"kv_heads": 1, "window": 30}, marks=pytest.mark.ci),
-        pytest.param(1, {"bias": False, "weight": False, "decay": True}, marks=pytest.mark.ci),
+        (2, {"kv_heads": 1, "window": 30}),
+        (1, {"bias": False, "weight": False, "decay": True}),
     ],
 )
+@pytest.mark.quick(1)
 def test_documents(heads, options, monkeypatch):
     """In one launch of each kernel: of more than a tile, of one token, and with padding at the end of a row."""
     monkeypatch.setattr(launch, "TABLE_PROGRAMS", 1)
@@ -84,7 +85,8 @@ def test_long_sequences(length, window, monkeypatch):
     assert_same_as_reference(1, 1, queries, length, 16, window=window, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("tile", [pytest.param(Tile(16, 32, 4, 1), marks=pytest.mark.ci), Tile(64, 16, 4, 1)])
+@pytest.mark.parametrize("tile", [Tile(64, 16, 4, 1), Tile(16, 32, 4, 1)])
+@pytest.mark.quick(1)
 def test_results_do_not_depend_on_tiles(tile, monkeypatch):
     square = Tile(16, 16, 4, 1)
     monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(tile, tile, tile, square, kib=0))
@@ -98,6 +100,7 @@ def test_results_do_not_depend_on_tiles(tile, monkeypatch):
     ("heads", "kv_heads", "s", "t", "window", "tables"),
     [(4, 2, 37, 37, None, True), (3, 1, 20, 37, 9, True), (2, 1, 1, 37, None, False)],
 )
+@pytest.mark.quick(2)
 def test_grouped_queries(heads, kv_heads, s, t, window, tables):
     """Several query heads share a key/value head, whose gradients are sums over them."""
     assert_same_as_reference(1, heads, s, t, 16, bias=tables, weight=tables, window=window, kv_heads=kv_heads)

@@ -49,6 +49,7 @@ def requested(monkeypatch) -> list[tuple[bool, int | None]]:
         ("rpe", SHORT_T5, Span(block=12)),
     ],
 )
+@pytest.mark.quick(2)
 def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
     """Fewer queries than keys; a window that ends in T5's last bucket, blocks that begin before it."""
     torch.manual_seed(0)
@@ -71,6 +72,7 @@ def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
     ("bias_directions", "weight_directions", "window", "kv_heads"),
     [(0, 2, 30, 2), (2, 2, None, 1), (3, 1, 30, 2)],
 )
+@pytest.mark.quick(2)
 def test_gradients_of_coefficients(bias_directions, weight_directions, window, kv_heads):
     heads, length = 2, 40
     arguments = random_attend_arguments(

@@ -44,9 +44,10 @@ def operator_arguments(
     "arguments",
     [
         (20, 20, None, 1, False, 2, 2),
-        pytest.param((20, 20, 5, 1, True, 1, 0, True), marks=pytest.mark.ci),
+        (20, 20, 5, 1, True, 1, 0, True),
     ],
 )
+@pytest.mark.quick(1)
 def test_opcheck(arguments):
     """Schema, fake implementation and autograd formula agree with the implementation, strides included."""
     torch.library.opcheck(
@@ -66,7 +67,8 @@ def test_gradients_of_equally_many_queries_and_keys_share_their_memory():
     assert {grad.stride() for grad in grads} == {(20 * 2 * 3 * 16, 3 * 16, 2 * 3 * 16, 1)}
 
 
-@pytest.mark.parametrize(("s", "decay"), [(20, False), pytest.param(20, True, marks=pytest.mark.ci), (7, False)])
+@pytest.mark.parametrize(("s", "decay"), [(20, False), (7, False), (20, True)])
+@pytest.mark.quick(2)
 def test_documents(s, decay):
     """Values and gradients, of complete rows and with a KV cache."""
     arguments = random_attend_arguments(2, 2, s, 20, 16, weight=not decay, decay=decay, kv_heads=1, device=DEVICE)
