@@ -234,9 +234,9 @@ With {"pos-emb-options": {"random_range": N}}, each training step draws an incre
 positions for its tokens (arXiv 2305.16843). Methods without positions, such as CoPE, reject this
 option. Methods with a bias or weight then use the chunked backend.
 
-Evaluation at L tokens uses one sample of L positions. Generation, tasks and exported models use the
-beginning of one sample of random_length positions (default: max-position-embeddings); for longer
-texts, raise it. Distances are differences of sampled positions; the ALiBi variant of the authors
-samples distances along diagonals.
+Evaluation at L tokens uses one sample of L positions. Generation and tasks use the beginning of one
+sample of random_length positions (default: max-position-embeddings); for longer texts, raise it.
+Such models cannot be exported. Distances are differences of sampled positions; the ALiBi variant of
+the authors samples distances along diagonals.
 
 """

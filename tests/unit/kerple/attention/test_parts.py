@@ -285,6 +285,7 @@ def masked_language_model_loss(causal: bool) -> float:
     return loss.item()
 
 
+@pytest.mark.ci
 def test_masked_language_modeling_with_xpos():
     """Causal attention does not see the repetition of the first three tokens, so it guesses half of them: ln(8) / 2."""
     assert masked_language_model_loss(causal=False) < 0.01

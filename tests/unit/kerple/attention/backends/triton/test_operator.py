@@ -67,8 +67,8 @@ def test_gradients_of_equally_many_queries_and_keys_share_their_memory():
     assert {grad.stride() for grad in grads} == {(20 * 2 * 3 * 16, 3 * 16, 2 * 3 * 16, 1)}
 
 
-@pytest.mark.parametrize(("s", "decay"), [(20, False), (7, False), (20, True)])
-@pytest.mark.quick(2)
+@pytest.mark.parametrize(("s", "decay"), [(7, False), (20, False), (20, True)])
+@pytest.mark.quick(1)
 def test_documents(s, decay):
     """Values and gradients, of complete rows and with a KV cache."""
     arguments = random_attend_arguments(2, 2, s, 20, 16, weight=not decay, decay=decay, kv_heads=1, device=DEVICE)
