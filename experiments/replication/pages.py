@@ -1,9 +1,10 @@
 """The figures in docs/results, and the generated blocks of its pages and of the project's README, from `records/`.
 
 records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in pilot.md, and those of
-`modes` in modes.md. records/recall.json is the `chomsky.json` of recall.md.
+`modes` in modes.md, those of `documents` in context.md. records/recall.json is the `chomsky.json` of recall.md.
 """
 
+import itertools
 import json
 import os
 import re
@@ -40,7 +41,7 @@ from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
 RECORDS = Path(__file__).with_name("records")
-SWEEPS, PILOT, MODES = ("c", "c-factor1", "prose", "latex"), "pilot", "modes"
+SWEEPS, PILOT, MODES, DOCUMENTS = ("c", "c-factor1", "prose", "latex"), "pilot", "modes", "documents"
 TRAIN_LENGTH, LONGEST = 128, 8192
 RECALL_TRAIN_LENGTH = 64
 NO_LOSS = "sinusoidal"  # its losses beyond the training length are meaningless
@@ -128,10 +129,11 @@ def blocks() -> dict[str, str]:
         "comparisons": _markdown(comparison_table(records)),
         "costs": _markdown(cost_table(found)),
         "context": context_facts(found, in_context_scores(records)),
+        "documents": _markdown(documents_table(_read(DOCUMENTS))),
         "perplexities": _markdown(perplexity_tables(full)[0]),
         "differences": "\n\n".join(differences),
         "resolutions": _markdown(resolution_tables(full)[0]),
-        "environments": "\n".join(environments(_read(*SWEEPS, PILOT, MODES))),
+        "environments": "\n".join(environments(_read(*SWEEPS, PILOT, MODES, DOCUMENTS))),
         "pilot": _markdown(pilot_table(_read(PILOT))),
         "recall": _markdown(recall_table(_recall())),
         "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
@@ -205,6 +207,24 @@ def pilot_table(records: Iterable[AnyRecord]) -> Table:
         name = Path(record["checkpoint"]["path"]).parent.name
         lines.append(Row((name,), tuple(map(Cell, (*cells, difference)))))
     return Table("pilot", "Pilot", ("setting",), ("loss", "perplexity", "minus `log`"), tuple(lines))
+
+
+def documents_table(records: Iterable[AnyRecord]) -> Table:
+    """The losses of models trained with and without document masks by mode and length, and their paired differences."""
+    losses = PairedLosses(records := [record for record in records if record["kind"] == "extrapolation"])
+    by_key = {(record["pos_emb"], record["mode"], record["length"]): record for record in records}
+    lengths = sorted({record["length"] for record in records})
+    lines: list[Row | Section] = []
+    for pos_emb, mode in itertools.product(("kerple_log", "alibi"), ("full", f"window@{TRAIN_LENGTH}")):
+        pairs = []
+        for length in lengths:
+            pairs.append([by_key[f"{pos_emb} ({name})", mode, length] for name in ("documents", "rows")])
+        keys = [[(setting_of(record), method_of(record), record["length"]) for record in pair] for pair in pairs]
+        lines.append(Section(display_name(Method(pos_emb, mode))))
+        lines.append(Row(("masks",), tuple(Cell(f"{masked['loss']:.3f}") for masked, _ in pairs)))
+        lines.append(Row(("no masks",), tuple(Cell(f"{rows['loss']:.3f}") for _, rows in pairs)))
+        lines.append(Row(("difference",), tuple(Cell(losses.text(*pair)) for pair in keys)))
+    return Table("documents", "Document masks", ("training",), tuple(f"{length:,}" for length in lengths), tuple(lines))
 
 
 def recall_table(frame: DataFrame) -> Table:
