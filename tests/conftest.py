@@ -59,6 +59,7 @@ LONG = ("integration/", "unit/megatron/training/", "unit/megatron/checkpoint/", 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    # The cases of a test after the first n of its mark `quick(n)` are marked `ci`.
     cases: Counter[str] = Counter()
     for item in items:
         marker, name = item.get_closest_marker("quick"), item.nodeid.partition("[")[0]

@@ -1,7 +1,7 @@
 """The figures in docs/results, and the generated blocks of its pages and of the project's README, from `records/`.
 
-records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in pilot.md, and those of
-`modes` in modes.md, those of `documents` in context.md. records/recall.json is the `chomsky.json` of recall.md.
+records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in pilot.md, those of `modes`
+in modes.md, and those of `documents` in context.md. records/recall.json is the `chomsky.json` of recall.md.
 """
 
 import itertools

@@ -95,15 +95,10 @@ class Display:
     def print(self, line: str) -> None:
         self._progress.print(line)
 
-    def finished(self, run: SweepRun, seconds: float) -> None:
+    def finished(self, run: SweepRun, how: str) -> None:
         self._finished += 1
         self._work_done[run.name] = self._work[run.name]
-        self.print(f"[{self._counts()}] {run.name}: finished in {readable_time(seconds)}")
-
-    def finished_elsewhere(self, run: SweepRun) -> None:
-        self._finished += 1
-        self._work_done[run.name] = self._work[run.name]
-        self.print(f"[{self._counts()}] {run.name}: finished by another sweep process")
+        self.print(f"[{self._counts()}] {run.name}: finished {how}")
 
     def failed(self, failure: Failure) -> None:
         self._failed += 1
@@ -218,7 +213,7 @@ class Runner:
             claim.release()
             raise
         if finished:
-            self._display.finished_elsewhere(run)
+            self._display.finished(run, "by another sweep process")
             claim.release()
             return False
         if run.failed_at() not in (None, failed_before):
@@ -276,7 +271,7 @@ class Runner:
             if job.task == "evaluation":
                 run.mark_evaluated()
             if run.status().state is State.FINISHED:
-                self._display.finished(run, time.monotonic() - job.started_at)
+                self._display.finished(run, f"in {readable_time(time.monotonic() - job.started_at)}")
                 self._remove(job)
             return None
         run.mark_failed(job.task, exit_status)
