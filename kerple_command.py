@@ -43,7 +43,6 @@ COMMANDS = {
     "convert": Command("megatron.cli.convert:main", "convert checkpoints to and from Hugging Face", "eval"),
     "inspect": Command("megatron.cli.inspect:main", "show what a checkpoint contains", "eval"),
     "import-release": Command("megatron.cli.import_release:main", "unpack and verify a released checkpoint", "eval"),
-    "watch": Command("megatron.cli.watch:main", "show the progress of a training run", "train"),
     "doctor": Command("megatron.cli.doctor:main", "check the kernels on this machine, for bug reports", None),
 }
 

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
@@ -14,38 +13,35 @@ from megatron.utils.typed_json import Count, Float, check_json, load_json
 
 MAX_LINE_BYTES = 1 << 20
 
-T = TypeVar("T")
-
 # The keys of a line that progress and step times need. Lines of validation losses have only the first.
 MetricsLine = TypedDict(
     "MetricsLine",
     {"iteration": Count, "train/tokens": NotRequired[Float], "train/tokens_per_second": NotRequired[Float]},
 )
-METRICS_LINE = TypeAdapter(MetricsLine)
+_METRICS_LINE = TypeAdapter(MetricsLine)
 
 
-def parse_metrics(line: bytes, adapter: TypeAdapter[T], place: str) -> T | None:
+def parse_metrics(line: bytes, place: str) -> MetricsLine | None:
     """A line of metrics.jsonl; None if a killed run has left it incomplete. Raises UserError, starting with `place`, if
-    it does not have the adapter's type.
+    a value has a wrong type.
     """
     try:
         value = load_json(line, place, allow_nan=True)  # of losses
     except UserError:
         return None
-    return check_json(value, adapter, place)
+    return check_json(value, _METRICS_LINE, place)
 
 
-def metrics_lines(path: Path, adapter: TypeAdapter[T]) -> Iterator[tuple[str, T]]:
-    """(place for error messages, content) of the lines of a metrics.jsonl. Incomplete lines are skipped: the last one
-    may be being written, and killed runs may have left others.
+def metrics_lines(path: Path) -> Iterator[MetricsLine]:
+    """The lines of a metrics.jsonl. Incomplete ones are skipped: the last one may be being written, and killed runs may
+    have left others.
 
     Raises UserError if the file cannot be read, a line is longer than MAX_LINE_BYTES, or as `parse_metrics`.
     """
     for number, line in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
-        place = f"{path}, line {number}"
-        content = parse_metrics(line, adapter, place)
+        content = parse_metrics(line, f"{path}, line {number}")
         if content is not None:
-            yield place, content
+            yield content
 
 
 def read_log(path: Path) -> tuple[float, float] | None:
@@ -56,7 +52,7 @@ def read_log(path: Path) -> tuple[float, float] | None:
     """
     rates: list[float] = []
     tokens_per_step = 0.0
-    for _, line in metrics_lines(path, METRICS_LINE):
+    for line in metrics_lines(path):
         if line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
             rates.append(line["train/tokens_per_second"])
             tokens_per_step = line["train/tokens"] / line["iteration"]

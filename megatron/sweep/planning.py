@@ -37,7 +37,7 @@ from megatron.data.indexed_dataset import idx_path, is_remote, read_manifest
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
-from megatron.reporting.training_log import METRICS_LINE, parse_metrics, read_log
+from megatron.reporting.training_log import parse_metrics, read_log
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import METRICS, open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
@@ -219,7 +219,7 @@ class SweepRun:
             lines = stream.read().splitlines()
         for line in reversed(lines):
             with contextlib.suppress(UserError):  # this is only shown as progress
-                if values := parse_metrics(line, METRICS_LINE, str(self.metrics)):
+                if values := parse_metrics(line, str(self.metrics)):
                     return values["iteration"]
         return 0
 
