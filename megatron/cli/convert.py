@@ -19,7 +19,7 @@ from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
 from megatron.convert import from_hugging_face, to_hugging_face, to_release
 from megatron.convert.card import CardDetails
-from megatron.convert.hub import check_upload, download, is_hub_name, local_checkpoint, upload
+from megatron.convert.hub import download, is_hub_name, local_checkpoint
 from megatron.convert.output import check_new_folder
 from megatron.convert.weights import saved_dtype
 from megatron.evaluation.records import extrapolation_records, fingerprint_of, read_results
@@ -65,10 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for option in ("--vocab-file", "--merge-file"):
         to_hf.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
     to_hf.add_argument(
-        "--push-to-hub", metavar="ORG/NAME", help="upload OUT to this repository of the Hugging Face hub"
-    )
-    to_hf.add_argument("--private", action="store_true", help="with --push-to-hub: create a private repository")
-    to_hf.add_argument(
         "--inference-mode",
         metavar="MODE",
         help="how the exported model attends, such as sinks@4+508; it then has its own code (see evaluate.py "
@@ -109,11 +105,6 @@ def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, to
 
 
 def export(options: argparse.Namespace) -> None:
-    repository = options.push_to_hub
-    if repository is not None:
-        check_upload(repository, private=options.private)
-    elif options.private:
-        raise UserError("--private is an option of --push-to-hub; add --push-to-hub ORG/NAME, or remove it")
     overrides = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else {}
     model, config, dtype, step = load(options, **overrides)
     details = card_details(options, config, step)
@@ -124,14 +115,11 @@ def export(options: argparse.Namespace) -> None:
         options.output,
         tokenizer=tokenizer,
         dtype=dtype,
-        repository=repository,
         inference_mode=options.inference_mode,
         details=details,
     )
     if details.license is None:
         print("note: the model card names no license; add it with --license")
-    if repository is not None:
-        print(f"uploaded to {upload(options.output, repository, private=options.private)}")
 
 
 def card_details(options: argparse.Namespace, config: Config, step: Path) -> CardDetails:

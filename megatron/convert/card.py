@@ -48,9 +48,6 @@ model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_cod
 ```
 {perplexities}{note}"""
 
-# In place of the name of a model that is not on the hub; `hub.upload` replaces it.
-FOLDER_PLACEHOLDER = "THIS_FOLDER"
-
 TOKENIZER_CODE = """
 tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
 prompt = tokenizer([{prompt}], return_tensors="pt")
@@ -89,13 +86,11 @@ def model_card(
     *,
     architecture: str | None,
     has_tokenizer: bool,
-    name: str | None = None,
     mode: str = FULL_MODE.name,
 ) -> str:
     """README.md: what the model is, how to load it, and what works.
 
-    architecture: the class of transformers; None for a self-contained model. name: on the Hugging Face hub. mode: of
-    inference.
+    architecture: the class of transformers; None for a self-contained model. mode: of inference.
     """
     # The hub reads the metadata.
     metadata = {
@@ -130,9 +125,9 @@ def model_card(
     if has_tokenizer:
         prompt = json.dumps(details.prompt, ensure_ascii=False)
         tokenizer_code = TOKENIZER_CODE.format(tokenizer_class=tokenizer_class, prompt=prompt, comment=comment)
-    card = CARD.format(
+    return CARD.format(
         metadata=yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False),
-        title=name.split("/")[-1] if name else f"{config.model.pos_emb} language model",
+        title=f"{config.model.pos_emb} language model",
         training=_training(details),
         perplexities=_perplexities(details, config.model.seq_length),
         layers=config.model.num_layers,
@@ -145,7 +140,6 @@ def model_card(
         tokenizer_code=tokenizer_code,
         note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
     )
-    return card.replace(FOLDER_PLACEHOLDER, name or FOLDER_PLACEHOLDER)
 
 
 def _training(details: CardDetails) -> str:

@@ -65,7 +65,6 @@ def to_hugging_face(
     *,
     tokenizer: TokenizerFiles | None = None,
     dtype: torch.dtype = torch.float32,
-    repository: str | None = None,
     inference_mode: str | None = None,
     details: CardDetails | None = None,
     report: Report = print,
@@ -76,7 +75,6 @@ def to_hugging_face(
         model, config: as returned by `megatron.inference.load_model`.
         tokenizer: written next to the model; None to omit it.
         dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
-        repository: name on the Hugging Face hub that the model card tells to load.
         inference_mode: how the model attends, such as `sinks@4+508` (`kerple.attention.inference.mode`). Models
             of transformers have none but `full`, so the model is then self-contained.
         details: what the model card says about training and evaluation.
@@ -140,7 +138,6 @@ def to_hugging_face(
             details or CardDetails(),
             architecture=architecture,
             has_tokenizer=tokenizer is not None,
-            name=repository,
             mode=mode.name,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -6,11 +6,6 @@ from megatron.cli.convert import main
 from megatron.config import UserError
 
 
-def test_private_needs_an_upload(tmp_path):
-    with pytest.raises(UserError, match=r"--private.*--push-to-hub"):
-        main(["to-hf", str(tmp_path), str(tmp_path / "out"), "--private"])
-
-
 def test_an_existing_folder_is_not_overwritten(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path}"):
         main(["to-release", str(tmp_path), str(tmp_path)])

@@ -15,9 +15,6 @@ def test_a_card_without_details_is_valid():
 
 def test_perplexities_by_length():
     values = {(("a|b", "last-k@256", "full"), 512): 20.125, (("a|b", "last-k@256", "window@64"), 1024): 1234.5}
-    text = model_card(
-        *make_model("alibi"), CardDetails(perplexities=values), architecture=None, has_tokenizer=False, name="me/tiny"
-    )
-    assert "# tiny\n" in text
+    text = model_card(*make_model("alibi"), CardDetails(perplexities=values), architecture=None, has_tokenizer=False)
     assert r"| a\|b | last-k@256 | full | 20.12 | n/a |" in text
     assert r"| a\|b | last-k@256 | window@64 | n/a | 1,234.50 |" in text

@@ -1,12 +1,10 @@
-"""Models of the Hugging Face hub, in a cache as huggingface_hub writes it, and uploads to a fake hub."""
+"""Models of the Hugging Face hub, in a cache as huggingface_hub writes it."""
 
 import json
 import os
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -16,10 +14,10 @@ from huggingface_hub.utils import filter_repo_objects
 from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
-from megatron.convert.hub import PATTERNS, download, local_checkpoint, upload
+from megatron.convert.hub import PATTERNS, download, local_checkpoint
 from megatron.inference import load_model
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.checkpoints import write_corpus
 from tests.support.conversion import LONG, random_tokens
 from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
@@ -120,53 +118,6 @@ def test_only_data_is_downloaded(monkeypatch, tmp_path):
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in PATTERNS)
 
 
-class FakeApi:
-    """Replaces HfApi."""
-
-    calls: ClassVar[list[tuple[str, object]]] = []
-    files: ClassVar[dict[str, bytes]] = {}
-    repositories: ClassVar[dict[str, bool]] = {}  # name -> private
-
-    def repo_exists(self, repo_id):
-        return repo_id in self.repositories
-
-    def repo_info(self, repo_id):
-        return SimpleNamespace(private=self.repositories[repo_id])
-
-    def whoami(self):
-        self.calls.append(("whoami", None))
-
-    def create_repo(self, repo_id, private, exist_ok):
-        self.calls.append(("create", (repo_id, private, exist_ok)))
-        self.repositories.setdefault(repo_id, private)
-        return f"https://hub/{repo_id}"
-
-    def create_branch(self, repo_id, branch, exist_ok):
-        self.calls.append(("branch", (repo_id, branch, exist_ok)))
-
-    def upload_folder(self, repo_id, folder_path, commit_message, revision):
-        self.calls.append(("upload", repo_id if revision is None else (repo_id, revision)))
-        self.files.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
-
-
-def test_uploads(hub, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    monkeypatch.setattr(FakeApi, "calls", [])
-    monkeypatch.setattr(FakeApi, "files", {})
-    monkeypatch.setattr(FakeApi, "repositories", {})
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    convert(["from-hf", "hf:org/tiny", str(tmp_path / "ours"), "--no-tokenizer"])
-    push = ["--no-tokenizer", "--push-to-hub", "me/tiny"]
-    convert(["to-hf", str(tmp_path / "ours"), str(tmp_path / "out"), *push, "--private"])
-    assert FakeApi.calls == [("whoami", None), ("create", ("me/tiny", True, True)), ("upload", "me/tiny")]
-    assert {"config.json", "model.safetensors", "README.md"} <= FakeApi.files.keys()
-    assert b'AutoModelForCausalLM.from_pretrained("me/tiny")' in FakeApi.files["README.md"]
-    output = capsys.readouterr()
-    assert output.out.splitlines()[-2] == "uploaded to https://hub/me/tiny"
-    assert "hf_secret" not in output.out + output.err
-    assert not any(b"hf_secret" in content for content in FakeApi.files.values())
-
-
 def run_tool(monkeypatch, *words):
     """Run a script in tools/ckpts in this process; returns its exit status."""
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -177,10 +128,8 @@ def run_tool(monkeypatch, *words):
 
 
 def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
-    """Import a model with GPT-NeoX's command line, inspect the checkpoint, and upload its export to a branch."""
-    for name in ("calls", "files", "repositories"):
-        monkeypatch.setattr(FakeApi, name, type(getattr(FakeApi, name))())
-    ours, out = str(tmp_path / "ours"), str(tmp_path / "out")
+    """Import a model with GPT-NeoX's command line, and inspect the checkpoint."""
+    ours = str(tmp_path / "ours")
     convert(["from-hf", "hf:org/tiny", str(tmp_path / "expected"), "--no-tokenizer"])
     words = ["--tp", "4", "--model", "org/tiny", "--model_path", ours, "--no-tokenizer"]
     assert not run_tool(monkeypatch, "convert_hf_llama_to_neox.py", *words)
@@ -188,46 +137,3 @@ def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert run_tool(monkeypatch, "inspect_checkpoints.py", ours, "--json") == 0
     assert json.loads(capsys.readouterr().out)["iteration"] == 0
-    convert(["to-hf", ours, out, "--no-tokenizer"])
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    assert not run_tool(monkeypatch, "upload.py", out, "me/tiny", "step1000")
-    assert FakeApi.calls[-2:] == [("branch", ("me/tiny", "step1000", True)), ("upload", ("me/tiny", "step1000"))]
-    assert "model.safetensors" in FakeApi.files
-    assert b'from_pretrained("me/tiny")' in FakeApi.files["README.md"]
-    assert not run_tool(monkeypatch, "upload.py", out, "me/tiny", "main")
-    assert FakeApi.calls[-2][0] == "create"
-    assert run_tool(monkeypatch, "upload.py", str(tmp_path / "absent"), "me/tiny", "main") == 2
-    assert "absent: has no config.json" in capsys.readouterr().err
-
-
-def test_uploads_that_cannot_succeed_fail_early(tmp_path, monkeypatch):
-    def fail(self):
-        raise OSError("Invalid user token")
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    write_checkpoint(tmp_path / "run", "alibi", "nowhere")
-    words = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer"]
-    for name in ("tiny", "a/b/c", "me/ti ny"):
-        with pytest.raises(UserError, match=f"--push-to-hub {name}: .*give the name as ORG/NAME"):
-            convert([*words, "--push-to-hub", name])
-    monkeypatch.setattr(FakeApi, "whoami", fail)
-    assert_rejected("HF_TOKEN", convert, [*words, "--push-to-hub", "me/tiny"])
-    assert_rejected("--private.*--push-to-hub", convert, [*words, "--private"])
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_public_repository_is_not_used_for_a_private_upload(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    monkeypatch.setattr(FakeApi, "calls", [])
-    monkeypatch.setattr(FakeApi, "repositories", {"me/public": False, "me/private": True})
-    write_checkpoint(tmp_path / "run", "alibi", "nowhere")
-    words = ["to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--no-tokenizer", "--private"]
-    assert_rejected("me/public.*--private", convert, [*words, "--push-to-hub", "me/public"])
-    assert not (tmp_path / "out").exists()
-    # Someone else may create it during the conversion.
-    assert_rejected("me/public.*--private", upload, tmp_path, "me/public", private=True)
-    assert "upload" not in dict(FakeApi.calls)
-    (tmp_path / "folder").mkdir()
-    upload(tmp_path / "folder", "me/private", private=True)
-    upload(tmp_path / "folder", "me/public")
-    assert [repository for name, repository in FakeApi.calls if name == "upload"] == ["me/private", "me/public"]
