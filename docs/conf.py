@@ -44,6 +44,7 @@ CONTENTS = {
     "Results": [
         "docs/results/README",
         "docs/results/context",
+        "docs/results/long-context",
         "docs/results/pilot",
         "docs/results/modes",
         "docs/results/recall",

@@ -2,10 +2,12 @@
 `too imprecise` are defined in experiments/long_context/README.md.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,13 +48,17 @@ class Comparison:
         return statistics.fmean(self.by_seed)
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 % interval. Its variance is the sum of those of the mean over seeds and over documents, as in Clark's
-        min F' (1973); its degrees of freedom are those of the seeds.
+    def stderr(self) -> float:
+        """The standard error of the mean. Its variance is the sum of those over seeds and over documents, as in Clark's
+        min F' (1973); with one seed, that over documents.
         """
         seeds = len(self.by_seed)
-        stderr = math.sqrt(statistics.variance(self.by_seed) / seeds + self.documents)
-        width = float(t_distribution.ppf(0.975, seeds - 1)) * stderr
+        return math.sqrt((statistics.variance(self.by_seed) / seeds if seeds > 1 else 0.0) + self.documents)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval, with the degrees of freedom of the seeds; at least two are needed."""
+        width = float(t_distribution.ppf(0.975, len(self.by_seed) - 1)) * self.stderr
         return self.mean - width, self.mean + width
 
     @property
@@ -71,7 +77,7 @@ class Comparison:
 
 def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples: Sequence[int]) -> Comparison | None:
     """Log minus the baseline with full attention, the mean over lengths that are these multiples of the training
-    length. None with fewer than two seeds that both methods have at every length.
+    length. None without a seed that both methods have at every length.
 
     Raises UserError if two runs have the same method and seed, if a run has no loss, or if the runs have other tokens,
     models or numbers of steps than each other.
@@ -100,7 +106,7 @@ def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples:
     # Pairs of runs with the same seed.
     complete = {key: run for key, run in runs.items() if len(run) == len(multiples)}
     seeds = sorted(seed for method, seed in complete if method == LOG and (baseline, seed) in complete)
-    if len(seeds) < 2:
+    if not seeds:
         return None
 
     # The difference of each pair of runs, and its mean over pairs and lengths for each document.
@@ -148,7 +154,7 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
             cells = []
             for corpus in corpora:
                 found = compare(records, corpus, baseline, multiples)
-                if found is None:
+                if found is None or len(found.by_seed) < 2:
                     cells += [Cell(NOT_MEASURED)] * 2
                     continue
                 low, high = found.interval
@@ -159,6 +165,23 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
     for corpus in corpora:
         columns += [corpus_name(corpus), f"paper, {corpus_name(PAPER_CORPORA[corpus])}"]
     return Table("comparisons", "Primary comparisons", ("log minus", "at"), tuple(columns), tuple(lines))
+
+
+def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]) -> Table:
+    """Log minus each baseline at each length, ± one standard error, for records of one corpus."""
+    ((corpus, train_length),) = {(record["corpus"], record["train_length"]) for record in records}
+    lengths = sorted({record["length"] for record in records if record["kind"] == "extrapolation"})
+    lines = []
+    for baseline in baselines:
+        found = [compare(records, corpus, baseline, (length // train_length,)) for length in lengths]
+        seeds = min(len(comparison.by_seed) if comparison else 0 for comparison in found)
+        cells = []
+        for comparison in found:
+            text = f"{comparison.mean:+.3f} ± {comparison.stderr:.3f}" if comparison else NOT_MEASURED
+            cells.append(Cell(text))
+        lines.append(Row((display_name(Method(baseline)), str(seeds)), tuple(cells)))
+    columns = tuple(f"{length:,}" for length in lengths)
+    return Table("differences", "Differences", ("log minus", "seeds"), columns, tuple(lines))
 
 
 def costs(records: Iterable[AnyRecord]) -> DataFrame:
@@ -192,6 +215,24 @@ def in_context_scores(records: Iterable[AnyRecord]) -> DataFrame:
             loss = float(np.average(losses, weights=record["counts"]))
             rows.append((record["corpus"], record["pos_emb"], record["seed"], score, loss))
     return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "score", "loss"])
+
+
+def training_progress(logs: Mapping[tuple[str, int], Path], length: int) -> DataFrame:
+    """The in-context score on the validation split during training.
+
+    Args:
+        logs: the `metrics.jsonl` of each run, by method and seed.
+        length: one of the run's `extrapolation-lengths`.
+
+    Columns: pos_emb, seed, step, score.
+    """
+    rows = []
+    for (pos_emb, seed), path in logs.items():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            values = json.loads(line)
+            if (score := values.get(f"extrapolation/in_context_score/{length}")) is not None:
+                rows.append((pos_emb, seed, values["iteration"], score))
+    return DataFrame(rows, columns=["pos_emb", "seed", "step", "score"])
 
 
 def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame:

@@ -34,9 +34,7 @@ RANGE = 0.35  # nats to each side in `score_plot`
 
 def cost_plot(costs: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
     """The cost of extrapolation (`analysis.costs`) by length; 0 at the training length, where a window has all keys."""
-    frame = costs.rename(columns={"length": "x", "cost": "y"})
-    start = frame.assign(x=train_length, y=0.0).drop_duplicates()
-    figure = _lines(concat([start, frame]), train_length, style)
+    figure = _lines(_with_start(costs, train_length), train_length, style)
     figure.supylabel("cost of extrapolation (nats)")
     figure.supxlabel("sequence length / training length")
     return figure
@@ -125,28 +123,73 @@ def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> F
     return figure
 
 
+def long_context_plot(
+    costs: DataFrame, differences: DataFrame, progress: DataFrame, train_length: int, style: Style = SCREEN
+) -> Figure:
+    """The cost of extrapolation by length, the loss by position minus that of ALiBi, and the in-context score during
+    training (`analysis.training_progress`).
+    """
+    figure, panels = new_figure(style, 3, 3, 1.5)
+    titles = "cost (nats)", "minus ALiBi (nats)", "in-context score"
+    frames = _with_start(costs, train_length), differences.rename(columns={"position": "x", "difference": "y"})
+    for axes, title, label, frame in zip(panels, titles, ("length", "position"), frames, strict=False):
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(f"{label} / {train_length:,}")
+        _draw_runs(axes, frame.assign(x=frame["x"] / train_length), style)
+        _scale_by_length(axes)
+        _scale_nats(axes)
+    panels[2].set_title(titles[2], loc="left")
+    panels[2].set_xlabel("step")
+    _draw_runs(panels[2], progress.rename(columns={"step": "x", "score": "y"}), style)
+    panels[2].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k" if value else "0"))
+    legend_above(figure, style, _handles(style, costs))
+    return figure
+
+
+def _with_start(costs: DataFrame, train_length: int) -> DataFrame:
+    """The costs as y by x, with 0 at the training length, where a window has all keys."""
+    frame = costs.rename(columns={"length": "x", "cost": "y"})
+    return concat([frame.assign(x=train_length, y=0.0).drop_duplicates(), frame])
+
+
 def _lines(frame: DataFrame, train_length: int, style: Style) -> Figure:
-    """y by x, a line per run of METHODS, on axes that all panels share."""
+    """y by x, a panel per corpus, on axes that all panels share."""
     corpora, figure, panels = _panels(frame, style, sharex=True, sharey=True)
     for axes, corpus in zip(panels, corpora, strict=True):
-        for pos_emb in METHODS:
-            runs = frame[(frame["corpus"] == corpus) & (frame["pos_emb"] == pos_emb)]
-            looks = {**_looks(style, pos_emb), "linewidth": 0.1 * style.size, "markersize": 0.35 * style.size}
-            for _, run in runs.sort_values("x").groupby("seed"):
-                axes.plot(run["x"] / train_length, run["y"], **looks)
-        axes.axhline(0, color=GRAY, linewidth=0.1 * style.size, zorder=1)
-        axes.axvline(1, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(MULTIPLES))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        axes.xaxis.set_minor_locator(NullLocator())
-    panels[0].set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
-    low, high = panels[0].get_ylim()
-    panels[0].yaxis.set_major_locator(FixedLocator([tick for tick in NATS if low <= tick <= high]))
-    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panels[0].yaxis.set_minor_locator(NullLocator())
+        own = frame[frame["corpus"] == corpus]
+        _draw_runs(axes, own.assign(x=own["x"] / train_length), style)
+        _scale_by_length(axes)
+    _scale_nats(panels[0])
     legend_above(figure, style, _handles(style, frame))
     return figure
+
+
+def _draw_runs(axes: Axes, frame: DataFrame, style: Style) -> None:
+    """y by x, a thin line per run of METHODS."""
+    for pos_emb in METHODS:
+        runs = frame[frame["pos_emb"] == pos_emb]
+        looks = {**_looks(style, pos_emb), "linewidth": 0.1 * style.size, "markersize": 0.35 * style.size}
+        for _, run in runs.sort_values("x").groupby("seed"):
+            axes.plot(run["x"], run["y"], **looks)
+    axes.axhline(0, color=GRAY, linewidth=0.1 * style.size, zorder=1)
+
+
+def _scale_by_length(axes: Axes) -> None:
+    """x is a length divided by the training length, which is marked."""
+    axes.axvline(1, color=GRAY, linewidth=0.1 * axes.xaxis.label.get_size(), linestyle="dashed", zorder=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(MULTIPLES))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _scale_nats(axes: Axes) -> None:
+    """y is a difference in nats: linear near 0, logarithmic elsewhere."""
+    axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(FixedLocator([tick for tick in NATS if low <= tick <= high]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _panels(frame: DataFrame, style: Style, **options: Any) -> tuple[list[str], Figure, list[Axes]]:

@@ -2,6 +2,7 @@
 
 records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in pilot.md, those of `modes`
 in modes.md, and those of `documents` in context.md. records/recall.json is the `chomsky.json` of recall.md.
+long-context.md has the records in ../long_context.
 """
 
 import itertools
@@ -23,13 +24,24 @@ from experiments.analysis import (
     compare,
     comparison_table,
     costs,
+    differences_by_length,
     in_context_scores,
     position_differences,
     recall_by_distance,
+    training_progress,
 )
-from experiments.figures import RECALL_METHODS, cost_plot, effective_length_plot, position_plot, recall_plot, score_plot
+from experiments.figures import (
+    METHODS,
+    RECALL_METHODS,
+    cost_plot,
+    effective_length_plot,
+    long_context_plot,
+    position_plot,
+    recall_plot,
+    score_plot,
+)
 from megatron.evaluation.records import RESULTS, Record, read_results
-from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
+from megatron.reporting.aggregate import AnyRecord, Method, measurements, method_of, setting_of
 from megatron.reporting.differences import PairedLosses
 from megatron.reporting.formatting import NOT_MEASURED, format_number
 from megatron.reporting.modes import mode_figures, mode_tables
@@ -43,6 +55,9 @@ from megatron.utils.files import write_atomically
 RECORDS = Path(__file__).with_name("records")
 SWEEPS, PILOT, MODES, DOCUMENTS = ("c", "c-factor1", "prose", "latex"), "pilot", "modes", "documents"
 TRAIN_LENGTH, LONGEST = 128, 8192
+LONG_CONTEXT = RECORDS.parents[1] / "long_context" / "records" / "main"  # SEED/POS_EMB/, with the logs of training
+LONG_CONTEXT_BASELINES = "alibi", "rpe", "kerple_power_ap_", "rotary"
+LONG_CONTEXT_TRAIN_LENGTH, LONG_CONTEXT_LONGEST = 512, 16384
 RECALL_TRAIN_LENGTH = 64
 NO_LOSS = "sinusoidal"  # its losses beyond the training length are meaningless
 USED = 0.02  # nats: smaller gains from far text do not count
@@ -113,14 +128,27 @@ def figures(root: Path) -> dict[Path, bytes]:
         "effective-lengths": (partial(effective_length_plot, records), SCREEN),
         "modes": (modes.draw, replace(SCREEN, width=7.1, dpi=170)),
         "recall": (partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH), SCREEN),
+        "long-context": (_draw_long_context, SCREEN),
     }
     folder = root / "docs" / "results"
     return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
 
 
+def _draw_long_context(style: Style) -> Figure:
+    records = _read_long_context()
+    logs = {(path.parent.name, int(path.parts[-3])): path for path in LONG_CONTEXT.rglob("metrics.jsonl")}
+    return long_context_plot(
+        costs(records),
+        position_differences(records, LONG_CONTEXT_LONGEST),
+        training_progress(logs, LONG_CONTEXT_TRAIN_LENGTH),
+        LONG_CONTEXT_TRAIN_LENGTH,
+        style,
+    )
+
+
 def blocks() -> dict[str, str]:
     """The content of each block by name."""
-    records = _read(*SWEEPS)
+    records, long_context = _read(*SWEEPS), _read_long_context()
     full = [record for record in records if record["mode"] == "full"]
     found = costs(records)
     differences = [f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)]
@@ -133,10 +161,12 @@ def blocks() -> dict[str, str]:
         "perplexities": _markdown(perplexity_tables(full)[0]),
         "differences": "\n\n".join(differences),
         "resolutions": _markdown(resolution_tables(full)[0]),
-        "environments": "\n".join(environments(_read(*SWEEPS, PILOT, MODES, DOCUMENTS))),
+        "environments": "\n".join(environments([*_read(*SWEEPS, PILOT, MODES, DOCUMENTS), *long_context])),
         "pilot": _markdown(pilot_table(_read(PILOT))),
         "recall": _markdown(recall_table(_recall())),
         "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
+        "long-context-losses": _markdown(loss_table(long_context)),
+        "long-context-differences": _markdown(differences_by_length(long_context, LONG_CONTEXT_BASELINES)),
     }
 
 
@@ -227,6 +257,24 @@ def documents_table(records: Iterable[AnyRecord]) -> Table:
     return Table("documents", "Document masks", ("training",), tuple(f"{length:,}" for length in lengths), tuple(lines))
 
 
+def loss_table(records: Iterable[AnyRecord]) -> Table:
+    """The mean loss over the seeds by method, mode and length."""
+    frame = measurements(records, "extrapolation", "loss").frame
+    frame["mode"] = [method.kind.mode for method in frame["method"]]
+    frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
+    lengths = sorted(frame["length"].unique())
+    lines = []
+    for pos_emb, mode in itertools.product(METHODS, ("full", "window")):
+        runs = frame[(frame["pos_emb"] == pos_emb) & (frame["mode"] == mode)]
+        if runs.empty:
+            continue
+        means = runs.groupby("length")["value"].mean()
+        labels = display_name(Method(pos_emb)), str(runs["seed"].nunique()), "all" if mode == "full" else mode
+        lines.append(Row(labels, tuple(Cell(f"{means[length]:.3f}") for length in lengths)))
+    columns = tuple(f"{length:,}" for length in lengths)
+    return Table("losses", "Losses", ("method", "seeds", "keys"), columns, tuple(lines))
+
+
 def recall_table(frame: DataFrame) -> Table:
     """The recall of each method from the training length on: mean, lowest and highest of the seeds in percent."""
     distances = [distance for distance in sorted(frame["distance"].unique()) if distance >= RECALL_TRAIN_LENGTH // 2]
@@ -283,3 +331,8 @@ def _recall() -> DataFrame:
 
 def _read(*names: str) -> list[AnyRecord]:
     return [*read_results([RECORDS / name for name in names])]
+
+
+def _read_long_context() -> list[AnyRecord]:
+    """The records of the second experiment, with the corpus named as in the first one, which had no test split."""
+    return [{**record, "corpus": "debian_c"} for record in read_results(LONG_CONTEXT)]

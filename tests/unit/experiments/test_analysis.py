@@ -1,5 +1,6 @@
 """Comparisons, costs of extrapolation and in-context scores, from small records."""
 
+import json
 import math
 
 import pytest
@@ -11,10 +12,12 @@ from experiments.analysis import (
     compare,
     comparison_table,
     costs,
+    differences_by_length,
     in_context_scores,
     paper_difference,
     position_differences,
     recall_by_distance,
+    training_progress,
 )
 from tests.support.errors import assert_rejected
 from tests.support.records import record
@@ -79,7 +82,8 @@ def test_lengths_beyond_the_training_length_are_averaged():
         for multiple in (1, *BEYOND)
     ]
     assert compare(records, "debian_c", "alibi", BEYOND).by_seed == pytest.approx((-1.5, -1.5))
-    assert compare(records[:-1], "debian_c", "alibi", BEYOND) is None  # seed 2 of ALiBi lacks a length
+    (one,) = compare(records[:-1], "debian_c", "alibi", BEYOND).by_seed  # seed 2 of ALiBi lacks a length
+    assert one == pytest.approx(-1.5)
     assert compare(records, "debian_c", "rpe", (1,)) is None
     windows = [loss_record("kerple_log", 1, 9.0, mode="window@512")]
     assert compare(records + windows, "debian_c", "alibi", (1,)).by_seed == pytest.approx((-0.1, -0.1))
@@ -147,3 +151,27 @@ def test_recall_is_relative_to_the_accuracy_at_the_training_length():
     result = {"pos_emb": "alibi", "seed": 3, "accuracies": {"64": 0.5, "1024": 0.2}, "distances": distances}
     frame = recall_by_distance({"settings": {"train_longest": 64, "test_longest": 1024}, "results": [result]})
     assert frame.to_numpy().tolist() == [["alibi", 3, 0.5, 2, 1.0], ["alibi", 3, 0.5, 512, 0.25]]
+
+
+def test_differences_by_length_count_their_seeds():
+    records = [loss_record("kerple_log", 1, 2.0, documents=(0.05, -0.05)), loss_record("alibi", 1, 2.1)]
+    records += [loss_record("kerple_log", 2, 2.1), loss_record("alibi", 1, 2.0, multiple=2)]
+    table = differences_by_length(records, ("alibi", "rpe"))
+    assert table.columns == ("512", "1,024")
+    alibi, t5 = table.lines
+    assert ([cell.text for cell in alibi.cells], alibi.labels[1]) == (["-0.100 ± 0.050", "–"], "0")
+    assert ([cell.text for cell in t5.cells], t5.labels[1]) == (["–", "–"], "0")
+
+
+def test_one_seed_has_the_error_over_documents():
+    assert Comparison((0.1,), 0.05**2, 0.0).stderr == pytest.approx(0.05)
+
+
+def test_training_progress_has_the_logged_scores(tmp_path):
+    lines = [{"iteration": 1, "train/loss": 3.0}]
+    lines += [{"iteration": step, "extrapolation/in_context_score/512": -0.1 * step} for step in (1, 2)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    frame = training_progress({("alibi", 7): path}, 512)
+    assert frame.to_dict("split")["data"] == [["alibi", 7, 1, -0.1], ["alibi", 7, 2, -0.2]]
+    assert training_progress({("alibi", 7): path}, 2048).empty

@@ -3,7 +3,14 @@
 import pytest
 from pandas import DataFrame
 
-from experiments.figures import cost_plot, effective_length_plot, position_plot, recall_plot, score_plot
+from experiments.figures import (
+    cost_plot,
+    effective_length_plot,
+    long_context_plot,
+    position_plot,
+    recall_plot,
+    score_plot,
+)
 from tests.support.records import record
 
 CORPORA = ("debian_c", "debian_prose")
@@ -58,3 +65,13 @@ def test_recall_is_the_mean_of_the_seeds_in_the_band_of_their_range():
     assert alibi.lines[0].get_xydata().tolist() == [[2, 75]]
     (band,) = alibi.collections[0].get_paths()
     assert {*band.vertices[:, 1]} == {50, 100}
+
+
+def test_cost_position_and_score_of_each_run():
+    keys = DataFrame({"corpus": "debian_c", "pos_emb": ["alibi", "rpe"], "seed": 1})
+    costs, differences = keys.assign(length=1024, cost=-0.1), keys[1:].assign(position=2048, difference=0.2)
+    figure = long_context_plot(costs, differences, keys.assign(step=500, score=-0.4), 512)
+    points = []
+    for axes in figure.axes:
+        points.append([line.get_xydata().tolist() for line in axes.lines if line.get_marker() != "None"])
+    assert points == [[[[1, 0], [2, -0.1]]] * 2, [[[4, 0.2]]], [[[500, -0.4]]] * 2]
