@@ -11,7 +11,6 @@ from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import add_task_options, harness_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
-from megatron.evaluation.metrics.context import plan_context
 from megatron.evaluation.metrics.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.metrics.resolution import plan_resolution
 from megatron.evaluation.modes import parse_modes, supported_modes
@@ -33,7 +32,6 @@ from megatron.utils.command_line import OptionParser, integer, number, option_na
 MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
-CONTEXT_TEXTS = 256
 
 # The options that tasks of lm-evaluation-harness support, too.
 TASK_OPTIONS = (
@@ -148,15 +146,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=RESOLUTION_TEXTS,
         metavar="TEXTS",
         help=f"measure the attention resolution (LEX) on the first TEXTS texts of each length ({RESOLUTION_TEXTS})",
-    )
-    further.add_argument(
-        "--context-utilization",
-        nargs="?",
-        type=integer(1, 10**12),
-        const=CONTEXT_TEXTS,
-        metavar="TEXTS",
-        help="measure how much the loss of the last tokens of TEXTS texts of each length rises with only 64, 128, ... "
-        f"tokens of context ({CONTEXT_TEXTS})",
     )
     further.add_argument(
         "--effective-length", action="store_true", help="measure the effective length of each head (KERPLE, Figure 6)"
@@ -306,8 +295,6 @@ def plan_tasks(
     tasks += plan_extrapolation(text, lengths, modes, protocols_of(options), budget, source, options.by_position)
     if options.resolution is not None:
         tasks += plan_resolution(text, lengths, modes, options.resolution, source)
-    if options.context_utilization is not None:
-        tasks += plan_context(text, lengths, modes, options.context_utilization, source)
     if prompts is not None:
         depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
         tasks += plan_passkey(prompts, lengths, modes, depths, trials, source, text.corpus)

@@ -165,29 +165,6 @@ class PasskeyRecord(Record):
     accuracy: Fraction | None
 
 
-class ContextRecord(Record):
-    """Kind `context`: context utilization, the loss with less context minus that with the full context.
-
-    Attributes:
-        tokens: number of scored tokens.
-        documents: number of documents they are in; None if document boundaries are not known.
-        loss: their mean loss with the full context, in nats.
-        targets: see `ExtrapolationRecord`.
-        contexts: tokens of context, ascending.
-        differences: for each of `contexts`, the mean loss of the same tokens with this context minus `loss`.
-        stderrs: standard errors of the differences over documents, or over segments if document boundaries are not
-            known; None with fewer than two of them.
-    """
-
-    tokens: Count
-    documents: Count | None
-    loss: Float | None
-    targets: Name
-    contexts: Counts
-    differences: Floats
-    stderrs: Annotated[list[Float | None], FailFast()]
-
-
 class EffectiveLengthRecord(Record):
     """Kind `effective_length`: per head, the smallest distance with a bias below -2 (KERPLE, Figure 6).
 
@@ -207,7 +184,6 @@ KINDS: dict[str, type[Record]] = {
     "positions": PositionsRecord,
     "resolution": ResolutionRecord,
     "passkey": PasskeyRecord,
-    "context": ContextRecord,
     "effective_length": EffectiveLengthRecord,
 }
 # Values that mean "unknown", for the keys that records of other tools may lack.
@@ -397,10 +373,4 @@ def _contradiction(record: Mapping[str, Any]) -> str | None:
         edges = record["edges"]
         if len(edges) != len(record["losses"]) + 1 or any(a >= b for a, b in itertools.pairwise(edges)):
             return "edges must increase, with one more edge than losses"
-    if kind == "context":
-        contexts = record["contexts"]
-        if not len(contexts) == len(record["differences"]) == len(record["stderrs"]):
-            return "differences and stderrs must have one value for each of contexts"
-        if 0 in contexts or any(a >= b for a, b in itertools.pairwise(contexts)):
-            return "contexts must be positive and increase"
     return None

@@ -247,10 +247,6 @@ def _result_line(name: str, record: Record, rate: str) -> str:
         result = f"n/a: {values['note']}"
     elif values["kind"] == "resolution":
         result = f"resolution {values['resolution']:.3f} ({values['texts']} texts, {rate})"
-    elif values["kind"] == "context":
-        pairs = zip(values["contexts"], values["differences"], strict=True)
-        result = ", ".join(f"{difference:+.4f} with {size:,}" for size, difference in pairs)
-        result = f"loss {values['loss']:.4f}, {result} tokens of context ({values['tokens']:,} tokens, {rate})"
     elif values["kind"] == "passkey":
         result = (
             f"{values['correct']} of {values['trials']} pass keys at depth {values['depth']:g} "

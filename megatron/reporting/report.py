@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from kerple.positional.registry import canonical_name
 from megatron.reporting.aggregate import AnyRecord, Method, method_of
-from megatron.reporting.context import context_figures, context_tables
 from megatron.reporting.figures import ReportFigure, passkey_figures, perplexity_figures
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.html import Chapter, render_page
@@ -155,14 +154,6 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             figures=mode_figures(records),
         ),
         Chapter("positions", "Loss by position", figures=position_figures(records)),
-        Chapter(
-            "context",
-            "Context utilization",
-            "Loss with only a part of the context minus the loss of the same tokens with the full context. Higher "
-            "means that the model gains more from the rest of the context.",
-            tables=context_tables(records),
-            figures=context_figures(records),
-        ),
         Chapter("resolution", "Attention resolution", "Higher is better.", tables=resolution_tables(records)),
         Chapter(
             "passkey",

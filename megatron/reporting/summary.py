@@ -62,10 +62,6 @@ MEASURES = {
     "bits per byte": Measure("extrapolation", "bits_per_byte"),
     "loss, first bin": Measure("positions", lambda record: record["losses"][0] if record["losses"] else None),
     "loss, last bin": Measure("positions", lambda record: record["losses"][-1] if record["losses"] else None),
-    "loss gained, least context": Measure("context", lambda record: (record["differences"] or [None])[0]),
-    "standard error of the loss gained": Measure(
-        "context", lambda record: (record["stderrs"] or [None])[0], _format_error
-    ),
     "resolution": Measure("resolution", "resolution"),
     "passkey accuracy": Measure("passkey", "accuracy", format_percent),
 }
@@ -377,14 +373,6 @@ def _notes(records: Sequence[AnyRecord], has_star: bool, compare_with: str | Non
         )
 
     # The other measures.
-    if "context" in by_kind:
-        least = min((record["contexts"][0] for record in by_kind["context"] if record["contexts"]), default=0)
-        notes.append(
-            f"Loss gained: the loss with {least:,} tokens of context minus that of the same tokens with the full "
-            "context (context utilization); higher means that more distant tokens are used."
-        )
-        if have_different_targets(by_kind["context"]):
-            notes.append(f"Loss gained: {DIFFERENT_TARGETS}")
     if "resolution" in by_kind:
         notes.append("The attention resolution (LEX) is the mean over heads, layers and texts; higher is better.")
     if "passkey" in by_kind:

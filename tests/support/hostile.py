@@ -25,7 +25,5 @@ def valid_records(name: str = "kerple_log") -> list[dict[str, Any]]:
                 resolution = {"kind": "resolution", "texts": 2, "layers": [0.1, 0.2], "resolution": 0.15}
                 effective = {"kind": "effective_length", "layers": ["all layers"], "effective_lengths": [[3, 9]]}
                 passkey = passkey_record(pos_emb, length, 0.5, 0.4, seed=seed, measurement="ef")
-                context = {"kind": "context", "contexts": [8, 16], "differences": [0.2, 0.1], "stderrs": [0.01, None]}
                 records += [losses, {**losses, **positions}, {**losses, **resolution}, {**losses, **effective}, passkey]
-                records.append({**losses, **context})
     return records

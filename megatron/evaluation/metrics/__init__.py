@@ -1,1 +1,1 @@
-"""Metrics besides the loss: context utilization, attention resolution, passkey retrieval, effective lengths."""
+"""Metrics besides the loss: attention resolution, passkey retrieval, effective lengths."""

@@ -38,7 +38,6 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
             ["--lengths", "32", "64", "--document-aware", "--tokens", "256", "--resolution"],
             "only 4 segments .* --tokens",
         ),
-        (["--lengths", "32", "--context-utilization"], "choose --lengths of at least 80"),
         (["--lengths", "32", "--passkey"], "tokenizer-type GPT2BPETokenizer needs vocab-file"),
     ):
         with pytest.raises(UserError, match=message):

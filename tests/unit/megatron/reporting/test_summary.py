@@ -130,23 +130,6 @@ def test_a_note_if_methods_or_seeds_were_scored_on_different_tokens(change):
     assert note in markdown(summary_table([*records, *others], "T"), "#")
 
 
-def test_context_utilization_has_its_standard_error():
-    def text(*targets):
-        keys = {"kind": "context", "protocol": "last-k@16", "mode": "full", "train_length": 128, "note": None}
-        keys |= {"length": 512, "contexts": [64, 128], "differences": [0.25, 0.125], "stderrs": [0.0123, 0.01]}
-        records = [{**keys, "pos_emb": name, "seed": 1, "loss": 5.0, "targets": digest} for name, digest in targets]
-        return markdown(summary_table([*ROWS, *records], "T"), "#")
-
-    same, other = text(("alibi", "a"), ("rotary", "a")), text(("alibi", "a"), ("rotary", "b"))
-    _, _, gained = same.partition("**loss gained, least context**")
-    gained, _, errors = gained.partition("**standard error of the loss gained**")
-    assert "0.2500" in gained
-    assert errors.count("0.012") == 2
-    note = "Loss gained: methods or seeds were scored on different tokens"
-    assert note not in same
-    assert note in other
-
-
 def full_records(seed=1234, shift=0.0) -> list[dict]:
     """All kinds of records of two methods; rotary has no bias, and at 512 there are only losses."""
     records = [
