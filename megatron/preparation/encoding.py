@@ -7,11 +7,10 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -21,8 +20,6 @@ from megatron.preparation.readers import ChunkSource, ReadPosition, TextChunk
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError
 from megatron.utils.processes import exit_with_parent
-
-Result = TypeVar("Result")
 
 # Minimum input per work item, so that sending it to a worker is cheap compared to tokenizing it.
 WORK_ITEM_BYTES = 1 << 19
@@ -129,41 +126,6 @@ def _utf8_bytes(text: str) -> int:
     return sum(len(text[start : start + _LONG_TEXT].encode("utf-8")) for start in range(0, len(text), _LONG_TEXT))
 
 
-@dataclass
-class SubsetCount:
-    """Size of one subset of the Pile, without end-of-document tokens."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-
-    def add(self, count: "SubsetCount") -> None:
-        self.documents += count.documents
-        self.tokens += count.tokens
-        self.text_bytes += count.text_bytes
-
-
-@dataclass
-class SubsetCounts:
-    """Counts by meta.pile_set_name (None for documents without one), and the unreadable documents."""
-
-    subsets: dict[str | None, SubsetCount] = field(default_factory=dict)
-    skipped: SkippedDocuments = field(default_factory=SkippedDocuments)
-
-
-def count_subsets(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: DocumentOptions) -> SubsetCounts:
-    """Parse and tokenize chunks, and count per subset. Raises what `encode_chunks` raises."""
-    counts = SubsetCounts()
-    documents = [document for chunk in chunks for document in parse_documents(chunk, options, counts.skipped)]
-    for column in range(len(options.keys)):
-        texts = [document.texts[column] for document in documents]
-        sizes = list(map(_utf8_bytes, texts))
-        for document, size, pieces in zip(documents, sizes, _tokenize(texts, tokenizer), strict=True):
-            count = counts.subsets.setdefault(document.subset, SubsetCount())
-            count.add(SubsetCount(int(column == 0), sum(map(len, pieces)), size))
-    return counts
-
-
 @dataclass(frozen=True)
 class WorkItem:
     """Chunks that are tokenized together, and the position of the source after them."""
@@ -192,36 +154,34 @@ def check_workers(workers: int) -> None:
         raise UserError(f"workers is {workers}; it must be at least 1 and at most {_MAX_WORKERS:,}")
 
 
-def process_in_order(
+def encode_in_order(
     items: Iterator[WorkItem],
-    function: Callable[[Sequence[TextChunk], Tokenizer, DocumentOptions], Result],
     tokenizer: Tokenizer,
     tokenizer_files: TokenizerFiles,
     options: DocumentOptions,
     workers: int,
-) -> Iterator[tuple[WorkItem, Result]]:
-    """Yield every item with the result of `function`, in order. The number of items in memory is bounded.
+) -> Iterator[tuple[WorkItem, EncodedDocuments]]:
+    """Yield every item with its encoded documents, in order. The number of items in memory is bounded.
 
     Args:
         items: from `work_items`.
-        function: `encode_chunks` or `count_subsets`; must be importable by name.
         tokenizer: what `tokenizer_files.build()` returned.
         workers: number of worker processes. With 1, everything runs in this process.
 
-    Raises UserError if `function` raises it, or if a worker process was killed.
+    Raises UserError if `encode_chunks` raises it, or if a worker process was killed.
     """
     check_workers(workers)
     if workers == 1:
         for item in items:
-            yield item, function(item.chunks, tokenizer, options)
+            yield item, encode_chunks(item.chunks, tokenizer, options)
         return
     # "spawn": a forked child would inherit locks held by the tokenizer's threads.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer_files, options))
-    in_flight: deque[tuple[WorkItem, Future[Result]]] = deque()
+    in_flight: deque[tuple[WorkItem, Future[EncodedDocuments]]] = deque()
     try:
         for item in items:
-            future = executor.submit(_call_in_worker, function, item.chunks)
+            future = executor.submit(_encode_in_worker, item.chunks)
             in_flight.append((WorkItem([], item.position, item.bytes_read), future))
             if len(in_flight) >= ITEMS_IN_FLIGHT_PER_WORKER * workers:
                 oldest, future = in_flight.popleft()
@@ -249,8 +209,6 @@ def _start_worker(tokenizer_files: TokenizerFiles, options: DocumentOptions) -> 
     _worker_state = (tokenizer_files.build(), options)
 
 
-def _call_in_worker(
-    function: Callable[[Sequence[TextChunk], Tokenizer, DocumentOptions], Result], chunks: Sequence[TextChunk]
-) -> Result:
+def _encode_in_worker(chunks: Sequence[TextChunk]) -> EncodedDocuments:
     assert _worker_state is not None
-    return function(chunks, *_worker_state)
+    return encode_chunks(chunks, *_worker_state)

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
 from megatron.preparation.decompression import BLOCK
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments
-from megatron.preparation.encoding import check_workers, encode_chunks, process_in_order, work_items
+from megatron.preparation.encoding import check_workers, encode_in_order, work_items
 from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
@@ -324,9 +324,7 @@ class _Job:
 
         # An earlier run may have reached the limit without finishing.
         items = iter(()) if first_output.text_bytes >= limit else work_items(source, self.state.position)
-        for item, encoded in process_in_order(
-            items, encode_chunks, self.tokenizer, self.tokenizer_files, self.options, self.workers
-        ):
+        for item, encoded in encode_in_order(items, self.tokenizer, self.tokenizer_files, self.options, self.workers):
             # Append to the outputs of all keys.
             for column, (writer, output) in enumerate(zip(writers, current.outputs, strict=True)):
                 writer.add(encoded.tokens[column], encoded.lengths[column])

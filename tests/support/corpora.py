@@ -12,7 +12,7 @@ from megatron.data.streams import open_part
 from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
-from megatron.tokenizer.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import CharLevelTokenizer, TokenizerFiles
 from tests.support.archives import tar_of
 from tests.support.texts import KINDS
 
@@ -56,9 +56,18 @@ def debian_package(files: dict[str, bytes]) -> bytes:
     return content
 
 
-def exit_process(chunks, tokenizer, options) -> None:
-    """A function for `process_in_order` that ends the worker process. Workers import it by name."""
-    os._exit(1)
+class ExitingTokenizer(CharLevelTokenizer):
+    """Ends the process that tokenizes."""
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        os._exit(1)
+
+
+class ExitingTokenizerFiles(TokenizerFiles):
+    """Workers import it by name."""
+
+    def build(self) -> ExitingTokenizer:
+        return ExitingTokenizer()
 
 
 def manifest_of(files: IndexedFiles, largest_id: int, fingerprint: str = "") -> Manifest:

@@ -13,7 +13,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
-from tests.support.corpora import read_inputs
+from tests.support.corpora import json_lines, read_inputs
 from tests.support.texts import KINDS
 
 ROOT = Path(__file__).parents[3]
@@ -111,7 +111,7 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
     [
         ("preprocess_data", "--input gone --output-prefix x --tokenizer-type CharLevelTokenizer", "input gone"),
         ("preprocess_data", "--input a.jsonl --output-prefix x --tokenizer-type TiktokenTokenizer", "Tiktoken"),
-        ("count_subsets", "--input a.jsonl --workers 0 --tokenizer-type CharLevelTokenizer", "--workers: "),
+        ("preprocess_data", "--input a.jsonl --output-prefix x --workers 0 --tokenizer-type X", "--workers: "),
         ("train_tokenizer", "--input a.jsonl --vocab-size 300 --output t.json", "nothing to train on"),
         ("train_tokenizer", "--input nowhere --vocab-size 300 --output b.txt/t.json", "--output: "),
     ],
@@ -144,41 +144,14 @@ def test_tokenizer_from_a_part_of_a_source_tree(tmp_path, run):
 
 
 @pytest.fixture
-def pile(tmp_path) -> Path:
-    """A shard with documents of two subsets and of none, and one line that is not JSON."""
+def dataset(tmp_path, run) -> Path:
+    """30 documents, from a file that also has a line that is not JSON."""
     path = tmp_path / "00.jsonl"
-    subsets = ["Github", "ArXiv", None] * 10
-    lines = [{"text": f"text {number}", "meta": {"pile_set_name": name}} for number, name in enumerate(subsets)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "broken\n")
-    return path
-
-
-@pytest.fixture
-def dataset(pile, run) -> Path:
-    arguments = ["--input", pile, "--output-prefix", pile.parent / "x", "--tokenizer-type", "CharLevelTokenizer"]
+    path.write_bytes(json_lines(*(f"text {number}" for number in range(30))) + b"broken\n")
+    arguments = ["--input", path, "--output-prefix", tmp_path / "x", "--tokenizer-type", "CharLevelTokenizer"]
     status, _, error = run("preprocess_data", *arguments, "--append-eod", "--bad-documents", "skip")
     assert status == 0, error
-    return pile.parent / "x_text_document"
-
-
-def test_count_subsets(pile, run):
-    arguments = ["--input", pile, "--tokenizer-type", "CharLevelTokenizer"]
-    status, output, error = run("count_subsets", *arguments, "--bad-documents", "skip", "--json")
-    assert status == 0, error
-    counts = json.loads(output)
-    assert counts["unreadable"] == 1
-    expected = {
-        name: sum(len(f"text {number}") for number in range(start, 30, 3))
-        for start, name in enumerate(["Github", "ArXiv", "(none)"])
-    }
-    expected["total"] = sum(expected.values())
-    assert {name: count["tokens"] for name, count in counts["subsets"].items()} == expected
-    assert all(count["bytes_per_token"] == 1 for count in counts["subsets"].values())
-    assert counts["subsets"]["ArXiv"]["documents"] == 10
-    _, table, _ = run("count_subsets", *arguments, "--bad-documents", "skip")
-    assert "33." in next(line for line in table.splitlines() if "Github" in line)
-    assert f"skipped: {pile}, line 31: not JSON" in table
-    assert f"error: {pile}, line 31: not JSON" in run("count_subsets", *arguments)[2]
+    return tmp_path / "x_text_document"
 
 
 def test_inspect(dataset, tmp_path, run):

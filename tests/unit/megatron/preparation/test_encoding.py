@@ -7,12 +7,12 @@ import pytest
 
 from megatron.preparation import encoding
 from megatron.preparation.documents import DocumentOptions
-from megatron.preparation.encoding import SubsetCount, count_subsets, encode_chunks, process_in_order, work_items
+from megatron.preparation.encoding import encode_chunks, encode_in_order, work_items
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus, TextChunk
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
-from tests.support.corpora import BYTE_TOKENIZER, exit_process, json_lines
+from tests.support.corpora import BYTE_TOKENIZER, ExitingTokenizerFiles, json_lines
 from tests.support.texts import KINDS
 
 TOKENIZER = CharLevelTokenizer()
@@ -67,16 +67,6 @@ def test_ids_that_overflow_their_dtype_are_an_error():
         encode([{"text": "a"}], tokenizer=LargeIds())
 
 
-def test_count_subsets():
-    lines = b"\n".join(
-        json.dumps({"text": text, "meta": {"pile_set_name": name}}).encode()
-        for text, name in [("abc", "Github"), ("d", None), ("\u00e9", "Github")]
-    )
-    counts = count_subsets([TextChunk("a", "lines", 1, lines + b"\nbroken")], TOKENIZER, DocumentOptions(skip_bad=True))
-    assert counts.subsets == {"Github": SubsetCount(2, 5, 5), None: SubsetCount(1, 1, 1)}
-    assert counts.skipped.bad == 1
-
-
 @pytest.fixture
 def corpus(tmp_path, monkeypatch) -> FileCorpus:
     """A corpus of several work items."""
@@ -86,10 +76,8 @@ def corpus(tmp_path, monkeypatch) -> FileCorpus:
     return FileCorpus(find_files([tmp_path]))
 
 
-def process(corpus, workers):
-    items = work_items(corpus, START)
-    options = DocumentOptions()
-    return list(process_in_order(items, encode_chunks, TOKENIZER, BYTE_TOKENIZER, options, workers))
+def process(corpus, workers, tokenizer_files=BYTE_TOKENIZER):
+    return list(encode_in_order(work_items(corpus, START), TOKENIZER, tokenizer_files, DocumentOptions(), workers))
 
 
 def test_results_of_workers_are_in_order(corpus):
@@ -99,6 +87,5 @@ def test_results_of_workers_are_in_order(corpus):
 
 
 def test_killed_worker(corpus):
-    items = work_items(corpus, START)
     with pytest.raises(UserError, match="worker process"):
-        list(process_in_order(items, exit_process, TOKENIZER, BYTE_TOKENIZER, DocumentOptions(), workers=2))
+        process(corpus, 2, ExitingTokenizerFiles("CharLevelTokenizer"))
