@@ -14,21 +14,17 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of, read_state_file, weights_fingerprint
+from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
 from megatron.convert import from_hugging_face, to_hugging_face, to_release
-from megatron.convert.card import CardDetails
 from megatron.convert.hub import download, is_hub_name, local_checkpoint
 from megatron.convert.output import check_new_folder
 from megatron.convert.weights import saved_dtype
-from megatron.evaluation.records import extrapolation_records, fingerprint_of, read_results
-from megatron.evaluation.text import corpus_name
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer
-from megatron.utils.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,15 +66,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="how the exported model attends, such as sinks@4+508; it then has its own code (see evaluate.py "
         "--list-modes; default: full)",
     )
-    card = to_hf.add_argument_group("model card")
-    card.add_argument("--license", help="license of the model, such as apache-2.0")
-    card.add_argument("--language", nargs="+", default=[], help="languages of the training text, such as en")
-    card.add_argument("--datasets", nargs="+", default=[], metavar="ORG/NAME", help="training data on the hub")
-    card.add_argument("--base-model", metavar="ORG/NAME", help="the model that training started from")
-    card.add_argument("--prompt", default=CardDetails.prompt, help="prompt of the example (default: %(default)s)")
-    card.add_argument(
-        "--results", nargs="+", metavar="DIR", help="folders of evaluate.py's results, for a table of perplexities"
-    )
     to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
     for command in (to_hf, from_hf):
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
@@ -106,8 +93,7 @@ def load(options: argparse.Namespace, **overrides: str) -> tuple[GPT, Config, to
 
 def export(options: argparse.Namespace) -> None:
     overrides = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else {}
-    model, config, dtype, step = load(options, **overrides)
-    details = card_details(options, config, step)
+    model, config, dtype, _ = load(options, **overrides)
     tokenizer = None if options.no_tokenizer else TokenizerFiles.of(config, options.vocab_file, options.merge_file)
     to_hugging_face(
         model,
@@ -116,38 +102,6 @@ def export(options: argparse.Namespace) -> None:
         tokenizer=tokenizer,
         dtype=dtype,
         inference_mode=options.inference_mode,
-        details=details,
-    )
-    if details.license is None:
-        print("note: the model card names no license; add it with --license")
-
-
-def card_details(options: argparse.Namespace, config: Config, step: Path) -> CardDetails:
-    """What the model card says. Raises UserError if `--results` has no perplexities of these weights."""
-    perplexities = {}
-    if options.results:
-        fingerprint = weights_fingerprint(step)
-        for record in extrapolation_records(read_results(options.results)):
-            value = record["perplexity"]
-            if fingerprint_of(record) == fingerprint and value is not None:
-                row = (record["corpus"] or "text", record["protocol"], record["mode"])
-                perplexities[row, record["length"]] = value
-        if not perplexities:
-            raise UserError(
-                f"--results {' '.join(options.results)}: has no perplexities of the weights in {step}; evaluate that "
-                "checkpoint, or remove --results"
-            )
-    training = read_state_file(step).get("training")
-    prefixes = config.data.train_data_paths or [config.data.data_path or ""]
-    return CardDetails(
-        license=options.license,
-        languages=tuple(options.language),
-        datasets=tuple(options.datasets),
-        base_model=options.base_model,
-        prompt=options.prompt,
-        corpus=corpus_name(prefixes) or None,
-        tokens=training.get("tokens") if isinstance(training, dict) else None,
-        perplexities=perplexities,
     )
 
 

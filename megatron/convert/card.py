@@ -1,56 +1,29 @@
 """The model card of an exported model: README.md with the metadata that the Hugging Face hub reads."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import yaml
 
 from kerple.attention import FULL_MODE
 from megatron.config import Config
 from megatron.model.gpt import GPT
 
-
-@dataclass(frozen=True)
-class CardDetails:
-    """What only the user, the checkpoint and the results of evaluations know about a model.
-
-    Attributes:
-        license, languages, datasets, base_model: as the hub names them.
-        prompt: of the example.
-        corpus: name of the training text.
-        tokens: that the model was trained on.
-        perplexities: ((text, protocol, mode), length) -> perplexity.
-    """
-
-    license: str | None = None
-    languages: tuple[str, ...] = ()
-    datasets: tuple[str, ...] = ()
-    base_model: str | None = None
-    prompt: str = "Once upon a time"
-    corpus: str | None = None
-    tokens: int | None = None
-    perplexities: Mapping[tuple[tuple[str, str, str], int], float] = field(default_factory=dict)
-
-
 CARD = """---
 {metadata}---
 
-# {title}
+# {method} language model
 
 A decoder-only language model: {layers} layers, hidden size {hidden}, {heads} heads, trained on sequences of {length}
 tokens with the positional method `{method}`. Converted from a KERPLE-NeoX checkpoint.
-{training}
+
 ```python
 from transformers import AutoModelForCausalLM{tokenizer_class}
 
 model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust}){tokenizer_code}
 ```
-{perplexities}{note}"""
+{note}"""
 
 TOKENIZER_CODE = """
 tokenizer = {tokenizer_class}.from_pretrained("THIS_FOLDER"){comment}
-prompt = tokenizer([{prompt}], return_tensors="pt")
+prompt = tokenizer(["Once upon a time"], return_tensors="pt")
 print(tokenizer.batch_decode(model.generate(**prompt, max_new_tokens=32)))"""
 
 TESTED = "4.57.6, 5.0.0, 5.10.4 and 5.24.0"  # of transformers; see docs/huggingface.md
@@ -82,7 +55,6 @@ supported models.
 def model_card(
     model: GPT,
     config: Config,
-    details: CardDetails,
     *,
     architecture: str | None,
     has_tokenizer: bool,
@@ -97,10 +69,6 @@ def model_card(
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["kerple-neox", "length-extrapolation", config.model.pos_emb],
-        "license": details.license,
-        "language": list(details.languages),
-        "datasets": list(details.datasets),
-        "base_model": details.base_model,
     }
 
     # A self-contained model has its own code, which limits how it can run.
@@ -123,13 +91,9 @@ def model_card(
     # Code to copy, and the rest of the page.
     tokenizer_code = ""
     if has_tokenizer:
-        prompt = json.dumps(details.prompt, ensure_ascii=False)
-        tokenizer_code = TOKENIZER_CODE.format(tokenizer_class=tokenizer_class, prompt=prompt, comment=comment)
+        tokenizer_code = TOKENIZER_CODE.format(tokenizer_class=tokenizer_class, comment=comment)
     return CARD.format(
-        metadata=yaml.safe_dump({key: value for key, value in metadata.items() if value}, sort_keys=False),
-        title=f"{config.model.pos_emb} language model",
-        training=_training(details),
-        perplexities=_perplexities(details, config.model.seq_length),
+        metadata=yaml.safe_dump(metadata, sort_keys=False),
         layers=config.model.num_layers,
         hidden=config.model.hidden_size,
         heads=config.model.num_attention_heads,
@@ -140,33 +104,3 @@ def model_card(
         tokenizer_code=tokenizer_code,
         note=STOCK_NOTE.format(architecture=architecture) if architecture else note,
     )
-
-
-def _training(details: CardDetails) -> str:
-    """What the model was trained on."""
-    text = ""
-    if details.corpus:
-        text += f" on `{details.corpus}`"
-    if details.tokens:
-        text += f" for {details.tokens:,} tokens"
-    start = f" It started from `{details.base_model}`." if details.base_model else ""
-    return f"\nIt was trained{text}.{start}\n" if text or start else ""
-
-
-def _perplexities(details: CardDetails, train_length: int) -> str:
-    """A table of perplexities: a row per text, protocol and mode, and a column per length."""
-    if not details.perplexities:
-        return ""
-    lengths = sorted({length for _, length in details.perplexities})
-    lines = [
-        f"| text | protocol | mode | {' | '.join(f'{length:,}' for length in lengths)} |",
-        "|---|---|---|" + "--:|" * len(lengths),
-    ]
-    for row in dict.fromkeys(row for row, _ in details.perplexities):
-        cells = [name.replace("|", "\\|") for name in row]
-        for length in lengths:
-            perplexity = details.perplexities.get((row, length))
-            cells.append("n/a" if perplexity is None else f"{perplexity:,.2f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    table = "\n".join(lines)
-    return f"\n## Perplexity by length\n\nThe model was trained at length {train_length:,}.\n\n{table}\n"

@@ -22,7 +22,7 @@ from megatron.checkpoint.layers import layer_state, load_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.config import Config
 from megatron.convert import llama
-from megatron.convert.card import CardDetails, model_card
+from megatron.convert.card import model_card
 from megatron.convert.hugging_face_config import (
     KNOWN_KEYS,
     config_from,
@@ -66,7 +66,6 @@ def to_hugging_face(
     tokenizer: TokenizerFiles | None = None,
     dtype: torch.dtype = torch.float32,
     inference_mode: str | None = None,
-    details: CardDetails | None = None,
     report: Report = print,
 ) -> None:
     """Write `model` to the new folder `output`, for `AutoModelForCausalLM.from_pretrained`.
@@ -77,7 +76,6 @@ def to_hugging_face(
         dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
         inference_mode: how the model attends, such as `sinks@4+508` (`kerple.attention.inference.mode`). Models
             of transformers have none but `full`, so the model is then self-contained.
-        details: what the model card says about training and evaluation.
 
     Raises:
         CheckpointError: if the written model does not give the same logits, to 1e-4 in float32. Nothing is written.
@@ -135,7 +133,6 @@ def to_hugging_face(
         card = model_card(
             model,
             config,
-            details or CardDetails(),
             architecture=architecture,
             has_tokenizer=tokenizer is not None,
             mode=mode.name,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from tokenizers import Tokenizer
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -23,7 +22,6 @@ from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError, load_config
 from megatron.convert import to_hugging_face
-from megatron.evaluation.records import read_results
 from megatron.inference import load_model
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
@@ -34,18 +32,6 @@ from tests.support.release import checkpoints
 from tests.support.runs import ROOT, environment, training_settings
 from tests.support.texts import KINDS, PYTHON
 from tools.datasets import preprocess_data
-
-CARD_OPTIONS = [
-    "--license",
-    "apache-2.0",
-    "--language",
-    "en",
-    "de",
-    "--datasets",
-    "org/web",
-    "--base-model",
-    "org/base",
-]
 
 ALONE = """
 import sys
@@ -320,31 +306,3 @@ def test_a_lost_manifest_is_reported_and_accepted(ours, tmp_path, capsys):
         load_model(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="is not in the manifest"):
         run_inspect(capsys, tmp_path / "copy", "--accept")
-
-
-def test_the_model_card_is_complete(tmp_path, capsys):
-    """The metadata are valid for the hub, and the numbers are those of the training and of its evaluation."""
-    data = write_corpus(tmp_path, documents=80)
-    train(Config.from_flat(training_settings(tmp_path, data)))
-    folder, results = str(tmp_path / "checkpoints"), str(tmp_path / "results")
-    evaluate_main(["--checkpoint", folder, "--lengths", "32", "64", "--tokens", "256", "--output", results])
-    words = ["to-hf", folder, str(tmp_path / "hf"), "--no-tokenizer", *CARD_OPTIONS, "--results", results]
-    convert.main(words)
-    assert "license" not in capsys.readouterr().out
-    card = ModelCard.load(tmp_path / "hf" / "README.md")
-    assert (card.data.license, card.data.language, card.data.datasets) == ("apache-2.0", ["en", "de"], ["org/web"])
-    assert (card.data.base_model, card.data.library_name) == ("org/base", "transformers")
-    assert {"length-extrapolation", "kerple_log"} <= set(card.data.tags)
-    assert "trained on `text` for 1,536 tokens. It started from `org/base`." in card.text  # 6 steps of 8 x 32
-    values = [f"{record['perplexity']:,.2f}" for record in read_results(results)]
-    assert "| text | protocol | mode | 32 | 64 |" in card.text
-    assert len(values) == 2
-    assert f"| full | {' | '.join(values)} |" in card.text
-
-    with pytest.raises(UserError, match=r"--results.*global_step3"):
-        convert.main([*words[:2], str(tmp_path / "other"), *words[3:], "--iteration", "3"])
-    convert.main(["to-hf", folder, str(tmp_path / "plain"), "--no-tokenizer"])
-    assert "--license" in capsys.readouterr().out
-    card = ModelCard.load(tmp_path / "plain" / "README.md")
-    assert card.data.license is card.data.datasets is card.data.base_model is None
-    assert "Perplexity" not in card.text

@@ -24,7 +24,6 @@ from megatron.checkpoint.layers import open_layers
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.convert import from_hugging_face, to_hugging_face
-from megatron.convert.card import CardDetails
 from megatron.convert.output import with_float32_angles
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
@@ -252,11 +251,10 @@ def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ask)
     model, config = make_model("alibi")
-    details = CardDetails(prompt='say "{hi}"\n')
-    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, details=details, report=quiet)
+    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
     card = (tmp_path / "hf" / "README.md").read_text()
     assert 'tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")' in card
-    assert r'prompt = tokenizer(["say \"{hi}\"\n"], return_tensors="pt")' in card
+    assert 'prompt = tokenizer(["Once upon a time"], return_tensors="pt")' in card
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     assert tokenizer("abc").input_ids == [97, 98, 99]
     assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
