@@ -174,12 +174,14 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
     lines = []
     for baseline in baselines:
         found = [compare(records, corpus, baseline, (length // train_length,)) for length in lengths]
-        seeds = min(len(comparison.by_seed) if comparison else 0 for comparison in found)
-        cells = []
+        seeds, cells = [0], []
         for comparison in found:
-            text = f"{comparison.mean:+.3f} ± {comparison.stderr:.3f}" if comparison else NOT_MEASURED
-            cells.append(Cell(text))
-        lines.append(Row((display_name(Method(baseline)), str(seeds)), tuple(cells)))
+            if comparison is None:
+                cells.append(Cell(NOT_MEASURED))
+            else:
+                seeds.append(len(comparison.by_seed))
+                cells.append(Cell(f"{comparison.mean:+.3f} ± {comparison.stderr:.3f}"))
+        lines.append(Row((display_name(Method(baseline)), str(max(seeds))), tuple(cells)))
     columns = tuple(f"{length:,}" for length in lengths)
     return Table("differences", "Differences", ("log minus", "seeds"), columns, tuple(lines))
 

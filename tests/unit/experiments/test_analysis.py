@@ -159,7 +159,7 @@ def test_differences_by_length_count_their_seeds():
     table = differences_by_length(records, ("alibi", "rpe"))
     assert table.columns == ("512", "1,024")
     alibi, t5 = table.lines
-    assert ([cell.text for cell in alibi.cells], alibi.labels[1]) == (["-0.100 ± 0.050", "–"], "0")
+    assert ([cell.text for cell in alibi.cells], alibi.labels[1]) == (["-0.100 ± 0.050", "–"], "1")
     assert ([cell.text for cell in t5.cells], t5.labels[1]) == (["–", "–"], "0")
 
 
