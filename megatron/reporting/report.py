@@ -149,7 +149,7 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
         Chapter(
             "modes",
             "Inference modes",
-            "The loss of each method in each inference mode, and the best combinations. Lower is better.",
+            "The loss of each method in each inference mode. Lower is better.",
             tables=mode_tables(records),
             figures=mode_figures(records),
         ),

@@ -31,7 +31,7 @@ from megatron.reporting.aggregate import (
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.figures import perplexity_plot
 from megatron.reporting.formatting import NOT_AVAILABLE, TITLE, format_mean, format_number, format_percent
-from megatron.reporting.modes import best_combinations, best_notes, mode_figures
+from megatron.reporting.modes import mode_figures
 from megatron.reporting.paper_tables import REFERENCE, missing_notes
 from megatron.reporting.style import render
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table, markdown
@@ -75,8 +75,8 @@ def write_summary(
     compare_with: str | None = None,
 ) -> list[Path]:
     """Write the losses as `extrapolation.json` (`{"rows": [...]}`), the table as `extrapolation.md` and the plot as
-    `extrapolation.png`. With several inference modes, the JSON also has the best combinations of method and mode
-    (`best`), and there is a heat map per setting, `modes-SETTING.png`. Each file is replaced atomically.
+    `extrapolation.png`. With several inference modes, there is also a heat map per setting, `modes-SETTING.png`. Each
+    file is replaced atomically.
 
     Args:
         compare_with: see `summary_table`.
@@ -91,12 +91,8 @@ def write_summary(
     draw = partial(
         perplexity_plot, perplexities, PairedLosses(labeled), title=title, reference=compare_with or REFERENCE.pos_emb
     )
-    values: dict[str, object] = {"rows": rows}
-    best = best_combinations(labeled)
-    if best:
-        values["best"] = [combination.to_json() for combination in best]
     contents = {
-        "extrapolation.json": (json.dumps(values, indent=1, allow_nan=False) + "\n").encode(),
+        "extrapolation.json": (json.dumps({"rows": rows}, indent=1, allow_nan=False) + "\n").encode(),
         "extrapolation.md": markdown(summary_table(records, title, compare_with), heading="#").encode(),
         "extrapolation.png": render(draw),
         **{f"{figure.name}.png": figure.render() for figure in mode_figures(labeled)},
@@ -190,7 +186,7 @@ def summary_table(records: Sequence[AnyRecord], title: str = TITLE, compare_with
         del table_lines[0]
 
     # A star needs an explanation, a comparison its test.
-    notes = _notes(records, has_star, compare_with) + best_notes(records)
+    notes = _notes(records, has_star, compare_with)
     if differences:
         notes.append(DIFFERENCE_NOTE)
     notes += _missing_notes(measured, records)

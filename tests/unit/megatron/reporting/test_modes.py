@@ -1,19 +1,12 @@
-"""Methods in inference modes: the best combination with its paired error, the table and the heat map."""
+"""Methods in inference modes: the table of differences and the heat map."""
 
-import json
 import math
 import statistics
 
 import pytest
 
 from megatron.reporting.aggregate import measurements
-from megatron.reporting.modes import (
-    best_combinations,
-    best_notes,
-    heat_map,
-    mode_figures,
-    mode_tables,
-)
+from megatron.reporting.modes import heat_map, mode_figures, mode_tables
 from megatron.reporting.summary import summary_table, write_summary
 from tests.support.records import record
 
@@ -49,51 +42,6 @@ def records(length=2048):
     ]
 
 
-def test_the_best_combination():
-    (best,) = best_combinations(records())
-    assert (best.method.pos_emb, best.method.mode, best.length) == ("rotary", "sinks@4+508", 2048)
-    differences = [
-        one - other for one, other in zip(LOSSES["rotary", "sinks@4+508"], LOSSES["rotary", "full"], strict=True)
-    ]
-    assert best.loss == pytest.approx(3.075)
-    assert best.difference.mean == pytest.approx(statistics.fmean(differences))
-    assert best.difference.stderr == pytest.approx(statistics.stdev(differences) / 2)
-    assert best.to_json()["minus_full"] == best.difference.mean
-    leads = [
-        one - other for one, other in zip(LOSSES["rotary", "sinks@4+508"], LOSSES["alibi", "sinks@4+508"], strict=True)
-    ]
-    assert (best.runner_up.pos_emb, best.runner_up.mode) == ("alibi", "sinks@4+508")
-    assert best.lead.mean == pytest.approx(statistics.fmean(leads))
-    assert best.lead.stderr == pytest.approx(statistics.stdev(leads) / 2)
-    assert best.to_json()["minus_runner_up"] == best.lead.mean
-    assert str(best) == (
-        "Rotary in mode sinks@4+508, loss 3.075 (-4.075 ± 0.063 against full; -0.075 ± 0.048 against the runner-up, "
-        "ALiBi in mode sinks@4+508, within two standard errors)"
-    )
-    assert best_combinations([row for row in records() if row["mode"] == "full"]) == []
-    assert best_notes([row for row in records() if row["mode"] == "full"]) == []
-
-
-def test_differences_of_the_best_combination_are_those_of_the_common_seeds():
-    """Rotary has one seed; in the second one of ALiBi, best and runner-up are exchanged."""
-    rotary = [row for row in records() if (row["pos_emb"], row["mode"]) == ("rotary", "full")]
-    first, second = ([row for row in records() if row["pos_emb"] == "alibi"] for _ in range(2))
-    for row in second:
-        losses = LOSSES["alibi", "full" if row["mode"] != "full" else "sinks@4+508"]
-        row |= {"seed": 2, "loss": statistics.fmean(losses), "groups": {"tokens": [250] * 4, "losses": losses}}
-    (expected,) = best_combinations([*first, *rotary])
-    (best,) = best_combinations([*first, *second, *rotary])
-    assert (best.method.pos_emb, best.method.mode) == ("alibi", "sinks@4+508")
-    assert (best.difference, best.lead) == (expected.difference, expected.lead)
-
-
-def test_the_best_combination_compares_the_same_tokens():
-    (rotary,) = (entry for entry in records() if (entry["pos_emb"], entry["mode"]) == ("rotary", "sinks@4+508"))
-    others = [entry for entry in records() if (entry["pos_emb"], entry["mode"]) != ("rotary", "sinks@4+508")]
-    (best,) = best_combinations([*others, {**rotary, "targets": "other"}])
-    assert (best.method.pos_emb, best.method.mode) == ("alibi", "sinks@4+508")
-
-
 def test_tables_and_files(tmp_path):
     other = record("alibi", 2048, 20.0, corpus="arxiv")  # a setting with one mode has no table
     (table,) = mode_tables(
@@ -104,11 +52,9 @@ def test_tables_and_files(tmp_path):
     summary = summary_table(records())
     texts = [cell.text for line in summary.rows if hasattr(line, "cells") for cell in line.cells]
     assert "-4.0750 ± 0.0629" in texts
-    assert any("Best at length 2,048" in note for note in summary.notes)
     names = [path.name for path in write_summary(records(), tmp_path)]
     (figure,) = mode_figures(records())
     assert names == ["extrapolation.json", "extrapolation.md", "extrapolation.png", f"{figure.name}.png"]
-    assert json.loads((tmp_path / "extrapolation.json").read_text())["best"][0]["mode"] == "sinks@4+508"
 
 
 def test_heat_map():
