@@ -1,10 +1,6 @@
-"""The results that the papers report, read from `published.yml`, the names that the papers use, and BibTeX entries of
-the papers of positional methods, from `references.yml`.
-"""
+"""The results that the papers report, read from `published.yml`, and the names that the papers use."""
 
 import itertools
-import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +8,6 @@ from pathlib import Path
 
 import yaml
 
-from kerple.positional.registry import method_class, registered_names
 from megatron.reporting.aggregate import Method, Setting
 
 FILE = Path(__file__).with_name("published.yml")
@@ -181,40 +176,3 @@ def _split_options(pos_emb: str) -> tuple[str, str]:
 def _method(key: str) -> Method:
     """A key of the file, `pos-emb` or `pos-emb mode`."""
     return Method(*key.split(" "))
-
-
-REFERENCES_FILE = Path(__file__).with_name("references.yml")
-
-
-@cache
-def papers() -> dict[str, tuple[str, str, int]]:
-    """arXiv number -> (authors, title, year)."""
-    entries = yaml.safe_load(REFERENCES_FILE.read_text(encoding="utf-8"))
-    return {number: tuple(entry) for number, entry in entries.items()}
-
-
-def arxiv_number(pos_emb: str) -> str | None:
-    """The number in the docstring of the method's module: in the line that starts with its name, or else the first one.
-
-    None for a method that is not registered, or without a paper.
-    """
-    plain = pos_emb.partition(" (")[0]
-    if plain not in registered_names() or plain == "learned":
-        return None
-    text = sys.modules[method_class(plain).__module__].__doc__ or ""
-    number = r".*?arXiv (\d{4}\.\d{5})"
-    found = re.search(rf"^ +{re.escape(plain)}\b{number}", text, re.MULTILINE) or re.search(number, text, re.DOTALL)
-    return found[1] if found else None
-
-
-def bibtex(pos_embs: Iterable[str]) -> str:
-    """An entry for each paper of these methods, in their order; empty if there is none."""
-    entries = []
-    for number in dict.fromkeys(map(arxiv_number, pos_embs)):
-        if number in papers():
-            authors, title, year = papers()[number]
-            name = re.sub(r"\W", "", authors.partition(",")[0].lower())
-            fields = {"author": authors, "title": f"{{{title}}}", "year": year, "eprint": number}
-            lines = [f"  {key} = {{{value}}},\n" for key, value in {**fields, "archivePrefix": "arXiv"}.items()]
-            entries.append(f"@misc{{{name}{year}_{number.replace('.', '_')},\n{''.join(lines)}}}\n")
-    return "\n".join(entries)

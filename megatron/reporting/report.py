@@ -20,10 +20,10 @@ from megatron.reporting.paper_tables import (
     resolution_tables,
 )
 from megatron.reporting.positions import position_figures
-from megatron.reporting.published import bibtex, corpus_name
+from megatron.reporting.published import corpus_name
 from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
-from megatron.reporting.tables import Table, comma_separated, latex, markdown
+from megatron.reporting.tables import Table, latex, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -65,8 +65,7 @@ def write_report(
     reference: Method = REFERENCE,
     style: Style = SCREEN,
 ) -> Path:
-    """Write `report.html`, `tables/NAME.{md,csv,tex}`, `figures/NAME.{png,pdf}` and `references.bib`. Returns the path
-    of `report.html`.
+    """Write `report.html`, `tables/NAME.{md,tex}` and `figures/NAME.{png,pdf}`. Returns the path of `report.html`.
 
     Args:
         reference: the method that the others are compared with by a t-test.
@@ -88,7 +87,7 @@ def write_report(
     # Each table and figure as a file of its own, for papers.
     for chapter in chapters:
         for table in chapter.tables:
-            for extension, render in (("md", markdown), ("csv", comma_separated), ("tex", latex)):
+            for extension, render in (("md", markdown), ("tex", latex)):
                 write_atomically(folder / "tables" / f"{table.name}.{extension}", render(table).encode())
         for figure in chapter.figures:
             write_atomically(folder / "figures" / f"{figure.name}.png", figure.render(style))
@@ -106,8 +105,6 @@ def write_report(
             )
     source_notes = [*notes.values(), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
     source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
-    if references := bibtex(record["pos_emb"] for record in sources.records):
-        write_atomically(folder / "references.bib", references.encode())
     path = folder / "report.html"
     write_atomically(path, render_page(title, _lead(sources.records), [*chapters, source_chapter]).encode())
     return path

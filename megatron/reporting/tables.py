@@ -1,15 +1,10 @@
-"""The tables of all reports: their contents, and Markdown, CSV and LaTeX (booktabs) output."""
+"""The tables of all reports: their contents, and Markdown and LaTeX (booktabs) output."""
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 DAGGER = "†"
-
-# A number with thousands separators that is not a part of a name.
-_SEPARATED_NUMBER = re.compile(r"(?<![\w@.,])\d{1,3}(?:,\d{3})+(?![\w,])")
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -116,30 +111,6 @@ def markdown(table: Table, heading: str = "##") -> str:
     if table.notes:
         lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines) + "\n"
-
-
-def comma_separated(table: Table) -> str:
-    """CSV with the section and whether the row is published as extra columns. Values, and headers and labels that are
-    numbers, have no thousands separators; names, such as mode full+group@4,256, are not changed.
-    """
-
-    def name(text: str) -> str:
-        return plain(text) if _SEPARATED_NUMBER.fullmatch(text) else text
-
-    def plain(text: str) -> str:
-        return _SEPARATED_NUMBER.sub(lambda number: number[0].replace(",", ""), text)
-
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["section", *map(name, table.label_columns), "published", *map(name, table.columns)])
-    section = ""
-    for entry in table.lines:
-        if isinstance(entry, Section):
-            section = name(entry.title)
-            continue
-        cells = (plain(_marked(cell, "")) for cell in entry.cells)
-        writer.writerow([section, *map(name, entry.labels), "yes" if entry.published else "no", *cells])
-    return stream.getvalue()
 
 
 def latex(table: Table) -> str:

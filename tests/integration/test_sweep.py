@@ -40,10 +40,11 @@ def test_a_small_sweep_from_start_to_end(tmp_path, forked_scripts):
     assert not claim.exists()
     assert logged_iterations(tmp_path / "out" / "runs" / "kerple_log" / "7") == [1, 2, 3, 4, 5, 6]
     tables = tmp_path / "out" / "report" / "tables"
-    rows = (tables / "kerple-3-2x32-32-non-overlapping.csv").read_text().splitlines()
-    assert rows[0] == "section,Length,published,KERPLE (log)"
-    assert [row.split(",")[1] for row in rows[1:]] == ["32", "64"]
-    assert all(1 < float(value) < 1000 for row in rows[1:] for value in row.split(",")[3:])
+    rows = (tables / "kerple-3-2x32-32-non-overlapping.md").read_text()
+    assert "| Length | KERPLE (log) |\n" in rows
+    perplexities = re.findall(r"^\| (\d+) \| \**([\d.]+)\** \|$", rows, re.MULTILINE)
+    assert [length for length, _ in perplexities] == ["32", "64"]
+    assert all(1 < float(value) < 1000 for _, value in perplexities)
     assert any(path.name.startswith("kerple-4") for path in tables.iterdir())
     assert (tmp_path / "out" / "report" / "figures" / "kernels-text-2x32-32-kerple_log-bias.png").is_file()
 

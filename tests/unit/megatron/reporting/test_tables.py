@@ -1,8 +1,8 @@
-"""Markdown, CSV and LaTeX output of tables."""
+"""Markdown and LaTeX output of tables."""
 
 import pytest
 
-from megatron.reporting.tables import Cell, Row, Section, Table, comma_separated, escape_markdown, latex, markdown
+from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, latex, markdown
 
 TABLE = Table(
     "name",
@@ -45,24 +45,6 @@ def test_markdown():
 )
 def test_escaped_markdown(text, escaped):
     assert escape_markdown(text) == escaped
-
-
-def test_csv():
-    assert comma_separated(TABLE).splitlines() == [
-        "section,Length,published,KERPLE (log),b_c",
-        "GitHub,512,no,3.40 ± 0.20,3900 ± 10 †",
-        'GitHub,"512, paper",yes,3.40 ± 0.20,',
-    ]
-
-
-def test_csv_removes_thousands_separators_only_from_numbers():
-    mode = "full+group@4,256"
-    cells = (Cell("1,234,567.5 ± 1,024"), Cell(f"-3,900 ({mode})"))
-    lines = (Section(mode), Row((mode, "16,384"), cells))
-    assert comma_separated(Table("n", "t", ("Mode", "Length"), ("1,024", mode), lines)).splitlines() == [
-        'section,Mode,Length,published,1024,"full+group@4,256"',
-        '"full+group@4,256","full+group@4,256",16384,no,1234567.5 ± 1024,"-3900 (full+group@4,256)"',
-    ]
 
 
 def test_latex():

@@ -26,8 +26,8 @@ def test_finished_runs_are_not_run_again(sweep):
     assert "2 runs, 0 of them already finished" in output
     assert "[2/2] alibi/7: finished" in output
     assert (sweep.report / "report.html").is_file()
-    table = (sweep.report / "tables" / "kerple-3-2x32-32-non-overlapping.csv").read_text()
-    assert table.splitlines()[1] == "text,32,no,2.770,2.770"
+    table = (sweep.report / "tables" / "kerple-3-2x32-32-non-overlapping.md").read_text()
+    assert "| 32 | **2.770** | **2.770** |" in table.splitlines()
     before = {path: path.read_bytes() for path in sweep.runs.rglob("*") if path.is_file()}
     assert "2 of them already finished" in sweep()
     assert {path: path.read_bytes() for path in sweep.runs.rglob("*") if path.is_file()} == before
