@@ -19,17 +19,14 @@ from megatron.evaluation.records import read_results
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner, measure_speed
-from megatron.sweep.slurm import array_script
-from megatron.utils.command_line import OptionParser, integer, number, option_name
+from megatron.utils.command_line import OptionParser, integer, number
 from megatron.utils.environment import use_gpus
-from megatron.utils.files import check_writable, write_atomically
+from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock, LockBusyError
 from megatron.utils.progress import readable_time
 
 # The command `kerple` of this installation or checkout.
 KERPLE = [sys.executable, str(Path(__file__).resolve().parents[2] / "kerple_command.py")]
-
-SLURM_TASKS = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,25 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="training speed for the time estimate; default: the logged speed, or that of three steps",
     )
 
-    slurm = parser.add_argument_group("Slurm")
-    slurm.add_argument(
-        "--write-slurm", metavar="FILE", help="write a job array script that runs this command, and exit: sbatch FILE"
-    )
-    slurm.add_argument(
-        "--slurm-tasks",
-        type=integer(1, 100_000),
-        metavar="N",
-        help=f"number of array tasks (default: {SLURM_TASKS})",
-    )
-    slurm.add_argument(
-        "--slurm-options",
-        metavar="TEXT",
-        help="options for sbatch, such as --slurm-options='--gpus=1 --time=24:00:00'",
-    )
-
     # The runs, and checks of all their evaluations before any training.
     options = parser.parse_args(argv)
-    _check_options(options)
+    if options.rate is not None and not options.dry_run:
+        raise UserError("--rate only changes the estimate of --dry-run; add --dry-run, or remove --rate")
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
     all_runs = plan(sweep)
@@ -94,22 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for words in sweep.evaluation:
         check_modes(words, [run.config for run in all_runs], f"{sweep.path}: evaluation")
 
-    # A plan or a script for Slurm does not need the data, which another machine may have.
-    missing = missing_data(runs)
-    if options.write_slurm is not None or options.dry_run:
+    # A plan does not need the data, which another machine may have.
+    missing, devices = missing_data(runs), _select_devices(options, runs)
+    if options.dry_run:
         for prefix in missing:
             console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
-    if options.write_slurm is not None:
-        tasks = options.slurm_tasks or SLURM_TASKS
-        script = array_script(_command(options), sweep, tasks, options.slurm_options or "")
-        sweep.output.mkdir(parents=True, exist_ok=True)  # for the logs of the tasks
-        write_atomically(options.write_slurm, script.encode())
-        console.print(f"start it with: sbatch {options.write_slurm}", highlight=False, markup=False)
-        return 0
-
-    # A script for Slurm needs no devices, a plan does.
-    devices = _select_devices(options, runs)
-    if options.dry_run:
         _print_plan(console, sweep, runs, devices, options.rate)
         return 0
 
@@ -119,27 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_writable(sweep.output, f"{sweep.path}: output")
     importlib.import_module("megatron.reporting.report")  # not only after training, if a package is missing
     return _run(console, sweep, all_runs, runs, devices)
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    """Raises UserError for options that would have no effect."""
-    if options.dry_run and options.write_slurm is not None:
-        raise UserError("--dry-run and --write-slurm exclude each other; remove one of them")
-    if options.rate is not None and not options.dry_run:
-        raise UserError("--rate only changes the estimate of --dry-run; add --dry-run, or remove --rate")
-    for name in ("slurm_tasks", "slurm_options"):
-        if getattr(options, name) is not None and options.write_slurm is None:
-            raise UserError(f"{option_name(name)} requires --write-slurm FILE; add it")
-
-
-def _command(options: argparse.Namespace) -> list[str]:
-    """The command line of this process without --dry-run and the Slurm options."""
-    words = [*KERPLE, "sweep", options.sweep]
-    for name in ("only", "shard", "devices", "jobs"):
-        value = getattr(options, name)
-        if value is not None:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
 
 
 def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> list[str]:

@@ -253,24 +253,27 @@ def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
 
 
 def test_slurm_array_of_a_sweep(cluster, tmp_path):
-    """Two tasks share six runs. One of them receives Slurm's signal before its time limit, and is queued again."""
+    """Two tasks share six runs. One of them receives Slurm's signal before its time limit; another array resumes."""
     axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": seed} for seed in (1, 2, 3)]}
     sweep = write_sweep(tmp_path, axes=axes)
-    script = tmp_path / "sweep.sh"
-    options = ["--write-slurm", str(script), "--slurm-tasks=2", "--slurm-options=--exclusive --export=ALL"]
-    assert "start it with: sbatch" in run_sweep(sweep, *options)
-    job = cluster.run_in(tmp_path, ["sbatch", "--parsable", str(script)]).communicate()[0].strip()
-    logs = {task: tmp_path / "out" / f"slurm-{job}_{task}.log" for task in (1, 2)}
-    wait_for(lambda: all(log.is_file() and "6 runs" in log.read_text() for log in logs.values()))
-    cluster.run_in(tmp_path, ["scancel", "--batch", "--signal=TERM", f"{job}_1"]).wait()
-    wait_for(lambda: "stopping: the runs save and exit" in logs[1].read_text())
+    options = f"--array=1-2 --exclusive --signal=B:TERM@300 --open-mode=append --output={tmp_path}/%a.log"
+    script = f"#!/bin/bash\n#SBATCH {options}\nexec {sys.executable} {ROOT}/kerple_command.py sweep {sweep}\n"
+    (tmp_path / "sweep.sh").write_text(script)
+    logs = {task: tmp_path / f"{task}.log" for task in (1, 2)}
+
+    def submit() -> str:
+        return cluster.run_in(tmp_path, ["sbatch", "--parsable", "sweep.sh"]).communicate()[0].strip()
 
     def is_finished() -> bool:
         queue = cluster.run_in(tmp_path, ["squeue", "--noheader"])
         return not queue.communicate()[0].strip() and queue.returncode == 0
 
+    job = submit()
+    wait_for(lambda: all(log.is_file() and "6 runs" in log.read_text() for log in logs.values()))
+    cluster.run_in(tmp_path, ["scancel", "--batch", "--signal=TERM", f"{job}_1"]).wait()
+    wait_for(lambda: "stopped; run the same command again to resume" in logs[1].read_text(), seconds=900)
+    submit()
     wait_for(is_finished, seconds=900)
-    assert logs[1].read_text().count("Sweep sweep: 6 runs") == 2
     assert sum(log.read_text().count(": finished in ") for log in logs.values()) == 6
     assert "6 runs, 6 of them already finished" in run_sweep(sweep), [log.read_text() for log in logs.values()]
 

@@ -12,9 +12,7 @@ import pytest
 
 from megatron.checkpoint.directory import find_damage, find_step
 from megatron.evaluation.records import read_results
-from megatron.sweep.definition import read_sweep
 from megatron.sweep.runner import CLAIM, RUN_VARIABLE, find_processes, last_lines, start_process
-from megatron.sweep.slurm import array_script
 from tests.support.runs import ROOT
 from tests.support.sweeps import kill_all, logged_iterations, run_sweep, start_sweep, write_sweep
 
@@ -92,29 +90,6 @@ def test_the_processes_of_a_run_receive_sigterm_when_the_sweep_dies(tmp_path):
     process.wait()
     wait_for(lambda: log.read_text() == "started\nSIGTERM\n")
     wait_for(lambda: not find_processes(tmp_path))
-
-
-def test_a_slurm_task_waits_for_the_sweep_after_a_second_signal(tmp_path):
-    """A sweep that takes a second to save, and `scontrol`, which is a script that prints its arguments."""
-    sweep = read_sweep(write_sweep(tmp_path))
-    command = "import signal, time; stop = signal.sigwait([signal.SIGTERM]); print('saving', flush=True); "
-    command += "time.sleep(1); print('saved', flush=True); raise SystemExit(143)"
-    blocked = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('started', "
-    blocked += f"flush=True); exec({command!r})"
-    script, log, tools = tmp_path / "sweep.sh", tmp_path / "log", tmp_path / "tools"
-    script.write_text(array_script([sys.executable, "-c", blocked], sweep, 1, ""))
-    tools.mkdir()
-    (tools / "scontrol").write_text('#!/bin/sh\necho "$@"\n')
-    (tools / "scontrol").chmod(0o755)
-    variables = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "5"}
-    with open(log, "w") as stream:
-        process = subprocess.Popen(["bash", str(script)], env=variables, stdout=stream, stderr=stream)
-    wait_for(lambda: log.read_text() == "started\n")
-    process.terminate()
-    wait_for(lambda: log.read_text() == "started\nsaving\n")
-    process.terminate()
-    assert process.wait(60) == 143
-    assert log.read_text() == "started\nsaving\nsaved\nrequeue 5\n"
 
 
 @pytest.mark.slow

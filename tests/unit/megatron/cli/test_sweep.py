@@ -14,8 +14,7 @@ def test_dry_run_changes_nothing(sweep):
     assert "about 24s of training at 128 tokens/s each" in sweep("--dry-run")  # as measured
     assert not (sweep.folder / "out").exists()
     (sweep.folder / "text_document.idx").unlink()
-    for option in ("--dry-run", f"--write-slurm={sweep.folder / 'sweep.sh'}"):
-        assert sweep(option, write=False).count("text_document.idx (create it with prepare_data.py)") == 1
+    assert sweep("--dry-run", write=False).count("text_document.idx (create it with prepare_data.py)") == 1
 
 
 def test_dry_run_of_an_empty_shard(sweep, monkeypatch):
@@ -41,18 +40,8 @@ def test_errors_before_anything_is_started(sweep, monkeypatch):
     assert not sweep.runs.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rate", "100"], "--rate.*--dry-run"),
-        (["--slurm-tasks", "4"], "--slurm-tasks.*--write-slurm FILE"),
-        (["--slurm-options=--gpus=1", "--dry-run"], "--slurm-options.*--write-slurm FILE"),
-        (["--dry-run", "--write-slurm", "sweep.sh"], "--dry-run.*--write-slurm"),
-    ],
-)
-def test_options_without_effect_are_rejected(words, message, sweep):
-    with pytest.raises(UserError, match=message):
-        sweep(*words)
+def test_a_rate_without_a_dry_run_is_rejected(sweep):
+    assert_rejected("--rate.*--dry-run", sweep, "--rate", "100")
 
 
 def test_the_folder_of_a_sweep_must_be_writable(sweep):
