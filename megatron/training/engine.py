@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, regi
 from torch import Tensor, nn
 
 from kerple.attention import Documents
-from kerple.positional import PositionalMethod, build, project
+from kerple.positional import PositionalMethod, project
 from megatron.checkpoint.layers import DTYPES, tied_output
 from megatron.checkpoint.optimizer import parameter_names
 from megatron.config import Config, UserError
@@ -378,21 +378,6 @@ class Engine:
                     key = name if method.shared else f"layer_{index:02d}/{name}"
                     statistics[key] = heads.detach().float().cpu()
         return self.model.of_all_stages(statistics) if isinstance(self.model, GPTPipeline) else statistics
-
-    def trained_method(self) -> PositionalMethod | None:
-        """A copy of the positional method of this rank's first layer that has one, in float32 on the CPU; None if it
-        has no parameters. A collective.
-        """
-        method = next(iter(positional_methods(self.model.layers()).values()), None)
-        parameters = [] if method is None else list(method.parameters())
-        if method is None or not parameters:
-            return None
-        with GatheredParameters(parameters, enabled=self.zero_stage == 3):
-            state = {name: tensor.detach().float().cpu() for name, tensor in method.state_dict().items()}
-        with torch.random.fork_rng(devices=[]):  # new methods draw initial weights
-            copy = build(self.config.model.pos_emb, self.config.model.shape, **self.config.model.positional_options)
-        copy.load_state_dict(state)
-        return copy
 
     def attention_choice(self) -> str:
         """See `describe_backends`."""

@@ -3,7 +3,6 @@ profiles of training steps by torch.profiler.
 """
 
 import contextlib
-import io
 import json
 import os
 import resource
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import numpy as np
 import torch
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
@@ -89,8 +87,6 @@ class Logger:
 
         # The libraries are optional, and slow to import.
         try:
-            if self.shows_pictures:
-                import matplotlib  # noqa: F401
             if settings.tensorboard_dir:
                 from torch.utils.tensorboard import SummaryWriter
             if settings.use_wandb:
@@ -157,25 +153,6 @@ class Logger:
                 self._tensorboard.add_scalar(name, value, iteration)
         if self._wandb is not None:
             self._wandb.log(values, step=iteration)
-
-    @property
-    def shows_pictures(self) -> bool:
-        """Whether TensorBoard or Weights & Biases is configured; the same on every rank."""
-        return bool(self._config.logging.tensorboard_dir or self._config.logging.use_wandb)
-
-    def picture(self, name: str, png: bytes, iteration: int) -> None:
-        """Add a picture to TensorBoard and Weights & Biases."""
-        if self._tensorboard is None and self._wandb is None:
-            return
-        from PIL import Image  # installed with matplotlib
-
-        image = Image.open(io.BytesIO(png)).convert("RGB")
-        if self._tensorboard is not None:
-            self._tensorboard.add_image(name, np.asarray(image), iteration, dataformats="HWC")
-        if self._wandb is not None:
-            import wandb
-
-            self._wandb.log({name: wandb.Image(image)}, step=iteration)
 
     def _write(self, stream: TextIO, line: str) -> None:
         """Raises UserError if the line cannot be written, for example because the disk is full."""

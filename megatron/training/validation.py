@@ -17,7 +17,6 @@ from megatron.evaluation.text import Text, evaluation_text
 from megatron.model.settings import Layout
 from megatron.training.engine import Engine
 from megatron.training.logging import Logger
-from megatron.utils.errors import first_line
 from megatron.utils.progress import readable_time
 
 
@@ -33,7 +32,6 @@ class Validator:
         self._engine, self._logger = engine, logger
         self._valid_dataset, self._test_dataset = valid_dataset, test_dataset
         self.validated_at: int | None = None  # iteration
-        self._failed_picture = False
 
     def validate(self, state: TrainingState) -> None:
         """Log the mean loss of the next `eval-iters` global batches of the validation samples."""
@@ -41,35 +39,11 @@ class Validator:
             self._measure("validation", self._valid_dataset, state, state.consumed_valid_samples)
             state.consumed_valid_samples += self._engine.config.training.eval_iters * self._engine.global_batch
             self.validated_at = state.iteration
-            if self._logger.shows_pictures:
-                self._plot_kernels(state.iteration)
 
     def test(self, state: TrainingState) -> None:
         """Log the mean loss of the first `eval-iters` global batches of the test samples."""
         if self._test_dataset is not None:
             self._measure("test", self._test_dataset, state, 0)
-
-    def _plot_kernels(self, iteration: int) -> None:
-        """Log a picture of the bias and weight by distance, if the positional method has parameters. A collective."""
-        from megatron.plots.kernels import NUM_DISTANCES, MethodOfModel, method_picture  # imports matplotlib
-
-        engine, method = self._engine, self._engine.trained_method()
-        if method is None or not engine.layout.is_main:
-            return
-        num_distances = max(NUM_DISTANCES, 4 * engine.seq_length)
-        stages = {f"iteration {iteration:,}": MethodOfModel(method, engine.config.model.shape, num_distances)}
-        try:
-            picture = method_picture(engine.config.model.pos_emb, stages)
-        except Exception as error:  # the method may be the user's own, and have no values for these distances
-            if not self._failed_picture:
-                self._logger.info(
-                    f"no pictures of {engine.config.model.pos_emb} at distances up to {num_distances:,}: "
-                    f"{type(error).__name__}: {first_line(error)}"
-                )
-            self._failed_picture = True
-            return
-        if picture is not None:
-            self._logger.picture("kernel/by_distance", picture, iteration)
 
     def _measure(self, name: str, dataset: Samples, state: TrainingState, consumed_samples: int) -> None:
         engine, started_at = self._engine, time.perf_counter()

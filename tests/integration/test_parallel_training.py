@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.directory import saved_iterations
 from tests.support.layouts import LAYOUTS, VOCABULARY, Trained, assert_same_metrics
@@ -335,14 +334,11 @@ def test_a_sequence_length_schedule_on_two_ranks(layout, resumed_in, trained, tm
 def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
     """By default ZeRO 3 does not partition parameters of a few elements. With a threshold of 0 it does."""
     keys = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    trained(tmp_path, "zero-3", **keys, tensorboard_dir=str(tmp_path / "tensorboard"))
+    trained(tmp_path, "zero-3", **keys)
     assert_same_metrics(tmp_path, run_in("one"), "train/loss", "kernel/bias_p/mean", "kernel/bias_a/max")
     expected, gathered = weights(run_in("one"), 6), weights(tmp_path, 6)
     assert expected.keys() == gathered.keys()
     assert all(torch.allclose(gathered[name], tensor, atol=1e-3) for name, tensor in expected.items())
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [picture.step for picture in events.Images("kernel/by_distance")] == [3, 6]
 
 
 @pytest.mark.ci
