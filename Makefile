@@ -120,7 +120,7 @@ TRAINED := $(filter-out $(UNTRAINED),$(basename $(notdir $(wildcard configs/pos_
 
 pictures: setup
 	$(BIN)/python tools/demo.py --output runs/pictures --tokens 2048 --methods $(TRAINED)
-	$(BIN)/python tools/plot_kernels.py --output docs/positional-methods.md \
+	$(BIN)/python experiments/pictures.py --output docs/positional-methods.md \
 	  --checkpoint $(TRAINED:%=runs/pictures/%/checkpoints)
 
 bench: setup

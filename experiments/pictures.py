@@ -4,7 +4,9 @@ at initialization and after training.
 For methods whose result depends on more than the distance, the plots use scores and queries of zeros.
 """
 
+import argparse
 import math
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import check_megatron  # noqa: F401
 from kerple.attention import score_table
 from kerple.positional import Chunk, ModelShape, PositionalMethod, build, method_class, primary_names
 from kerple.positional.registry import canonical_name
@@ -26,6 +31,7 @@ from megatron.config.yaml_files import PACKAGED
 from megatron.inference import load_model
 from megatron.model.initialization import generator_for
 from megatron.reporting.style import COLORS, LINE_STYLES, SCREEN, Style, legend_above, new_figure, render
+from megatron.utils.command_line import run_main
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -225,8 +231,8 @@ Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and
 distance, one line per head, for the model of `configs/demo.yml` (4 heads): at initialization, and
 after training at length 128 if this changes the method. The axis of a bias below -40 ends at -20.
 
-`make pictures` writes this page; `python tools/plot_kernels.py --checkpoint DIR ...` writes one for
-other checkpoints.
+`make pictures` writes this page; `python experiments/pictures.py --checkpoint DIR ...` writes one
+for other checkpoints.
 
 ## Random positions
 
@@ -240,3 +246,24 @@ Such models cannot be exported. Distances are differences of sampled positions; 
 the authors samples distances along diagonals.
 
 """
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page and the pictures. Raises UserError."""
+    parser = argparse.ArgumentParser(description="Plot the bias and weight of every positional method by distance.")
+    parser.add_argument(
+        "--output",
+        default="runs/plots/positional-methods.md",
+        metavar="FILE",
+        help="the page; the pictures go into pictures/ next to it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--checkpoint", nargs="+", default=[], metavar="DIR", help="one per method; these are also shown after training"
+    )
+    options = parser.parse_args(argv)
+    paths = write_page(options.output, options.checkpoint)
+    print(f"wrote {paths[0]} and {len(paths) - 1} pictures")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -7,38 +7,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from experiments import pictures
+from experiments.pictures import distance_curves, initial_methods, main, method_picture, trained_methods
 from kerple.positional import primary_names
-from megatron.plots import kernels as kernel_plots
-from megatron.plots.kernels import (
-    distance_curves,
-    initial_methods,
-    method_picture,
-    trained_methods,
-    write_page,
-)
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_plots, "render", lambda draw, style: f"{style.width}".encode())
+def test_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pictures, "render", lambda draw, style: f"{style.width}".encode())
     for pos_emb in ("kerple_log", "dape_kerple", "alibi"):
         write_checkpoint(tmp_path / pos_emb, pos_emb, "nowhere")
-    paths = write_page(tmp_path / "page.md", [tmp_path / name for name in ("kerple_log", "dape_kerple", "alibi")])
+    folders = [str(tmp_path / name) for name in ("kerple_log", "dape_kerple", "alibi")]
+    main(["--output", str(tmp_path / "page.md"), "--checkpoint", *folders])
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
-    pictures = {path.stem: float(path.read_text()) for path in (tmp_path / "pictures").iterdir()}
-    assert set(paths) == {tmp_path / "page.md", *(tmp_path / "pictures").iterdir()}
-    assert set(re.findall(r"\(pictures/(\w+)\.png\)", page)) == set(pictures)
-    assert set(primary_names()) - set(pictures) == {"none", "learned", "sinusoidal", "cope", "dape", "dape_rotary"}
+    plots = {path.stem: float(path.read_text()) for path in (tmp_path / "pictures").iterdir()}
+    assert capsys.readouterr().out.endswith(f"page.md and {len(plots)} pictures\n")
+    assert set(re.findall(r"\(pictures/(\w+)\.png\)", page)) == set(plots)
+    assert set(primary_names()) - set(plots) == {"none", "learned", "sinusoidal", "cope", "dape", "dape_rotary"}
     names = re.findall(r"^### (\w+)$", page, flags=re.MULTILINE)
     assert sorted(names) == list(primary_names())
     assert names.index("kerple") < names.index("alibi") < names.index("rotary") < names.index("dape_kerple")
     assert "DAPE with the bias of ALiBi" in page
     current = (ROOT / "docs" / "positional-methods.md").read_text(encoding="utf-8")
-    assert page == current, "run tools/plot_kernels.py (see make pictures) after changing a description"
-    two_columns = {name for name, width in pictures.items() if width > 1.5 * pictures["alibi"]}
+    assert page == current, "run experiments/pictures.py (see make pictures) after changing a description"
+    two_columns = {name for name, width in plots.items() if width > 1.5 * plots["alibi"]}
     assert two_columns == {"kerple_log", "dape_kerple"}, "methods with parameters and a checkpoint"
 
 
