@@ -40,14 +40,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="DIR",
         help="more checkpoints whose biases and weights to plot, of this project or the KERPLE release",
     )
-    parser.add_argument(
-        "--benchmark",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="JSON files written by benchmarks/train_step.py --json",
-    )
 
     # How it shows it.
     parser.add_argument(
@@ -69,17 +61,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Find mistakes before the sources are read, which takes time.
     options = parser.parse_args(argv)
-    if not (options.results or options.checkpoint or options.benchmark):
-        raise UserError("nothing to report: give folders with results, --checkpoint or --benchmark")
+    if not (options.results or options.checkpoint):
+        raise UserError("nothing to report: give folders with results, or --checkpoint")
     style = SCREEN if options.style is None else parse_style(options.style)
     check_writable(options.output, "--output")
-    sources = Sources(read_results(options.results, strict=False), options.checkpoint, options.benchmark)
+    sources = Sources(read_results(options.results, strict=False), options.checkpoint)
 
-    # The figures of weights need torch, which reports of benchmarks do not.
-    if sources.records or sources.checkpoints:
-        from megatron.plots.checkpoints import add_weight_figures  # imports torch and the model
+    # The figures of weights.
+    from megatron.plots.checkpoints import add_weight_figures  # imports torch and the model
 
-        add_weight_figures(sources)
+    add_weight_figures(sources)
 
     # The method to compare with must have results.
     reference = REFERENCE

@@ -21,7 +21,7 @@ from megatron.reporting.paper_tables import (
 )
 from megatron.reporting.positions import position_figures
 from megatron.reporting.published import corpus_name
-from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
+from megatron.reporting.speed import step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
 from megatron.reporting.tables import Table, latex, markdown
 from megatron.utils.errors import UserError
@@ -38,13 +38,11 @@ class Sources:
         records: evaluation records.
         checkpoints: folders of further checkpoints whose biases and weights are plotted.
         weight_figures, length_figures: see `megatron.plots.checkpoints.add_weight_figures`.
-        benchmarks: JSON files of benchmarks/train_step.py.
         notes: filled by the report: what it omits, and why.
     """
 
     records: Sequence[AnyRecord]
     checkpoints: Sequence[Path] = ()
-    benchmarks: Sequence[Path] = ()
     weight_figures: list[ReportFigure] = field(default_factory=list)
     length_figures: list[ReportFigure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -128,11 +126,7 @@ def _with_unique_names(chapters: Iterable[Chapter]) -> list[Chapter]:
 
 def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:
     """All chapters; those that the sources have no results for are empty. Adds to `sources.notes`."""
-    # Times of training logs and of benchmarks share a chapter.
     records = sources.records
-    time_tables = step_time_tables(step_times(records))
-    for path in sources.benchmarks:
-        time_tables += benchmark_tables(path)
 
     # The chapters in the order of the report.
     return [
@@ -167,7 +161,7 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             figures=sources.weight_figures,
         ),
         Chapter("effective-lengths", "Effective lengths", figures=sources.length_figures),
-        Chapter("speed", "Training time", tables=time_tables),
+        Chapter("speed", "Training time", tables=step_time_tables(step_times(records))),
     ]
 
 

@@ -1,49 +1,16 @@
-"""Training time per step, KERPLE's Table 4: from the logs of training runs, or from benchmark results."""
+"""Training time per step, KERPLE's Table 4, from the logs of training runs."""
 
-import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, TypeAdapter
-from typing_extensions import NotRequired, TypedDict
 
 from megatron.reporting.aggregate import AnyRecord, Method
-from megatron.reporting.formatting import NOT_MEASURED, format_mean, format_number, slug
+from megatron.reporting.formatting import NOT_MEASURED, format_mean
 from megatron.reporting.published import Published, corpus_name, load_published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.reporting.training_log import read_log
 from megatron.utils.errors import UserError
-from megatron.utils.files import METRICS, read_file
-from megatron.utils.typed_json import Float, Name, parse_json
-
-MAX_BENCHMARK_BYTES = 1 << 24
-Positive = Annotated[Float, Field(gt=0)]
-
-
-class Benchmark(TypedDict):
-    """A row of a table of `benchmarks/train_step.py --json`. median: in seconds. seconds: of every round."""
-
-    name: Name
-    median: Positive
-    ratio: Positive
-    seconds: NotRequired[list[Positive]]
-
-
-class Hardware(TypedDict):
-    processor: Name
-
-
-class Benchmarks(TypedDict):
-    """The file that `benchmarks/train_step.py --json` writes."""
-
-    hardware: Hardware
-    tables: dict[Name, list[Benchmark]]
-
-
-_BENCHMARKS = TypeAdapter(Benchmarks)
+from megatron.utils.files import METRICS
 
 
 @dataclass(frozen=True)
@@ -133,39 +100,3 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
         )
         tables.append(table)
     return tables
-
-
-def benchmark_tables(path: str | Path) -> list[Table]:
-    """The step times in a JSON file of `benchmarks/train_step.py --json`. Raises UserError for any other file."""
-    try:
-        content = parse_json(read_file(path, MAX_BENCHMARK_BYTES), _BENCHMARKS, str(path))
-    except UserError as error:
-        raise UserError(f"{error}; give a file written by benchmarks/train_step.py --json") from None
-    note = (
-        f"Seconds: medians over steps that alternated in one process, on {content['hardware']['processor']}. Ratios: "
-        "geometric means of the ratios of steps that followed one another, so they can differ from those of the "
-        "medians."
-    )
-    paper, tables = load_published("kerple-4"), []
-    for index, (title, rows) in enumerate(content["tables"].items(), start=1):
-        if not rows:
-            continue
-        seconds = [Cell(format_number(row["median"])) for row in rows]
-        ratios = [Cell(format_number(_ratio(row, rows[0]))) for row in rows]
-        table = Table(
-            name=slug(Path(path).stem, index),
-            title=title.capitalize(),
-            label_columns=("",),
-            columns=tuple(paper.name(Method(row["name"])) for row in rows),
-            lines=(Row(("sec/step",), tuple(seconds)), Row((f"ratio to {rows[0]['name']}",), tuple(ratios))),
-            notes=(note,),
-        )
-        tables.append(table)
-    return tables
-
-
-def _ratio(row: Benchmark, first: Benchmark) -> float:
-    """The geometric mean of the ratios of the seconds, as in the claims; that of the medians without seconds."""
-    pairs = zip(row.get("seconds", []), first.get("seconds", []), strict=False)
-    logs = [math.log(one / other) for one, other in pairs]
-    return math.exp(statistics.fmean(logs)) if logs else row["ratio"]

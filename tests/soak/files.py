@@ -176,18 +176,15 @@ def write_finished_sweep(folder: Path) -> list[Path]:
 
 
 def damaged_result(draw: Draw, folder: Path) -> Case:
-    """Results, benchmarks, sweep metrics and journals, and earlier evaluations, for the commands that read them."""
+    """Results, sweep metrics and journals, and earlier evaluations, for the commands that read them."""
     records = valid_records()
     write_checkpoint(folder / "checkpoints", "kerple_log", write_corpus(folder))
 
     # Kind -> a file, its valid content, and a command that reads it.
-    tables = {"a": [{"name": row, "median": 0.5, "ratio": 1.2} for row in ("alibi", "rotary")]}
     files: dict[str, tuple[str, Sequence[object], list[str]]] = {
         "results": ("in/results.jsonl", records, REPORT),
-        "benchmark": ("in.json", [{"hardware": {"processor": "a"}, "tables": tables}],
-                      [*REPORT[:-1], "--benchmark", "in.json"]),
         "evaluation": ("again/results.jsonl", records, [*EVALUATE, "--replace"]),
-    }  # fmt: skip
+    }
     kind = pick(draw, ("sweep", *files))
     if kind == "sweep":
         spoil(draw, pick(draw, write_finished_sweep(folder)))

@@ -1,10 +1,10 @@
-"""Step times from training logs and benchmark files."""
+"""Step times from training logs."""
 
 import json
 
 import pytest
 
-from megatron.reporting.speed import benchmark_tables, step_time_tables, step_times
+from megatron.reporting.speed import step_time_tables, step_times
 from megatron.reporting.training_log import read_log
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
@@ -48,25 +48,6 @@ def test_published_step_times(tmp_path):
     assert table.columns == ("T5", "x")
     assert [[cell.text for cell in row.cells] for row in table.rows] == [["0.4500 ± 0.0707"] * 2, ["0.340", ""]]
     assert table.notes[-1] == 'Rows labeled "paper": KERPLE (arXiv 2205.09921), Table 4, on one A100.'
-
-
-def test_benchmark_numbers(tmp_path):
-    rows = [{"name": "plain PyTorch", "median": 0.5, "ratio": 1.0}, {"name": "alibi", "median": 0.6, "ratio": 1.2}]
-    content = {"hardware": {"processor": "A processor"}, "tables": {"a step": rows, "nothing": []}}
-    (tmp_path / "train_step.json").write_text(json.dumps(content))
-    (table,) = benchmark_tables(tmp_path / "train_step.json")
-    assert (table.name, table.title, table.columns) == ("train_step-1", "A step", ("plain PyTorch", "ALiBi"))
-    assert [(row.labels, [cell.text for cell in row.cells]) for row in table.rows] == [
-        (("sec/step",), ["0.5000", "0.6000"]),
-        (("ratio to plain PyTorch",), ["1.000", "1.200"]),
-    ]
-    rows[0]["seconds"], rows[1]["seconds"] = [1.0, 2.0, 1.0], [2.0, 2.0, 4.0]
-    (tmp_path / "train_step.json").write_text(json.dumps(content))
-    (table,) = benchmark_tables(tmp_path / "train_step.json")
-    assert [cell.text for cell in table.rows[1].cells] == ["1.000", "2.000"], "of the pairs, and not of the medians"
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match=r"other\.json.*benchmarks/train_step"):
-        benchmark_tables(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(
