@@ -20,7 +20,7 @@ from megatron.cli.model_options import chosen_step, load, saved_config, tokenize
 from megatron.config import Config, UserError
 from megatron.convert.tokenizer_files import check_rows
 from megatron.evaluation.modes import supported_modes
-from megatron.reporting.terminal import print_rows, standard_output
+from megatron.reporting.terminal import print_rows
 from megatron.utils.command_line import MAX_INT, integer, number, option_name, path_option
 from megatron.utils.errors import install_command, visible
 from megatron.utils.files import read_file, write_atomically
@@ -260,7 +260,7 @@ def print_tasks(checkpoints: Sequence[Mapping[str, Any]], console: Console | Non
     }
     titles = [name for name in COLUMNS if shown.get(name, True)]
     cells = [[Text(line[name]) for name in titles] for line in lines]
-    print_rows(console or standard_output(), "Tasks", titles, cells, len(titles) - 2)
+    print_rows(console or Console(), "Tasks", titles, cells, len(titles) - 2)
 
 
 def _table_lines(checkpoint: Mapping[str, Any]) -> Iterator[dict[str, str]]:

@@ -35,7 +35,7 @@ from megatron.reporting.modes import mode_figures
 from megatron.reporting.paper_tables import REFERENCE, missing_notes
 from megatron.reporting.style import render
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table, markdown
-from megatron.reporting.terminal import print_table, standard_output
+from megatron.reporting.terminal import print_table
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -111,7 +111,7 @@ def print_summary(
     records: Sequence[AnyRecord], title: str = TITLE, console: Console | None = None, *, compare_with: str | None = None
 ) -> None:
     """Print the table and its notes."""
-    console = console or standard_output()
+    console = console or Console()
     table = summary_table(records, title, compare_with)
     print_table(console, table)
     for note in table.notes:
