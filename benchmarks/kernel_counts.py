@@ -100,7 +100,8 @@ class Case:
 
     @property
     def tiles(self) -> Tiles:
-        return tiles_for(self.gpu, DTYPES[self.dtype], self.size, weight=self.weight, grouped=self.grouped)
+        options = {"weight": self.weight, "grouped": self.grouped, "documents": self.documents}
+        return tiles_for(self.gpu, DTYPES[self.dtype], self.size, **options)
 
 
 def compiled(kernel, tile: Tile, case: Case):

@@ -156,15 +156,21 @@ class Launcher:
         self.group = self.heads // self.kv_heads
         self.max_kv_len = Span(window).max_kv_len(self.t)
         has_weight = weight is not None
-        gpu, grouped = Gpu.of(query.device), self.group > 1
-        self.tiles = tiles_for(gpu, query.dtype, self.head_size, weight=has_weight, grouped=grouped)
+        self.documents = DocumentTiles(*documents) if documents else None
+        self.tiles = tiles_for(
+            Gpu.of(query.device),
+            query.dtype,
+            self.head_size,
+            weight=has_weight,
+            grouped=self.group > 1,
+            documents=self.documents is not None,
+        )
 
         # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
         reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
 
         # Without a weight, the kernels get a pointer that they do not read.
         self.bias, self.weight = bias, query if weight is None else weight
-        self.documents = DocumentTiles(*documents) if documents else None
         self.has_decay = decay_sums is not None
         decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
         tiles = None if self.documents is None else self.documents.tiles

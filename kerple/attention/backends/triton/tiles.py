@@ -13,7 +13,7 @@ bfloat16. The GPUs differ most in their matrix instructions:
   other tiles that fit into 99 KiB, 32 x 128 spills up to 192 bytes per thread, and 32 x 64 leaves four warps on a
   multiprocessor. Without tables, a branch around the lookup of the mask would make Triton rearrange the scores in
   shared memory and spill up to 1,592 bytes per thread on sm_80 and 656 on sm_120, so these GPUs look up a table of
-  zeros.
+  zeros. With grouped queries and documents, 64 x 128 would spill up to 168 bytes.
 - **wgmma** (sm_90): operands are in shared memory.
 - **tcgen05** (sm_10x, sm_11x): operands are in shared memory and sums in tensor memory, which leaves registers for
   larger tiles. The products of the forward kernel take 256 cycles at head size 64, so instructions are the limit. At
@@ -103,7 +103,15 @@ def no_tiles_reason(gpu: Gpu, dtype: torch.dtype | None, head_size: int | None) 
     return None
 
 
-def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool, grouped: bool = False) -> Tiles:
+def tiles_for(
+    gpu: Gpu,
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    weight: bool,
+    grouped: bool = False,
+    documents: bool = False,
+) -> Tiles:
     """The tiles for a GPU. An unknown architecture gets those of mma.sync, which need the least shared memory.
 
     Tiles depend only on the arguments, so that the order of sums is fixed. They may not fit: see `no_tiles_reason`.
@@ -126,8 +134,9 @@ def tiles_for(gpu: Gpu, dtype: torch.dtype, head_size: int, *, weight: bool, gro
     if major in (10, 11):
         return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=162)
     if small:
+        key_value = Tile(32, 128, 8, 2) if grouped and documents else Tile(64, 128, 8, 3)
         query, tables = Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
-        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), query, tables, kib=64, skip_mask=False)
+        return Tiles(Tile(128, 64, 8, 3), key_value, query, tables, kib=64, skip_mask=False)
     large = gpu.shared_memory >= 112 * 1024
     key_value = Tile(128 if large else 64, 64, 8, 2)
     query, tables = Tile(128, 32, 8, 3), Tile(32, 32, 4, 2)

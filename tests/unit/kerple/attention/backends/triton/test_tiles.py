@@ -1,5 +1,6 @@
 """The choice of tiles for each GPU, and which GPUs are rejected. tests/integration compiles the kernels with them."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -41,8 +42,8 @@ def gpu_of_this_machine(monkeypatch):
 def test_tiles_suit_the_kernels(gpu, dtype):
     for size in (8, 64, 128):
         assert no_tiles_reason(gpu, dtype, size) is None
-        for weight in (False, True):
-            chosen = tiles_for(gpu, dtype, size, weight=weight)
+        for weight, grouped, documents in itertools.product((False, True), repeat=3):
+            chosen = tiles_for(gpu, dtype, size, weight=weight, grouped=grouped, documents=documents)
             assert chosen.kib == tiles_for(gpu, dtype, size, weight=False).kib  # `no_tiles_reason` knows no weight
             assert chosen.kib * 1024 <= gpu.shared_memory
             assert chosen.tables.queries == chosen.tables.keys
