@@ -4,15 +4,14 @@
 
 The tensors are weights and Adam's moments. torch.save is followed by an fsync, because this project's save returns
 when everything is on disk; without fsync the benchmark would measure the page cache. This project also writes and
-verifies a manifest, and loads into a model and an optimizer; torch.load only creates the tensors. `async-save` is the
-time that training waits. The exit status is 1 if this project is slower than 0.7 times torch.save or torch.load.
+verifies a manifest, and loads into a model and an optimizer; torch.load only creates the tensors. The exit status is 1
+if this project is slower than 0.7 times torch.save or torch.load.
 """
 
 import argparse
 import itertools
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
+from benchmarks.support.timing import add_options, apply_options, compare, show, write_json
 from megatron.checkpoint.directory import find_valid_step
 from megatron.checkpoint.layers import layer_state, weight_layers
 from megatron.checkpoint.loading import load_weights
@@ -93,7 +92,6 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
     config = configuration(folder)
     engine = trained_engine(config)
     checkpointer = Checkpointer(engine, config, lambda text: None)
-    background = Checkpointer(engine, config.updated(async_save=True, save=str(folder / "async")), lambda text: None)
     plain = folder / "plain.pt"
     states = (TrainingState(iteration=iteration) for iteration in itertools.count(1))
 
@@ -110,23 +108,9 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
         load_weights(engine, step)
         load_optimizer(engine, read_optimizer(step), step)
 
-    # Not part of `compare`: it waits for the writer outside the measured time.
-    def time_background_save() -> Timing:
-        """Seconds until `save` returns; waiting for the writer is not included."""
-        seconds = []
-        for _ in range(options.rounds + 1):
-            background.finish()
-            start = clock()
-            background.save(next(states))
-            seconds.append(clock() - start)
-        background.finish()
-        median = statistics.median(seconds[1:])
-        return Timing("async-save", median, min(seconds[1:]), median / saving[0].median, None, seconds[1:])
-
     # Compare rates. `--json` and the exit status are for scripts.
     common = {"rounds": options.rounds, "warmup": 1, "clock": clock, "limits": {"ours": 1 / MIN_RELATIVE_RATE}}
     saving = compare({"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common)
-    saving.append(time_background_save())
     loading = compare({"torch.load": lambda: torch.load(plain, weights_only=True), "ours": load}, **common)
     megabytes = plain.stat().st_size / 1e6
     tables = {f"save {megabytes:,.0f} MB": saving, f"load {megabytes:,.0f} MB": loading}

@@ -1,4 +1,4 @@
-"""Saving a checkpoint, in the foreground or in the background.
+"""Saving a checkpoint.
 
 Files are written to `global_stepN.unfinished`, which gets its final name when all of them are on disk:
 
@@ -14,14 +14,12 @@ Files are written to `global_stepN.unfinished`, which gets its final name when a
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.directory import (
@@ -79,24 +77,14 @@ class Checkpointer:
         kept = "checkpoint_scale: log" if config.checkpoint.checkpoint_scale == "log" else kept
         if config.checkpoint.keep_last_n_checkpoints is not None and kept:
             report(f"keep_last_n_checkpoints: the checkpoints that {kept} asks for are kept, too")
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._host_copy: dict[str, Any] = {}
-        self._group = None
-        if config.checkpoint.async_save and dist.get_world_size() > 1:
-            # Background threads communicate in a group of their own, while training uses the others.
-            self._group = dist.new_group(backend="gloo")
 
     def save(self, state: TrainingState) -> None:
-        """Write global_stepN and point `latest` at it. With `async_save`, returns after copying all tensors to host
-        memory, and writes in the background.
+        """Write global_stepN and point `latest` at it.
 
         If any rank fails to write (disk full), every rank raises CheckpointError, the partial checkpoint is removed,
-        and previous checkpoints are unchanged. A background save raises it at the next `save` or `finish`. It is also
-        raised if another run has saved this iteration to the folder; a signal can end a run at any iteration.
+        and previous checkpoints are unchanged. It is also raised if another run has saved this iteration to the folder;
+        a signal can end a run at any iteration.
         """
-        # Wait for the previous save, so that only one uses the folder.
-        self.finish()
         unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"
 
         def prepare() -> None:
@@ -108,47 +96,19 @@ class Checkpointer:
             except OSError as error:
                 raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
 
-        run_on_rank_0(prepare, self._group)
+        run_on_rank_0(prepare)
 
         # `lineage` contains this checkpoint and those it continues.
         state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
         if self.first_lineage is None:  # from now on, the run has checkpoints of its own
             self.first_lineage = state.lineage
 
-        # Write now, or copy to host memory and write in another thread.
-        files = rank_files(self.engine, self.config, state)
-        if not self.config.checkpoint.async_save:
-            self._write(files, state.iteration, unfinished, state.lineage)
-            return
+        self._write(state, unfinished)
 
-        # Reuse the memory of the last copy, because allocation is the slow part.
-        self._host_copy = {name: to_host(value, self._host_copy.get(name)) for name, value in files}
-        iteration, lineage = state.iteration, state.lineage
-
-        def write_in_background() -> None:
-            try:
-                self._write(self._host_copy.items(), iteration, unfinished, lineage)
-            except RuntimeError as error:  # another rank has exited
-                self._error = CheckpointError(f"{unfinished}: could not be saved ({error})")
-            except BaseException as error:  # `finish` raises it in the main thread
-                self._error = error
-
-        self._thread = threading.Thread(target=write_in_background, name="checkpoint")
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for a background save. Raises its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _write(self, files: Iterable[tuple[str, Any]], iteration: int, unfinished: Path, lineage: list[int]) -> None:
-        tag = tag_for(iteration)
+    def _write(self, state: TrainingState, unfinished: Path) -> None:
+        tag, files = tag_for(state.iteration), rank_files(self.engine, self.config, state)
         results: list[WriteResult] = [(None, None)] * self.engine.layout.world_size
-        dist.all_gather_object(results, write_files(unfinished, files), group=self._group)
+        dist.all_gather_object(results, write_files(unfinished, files))
         failure = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error), None)
 
         def complete() -> None:
@@ -157,15 +117,15 @@ class Checkpointer:
                 return
             records = {name: record for part, _ in results for name, record in (part or {}).items()}
             try:
-                write_manifest(unfinished, iteration, records)
+                write_manifest(unfinished, state.iteration, records)
                 publish(self.directory, unfinished, tag)
             except OSError as error:
                 raise CheckpointError(f"{error.filename or self.directory}: {error.strerror}") from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
-            self._remove_older(lineage)
+            self._remove_older(state.lineage)
 
-        run_on_rank_0(complete, self._group)
+        run_on_rank_0(complete)
         if failure is not None:
             raise CheckpointError(
                 f"{self.directory / tag}: could not be saved ({failure}); free some disk space or check the folder's "
@@ -255,19 +215,3 @@ def _sync_and_close(descriptor: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def to_host(value: Any, previous: Any = None) -> Any:
-    """Copy nested containers with all tensors in host memory. Reuses the memory of `previous`, an earlier copy, for
-    tensors of the same shape and dtype.
-    """
-    if isinstance(value, torch.Tensor):
-        reusable = isinstance(previous, torch.Tensor) and (previous.shape, previous.dtype) == (value.shape, value.dtype)
-        target = previous if reusable else torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-        return target.copy_(value)
-    if isinstance(value, dict):
-        previous = previous if isinstance(previous, dict) else {}
-        return {name: to_host(item, previous.get(name)) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_host(item) for item in value)
-    return value

@@ -65,11 +65,7 @@ def train(config: Config, *, force: bool = False) -> TrainingState:
                 distributed.DistributedSignalHandler() as signals,
                 profiled_steps(config, layout, iteration, logger.info) as profiler_step,
             ):
-                try:
-                    finished = trainer.train(signals, profiler_step)
-                finally:
-                    if trainer.checkpointer is not None:
-                        trainer.checkpointer.finish()
+                finished = trainer.train(signals, profiler_step)
             if finished:
                 trainer.evaluate_at_end()
             else:

@@ -14,12 +14,8 @@ from megatron.utils.errors import UserError, first_line
 T = TypeVar("T")
 
 
-def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `function` on rank 0 while the other ranks wait, and return its value on every rank.
-
-    Args:
-        function: must return a value that can be pickled.
-        group: the process group that carries the value; by default the global one.
+def run_on_rank_0(function: Callable[[], T]) -> T:
+    """Call `function` on rank 0 while the other ranks wait, and return its (picklable) value on every rank.
 
     Raises:
         Exception: what `function` raised, on rank 0. The other ranks raise the same UserError (or subclass), or a
@@ -36,7 +32,7 @@ def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = N
         except Exception as error:
             failure = error
             message = [(None, _as_user_error(error))]
-    dist.broadcast_object_list(message, src=0, group=group)
+    dist.broadcast_object_list(message, src=0)
     value, reported = message[0]
     if failure is not None:
         raise failure
@@ -46,7 +42,7 @@ def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = N
     return value  # type: ignore[return-value]  # not None unless `function` returned None
 
 
-def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
     """Call `function` on every rank and return the values of all ranks, in rank order, on every rank.
 
     Raises:
@@ -62,8 +58,8 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
     except Exception as error:
         failure = error
         outcome = (None, _as_user_error(error))
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
     if failure is not None:
         raise failure
     for _, reported in outcomes:

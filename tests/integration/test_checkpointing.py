@@ -1,20 +1,17 @@
-"""Options of checkpoints in training runs: fallback, async-save, forward-pass validation, another precision."""
+"""Options of checkpoints in training runs: fallback, forward-pass validation, another precision."""
 
 import json
 import resource
 import shutil
-import threading
 
 import pytest
 import torch
 
-from megatron.checkpoint import saving
-from megatron.checkpoint.directory import find_damage, saved_iterations, write_manifest_of_folder
+from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.train import main as train_command
 from megatron.config import Config
-from megatron.training.engine import Engine
 from megatron.training.loop import train
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
@@ -79,68 +76,14 @@ def test_fallback_option_of_evaluate_and_train(tmp_path, data_path, capsys):
     assert "loaded " + str(tmp_path / "checkpoints" / "global_step2") in output
 
 
-def test_async_save_writes_the_same_files(tmp_path, data_path, capsys):
-    keys = {"precision": "bfloat16", "save_interval": 1, "eval_iters": 0}
-    trained(tmp_path / "sync", data_path, **keys)
-    trained(tmp_path / "async", data_path, **keys, async_save=True)
-    assert capsys.readouterr().out.count("saved ") == 12
-    for iteration in range(1, 7):
-        step = tmp_path / "async/checkpoints" / f"global_step{iteration}"
-        assert find_damage(step) is None
-        for file in sorted(step.glob("*.pt")):
-            saved, expected = (
-                torch.load(path, weights_only=True)
-                for path in (file, tmp_path / "sync/checkpoints" / step.name / file.name)
-            )
-            assert_equal(saved, expected)
-
-
-def assert_equal(value, expected):
-    if torch.is_tensor(expected):
-        assert torch.equal(value, expected)
-    elif isinstance(expected, dict):
-        assert value.keys() == expected.keys()
-        for name in expected:
-            assert_equal(value[name], expected[name])
-    elif isinstance(expected, list | tuple):
-        for pair in zip(value, expected, strict=True):
-            assert_equal(*pair)
-    else:
-        assert value == expected
-
-
-def test_async_save_does_not_block_training(tmp_path, data_path, monkeypatch):
-    """Writing waits for the next iteration, so this fails if training waits for the writing."""
-    next_iteration = threading.Event()
-    write = saving.write_files
-
-    def slow(folder, files):
-        assert next_iteration.wait(timeout=30)
-        return write(folder, files)
-
-    monkeypatch.setattr(saving, "write_files", slow)
-    step = Engine.train_step
-
-    def watched(self, *arguments):
-        loss = step(self, *arguments)
-        if self.deepspeed.global_steps == 4:  # while the checkpoint of iteration 3 is being saved
-            next_iteration.set()
-        return loss
-
-    monkeypatch.setattr(Engine, "train_step", watched)
-    trained(tmp_path, data_path, async_save=True, eval_iters=0)
-    assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_full_disk_keeps_the_last_checkpoint(async_save, tmp_path, data_path):
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, data_path):
     """The operating system rejects files of more than 60 kB, as a full disk would."""
     trained(tmp_path, data_path, train_iters=3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
     try:
         with pytest.raises(CheckpointError, match=r"global_step6.*OSError"):
-            trained(tmp_path, data_path, async_save=async_save)
+            trained(tmp_path, data_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["global_step3", "latest"]

@@ -238,9 +238,7 @@ def commands(folder: Path) -> dict[str, Command]:
     validation = {"eval_interval": 2, "eval_iters": 2, "log_interval": 3}
     named = {
         "training": training(),
-        "training, async save": training(async_save=True),
         "training, workers, validation": training(num_workers=2, **validation),
-        "training, 2 ranks, async save": training(2, async_save=True),
         "preprocessing": preprocessing(),
         "preprocessing, 2 workers": preprocessing(2),
         "evaluation": evaluation(),

@@ -48,11 +48,6 @@ class CheckpointConfig(ConfigSection):
     checkpoint_validation_with_forward_pass: bool = field(
         False, "Save a batch and its logits with the checkpoint, and compare them after loading."
     )
-    async_save: bool = field(
-        False,
-        """Write checkpoints in the background. Training waits only for the copy to host memory, which needs space
-        for the weights and the optimizer state.""",
-    )
     fallback: bool = field(
         False, "If the checkpoint to load is damaged, load the newest intact one before it. Same as --fallback."
     )

@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files: what is in them, errors that are returned, and copies to host memory."""
+"""Writing a checkpoint's files: what is in them, and errors that are returned."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from megatron.checkpoint import saving
 from megatron.checkpoint.directory import find_damage, read_manifest
-from megatron.checkpoint.saving import to_host, write_files
+from megatron.checkpoint.saving import write_files
 from megatron.config import Config
 from megatron.training.loop import train
 from tests.support.runs import training_settings
@@ -49,30 +49,6 @@ def test_an_error_is_returned_after_all_files_were_requested(failure, tmp_path, 
     assert records is None
     assert error == "OSError: [Errno 28] No space left on device"
     assert requested == ["a.pt", "b.pt", "c.pt"]
-
-
-def test_host_copies_are_independent_and_reuse_memory():
-    value = {"w": torch.arange(4.0), "nested": [(torch.ones(2), 3)], "text": "a"}
-    first = to_host(value)
-    value["w"] += 1
-    assert first["w"].tolist() == [0, 1, 2, 3]
-    second = to_host(value, first)
-    assert second["w"].data_ptr() == first["w"].data_ptr()
-    assert second["w"].tolist() == [1, 2, 3, 4]
-    assert second["nested"][0][1] == 3
-    assert to_host({"w": torch.ones(9)}, first)["w"].shape == (9,)
-
-
-def test_every_error_of_a_background_save_is_raised(tmp_path, data_path, monkeypatch):
-    """The last save of a run, too, whose error `finish` raises."""
-
-    def fail(*_):
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr(saving, "write_files", fail)
-    keys = {"train_iters": 1, "eval_iters": 0, "async_save": True, "load": None}
-    with pytest.raises(MemoryError, match="no memory"):
-        train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, data_path, monkeypatch, capsys):
