@@ -28,7 +28,6 @@ from megatron.checkpoint.optimizer import load_optimizer, read_optimizer, read_o
 from megatron.checkpoint.state_dict import (
     TrainingEngine,
     TrainingState,
-    compare_forward_pass,
     gathered,
     random_state_file,
     restore_counters,
@@ -247,8 +246,7 @@ def load_checkpoint(engine: TrainingEngine, config: Config, step: Path | None, r
     """
     if step is None:
         return TrainingState()
-    new_method = _new_positional_method(step, config)
-    load_weights(engine, step, positional=not new_method)
+    load_weights(engine, step, positional=not _new_positional_method(step, config))
     if config.checkpoint.finetune:
         engine.refresh_masters()
         report(f"finetune: weights from {step}; optimizer, schedule and data start from the beginning")
@@ -256,9 +254,6 @@ def load_checkpoint(engine: TrainingEngine, config: Config, step: Path | None, r
     else:
         state = _resume(engine, config, step, report)
         report(f"loaded {step}: iteration {state.iteration}, {state.consumed_samples} samples read")
-    if config.checkpoint.checkpoint_validation_with_forward_pass and not new_method:
-        messages = run_on_all_ranks(lambda: compare_forward_pass(engine, step))
-        report(next(message for message in messages if message))
     return state
 
 

@@ -7,7 +7,6 @@ Files are written to `global_stepN.unfinished`, which gets its final name when a
     random_rank_NNNNN.pt                this rank's random states
     mp_rank_00_model_states.pt          progress and counters of the run (rank 0)
     configs/config.yml                  the configuration, without secrets (rank 0)
-    forward_pass.pt                     tokens and their logits, with checkpoint_validation_with_forward_pass
     manifest.json                       size and CRC-32 of every file, written last (rank 0)
 """
 
@@ -37,10 +36,8 @@ from megatron.checkpoint.directory import (
 from megatron.checkpoint.layers import layer_state, weight_layers
 from megatron.checkpoint.optimizer import optimizer_file, optimizer_state
 from megatron.checkpoint.state_dict import (
-    FORWARD_PASS_FILE,
     TrainingEngine,
     TrainingState,
-    capture_forward_pass,
     capture_random_state,
     gathered,
     random_state_file,
@@ -165,10 +162,6 @@ def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> 
         yield optimizer_file(layout.rank), optimizer_state(engine)
     if not settings.no_save_rng:
         yield random_state_file(layout.rank), capture_random_state()
-    if settings.checkpoint_validation_with_forward_pass:
-        forward_pass = capture_forward_pass(engine)
-        if forward_pass is not None:
-            yield FORWARD_PASS_FILE, forward_pass
     if layout.rank == 0:
         yield STATE_FILE, run_state(engine, config, state)
         # JSON is valid YAML, so the file loads like any other configuration.

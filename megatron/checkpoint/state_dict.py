@@ -1,4 +1,4 @@
-"""State of a training run besides weights and optimizer: progress, counters, random states, a forward pass to verify.
+"""State of a training run besides weights and optimizer: progress, counters, random states.
 
 All of it is saved as tensors and plain Python values, so that loading it runs no code.
 """
@@ -6,23 +6,15 @@ All of it is saved as tensors and plain Python values, so that loading it runs n
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.checkpoint.storage import CheckpointError, load_tensors
 from megatron.config import Config
 from megatron.model.settings import Layout, ModelSettings
-
-FORWARD_PASS_FILE = "forward_pass.pt"
-FORWARD_PASS_LENGTH = 64
-# Largest allowed difference of two logits, relative to the largest logit: the order of sums depends on the parallel
-# layout.
-FORWARD_PASS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 8e-2}
 
 # Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration. Its micro_steps must
 # start at 0, because it updates the weights where they are a multiple of gradient_accumulation_steps, which may change.
@@ -47,9 +39,6 @@ class TrainingEngine(Protocol):
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer, of this rank."""
-
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Logits of int64 tokens `[batch, sequence]`, on the ranks of the last pipeline stage."""
 
     def refresh_masters(self) -> None:
         """Copy the weights to the optimizer's float32 weights."""
@@ -153,46 +142,3 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-# -- checkpoint_validation_with_forward_pass ---------------------------------------------------------------------------
-
-
-def capture_forward_pass(engine: TrainingEngine) -> dict[str, Any] | None:
-    """Random tokens and their logits, on the rank that saves them, and None on the others. A collective."""
-    length = min(FORWARD_PASS_LENGTH, engine.seq_length)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, engine.settings.padded_vocab_size, (1, length), generator=generator)
-    logits = engine.logits(tokens)
-    if logits is None or engine.layout.data_rank or engine.layout.tensor_rank:
-        return None
-    return {"tokens": tokens, "logits": logits.float().cpu(), "precision": engine.config.precision.dtype}
-
-
-def compare_forward_pass(engine: TrainingEngine, step: Path) -> str | None:
-    """Compare the loaded model's logits with the saved ones, and return a message on the ranks that have logits. A
-    collective. Raises CheckpointError if they differ by more than rounding.
-    """
-    # The saved logits, and the tolerance for the less precise of the two dtypes.
-    path = step / FORWARD_PASS_FILE
-    if not path.is_file():
-        return f"{step}: has no {FORWARD_PASS_FILE}, so the loaded model's logits are not verified"
-    saved = load_tensors(path)
-    tokens, expected, precision = saved["tokens"], saved["logits"], saved["precision"]
-    tolerance = max(FORWARD_PASS_TOLERANCE[precision], FORWARD_PASS_TOLERANCE[engine.config.precision.dtype])
-
-    # The loaded model's logits, which only the last pipeline stage has.
-    logits = engine.logits(tokens)
-    if logits is None:
-        return None
-
-    # Rounding errors grow with the size of the logits.
-    difference = (logits.float().cpu() - expected).abs().max().item()
-    allowed = tolerance * expected.abs().max().item()
-    if not difference <= allowed:  # also true for NaN
-        raise CheckpointError(
-            f"{path}: the loaded model's logits differ from the saved ones by {difference:.3g}, more than the "
-            f"{allowed:.3g} that rounding explains; the configuration describes another model, or the weights are "
-            "damaged"
-        )
-    return f"the loaded model's logits match the saved ones (largest difference {difference:.2g})"

@@ -31,7 +31,6 @@ from megatron.model.attention import describe_backends
 from megatron.model.gpt import GPT, positional_methods, text_length
 from megatron.model.initialization import initialize
 from megatron.model.kernel_check import check_kernels
-from megatron.model.parallel import gather_vocabulary
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
@@ -277,25 +276,6 @@ class Engine:
                 total += self.model.loss(*inputs, **documents)
             self.model.train()
         return float(self.mean_over_replicas(total / num_micro_batches))
-
-    @torch.no_grad()
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Logits [b, s, v] of tokens int64 [b, s], without dropout; None on ranks without the last layer.
-
-        A collective: every rank calls it with the same tokens.
-        """
-        if not isinstance(self.model, GPTPipeline):
-            self.model.eval()
-            logits = self.model.logits(self.model.hidden(tokens.to(self.layout.device)))
-            self.model.train()
-            return logits
-        batches = iter([{"tokens": tokens, "labels": tokens}])
-        self.deepspeed.reset_activation_shape()
-        _, hidden = self.deepspeed.eval_batch(_pipeline_batches(batches), return_logits=True, num_micro_batches=1)
-        self.deepspeed.reset_activation_shape()
-        if hidden is None or self.model.output is None:
-            return None
-        return gather_vocabulary(self.model.output.final_linear(hidden), self.settings.tp)
 
     def mean_over_replicas(self, value: Tensor) -> Tensor:
         """Average a tensor over data-parallel replicas, in place. A collective."""

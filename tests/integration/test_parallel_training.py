@@ -112,12 +112,11 @@ def test_other_methods_on_two_ranks(keys, layout, kernels, trained, tmp_path):
         slow("kerple_log", "tensor"),
     ],
 )
-def test_evaluation_and_verified_logits_before_the_first_step(pos_emb, layout, trained, tmp_path):
+def test_evaluation_before_the_first_step(pos_emb, layout, trained, tmp_path):
     """A run that stopped at a multiple of eval-interval resumes with the validation that it skipped."""
-    keys = {"pos_emb": pos_emb, "checkpoint_validation_with_forward_pass": True}
-    trained(tmp_path / "one", "one", **keys)
-    trained(tmp_path / "two", layout, **keys, exit_interval=3)
-    trained(tmp_path / "two", layout, **keys)
+    trained(tmp_path / "one", "one", pos_emb=pos_emb)
+    trained(tmp_path / "two", layout, pos_emb=pos_emb, exit_interval=3)
+    trained(tmp_path / "two", layout, pos_emb=pos_emb)
     assert_same_metrics(tmp_path / "two", tmp_path / "one", "train/loss", "validation/loss")
 
 
@@ -339,14 +338,6 @@ def test_zero_3_gathers_small_parameters(trained, run_in, tmp_path):
     expected, gathered = weights(run_in("one"), 6), weights(tmp_path, 6)
     assert expected.keys() == gathered.keys()
     assert all(torch.allclose(gathered[name], tensor, atol=1e-3) for name, tensor in expected.items())
-
-
-@pytest.mark.ci
-def test_a_pipeline_compares_its_logits_with_the_checkpoint(trained, tmp_path):
-    keys = {"checkpoint_validation_with_forward_pass": True, "eval_iters": 0}
-    trained(tmp_path, "one", **keys)
-    assert "logits match the saved ones" in trained(tmp_path, "pipeline", **keys, train_iters=7)
-    assert (tmp_path / "checkpoints/global_step7/forward_pass.pt").is_file()
 
 
 @pytest.mark.ci

@@ -264,9 +264,7 @@ def test_finetuning_with_another_positional_method(before, after, tmp_path, data
     trained(tmp_path / "new", data_path, **new)
     capsys.readouterr()
     load = str(tmp_path / "before/checkpoints")
-    trained(
-        tmp_path / "after", data_path, **new, load=load, finetune=True, checkpoint_validation_with_forward_pass=True
-    )
+    trained(tmp_path / "after", data_path, **new, load=load, finetune=True)
     log = capsys.readouterr().out
     name = new["pos_emb"]
     assert log.count(f"the checkpoint's positional parameters are not used; those of {name} are new") == 1

@@ -45,9 +45,6 @@ class CheckpointConfig(ConfigSection):
     no_load_rng: bool = field(False, "Do not load the states of the random number generators.")
     no_save_optim: bool = field(False, "Do not save the optimizer state; training cannot be resumed exactly.")
     no_save_rng: bool = field(False, "Do not save the states of the random number generators.")
-    checkpoint_validation_with_forward_pass: bool = field(
-        False, "Save a batch and its logits with the checkpoint, and compare them after loading."
-    )
     fallback: bool = field(
         False, "If the checkpoint to load is damaged, load the newest intact one before it. Same as --fallback."
     )

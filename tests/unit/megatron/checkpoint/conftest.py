@@ -21,7 +21,6 @@ def full_settings(folder, data_path, **keys):
             "train_iters": 2,
             "save_interval": 1,
             "eval_iters": 0,
-            "checkpoint_validation_with_forward_pass": True,
             "deepspeed_extra_args": {"comet": {"enabled": False}},
             **keys,
         },

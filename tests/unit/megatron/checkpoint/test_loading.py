@@ -19,7 +19,6 @@ FILES = [
     "mp_rank_00_model_states.pt",
     "optimizer_rank_00000.pt",
     "random_rank_00000.pt",
-    "forward_pass.pt",
 ]
 
 
@@ -84,7 +83,7 @@ def test_another_model_of_the_same_sizes(trained_run, resume, tmp_path):
     shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match="gpt_j_residual"):
         resume(gpt_j_residual=True)
-    finetune = {"finetune": True, "checkpoint_validation_with_forward_pass": False, "save": None}
+    finetune = {"finetune": True, "save": None}
     assert resume(gpt_j_residual=True, train_iters=1, **finetune).iteration == 1
 
 
@@ -147,7 +146,7 @@ def test_the_padding_of_the_checkpoints_vocabulary_is_kept(keys, tokens, ranks, 
 def test_the_schedule_after_a_checkpoint_of_another_program(iteration, schedule, resume, data_path, tmp_path):
     """A converted model, of iteration 0, has not begun the release's schedule."""
     write_checkpoint(tmp_path / "converted", "kerple_log", data_path, iteration=iteration)
-    keys = {"load": str(tmp_path / "converted"), "save": None, "checkpoint_validation_with_forward_pass": False}
+    keys = {"load": str(tmp_path / "converted"), "save": None}
     assert resume(**keys, train_iters=iteration + 1).lr_schedule == schedule
 
 

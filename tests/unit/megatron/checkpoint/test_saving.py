@@ -18,7 +18,7 @@ def test_the_manifest_lists_all_files(trained_run):
     assert find_damage(step) is None
     layers = {f"layer_{index:02d}-model_00-model_states.pt" for index in (0, 2, 3, 5, 6)}
     ranks = {"optimizer_rank_00000.pt", "random_rank_00000.pt", "mp_rank_00_model_states.pt"}
-    assert set(read_manifest(step)) == {*layers, *ranks, "forward_pass.pt", "configs/config.yml"}
+    assert set(read_manifest(step)) == {*layers, *ranks, "configs/config.yml"}
 
 
 def test_no_file_contains_a_secret(trained_run):
