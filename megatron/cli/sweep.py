@@ -18,8 +18,8 @@ from megatron.config import UserError
 from megatron.evaluation.records import read_results
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
-from megatron.sweep.runner import Display, Runner, measure_speed
-from megatron.utils.command_line import OptionParser, integer, number
+from megatron.sweep.runner import Display, Runner
+from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.environment import use_gpus
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock, LockBusyError
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shard", metavar="I/N", help="only every N-th of these runs, starting with the I-th (1 to N)")
 
-    # Devices and speed.
+    # Devices.
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
@@ -53,17 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     where.add_argument(
         "--jobs", type=integer(1, 1024), metavar="N", help="number of parallel runs on a CPU (default: 1)"
     )
-    parser.add_argument(
-        "--rate",
-        type=number(0, above=True),
-        metavar="TOKENS/S",
-        help="training speed for the time estimate; default: the logged speed, or that of three steps",
-    )
 
     # The runs, and checks of all their evaluations before any training.
     options = parser.parse_args(argv)
-    if options.rate is not None and not options.dry_run:
-        raise UserError("--rate only changes the estimate of --dry-run; add --dry-run, or remove --rate")
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
     all_runs = plan(sweep)
@@ -81,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         for prefix in missing:
             console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
-        _print_plan(console, sweep, runs, devices, options.rate)
+        _print_plan(console, sweep, runs, devices)
         return 0
 
     # What would fail after the training.
@@ -188,9 +180,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
         lock.release()
 
 
-def _print_plan(
-    console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str], rate: float | None
-) -> None:
+def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> None:
     # A table of runs.
     table = Table(title=Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}"), title_justify="left")
     table.add_column("run")
@@ -198,11 +188,8 @@ def _print_plan(
     table.add_column("steps left", justify="right")
     table.add_column("tokens left", justify="right")
     total_steps = total_tokens = 0
-    untrained = []
     for run in runs:
         status = run.status()
-        if status.steps_left:
-            untrained.append(run)
         state = status.state.value
         if status.state is State.RESUME:
             state += f" from {status.saved_iteration:,}"
@@ -215,25 +202,15 @@ def _print_plan(
     for words in sweep.evaluation:
         console.print(f"evaluation: {' '.join(words)}", highlight=False, markup=False)
 
-    # The speed: given, logged by earlier runs, or measured.
+    # The estimate, from the speed that runs have logged, for runs in parallel.
     on_gpu = bool(devices[0])
     parallel_runs = max(1, len(devices) // max((run.num_gpus for run in runs), default=1)) if on_gpu else len(devices)
-    if rate is None:
-        rates = [logged for run in runs if (logged := run.logged_tokens_per_second())]
-        rate = sum(rates) / len(rates) if rates else None
-    problem = ""
-    if rate is None and untrained and not missing_data(untrained[:1]):
-        console.print(f"timing three steps of {untrained[0].name}", highlight=False, markup=False)
-        try:
-            rate = measure_speed(untrained[0], KERPLE, devices)
-        except UserError as error:
-            problem = f" ({error})"
-
-    # The estimate, for runs in parallel.
-    if rate:
+    rates = [rate for run in runs if (rate := run.logged_tokens_per_second())]
+    if rates:
+        rate = sum(rates) / len(rates)
         seconds = total_tokens / rate / parallel_runs
         estimate = f"about {readable_time(seconds)} of training at {rate:,.0f} tokens/s each"
     else:
-        estimate = f"no estimate without the speed{problem}; pass --rate TOKENS/S"
+        estimate = "no estimate before a run has logged its speed"
     where = f"{len(devices)} GPU(s)" if on_gpu else "CPU"
     console.print(f"{where}, {parallel_runs} run(s) in parallel: {estimate}", highlight=False, markup=False)

@@ -5,11 +5,9 @@ the run with a lock in its folder. If a sweep process dies, its training process
 that claims such a run next waits until they have exited.
 """
 
-import json
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +17,8 @@ import psutil
 from rich.console import Console
 
 from megatron.evaluation.records import has_results
-from megatron.reporting.training_log import read_log
 from megatron.sweep.planning import State, Status, SweepRun
 from megatron.utils.errors import UserError
-from megatron.utils.files import METRICS
 from megatron.utils.processes import Lock, LockBusyError, signal_without_parent
 from megatron.utils.progress import Progress, readable_time
 
@@ -35,7 +31,6 @@ RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
-MEASURED_STEPS = 3
 EVALUATION_SHARE = 0.1  # in the progress, an evaluation counts as this share of the run's training steps
 
 
@@ -331,37 +326,6 @@ def start_process(
             start_new_session=True,
             preexec_fn=signal_without_parent(signal.SIGTERM),
         )
-
-
-def measure_speed(run: SweepRun, kerple: Sequence[str], devices: Sequence[str]) -> float:
-    """Tokens per second of a run on the first of the devices, from three training steps. Writes nothing to the run's
-    folder.
-
-    Raises UserError with the last lines of the training's output if it fails.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        settings = run.config.to_flat() | {
-            "train_iters": MEASURED_STEPS,
-            "log_interval": 1,
-            "log_dir": folder,
-            "tensorboard_dir": None,
-            "use_wandb": False,
-            "eval_iters": 0,
-            "extrapolation_lengths": None,
-            "extra_save_iters": None,
-            "save": None,
-            "load": None,
-        }
-        config, log = Path(folder) / "config.yml", Path(folder) / OUTPUT
-        config.write_text(json.dumps(settings))
-        environment = dict(os.environ)
-        if devices[0]:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[: run.num_gpus])
-        status = start_process([*kerple, "train", str(config)], Path(folder), environment, log).wait()
-        speed = read_log(Path(folder) / METRICS) if status == 0 else None
-        if speed is None:
-            raise UserError(f"run {run.name}: {' '.join(last_lines(log, 3))}")
-        return speed[1]
 
 
 def find_processes(folder: Path) -> list[int]:

@@ -47,14 +47,6 @@ def test_a_small_sweep_from_start_to_end(tmp_path, forked_scripts):
     assert (tmp_path / "out" / "report" / "figures" / "kernels-text-2x32-32-kerple_log-bias.png").is_file()
 
 
-def test_dry_run_times_three_steps(tmp_path, forked_scripts):
-    keys = {"extrapolation-lengths": [64], "extra-save-iters": [1], "eval-interval": 1}
-    output = run_sweep(write_sweep(tmp_path, set=keys), "--dry-run")
-    rate = float(re.search(r"of training at ([\d,]+) tokens/s each", output)[1].replace(",", ""))
-    assert 10 < rate < 1e6
-    assert not (tmp_path / "out").exists()
-
-
 def test_processes_of_a_run(tmp_path):
     """They are found by the folder of the run, and their output is in its log."""
     folder, log = tmp_path / "run", tmp_path / "log"

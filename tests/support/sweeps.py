@@ -148,7 +148,6 @@ def sweep(tmp_path, monkeypatch, capsys) -> FakeSweep:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("megatron.sweep.runner.POLL_INTERVAL", 0.0)
     monkeypatch.setattr("megatron.sweep.runner.start_process", fake_start_process)
-    monkeypatch.setattr(command, "measure_speed", lambda run, kerple, devices: 128.0)
     fake, write_report = FakeSweep(tmp_path, capsys), reporting.write_report
 
     def report(sources, output, title):

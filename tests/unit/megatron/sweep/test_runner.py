@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +11,6 @@ from megatron.cli import sweep as command
 from megatron.config import UserError
 from megatron.evaluation.records import read_results
 from megatron.sweep import runner
-from megatron.sweep.definition import read_sweep
-from megatron.sweep.planning import plan
 from megatron.utils.processes import Lock
 from tests.support.sweeps import FakeProcess, fake_start_process, logged_iterations, write_sweep
 
@@ -336,20 +333,3 @@ def test_a_mode_is_checked_for_all_runs_of_the_sweep(sweep):
     axes = {"pos_emb": ["alibi.yml", {"pos-emb": "rotary"}], "seed": [{"seed": 7}]}
     sweep("--only", "alibi/7", axes=axes, evaluation={"lengths": [32], "modes": ["full", "full+dynamic-ntk"]})
     assert "--skip-unsupported" in sweep.output_lines("alibi/7")[-1]
-
-
-def test_the_speed_is_measured_on_the_devices_of_one_run(sweep, monkeypatch):
-    started = []
-
-    def start(command, folder, environment, log):
-        config = json.loads((folder / "config.yml").read_text())
-        started.append((config["train_iters"], config["save"], environment["CUDA_VISIBLE_DEVICES"]))
-        speeds = [{"iteration": n, "train/tokens": 256.0 * n, "train/tokens_per_second": 100.0 * n} for n in (1, 2, 3)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in speeds))
-        return SimpleNamespace(wait=lambda: 0)
-
-    monkeypatch.setattr(runner, "start_process", start)
-    (run, *_) = plan(read_sweep(write_sweep(sweep.folder)))
-    assert runner.measure_speed(run, ["kerple"], ["3", "5"]) == 250.0  # the median without the first step
-    assert started == [(3, None, "3")]
-    assert not sweep.runs.exists()
