@@ -173,6 +173,8 @@ def zipped(source: Path, path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as opened:
         for file in source.rglob("*"):
             opened.write(file, Path("released") / file.relative_to(source))
+        opened.writestr("released/._latest", "as macOS adds for every file")
+        opened.writestr("released/global_step300/._layer_02-model_00-model_states.pt", "")
     return path
 
 
@@ -193,35 +195,15 @@ def test_a_released_archive(tmp_path, capsys):
     for length, p, a in zip(kernels["effective_length"], kernels["bias_p"], kernels["bias_a"], strict=True):
         bias = [-p * torch.tensor(1 + a * distance).log() for distance in (length - 1, length)]
         assert length == 20480 or (bias[0] >= -2 > bias[1])
-    # The model has 128 embeddings, fewer than the tokens of the tokenizer in its configuration.
-    assert "left_out" in report["sample"]
 
 
-def test_the_loss_on_a_sample(tmp_path, capsys):
-    """If the tokenizer is available, the loss is the mean cross-entropy of the text's tokens."""
-    model = write_checkpoint(tmp_path / "ours", "alibi", "nowhere")
-    (tmp_path / "sample.txt").write_text(PYTHON[:300])
+def test_the_report_names_the_folder_to_load(tmp_path, capsys):
+    write_checkpoint(tmp_path / "ours", "alibi", "nowhere")
     archive = tmp_path / "ours.tar.gz"
     with tarfile.open(archive, "w:gz") as opened:
         opened.add(tmp_path / "ours", "deep/er")
-    arguments = [str(archive), "-o", str(tmp_path / "out"), "--sample", str(tmp_path / "sample.txt")]
-    import_release.main([*arguments, "--json"])
-    report = json.loads(capsys.readouterr().out)
-    ids = torch.tensor(list(PYTHON[:300].encode()))
-    with torch.no_grad():
-        losses = [
-            -model(ids[None, start : start + 32])[0].log_softmax(-1)[i, ids[start + i + 1]]
-            for start in range(0, 299, 32)
-            for i in range(min(32, 299 - start))
-        ]
-    assert report["sample"]["tokens"] == len(losses) == 299
-    assert report["sample"]["loss"] == pytest.approx(float(sum(losses)) / 299, rel=1e-5)
-
-    shutil.rmtree(tmp_path / "out")
-    import_release.main(arguments)
-    readable = capsys.readouterr().out
-    assert f"loss on {tmp_path / 'sample.txt'}: {report['sample']['loss']:.3f} nats" in readable
-    assert f"load={tmp_path / 'out' / 'deep' / 'er'}" in readable
+    import_release.main([str(archive), "-o", str(tmp_path / "out")])
+    assert f"load={tmp_path / 'out' / 'deep' / 'er'}" in capsys.readouterr().out
 
 
 def test_a_rejected_archive_leaves_no_files(tmp_path, monkeypatch):

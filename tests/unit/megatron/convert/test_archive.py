@@ -1,16 +1,18 @@
-"""Archives are unpacked only inside their folder, without links and up to a size."""
+"""Archives are unpacked only inside their folder, and up to a size."""
 
+import contextlib
 import stat
 import tarfile
 import zipfile
 
 import pytest
 
+from megatron.checkpoint.storage import CheckpointError
 from megatron.convert.archive import unpack
 from megatron.convert.output import new_folder
-from megatron.utils.errors import UserError
 from tests.support.archives import tar_of, zip_of
 
+MAX_BYTES = 1_000_000
 FILES = {"run/latest": b"global_step5", "run/global_step5/a.pt": bytes(range(256)) * 50}
 
 
@@ -24,11 +26,11 @@ def write_zip(path, files=FILES, compression=zipfile.ZIP_DEFLATED):
     return path
 
 
-def check_rejected(path, tmp_path, message, **options):
+def check_rejected(path, tmp_path, message, max_bytes=MAX_BYTES):
     """Unpacking fails and leaves nothing, neither in the folder nor next to it."""
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(UserError, match=message), new_folder(tmp_path / "out") as folder:
-        unpack(path, folder, **options)
+    with pytest.raises(CheckpointError, match=message), new_folder(tmp_path / "out") as folder:
+        unpack(path, folder, max_bytes)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -41,39 +43,37 @@ def test_contents_are_unpacked(kind, tmp_path):
         write_tar(path, mode="w:" + kind.partition(".")[2])
     folder = tmp_path / "out"
     folder.mkdir()
-    assert unpack(path, folder) == 2
+    unpack(path, folder, MAX_BYTES)
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
 
 
-@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a\\..\\escaped", "C:/escaped"])
 @pytest.mark.parametrize("write", [write_zip, write_tar], ids=["zip", "tar"])
-def test_names_outside_the_folder(write, name, tmp_path):
-    path = write(tmp_path / "bad.archive", {"good": b"1", name: b"2"})
-    check_rejected(path, tmp_path, "is outside the folder")
+def test_no_file_is_outside_the_folder(write, tmp_path):
+    names = ["../escaped", f"{tmp_path}/escaped", "run/../../escaped"]
+    (tmp_path / "out").mkdir()
+    for name in names:
+        path = write(tmp_path / "bad.archive", {"good": b"1", name: b"2"})
+        with contextlib.suppress(CheckpointError):
+            unpack(path, tmp_path / "out", MAX_BYTES)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.archive", "out"]
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.FIFOTYPE])
-def test_links_and_devices_in_tar(kind, tmp_path):
+def test_links_out_of_the_folder_and_devices(kind, tmp_path):
     info = tarfile.TarInfo("link")
     info.type, info.linkname = kind, "../../etc/passwd"
-    check_rejected(write_tar(tmp_path / "bad.tar", extra=[info]), tmp_path, "'link' is a link or a device")
+    check_rejected(write_tar(tmp_path / "bad.tar", extra=[info]), tmp_path, "bad.tar: .*'link'")
 
 
-def test_hidden_files_are_left_out(tmp_path):
-    """macOS adds ._NAME for every file."""
-    files = {**FILES, "run/._latest": b"x", "run/global_step5/._a.pt": b"x"}
-    (tmp_path / "out").mkdir()
-    assert unpack(write_tar(tmp_path / "a.tar", files), tmp_path / "out") == len(FILES)
-    assert not list((tmp_path / "out").rglob("._*"))
-
-
-def test_links_in_zip(tmp_path):
-    path = tmp_path / "bad.zip"
+def test_links_in_zip_are_not_created(tmp_path):
+    path, folder = tmp_path / "bad.zip", tmp_path / "out"
     with zipfile.ZipFile(path, "w") as opened:
         info = zipfile.ZipInfo("link")
         info.external_attr = (stat.S_IFLNK | 0o777) << 16
         opened.writestr(info, "../outside")
-    check_rejected(path, tmp_path, "'link' is a link or a device")
+    folder.mkdir()
+    unpack(path, folder, MAX_BYTES)
+    assert not (folder / "link").is_symlink()
 
 
 @pytest.mark.parametrize("write", [write_zip, lambda path: write_tar(path, mode="w:gz")], ids=["zip", "tar.gz"])
@@ -81,7 +81,7 @@ def test_bombs(write, tmp_path, monkeypatch):
     monkeypatch.setitem(FILES, "bomb", bytes(5_000_000))
     path = write(tmp_path / "bomb.archive")
     assert path.stat().st_size < 50_000
-    check_rejected(path, tmp_path, "unpacks to more than 1000000 bytes", max_bytes=1_000_000)
+    check_rejected(path, tmp_path, "unpacks to more than 1000000 bytes")
 
 
 def test_damaged_and_missing_archives(tmp_path):
@@ -91,4 +91,3 @@ def test_damaged_and_missing_archives(tmp_path):
     (tmp_path / "text.zip").write_text("no archive")
     check_rejected(tmp_path / "text.zip", tmp_path, "text.zip")
     check_rejected(tmp_path / "missing.zip", tmp_path, "missing.zip")
-    check_rejected(write_zip(tmp_path / "empty.zip", {}), tmp_path, "empty.zip")
