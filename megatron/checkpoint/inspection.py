@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, read without building a model: sizes, positional parameters, damage, differences.
+"""Contents of a checkpoint, read without building a model: sizes, positional parameters, damage.
 
 Legend: h heads.
 """
@@ -144,34 +144,3 @@ def check_finite(step: Path) -> None:
                 count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
                 if count:
                     raise CheckpointError(f"{path}: {name} contains {count} values that are NaN or infinite")
-
-
-def differences(first: dict[str, Any], second: dict[str, Any], first_step: Path, second_step: Path) -> dict[str, Any]:
-    """Differences of two checkpoints: of their descriptions, and per tensor the largest absolute difference.
-
-    Returns {"values": {name: [first, second]}, "tensors": {name: difference, or a text}}.
-    """
-    names = sorted((first.keys() | second.keys()) - {"step", "layers"})
-    values = {name: [first.get(name), second.get(name)] for name in names}
-    values = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
-    tensors: dict[str, float | str] = {}
-    first_files, second_files = layer_files(first_step), layer_files(second_step)
-    for index in sorted(first_files.keys() | second_files.keys()):
-        if index not in first_files or index not in second_files:
-            tensors[f"layer {index}"] = f"only in {first_step if index in first_files else second_step}"
-            continue
-        if len(first_files[index]) != len(second_files[index]):
-            shards = f"{len(first_files[index])} and {len(second_files[index])}"
-            tensors[f"layer {index}"] = f"{shards} tensor-parallel shards"
-            continue
-        for first_path, second_path in zip(first_files[index], second_files[index], strict=True):
-            left, right = read_weights(first_path), read_weights(second_path)
-            for name in sorted(left.keys() | right.keys()):
-                key = f"{first_path.name}/{name}"
-                if name not in left or name not in right:
-                    tensors[key] = f"only in the {'first' if name in left else 'second'}"
-                elif left[name].shape != right[name].shape:
-                    tensors[key] = f"shapes {tuple(left[name].shape)} and {tuple(right[name].shape)}"
-                elif not torch.equal(left[name], right[name]):
-                    tensors[key] = (left[name].double() - right[name].double()).abs().max().item()
-    return {"values": values, "tensors": tensors}

@@ -1,11 +1,10 @@
 """Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and damage.
 
-kerple inspect DIR [OTHER] [--iteration N] [--json]
-kerple inspect DIR --accept         write a new manifest for a checkpoint that lost it
+kerple inspect DIR [--iteration N] [--json]
+kerple inspect DIR --accept     write a new manifest for a checkpoint that lost it
 
 DIR contains `latest` and global_stepN, as this project or the KERPLE release writes them, or is a global_stepN itself.
-With OTHER, also show the differences between the two. Exit status: 0; 1 if a file does not match the manifest; 2 if a
-file cannot be read.
+Exit status: 0; 1 if a file does not match the manifest; 2 if a file cannot be read.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from megatron.checkpoint.directory import (
     iteration_of,
     write_manifest_of_folder,
 )
-from megatron.checkpoint.inspection import describe, differences
+from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.utils.command_line import OptionParser, integer
 
@@ -32,26 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. Raises CheckpointError if a file cannot be read."""
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR")
-    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER", help="checkpoint to compare with")
     parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
-    folders = [folder for folder in (options.directory, options.other) if folder is not None]
-    steps = []
-    for folder in folders:
-        is_step = STEP.fullmatch(folder.resolve().name)
-        steps.append(folder if is_step else find_step(folder, options.iteration))
+    is_step = STEP.fullmatch(options.directory.resolve().name)
+    step = options.directory if is_step else find_step(options.directory, options.iteration)
     if options.accept:
-        accept(steps[0])
-    descriptions = [describe_with_config(step, options.pos_emb_module) for step in steps]
-    report: dict[str, Any] = descriptions[0]
-    if options.other is not None:
-        changes = differences(descriptions[0], descriptions[1], *steps)
-        report = {"first": descriptions[0], "second": descriptions[1], "differences": changes}
-    print(json.dumps(report, indent=2) if options.json else readable(report))
-    return 0 if all(description["manifest"] in ("whole", "none") for description in descriptions) else 1
+        accept(step)
+    description = describe_with_config(step, options.pos_emb_module)
+    print(json.dumps(description, indent=2) if options.json else readable(description))
+    return 0 if description["manifest"] in ("whole", "none") else 1
 
 
 def accept(step: Path) -> None:
@@ -74,18 +65,7 @@ def describe_with_config(step: Path, pos_emb_module: str | None = None) -> dict[
     return describe(step, config.model)
 
 
-def readable(report: dict[str, Any]) -> str:
-    if "differences" not in report:
-        return summary(report)
-    values, tensors = report["differences"]["values"], report["differences"]["tensors"]
-    lines = [summary(report["first"]), "", summary(report["second"]), "", "differences"]
-    lines += [f"  {name}: {first} | {second}" for name, (first, second) in values.items() if name != "kernels"]
-    for name, value in tensors.items():
-        lines.append(f"  {name}: {value if isinstance(value, str) else f'{value:.3g}'}")
-    return "\n".join(lines if values or tensors else [*lines, "  none"])
-
-
-def summary(description: dict[str, Any]) -> str:
+def readable(description: dict[str, Any]) -> str:
     lines = [
         description["step"],
         f"  iteration       {description['iteration']:,}",

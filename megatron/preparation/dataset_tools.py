@@ -134,36 +134,6 @@ def decode_document(files: IndexedFiles, number: int, tokenizer: Tokenizer, max_
     return tokenizer.detokenize(files.open_tokens(number, number + 1)[:max_tokens].tolist())
 
 
-def plot_lengths(files: IndexedFiles, path: Path) -> None:
-    """Save a histogram of document lengths, with logarithmic axes. The file extension determines the format.
-
-    It also shows the number of tokens per length: most documents of a corpus are short, but most tokens are in long
-    ones.
-
-    Raises UserError if the figure cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    lengths = np.asarray(files.lengths, dtype=np.int64)
-    edges = np.unique(np.geomspace(1, max(int(lengths.max()), 2) + 1, 60).round().astype(np.int64))
-    documents, _ = np.histogram(lengths, edges)
-    tokens, _ = np.histogram(lengths, edges, weights=lengths)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.stairs(documents, edges, label="documents", color="tab:blue", fill=True, alpha=0.4)
-    axes.stairs(tokens, edges, label="tokens in these documents", color="tab:orange")
-    axes.set(
-        xscale="log", yscale="log", xlabel="document length (tokens)", ylabel="count", title=Path(files.prefix).name
-    )
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except (ValueError, OSError) as error:  # ValueError: the extension is not a supported format
-        raise UserError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
 def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     """Concatenate the documents of all `prefixes` as `output`.
 

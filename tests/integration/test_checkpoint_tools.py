@@ -258,16 +258,6 @@ def test_damage_is_reported(ours, tmp_path, capsys):
     assert "optimizer_rank_00000.pt: contents" in report["manifest"]
 
 
-def test_comparison_of_two_checkpoints(ours, tmp_path, capsys):
-    shutil.copytree(ours, tmp_path / "copy")
-    status, report = run_inspect(capsys, ours, tmp_path / "copy")
-    assert (status, report["differences"]) == (0, {"values": {}, "tensors": {}})
-    inspect.main([str(ours), str(checkpoints("kerple_log"))])
-    output = capsys.readouterr().out
-    assert "word_embeddings.weight: shapes (512, 32) and (128, 32)" in output
-    assert "manifest: whole | none" in output
-
-
 def test_a_lost_manifest_is_reported_and_accepted(ours, tmp_path, capsys):
     shutil.copytree(ours, tmp_path / "copy")
     step = tmp_path / "copy/global_step6"

@@ -1,4 +1,4 @@
-"""Show what a checkpoint contains: python tools/ckpts/inspect.py DIR [OTHER]"""
+"""Show what a checkpoint contains: python tools/ckpts/inspect.py DIR"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GPT-NeoX's name for `inspect.py`: python tools/ckpts/inspect_checkpoints.py DIR [OTHER]"""
+"""GPT-NeoX's name for `inspect.py`: python tools/ckpts/inspect_checkpoints.py DIR"""
 
 import sys
 from pathlib import Path

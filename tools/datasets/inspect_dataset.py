@@ -1,15 +1,13 @@
 """Validate .bin/.idx files, and show their size, document lengths and texts.
 
-python tools/datasets/inspect_dataset.py data/github/github_text_document --histogram lengths.png
+python tools/datasets/inspect_dataset.py data/github/github_text_document
 
 With the tokenizer (--tokenizer-type, --vocab-file, --merge-file), documents can be shown as text: --sample 0 17
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,7 +18,7 @@ from rich.table import Table
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import add_tokenizer_arguments, new_parser
-from megatron.preparation.dataset_tools import Inspection, decode_document, inspect, plot_lengths
+from megatron.preparation.dataset_tools import Inspection, decode_document, inspect
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import integer, run_main
 from megatron.utils.errors import visible
@@ -29,20 +27,16 @@ from megatron.utils.errors import visible
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("prefix", nargs="+", help="path without .bin and .idx")
-    parser.add_argument("--histogram", type=Path, metavar="FILE.png", help="plot the document lengths")
     parser.add_argument(
         "--sample", type=integer(0), nargs="+", default=[], metavar="N", help="show these documents, from 0"
     )
     parser.add_argument(
         "--sample-tokens", type=integer(1), default=200, help="tokens to show of each document (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, one line per dataset")
     add_tokenizer_arguments(parser, required=False)
     arguments = parser.parse_args(argv)
     if arguments.sample and not arguments.tokenizer_type:
         parser.error("--sample needs the tokenizer: --tokenizer-type and its files")
-    if arguments.histogram and len(arguments.prefix) > 1:
-        parser.error("--histogram accepts a single dataset")
     return arguments
 
 
@@ -53,13 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
     for prefix in arguments.prefix:
         inspection, files = inspect(prefix, tokenizer)
-        if arguments.json:
-            print(json.dumps(asdict(inspection)))
-        else:
-            print_table(inspection)
-        if arguments.histogram:
-            plot_lengths(files, arguments.histogram)
-            print(f"{arguments.histogram}: document lengths", file=sys.stderr if arguments.json else sys.stdout)
+        print_table(inspection)
         for number in arguments.sample:
             assert tokenizer is not None  # checked by parse_arguments
             text = decode_document(files, number, tokenizer, arguments.sample_tokens)

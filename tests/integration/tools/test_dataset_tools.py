@@ -155,17 +155,13 @@ def dataset(tmp_path, run) -> Path:
 
 
 def test_inspect(dataset, tmp_path, run):
-    figure = tmp_path / "lengths.png"
     tokenizer = ["--tokenizer-type", "CharLevelTokenizer"]
-    status, output, error = run("inspect_dataset", dataset, *tokenizer, "--histogram", figure, "--sample", 3, 29)
+    status, output, error = run("inspect_dataset", dataset, *tokenizer, "--sample", 3, 29)
     assert status == 0, error
+    assert ["documents", "30"] in [line.replace("│", " ").split() for line in output.splitlines()]
     assert "complete; checksum: matches" in output
     assert "--- document 3, 7 tokens\ntext 3" in output
     assert "--- document 29, 8 tokens\ntext 29" in output
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    inspection = json.loads(run("inspect_dataset", dataset, "--json")[1])
-    assert inspection["documents"] == 30
-    assert inspection["bytes_per_token"] == (inspection["tokens"] - 30) / inspection["tokens"]
     (tmp_path / "cut.bin").write_bytes(Path(f"{dataset}.bin").read_bytes()[:-2])
     (tmp_path / "cut.idx").write_bytes(Path(f"{dataset}.idx").read_bytes())
     status, _, error = run("inspect_dataset", tmp_path / "cut")
