@@ -20,11 +20,7 @@ EXTRAS = {
     "train": "train",
     "evaluate": "eval",
     "generate": "eval",
-    "convert": "eval",
-    "inspect": "eval",
-    "import_release": "eval",
     "prepare_data": "data",
-    "report": "report",
 }
 
 

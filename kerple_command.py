@@ -43,6 +43,7 @@ COMMANDS = {
     "convert": Command("megatron.cli.convert:main", "convert checkpoints to and from Hugging Face", "eval"),
     "inspect": Command("megatron.cli.inspect:main", "show what a checkpoint contains", "eval"),
     "import-release": Command("megatron.cli.import_release:main", "unpack and verify a released checkpoint", "eval"),
+    "chomsky": Command("megatron.cli.chomsky:main", "run the Chomsky-hierarchy benchmark", "report"),
     "doctor": Command("megatron.cli.doctor:main", "check the kernels on this machine, for bug reports", None),
 }
 

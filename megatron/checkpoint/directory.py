@@ -387,7 +387,7 @@ def find_damage(step: Path, *, contents: bool = True, share: tuple[int, int] = (
             return None
         return (
             f"{step / MANIFEST}: no such file, so the checkpoint cannot be verified (if you trust its files: "
-            f"python tools/ckpts/inspect.py {step} --accept)"
+            f"kerple inspect {step} --accept)"
         )
 
     # A file that is not in the manifest may be from another checkpoint.

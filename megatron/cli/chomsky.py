@@ -1,4 +1,4 @@
-"""tools/chomsky.py: run the Chomsky-hierarchy benchmark, or with --architecture decoder the length tests of decoders,
+"""`kerple chomsky`: run the Chomsky-hierarchy benchmark, or with --architecture decoder the length tests of decoders,
 and write the results as JSON, tables and figure.
 """
 

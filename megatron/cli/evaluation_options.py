@@ -55,7 +55,7 @@ NOT_IN_SWEEPS = {
     "--replace": _SET_BY_SWEEP,
     "--skip-unsupported": "it is always set",
     "--text": "a sweep measures on the dataset of its runs; evaluate its checkpoints with evaluate.py --text",
-    "--compare-with": "each run is evaluated on its own; compare methods with tools/report.py --reference",
+    "--compare-with": "each run is evaluated on its own; compare methods with kerple report --reference",
     "--eval-tasks": "a sweep measures extrapolation; run tasks on its checkpoints with evaluate.py",
     "--list-modes": "run evaluate.py --list-modes",
 }

@@ -1,4 +1,4 @@
-"""tools/report.py: the tables and figures of the papers, from stored evaluation results."""
+"""`kerple report`: the tables and figures of the papers, from stored evaluation results."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -87,6 +87,6 @@ def download(checkpoint: str) -> Path:
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{checkpoint}: has no model.safetensors; pickled weights are not downloaded (download pytorch_model.bin "
-            "yourself, and convert it: tools/ckpts/convert.py from-hf)"
+            "yourself, and convert it: kerple convert from-hf)"
         )
     return folder

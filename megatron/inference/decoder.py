@@ -248,7 +248,7 @@ class TransformersDecoder:
             return None
         name = "a `block` argument" if mode.span.block is not None else "a `window` argument"
         if mode != AttentionMode(mode.span) or mode.span.sinks:
-            name = "this project's attention (convert it: tools/ckpts/convert.py from-hf)"
+            name = "this project's attention (convert it: kerple convert from-hf)"
         return f"needs a model with {name}; {type(self._inner).__name__} has none"
 
     def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:

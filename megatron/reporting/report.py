@@ -1,4 +1,4 @@
-"""The report of tools/report.py and tools/sweep.py: tables, figures and an HTML page from stored results."""
+"""The report of `kerple report` and `kerple sweep`: tables, figures and an HTML page from stored results."""
 
 import os
 from collections.abc import Iterable, Sequence

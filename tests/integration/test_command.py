@@ -58,7 +58,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(run, capsys,
 
 
 IMPORTS = """import sys, kerple_command
-for name in sorted(kerple_command.COMMANDS, key="report".__eq__):
+for name in sorted(kerple_command.COMMANDS, key=("report", "chomsky").__contains__):
     if name == "report":
         print("figures:", *[name for name in ("matplotlib", "pandas") if name in sys.modules], file=sys.stderr)
     kerple_command.load(kerple_command.COMMANDS[name])
@@ -72,8 +72,8 @@ print("unused:", *unused, torch.distributed.is_initialized(), file=sys.stderr)""
 @pytest.mark.ci
 def test_what_the_commands_import(tmp_path):
     """Only training imports DeepSpeed and megatron-core; no command imports wandb or TensorBoard until it logs. Only
-    `report` imports packages for figures before it has checked its options. `generate` reads prompts from a pipe and
-    needs no process group.
+    `report` and `chomsky` import packages for figures before they have checked their options. `generate` reads prompts
+    from a pipe and needs no process group.
     """
     write_checkpoint(tmp_path / "run", "kerple_log", "nowhere")
     keys = {"load": str(tmp_path / "run"), "maximum_tokens": 8, "temperature": 1.0, "text_gen_type": "interactive"}

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import inspect
 import os
 import runpy
 import subprocess
@@ -71,15 +70,15 @@ def test_an_interrupt_during_imports_is_one_line(capsys):
 
 
 def test_a_missing_package_during_imports_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tools/report.py"])
+    monkeypatch.setattr(sys, "argv", ["evaluate.py"])
     for name, expected in (("scipy", True), ("megatron.absent", False)):
         error = ModuleNotFoundError(f"No module named {name!r}", name=name)
         check_megatron.report_exception(ModuleNotFoundError, error, None)
         message = capsys.readouterr().err
-        assert message.startswith("error: report.py needs the module scipy, which is not installed") is expected
-        assert ("pip install '.[report]'" in message) is expected
+        assert message.startswith("error: evaluate.py needs the module scipy, which is not installed") is expected
+        assert ("pip install '.[eval]'" in message) is expected
     for script, extra in check_megatron.EXTRAS.items():
-        command = {"prepare_data": "prepare", "deepy": "train"}.get(script, script.replace("_", "-"))
+        command = {"prepare_data": "prepare", "deepy": "train"}.get(script, script)
         assert extra == kerple_command.COMMANDS[command].extra
 
 
@@ -91,7 +90,7 @@ def test_a_foreign_megatron_is_found_without_importing_it(foreign_megatron, monk
         assert check_megatron.find_foreign_megatron() == foreign_megatron / "megatron" / "__init__.py"
 
 
-@pytest.mark.parametrize("script", ["deepy.py", "train.py", "tools/report.py", "tools/ckpts/inspect.py"])
+@pytest.mark.parametrize("script", ["deepy.py", "train.py", "evaluate.py", "tools/ckpts/inspect_checkpoints.py"])
 def test_a_foreign_megatron_is_reported_in_one_line(foreign_megatron, script):
     result = subprocess.run(
         [sys.executable, ROOT / script, "--help"],
@@ -105,22 +104,6 @@ def test_a_foreign_megatron_is_reported_in_one_line(foreign_megatron, script):
         f"error: another package named megatron hides this project's: {foreign_megatron / 'megatron'}; "
         f"remove {foreign_megatron} from PYTHONPATH, or uninstall the package\n"
     )
-
-
-def test_inspect_does_not_hide_the_standard_library(foreign_megatron):
-    """Python adds a script's folder to the path, and this script is named like a module of the standard library. With
-    a foreign megatron, the script ends before it imports torch; the code in the input runs after its end.
-    """
-    result = subprocess.run(
-        [sys.executable, "-i", ROOT / "tools" / "ckpts" / "inspect.py", "--help"],
-        input="import inspect; print('imported', inspect.__file__)",
-        env={**os.environ, "PYTHONPATH": str(foreign_megatron)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.stdout == f"imported {inspect.__file__}\n"
-    assert "error: another package named megatron" in result.stderr
 
 
 @pytest.mark.parametrize("script", ["deepy.py", *SCRIPTS])

@@ -103,10 +103,10 @@ def test_data_workers(tmp_path, data_path, forked_scripts):
 
 @pytest.mark.ci
 def test_sweep(tmp_path, forked_scripts):
-    """tools/sweep.py, its `kerple train`, and the rank, which saves."""
+    """`kerple sweep`, its `kerple train`, and the rank, which saves."""
     path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"]}, set={"train-iters": 100_000, "seed": 7})
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "tools/sweep.py"), str(path)],
+        [sys.executable, str(ROOT / "kerple_command.py"), "sweep", str(path)],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,

@@ -154,7 +154,7 @@ def damaged_journal(draw: Draw, folder: Path) -> Case:
     return Case(PREPROCESS_SOURCE, constants=SMALL_WORK_ITEMS, problem=problem)
 
 
-REPORT = ["tools/report.py", "--output", "out", "in"]
+REPORT = ["kerple_command.py", "report", "--output", "out", "in"]
 EVALUATE = ["evaluate.py", "--checkpoint", "checkpoints", "--lengths", "32", "--tokens", "128", "--output", "again"]
 
 
@@ -188,14 +188,15 @@ def damaged_result(draw: Draw, folder: Path) -> Case:
     kind = pick(draw, ("sweep", *files))
     if kind == "sweep":
         spoil(draw, pick(draw, write_finished_sweep(folder)))
-        return Case(["tools/sweep.py", "sweep.yml", "--dry-run"], statuses=(0, 1, 2))
+        return Case(["kerple_command.py", "sweep", "sweep.yml", "--dry-run"], statuses=(0, 1, 2))
     path, documents, command = files[kind]
     write_lines(folder / path, *documents)
     spoil(draw, folder / path)
     return Case(command, statuses=(0, 1, 2))
 
 
-INSPECT, CONVERT, IMPORT = "tools/ckpts/inspect.py", "tools/ckpts/convert.py", "tools/ckpts/import_release.py"
+INSPECT = ["kerple_command.py", "inspect", "in/run"]
+CONVERT = ["kerple_command.py", "convert"]
 CHECKPOINT_FILES = {
     "files of torch": "global_step300/*.pt",
     "manifest": "global_step300/manifest.json",
@@ -226,7 +227,7 @@ def hugging_face() -> Path:
 
 
 def checkpoint_case(folder: Path, command: list[str]) -> Case:
-    """What every tool of tools/ckpts does with damaged input; `folder` has the input in `in`."""
+    """What `kerple inspect`, `convert` and `import-release` do with damaged input; `folder` has the input in `in`."""
     before = set(os.listdir(folder))
 
     def problem(status: int, output: str) -> str | None:
@@ -237,7 +238,7 @@ def checkpoint_case(folder: Path, command: list[str]) -> Case:
             return "no error of one line"
         return None
 
-    return Case(command, statuses=(0, 1, 2) if command[0] == INSPECT else (0, 2), problem=problem)
+    return Case(command, statuses=(0, 1, 2) if command == INSPECT else (0, 2), problem=problem)
 
 
 def damaged_checkpoint(kind: str, draw: Draw, folder: Path) -> Case:
@@ -247,8 +248,8 @@ def damaged_checkpoint(kind: str, draw: Draw, folder: Path) -> Case:
     spoil(draw, pick(draw, sorted(run.glob(CHECKPOINT_FILES[kind]))))
     if kind in ("files of torch", "configuration") and draw(st.booleans()):
         (run / "global_step300" / "manifest.json").unlink()
-    convert = ([CONVERT, "to-hf", "in/run", "out", "--no-tokenizer"], [CONVERT, "to-release", "in/run", "out"])
-    return checkpoint_case(folder, pick(draw, ([INSPECT, "in/run"], *convert)))
+    convert = ([*CONVERT, "to-hf", "in/run", "out", "--no-tokenizer"], [*CONVERT, "to-release", "in/run", "out"])
+    return checkpoint_case(folder, pick(draw, (INSPECT, *convert)))
 
 
 def damaged_archive(draw: Draw, folder: Path) -> Case:
@@ -260,14 +261,14 @@ def damaged_archive(draw: Draw, folder: Path) -> Case:
     path = folder / "in" / f"release.{kind}"
     path.parent.mkdir()
     path.write_bytes(damage(draw, content))
-    return checkpoint_case(folder, [IMPORT, str(path), "-o", "out"])
+    return checkpoint_case(folder, ["kerple_command.py", "import-release", str(path), "-o", "out"])
 
 
 def damaged_hugging_face(draw: Draw, folder: Path) -> Case:
     """A Hugging Face folder, of a model or of its tokenizer."""
     shutil.copytree(hugging_face(), folder / "in" / "hf")
     spoil(draw, folder / "in" / "hf" / pick(draw, ("model.safetensors", "config.json", "tokenizer.json")))
-    return checkpoint_case(folder, [CONVERT, "from-hf", "in/hf", "out"])
+    return checkpoint_case(folder, [*CONVERT, "from-hf", "in/hf", "out"])
 
 
 GROUPS: dict[str, MakeCase] = {

@@ -106,10 +106,10 @@ def evaluation(ranks: int = 1) -> Command:
 
 
 def sweep() -> Command:
-    """tools/sweep.py with two short runs."""
+    """`kerple sweep` with two short runs."""
 
     def prepare(folder: Path) -> list[str]:
-        return ["tools/sweep.py", str(write_sweep(folder, set={"eval-iters": 0, "save-interval": 2}))]
+        return ["kerple_command.py", "sweep", str(write_sweep(folder, set={"eval-iters": 0, "save-interval": 2}))]
 
     return Command(prepare, {"megatron.sweep.runner:POLL_INTERVAL": 0.02})
 

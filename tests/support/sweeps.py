@@ -158,8 +158,8 @@ def sweep(tmp_path, monkeypatch, capsys) -> FakeSweep:
 
 
 def start_sweep(path: Path, *options: str) -> subprocess.Popen:
-    """`python tools/sweep.py PATH OPTIONS`"""
-    command = [sys.executable, str(ROOT / "tools" / "sweep.py"), str(path), *options]
+    """`kerple sweep PATH OPTIONS`"""
+    command = [sys.executable, str(ROOT / "kerple_command.py"), "sweep", str(path), *options]
     env = {**environment(), "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX's command line of `convert.py from-hf`.
+"""GPT-NeoX's command line of `kerple convert from-hf`.
 
 python tools/ckpts/convert_hf_llama_to_neox.py --tp 4 --model ORG/NAME --model_path OUT
 """
@@ -6,8 +6,6 @@ python tools/ckpts/convert_hf_llama_to_neox.py --tp 4 --model ORG/NAME --model_p
 import sys
 from pathlib import Path
 
-# Replaces this script's folder, where inspect.py would shadow the standard library's module.
-sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401

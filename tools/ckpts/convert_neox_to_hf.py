@@ -1,4 +1,4 @@
-"""Convert a checkpoint to Hugging Face with GPT-NeoX's command line (this project's own is `convert.py to-hf`).
+"""Convert a checkpoint to Hugging Face with GPT-NeoX's command line (this project's own is `kerple convert to-hf`).
 
 python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step1000 --config_file my.yml \
     --output_dir hf_model --precision auto --architecture neox
@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Replaces this script's folder, where inspect.py would shadow the standard library's module.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import check_megatron  # noqa: F401
 
 import argparse

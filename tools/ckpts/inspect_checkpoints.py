@@ -1,10 +1,8 @@
-"""GPT-NeoX's name for `inspect.py`: python tools/ckpts/inspect_checkpoints.py DIR"""
+"""GPT-NeoX's name for `kerple inspect`: python tools/ckpts/inspect_checkpoints.py DIR"""
 
 import sys
 from pathlib import Path
 
-# Replaces this script's folder, where inspect.py would shadow the standard library's module.
-sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401

@@ -1,9 +1,6 @@
-"""tools/chomsky.py, called in-process."""
+"""`kerple chomsky`, called in-process."""
 
 import json
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -67,18 +64,10 @@ def decoder_words(folder, *words):
 
 @pytest.mark.ci
 def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):
-    """tools/chomsky.py, interrupted between training and testing, and run again."""
-    script = Path(__file__).parents[4] / "tools/chomsky.py"
+    """Interrupted between training and testing, and run again."""
     words = ("--methods", "kerple_log", "rotary")
 
-    def run(folder):
-        monkeypatch.setattr(sys, "path", sys.path[:])
-        monkeypatch.setattr(sys, "argv", [str(script), *decoder_words(folder, *words)])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(script), run_name="__main__")
-        return end.value.code
-
-    assert not run(tmp_path / "whole")
+    assert not main(decoder_words(tmp_path / "whole", *words))
     stored = json.loads((tmp_path / "whole/chomsky.json").read_text())
     assert [(result["task"], result["pos_emb"]) for result in stored["results"]] == [
         (task, method)
@@ -101,7 +90,7 @@ def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):
     loss = DecoderExperiment.loss
     monkeypatch.setattr(DecoderExperiment, "loss", lambda self, *given: steps.append(self.name) or loss(self, *given))
     capsys.readouterr()
-    assert not run(tmp_path / "killed")
+    assert not main(decoder_words(tmp_path / "killed", *words))
     assert "8 experiments on cpu, 2 of them already finished" in capsys.readouterr().out
     assert steps.count("induction") == 3, "only rotary's; the first one was trained"
     assert json.loads((tmp_path / "killed/chomsky.json").read_text()) == stored

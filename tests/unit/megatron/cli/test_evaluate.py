@@ -290,7 +290,7 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     assert kerple["effective_lengths"] == [method.effective_length(kerple["length"]).tolist()]
     assert (learned["layers"], learned["effective_lengths"]) == ([], [])
     assert "learned has no bias" in learned["note"]
-    # tools/report.py shows all of them.
+    # `kerple report` shows all of them.
     report(["--output", str(tmp_path / "report"), str(tmp_path)])
     files = {path.name for path in (tmp_path / "report").glob("*/*.*")}
     assert {"passkey-text-2x32-32.md", "passkey-text-2x32-32.png", "lex-resolution-2x32-32-first-2.tex"} <= files

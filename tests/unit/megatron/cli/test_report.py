@@ -1,4 +1,4 @@
-"""The command line of tools/report.py."""
+"""The command line of `kerple report`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The options of tools/sweep.py."""
+"""The options of `kerple sweep`."""
 
 import pytest
 

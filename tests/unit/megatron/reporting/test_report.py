@@ -1,4 +1,4 @@
-"""The report of tools/report.py: files, page and refusals."""
+"""The report of `kerple report`: files, page and refusals."""
 
 import re
 import shutil
