@@ -35,7 +35,6 @@ from megatron.training.startup import (
     check_log_folders,
     check_machine,
     check_number_of_samples,
-    check_space,
     lock_log_folders,
     lock_save_folder,
 )
@@ -102,8 +101,8 @@ def build_trainer(
     """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
     `save`. `force`: see `train`.
 
-    Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked,
-    not writable or too small; if possible before the model is built.
+    Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked
+    or not writable; if possible before the model is built.
     """
     # Random numbers of all later steps depend on the seed.
     report = logger.info
@@ -175,15 +174,13 @@ def _find_start(
         problem = f"load: {load} contains no checkpoint" if load else "load is not set"
         raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
 
-    # There are iterations left, and there is space for their checkpoints.
+    # There are iterations left.
     iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
     if 0 < last_iteration < iteration:
         raise UserError(
             f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of {checkpoint}; raise "
             "train-iters to continue it, or set train-iters: 0 to evaluate it"
         )
-    if lock is not None:
-        check_space(config, vocab_size, iteration, report)
     return Start(source, checkpoint, iteration, vocab_size, lock)
 
 

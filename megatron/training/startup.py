@@ -1,5 +1,5 @@
-"""Checks before anything is built: folders are writable, no other run saves to `save`, checkpoints fit, and the machine
-has a suitable attention backend and enough memory.
+"""Checks before anything is built: folders are writable, no other run saves to `save`, and the machine has a
+suitable attention backend and enough memory.
 
 The memory is a lower bound. Weights, gradients and optimizer states: Rajbhandari et al. 2020, "ZeRO"
 (https://arxiv.org/abs/1910.02054), section 3.1 and figure 1, with the dtypes that DeepSpeed uses here. Activations:
@@ -13,7 +13,6 @@ Legend: e hidden size, f features of the MLP, t tensor-parallel ranks.
 import contextlib
 import math
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +22,12 @@ import torch
 
 from kerple import positional
 from kerple.attention import Requirements, check_backend
-from megatron.checkpoint.directory import clean_up, saved_iterations
+from megatron.checkpoint.directory import clean_up
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config, UserError
-from megatron.model.gpt import GPT
 from megatron.model.loss import chunk_rows
-from megatron.model.settings import Layout, ModelSettings
+from megatron.model.settings import Layout
 from megatron.training.deepspeed_setup import deepspeed_dict
-from megatron.training.flops import count_parameters
 from megatron.utils.environment import free_memory
 from megatron.utils.errors import first_line
 from megatron.utils.files import check_writable
@@ -129,81 +126,6 @@ def _check_that_all_hosts_share(folder: Path) -> None:
         run_on_all_ranks(check)
     finally:
         run_on_rank_0(lambda: probe.unlink(missing_ok=True))
-
-
-def check_space(config: Config, padded_vocab_size: int, start: int, report: Callable[[str], None]) -> None:
-    """Check that the disk of `save` has room for the checkpoints after iteration `start`. Every rank must call this.
-
-    An old checkpoint is deleted after the new one is written, so `keep-last-n-checkpoints` + 1 must fit, minus those
-    that exist, plus those that are always kept. Without that key, two must fit, and a note is printed if not all of
-    them fit.
-
-    Raises UserError, on all ranks.
-    """
-    settings, last = config.checkpoint, config.schedule.train_iters or 0
-    folder, keep, count = Path(settings.save or ""), settings.keep_last_n_checkpoints, _count_saves(config, start)
-    if not count:
-        return
-
-    def check() -> str:
-        size, description = checkpoint_bytes(config, padded_vocab_size)
-        free = shutil.disk_usage(folder).free
-        existing = len([iteration for iteration in saved_iterations(folder) if iteration <= start])
-        extra = sum(start < iteration <= last for iteration in settings.extra_save_iters)
-        at_once = count
-        if keep is not None and settings.checkpoint_scale == "linear":
-            at_once = min(count, keep + 1 - min(existing, keep) + extra)
-        needed = min(at_once, 2) if keep is None else at_once
-        if needed * size > free:
-            raise UserError(
-                f"save: {folder} has {_readable(free)} of free space, but training needs {_readable(needed * size)} "
-                f"for {needed} checkpoint{'s' * (needed > 1)} of about {_readable(size)} ({description}); free some "
-                "space, choose another folder, or lower keep_last_n_checkpoints"
-            )
-        note = ""
-        if at_once * size > free:
-            note = f"; only about {free // size} of them fit: set keep_last_n_checkpoints"
-        return (
-            f"checkpoints: {count:,} up to iteration {last:,}, about {_readable(size)} each ({description}); "
-            f"{_readable(free)} of free space{note}"
-        )
-
-    report(run_on_rank_0(check))
-
-
-def checkpoint_bytes(config: Config, padded_vocab_size: int) -> tuple[int, str]:
-    """Estimated size of a checkpoint in bytes, and a description of its contents.
-
-    Counts weights and optimizer state. The positional method, which may be the user's own, is not built: its
-    parameters are few.
-    """
-    without_positions = {"pos_emb": "none", "pos_emb_options": {}, "attention_backend": "auto"}
-    model_config = config.model.model_copy(update={**without_positions, "release_bf16_distances": False})
-    settings = ModelSettings(model_config, padded_vocab_size)
-    with torch.device("meta"):
-        parameters = count_parameters(GPT(settings).layers(), settings)["total"]
-    dtype = DTYPES[config.precision.dtype]
-    weights, optimizer = parameters * dtype.itemsize, 0
-    if not config.checkpoint.no_save_optim:
-        tensors = config.optimizer.spec.state_per_element + (dtype != torch.float32)  # master weights
-        optimizer = int(parameters * tensors * torch.float32.itemsize)
-    return weights + optimizer, f"weights {_readable(weights)}, optimizer {_readable(optimizer)}"
-
-
-def _count_saves(config: Config, start: int) -> int:
-    """Number of checkpoints after iteration `start` (at iteration 0 too, if it starts there)."""
-    settings, last = config.checkpoint, config.schedule.train_iters or 0
-    steps = {step for step in settings.extra_save_iters if start < step <= last or step == start == 0}
-    if start < last:
-        steps.add(last)
-    factor = settings.save_interval
-    if factor is None:
-        return len(steps)
-    if settings.checkpoint_scale == "linear":
-        multiples = last // int(factor) - start // int(factor)
-        return multiples + len([step for step in steps if step == 0 or step % int(factor)])
-    powers = range(int(math.log(max(last, 1), factor)) + 2)
-    return len(steps | {step for step in (int(factor**power) for power in powers) if start < step <= last})
 
 
 def _readable(size: float) -> str:

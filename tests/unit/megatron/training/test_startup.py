@@ -1,10 +1,8 @@
-"""Checks before anything is built: folders, the lock, and space for checkpoints."""
+"""Checks before anything is built: folders, the lock, and the machine."""
 
 import contextlib
 import dataclasses
 import os
-import shutil
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +14,7 @@ from megatron.training.loop import train
 from megatron.training.startup import check_machine, check_number_of_samples, estimate
 from megatron.utils.processes import Lock
 from tests.support.layouts import ONE_RANK as LAYOUT
-from tests.support.runs import copy_checkpoint, metrics, training_settings
+from tests.support.runs import metrics, training_settings
 
 
 @pytest.fixture
@@ -24,16 +22,6 @@ def nothing_is_built(monkeypatch):
     """Building the datasets or the model fails the test."""
     for name in ("build_datasets", "build_engine"):
         monkeypatch.setattr(loop, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
-
-
-@pytest.fixture
-def free(monkeypatch):
-    """Sets the free space of every disk, in bytes."""
-
-    def set_free(size):
-        monkeypatch.setattr(startup.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
-
-    return set_free
 
 
 @pytest.mark.parametrize(
@@ -73,13 +61,6 @@ def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
     (tmp_path / "file").write_text("a file")
     with pytest.raises(UserError, match=r"file/x.*data-cache-path"):
         train(Config.from_flat(training_settings(tmp_path, data_path, data_cache_path=str(tmp_path / "file" / "x"))))
-
-
-def test_a_full_disk(tmp_path, data_path, nothing_is_built, free):
-    free(1_000_000)
-    with pytest.raises(UserError, match=r"save: .*checkpoints.*1\.00 MB.*1\.40 MB for 2 checkpoints"):
-        train(Config.from_flat(training_settings(tmp_path, data_path)))
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is_built):
@@ -168,81 +149,6 @@ def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
         pytest.raises(UserError, match="rank 0"),
     ):
         startup.lock_save_folder(str(tmp_path), resources)
-
-
-# -- the estimate -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"precision": "fp32"},
-        {"precision": "fp16", "no_save_optim": True},
-        {"precision": "bfloat16", "no_weight_tying": False, "norm": "rmsnorm"},
-    ],
-    ids=["fp32", "no_save_optim", "tied"],
-)
-def test_the_estimate_is_the_size_of_a_checkpoint(keys, tmp_path, data_path):
-    keys = {"hidden_size": 128, "train_iters": 1, "eval_iters": 0, **keys}
-    config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
-    size, description = startup.checkpoint_bytes(config, 512)
-    train(config)
-    step = tmp_path / "checkpoints" / "global_step1"
-    saved = sum(path.stat().st_size for path in step.iterdir() if path.name.startswith(("layer_", "optimizer_")))
-    assert size == pytest.approx(saved, rel=0.03)
-    assert ("optimizer 0.00 MB" in description) == ("no_save_optim" in keys)
-
-
-@pytest.mark.parametrize(
-    ("keys", "start", "count"),
-    [
-        ({"save_interval": 10}, 0, 10),
-        ({"save_interval": 30}, 50, 3),  # 60, 90, 100
-        ({"save_interval": 10}, 100, 0),
-        ({"save_interval": None, "extra_save_iters": [0, 1, 50, 200]}, 0, 4),
-        ({"save_interval": 50, "extra_save_iters": [0, 1, 50]}, 0, 4),
-        ({"save_interval": 2, "checkpoint_scale": "log"}, 0, 8),  # 1, 2, 4 ... 64, 100
-        ({"save_interval": 10, "checkpoint_scale": "log", "extra_save_iters": [10, 11]}, 1, 3),
-    ],
-)
-def test_the_number_of_checkpoints_is_that_of_the_training_loop(keys, start, count, tmp_path):
-    config = Config.from_flat(training_settings(tmp_path, "data", train_iters=100, **keys))
-    assert startup._count_saves(config, start) == count
-    saves = config.checkpoint.saves
-    looped = [i for i in range(start + 1, 101) if saves(i) or i == 100] + [0] * (start == 0 and saves(0))
-    assert len(looped) == count
-
-
-@pytest.mark.parametrize(
-    ("keep", "existing", "needed"),
-    [(None, 0, 2), (None, 2, 2), (1, 0, 2), (3, 0, 4), (3, 1, 3), (3, 2, 2), (1, 2, 1)],
-)
-def test_the_number_of_checkpoints_that_must_fit(keep, existing, needed, tmp_path, data_path, free):
-    """Old checkpoints are deleted after the new one is written."""
-    keys = {"train_iters": 100, "save_interval": 10, "keep_last_n_checkpoints": keep}
-    config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
-    for number in range(existing):
-        (tmp_path / "checkpoints" / f"global_step{10 * (number + 1)}").mkdir(parents=True)
-    size, _ = startup.checkpoint_bytes(config, 512)
-    lines = []
-    free(needed * size)
-    startup.check_space(config, 512, 10 * existing, lines.append)
-    (line,) = lines
-    assert line.startswith(f"checkpoints: {10 - existing} up to iteration 100, about 0.70 MB each (weights ")
-    assert line.endswith(f"only about {needed} of them fit: set keep_last_n_checkpoints") == (keep is None)
-    free(needed * size - 1)
-    with pytest.raises(UserError, match=rf"for {needed} checkpoint"):
-        startup.check_space(config, 512, 10 * existing, lines.append)
-
-
-def test_a_finished_run_needs_no_space(tmp_path, data_path, free):
-    train(Config.from_flat(training_settings(tmp_path, data_path)))
-    free(0)
-    train(Config.from_flat(training_settings(tmp_path, data_path)))
-    copy_checkpoint(tmp_path, tmp_path / "resumed", 3)
-    shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(UserError, match=r"for 1 checkpoint of about"):
-        train(Config.from_flat(training_settings(tmp_path / "resumed", data_path)))
 
 
 @pytest.fixture(autouse=True)
