@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from torch.profiler import profile, schedule, tensorboard_trace_handler
+from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_handler
 
 from kerple import positional
 from kerple.attention import non_finite_gradients
@@ -395,40 +395,35 @@ def profiled_steps(
     # One trace and one table per rank.
     folder = Path(settings.tensorboard_dir or settings.log_dir or ".")
     write_trace = tensorboard_trace_handler(str(folder), worker_name=f"rank_{layout.rank}")
-    time = "self_device_time_total" if layout.device.type == "cuda" else "self_cpu_time_total"
-    steps_before, steps = first - iteration, 0
+    on_gpu = layout.device.type == "cuda"
+    time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
 
-    # When the last step ends: write the files, and print the slowest operators.
+    # After the last step: write the files, and print the slowest operators.
     def write(profiler: Any) -> None:
+        if on_gpu:
+            torch.cuda.profiler.stop()
         write_trace(profiler)
         operators = profiler.key_averages()
         table = operators.table(sort_by=time, row_limit=-1, max_name_column_width=100)
         (folder / f"rank_{layout.rank}.operators.txt").write_text(table)
         total = max(sum(getattr(operator, time) for operator in operators), 1e-9)
-        report(f"profile: iterations {first + 1:,} to {iteration + steps:,}; traces and tables are in {folder}")
+        end = iteration + profiler.step_num
+        report(f"profile: iterations {first + 1:,} to {end:,}; traces and tables are in {folder}")
         for operator in sorted(operators, key=lambda operator: -getattr(operator, time))[:ROWS]:
             spent = getattr(operator, time)
             report(f"  {spent / total:6.1%} {spent / 1e3:10.2f} ms {operator.count:8,} calls  {operator.key[:60]}")
 
-    # The range that nsys captures.
-    def mark_steps() -> None:
-        if layout.device.type == "cuda" and steps == steps_before:
-            torch.cuda.profiler.start()
-        elif layout.device.type == "cuda" and steps == last - iteration:
-            torch.cuda.profiler.stop()
-
     # A resumed run may start right at the first profiled step, without a warm-up.
-    warmup = min(steps_before, 1)
-    plan = schedule(wait=steps_before - warmup, warmup=warmup, active=last - first, repeat=1)
+    warmup = min(first - iteration, 1)
+    plan = schedule(wait=first - iteration - warmup, warmup=warmup, active=last - first, repeat=1)
+
+    # What the profiler does in the step that follows `step` steps of this process.
+    def action(step: int) -> ProfilerAction:
+        if on_gpu and step == first - iteration:
+            torch.cuda.profiler.start()
+        return plan(step)
+
     with profile(
-        schedule=plan, on_trace_ready=write, record_shapes=True, profile_memory=True, with_flops=True
+        schedule=action, on_trace_ready=write, record_shapes=True, profile_memory=True, with_flops=True
     ) as profiler:
-
-        def step() -> None:
-            nonlocal steps
-            steps += 1
-            profiler.step()
-            mark_steps()
-
-        mark_steps()
-        yield step
+        yield profiler.step
