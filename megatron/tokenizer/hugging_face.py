@@ -127,11 +127,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: Path, merge_file: Path):
-        vocab_content, merges_content = read_file(vocab_file, MAX_BYTES), read_file(merge_file, MAX_BYTES)
-        vocab = _parse_vocab(vocab_content, vocab_file)
-        merges = _parse_merges(merges_content, merge_file)
-        with _library_errors(f"merge-file {merge_file} does not belong to vocab-file {vocab_file}"):
-            model = tokenizers.models.BPE(vocab=vocab, merges=merges)
+        tokenizer, content = _read_gpt2_files(vocab_file, merge_file)
+        vocab = tokenizer.get_vocab()
         if END_OF_DOCUMENT not in vocab:
             raise UserError(f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256")
         missing = [symbol for symbol in tokenizers.pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
@@ -139,8 +136,18 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             raise UserError(
                 f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte symbols are missing"
             )
-        fingerprint = hashlib.sha256(vocab_content + b"\0" + merges_content).hexdigest()
-        super().__init__(_byte_level_tokenizer(model), vocab[END_OF_DOCUMENT], fingerprint)
+        super().__init__(tokenizer, vocab[END_OF_DOCUMENT], hashlib.sha256(content).hexdigest())
+
+
+def _read_gpt2_files(vocab_file: Path, merge_file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
+    """The tokenizer of GPT-2's two files, and their contents. Raises UserError."""
+    content = read_file(vocab_file, MAX_BYTES) + b"\0" + read_file(merge_file, MAX_BYTES)
+    with _library_errors(
+        f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its JSON of tokens and ids",
+        "for a tokenizer.json use tokenizer-type HFTokenizer",
+    ):
+        model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+    return _byte_level_tokenizer(model), content
 
 
 class HFGPT2Tokenizer(_LibraryTokenizer):
@@ -175,9 +182,7 @@ def read_gpt2_tokenizer(source: str | Path) -> tokenizers.Tokenizer:
         "such as gpt2",
     ):
         if os.path.isfile(path / "vocab.json") and not os.path.isfile(path / "tokenizer.json"):
-            vocab = _parse_vocab(read_file(path / "vocab.json", MAX_BYTES), path / "vocab.json")
-            merges = _parse_merges(read_file(path / "merges.txt", MAX_BYTES), path / "merges.txt")
-            tokenizer = _byte_level_tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+            tokenizer, _ = _read_gpt2_files(path / "vocab.json", path / "merges.txt")
         else:
             if exists:
                 file = path / "tokenizer.json" if path.is_dir() else path
@@ -271,37 +276,6 @@ def _byte_level_tokenizer(model: tokenizers.models.Model) -> tokenizers.Tokenize
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
-
-
-def _parse_vocab(content: bytes, path: Path) -> dict[str, int]:
-    try:
-        vocab = json.loads(content)
-    except ValueError as error:
-        raise UserError(f"vocab-file {path} is not JSON ({error}); GPT-2's is encoder.json or vocab.json") from error
-    if not isinstance(vocab, dict) or not all(type(token_id) is int for token_id in vocab.values()):
-        raise UserError(
-            f"vocab-file {path} does not map tokens to ids; GPT-2's is encoder.json or vocab.json "
-            "(for a tokenizer.json use tokenizer-type HFTokenizer)"
-        )
-    return vocab
-
-
-def _parse_merges(content: bytes, path: Path) -> list[tuple[str, str]]:
-    """Parse lines `LEFT RIGHT`, highest-priority merge first, after an optional `#version: ...` line."""
-    try:
-        lines = content.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"merge-file {path} is not UTF-8: {error}") from error
-    merges = []
-    for line_number, line in enumerate(lines, start=1):
-        line = line.rstrip("\r")
-        if not line or (line_number == 1 and line.startswith("#version")):
-            continue
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise UserError(f"merge-file {path}, line {line_number}: expected two tokens, found {line[:60]!r}")
-        merges.append((pair[0], pair[1]))
-    return merges
 
 
 def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
