@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import nn
 
 from megatron.config import Config
-from megatron.model.settings import Layout, ModelSettings
+from megatron.model.settings import Layout
 
 # Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration. Its micro_steps must
 # start at 0, because it updates the weights where they are a multiple of gradient_accumulation_steps, which may change.
@@ -28,7 +28,6 @@ class TrainingEngine(Protocol):
     """The interface of a training run for saving and loading; implemented by `megatron.training.engine.Engine`."""
 
     config: Config
-    settings: ModelSettings
     seq_length: int
     global_batch: int
     deepspeed: Any  # DeepSpeed's engine
