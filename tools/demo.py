@@ -25,7 +25,7 @@ from rich.console import Console  # noqa: E402
 from rich.rule import Rule  # noqa: E402
 
 import check_megatron  # noqa: E402, F401
-from megatron.evaluation.records import ExtrapolationRecord, extrapolation_records, read_results  # noqa: E402
+from megatron.evaluation.records import ExtrapolationRecord, extrapolation_records, has_results, read_results  # noqa: E402
 from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
 from megatron.reporting.differences import PairedLosses  # noqa: E402
 from megatron.utils.command_line import OptionParser, integer, run_main  # noqa: E402
@@ -212,12 +212,11 @@ def train(method: str, options: argparse.Namespace, number: str) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     title, report = f"evaluate at {LENGTHS[0]} to {LENGTHS[-1]} tokens", options.output / "report"
     inputs = {
-        "methods": list(options.methods),  # the first one is the reference
         "models": {method: training_inputs(method, options) for method in options.methods},
         "lengths": list(LENGTHS),
         "tokens": options.tokens,
     }
-    if (report / "extrapolation.json").is_file() and read_inputs(report) == inputs:
+    if has_results(report) and read_inputs(report) == inputs:
         console.print(f"[green]already done:[/] {title}")
         return 0
     command = [
@@ -226,8 +225,7 @@ def evaluate(options: argparse.Namespace) -> int:
         *(str(options.output / method / "checkpoints") for method in options.methods),
     ]
     command += ["--lengths", *LENGTHS, "--tokens", str(options.tokens), "--output", str(report), "--replace"]
-    command += ["--compare-with", options.methods[0]]
-    status = run_step(title, [*command, "--title", "Trained at length 128, tested beyond it"])
+    status = run_step(title, command)
     if status == 0:
         write_inputs(report, inputs)
     return status

@@ -38,7 +38,7 @@ from megatron.config import Config, UserError
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import UNSUPPORTED_NOTE, supported_modes
-from megatron.evaluation.records import Checkpoint, Provenance, Record, identity
+from megatron.evaluation.records import Checkpoint, Provenance, Record
 from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import (
     LOSS_NOTE,
@@ -126,7 +126,8 @@ def _evaluate(
 ) -> None:
     """Measure what the output folder has no results for, then print and write the report."""
     # These import pandas and matplotlib, which is slow.
-    from megatron.reporting.summary import check_comparison, print_summary, write_summary
+    from megatron.reporting.aggregate import measurements
+    from megatron.reporting.summary import write_summary
 
     report: Callable[[str], None] = partial(print, flush=True) if rank == 0 else lambda line: None
     models = _read_models(folders, config, options)
@@ -137,7 +138,7 @@ def _evaluate(
     prompts = Prompts(tokenizer_of(config)) if options.passkey else None
     planned, not_measured = _plan(models, text, prompts, config, options, report)
     records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
-    check_comparison(list({identity(record): record for record in records}.values()), options.compare_with)
+    measurements(records, "extrapolation", "loss")  # rejects two checkpoints with the same method and seed
     for line in _sample_lines(text, planned[0]):
         report(line)
 
@@ -170,8 +171,7 @@ def _evaluate(
             for record in not_measured:
                 if results.find(record) is None:
                     results.add(record)
-            print_summary(results.records, options.title, compare_with=options.compare_with)
-            for path in write_summary(results.records, output, options.title, compare_with=options.compare_with):
+            for path in write_summary(results.records, output):
                 report(str(path))
             _check_losses(results)
 

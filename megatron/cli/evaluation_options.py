@@ -25,7 +25,6 @@ from megatron.evaluation.runner import (
     unique_lengths,
 )
 from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
-from megatron.reporting.formatting import TITLE
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option
 
@@ -55,7 +54,6 @@ NOT_IN_SWEEPS = {
     "--replace": _SET_BY_SWEEP,
     "--skip-unsupported": "it is always set",
     "--text": "a sweep measures on the dataset of its runs; evaluate its checkpoints with evaluate.py --text",
-    "--compare-with": "each run is evaluated on its own; compare methods with kerple report --reference",
     "--eval-tasks": "a sweep measures extrapolation; run tasks on its checkpoints with evaluate.py",
     "--list-modes": "run evaluate.py --list-modes",
 }
@@ -190,13 +188,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="one label per checkpoint, stored and shown with the method, to distinguish models with the same method "
         "and seed",
-    )
-    report.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
-    report.add_argument(
-        "--compare-with",
-        metavar="POS_EMB",
-        help="show the loss of every other method minus that of POS_EMB, and mark with † the results that POS_EMB "
-        "significantly improves on (paired two-sided t-test over seeds, p < .05)",
     )
 
     # Sizes of batches, and the tasks of the harness.

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,6 @@ from megatron.reporting.formatting import slug
 from megatron.utils.errors import UserError
 
 ALPHA = 0.05  # significance level
-DIFFERENT_TARGETS = (
-    "methods or seeds were scored on different tokens, so their values also differ because of the text. Evaluate them "
-    "with the same data and --tokens."
-)
-
 AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 
 
@@ -122,13 +117,8 @@ class Measurements:
         return Measurements(by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index())
 
 
-def measurements(
-    records: Iterable[AnyRecord], kind: str, value: str | Callable[[AnyRecord], float | None]
-) -> Measurements:
-    """The values of all records of this kind.
-
-    Args:
-        value: a key of the records, or a function of a record.
+def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measurements:
+    """The values under the key `value` of all records of this kind.
 
     Raises UserError if two records of different weights, or of different measurements of the same weights, have the
     same method, setting, length and seed, because it is ambiguous which one to report.
@@ -152,7 +142,7 @@ def measurements(
                 f"{_source(record)} has been evaluated twice at length {record['length']:,} on {setting.corpus} "
                 f"({method.mode}), on different tokens or in different precisions; omit the results of one evaluation"
             )
-        number = value(record) if callable(value) else record.get(value)
+        number = record.get(value)
         rows[key] = (*key, math.nan if number is None else number, *map(record.get, ("tokens", "targets", "note")))
     columns = ["setting", "method", "length", "depth", "seed", "value", "tokens", "targets", "note"]
     return Measurements(DataFrame(list(rows.values()), columns=columns))
@@ -168,15 +158,6 @@ def records_by_seed(
             by_method = groups.setdefault((setting_of(record), record["length"]), {})
             by_method.setdefault(method_of(record), {})[record.get("seed")] = record
     return groups
-
-
-def have_different_targets(records: Iterable[AnyRecord]) -> bool:
-    """Whether records of the same setting and length were scored on different tokens."""
-    targets: dict[tuple[Setting, int], set[str]] = {}
-    for record in records:
-        if record.get("targets"):
-            targets.setdefault((setting_of(record), record["length"]), set()).add(record["targets"])
-    return any(len(digests) > 1 for digests in targets.values())
 
 
 def _weights(record: AnyRecord) -> str:

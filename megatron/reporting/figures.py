@@ -95,7 +95,6 @@ def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFEREN
                 perplexity_plot,
                 group,
                 paired,
-                name=lambda pos_emb: display_name(Method(pos_emb)),
                 pos_embs=pos_embs,
                 reference=reference.pos_emb,
             ),
@@ -109,8 +108,6 @@ def perplexity_plot(
     paired: PairedLosses,
     style: Style = SCREEN,
     *,
-    name: Callable[[str], str] = str,
-    title: str = "",
     pos_embs: Iterable[str] = (),
     reference: str = REFERENCE.pos_emb,
 ) -> Figure:
@@ -121,14 +118,13 @@ def perplexity_plot(
     lowest lines on a linear axis. The legend has the order of the measurements.
 
     Args:
-        name: the label of a `pos-emb`.
         pos_embs: see `line_numbers`.
         reference: the `pos-emb` to compare with; the first line if none has it.
     """
     # Each line has a name and a panel. With one panel, both go into the name.
     curves = {line: perplexities.curve(*line) for line in perplexities.lines}
     curves = {line: curve for line, curve in curves.items() if len(curve)}
-    labels = {line: _labels(*line, list(curves), name) for line in curves}
+    labels = {line: _labels(*line, list(curves)) for line in curves}
     if any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
         labels = {line: (", ".join(filter(None, parts)), "") for line, parts in labels.items()}
 
@@ -180,7 +176,7 @@ def perplexity_plot(
                 **style_kwargs,
             )
     figure.supxlabel("sequence length (tokens)")
-    legend_above(figure, style, [handles[label] for label in numbers], title)
+    legend_above(figure, style, [handles[label] for label in numbers])
     if not curves:
         axes = figure.axes[0]
         axes.text(0.5, 0.5, "no perplexity available", transform=axes.transAxes, ha="center", va="center")
@@ -250,11 +246,9 @@ def _mode_panels(
     return figure, [(axes, panel[0]) for axes, panel in zip(all_axes, panels, strict=True)], columns
 
 
-def _labels(
-    setting: Setting, method: Method, lines: Sequence[tuple[Setting, Method]], name: Callable[[str], str]
-) -> tuple[str, str]:
+def _labels(setting: Setting, method: Method, lines: Sequence[tuple[Setting, Method]]) -> tuple[str, str]:
     """(the method; its mode unless it is `full`), each with the parts of the setting that differ between the lines."""
-    parts = [name(method.pos_emb)]
+    parts = [display_name(Method(method.pos_emb))]
     if setting.train_length is not None and len({setting.train_length for setting, _ in lines}) > 1:
         parts.append(f"trained at {setting.train_length:,}")
     modes = [method.mode] if method.mode != "full" else []

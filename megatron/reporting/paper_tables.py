@@ -32,15 +32,20 @@ REFERENCE = Method("kerple_log")
 NEGATIVE = "the attention resolution of a seed is negative and has no meaning"
 
 
-def perplexity_tables(records: Iterable[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
+def perplexity_tables(
+    records: Iterable[AnyRecord], reference: Method = REFERENCE, *, papers: bool = True
+) -> list[Table]:
     """All perplexity tables that the records fill, per model size, training length and protocol.
 
-    First the table of all methods and modes. Then, for mode `full`, with protocol `last-k` DAPE's table, with other
-    protocols KERPLE's Tables 3, 5 and 6; and LEX's two tables if there are results of xPos or of blockwise attention.
+    First the table of all methods and modes. Then, with `papers`, for mode `full`, with protocol `last-k` DAPE's table,
+    with other protocols KERPLE's Tables 3, 5 and 6; and LEX's two tables if there are results of xPos or of blockwise
+    attention.
     """
     tables = []
     for group in _groups(measurements(records, "extrapolation", "perplexity")):
         tables.append(_table("kerple-3", group, group.methods, reference, rows="modes"))
+        if not papers:
+            continue
         full = [method for method in group.methods if method.mode == "full"]
         if group.settings[0].protocol.startswith("last-k"):
             tables += [_table("dape", group, full, reference, rows="methods")] if full else []

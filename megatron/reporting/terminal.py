@@ -42,8 +42,8 @@ def print_rows(
     for index, header in enumerate(headers):
         texts = [header, *(row[index].plain for row in rows if index < len(row))]
         words = re.findall(r"± \S+|\S+", " ".join(texts))
-        justify = "left" if index < label_columns else "right"
-        table.add_column(Text(header), justify=justify, min_width=max(map(len, words), default=0))
+        width = max(map(len, words), default=0)
+        table.add_column(Text(header), justify="left" if index < label_columns else "right", min_width=width)
     for row in rows:
         if len(row) == 1:
             table.add_section()

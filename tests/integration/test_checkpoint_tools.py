@@ -155,7 +155,7 @@ def test_continued_pretraining_with_another_method(pythia, tmp_path, capsys):
     assert "the checkpoint's positional parameters are not used; those of kerple_log are new" in log
     assert "curriculum_learning: length 32 from iteration 2" in log
     corpus = [f"data_path={tmp_path}/data_text_document", "split=2,1,0"]
-    options = ["--lengths", "32", "256", "--tokens", "512", "--compare-with", "kerple_log", "--set", *corpus]
+    options = ["--lengths", "32", "256", "--tokens", "512", "--set", *corpus]
     evaluate_main(["--checkpoint", ours, run, "--output", str(tmp_path / "results"), *options])
     lines = capsys.readouterr().err
     assert "rotary (fraction 0.25) full non-overlapping at 256: perplexity" in lines

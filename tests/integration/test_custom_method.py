@@ -1,7 +1,5 @@
 """A positional method in a user's own file: trained, evaluated, exported."""
 
-import json
-
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -10,6 +8,7 @@ from megatron.cli.evaluate import main as evaluate
 from megatron.cli.inspect import main as inspect
 from megatron.config import Config
 from megatron.convert import to_hugging_face
+from megatron.evaluation.records import read_results
 from megatron.inference import load_model
 from megatron.training.loop import train
 from tests.support.runs import metrics, training_settings, weights
@@ -61,7 +60,7 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
     folder = tmp_path / "checkpoints"
     arguments = ["--lengths", "32", "64", "--tokens", "64", "--output", str(tmp_path / "report")]
     evaluate(["--checkpoint", str(folder), *arguments, "--set", f"pos-emb-module={path}"])
-    rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
+    rows = read_results(tmp_path / "report")
     assert [(row["pos_emb"], row["length"]) for row in rows] == [
         ("test_square_root (floor 0.02)", 32),
         ("test_square_root (floor 0.02)", 64),

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import io
-import json
 import multiprocessing
 import os
 import re
@@ -33,7 +32,7 @@ def test_deepy_starts_two_ranks(tmp_path, forked_scripts):
     keys = {"evaluation_lengths": [32, 128, 512], "num_gpus": 2}
     words = ("--tokens", "1024", "--output", str(tmp_path / "report"))
     output = run(tmp_path, {**settings, **keys}, *words, script="evaluate.py")
-    rows = json.loads((tmp_path / "report" / "extrapolation.json").read_text())["rows"]
+    rows = read_results(tmp_path / "report")
     assert [(row["pos_emb"], row["seed"], row["length"]) for row in rows] == [
         ("kerple_log", 77, 32),
         ("kerple_log", 77, 128),

@@ -1,12 +1,10 @@
 """evaluate.py with other options of a positional method: the same weights, other positions."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron.cli.evaluate import main
+from megatron.evaluation.records import extrapolation_records, read_results
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import (
     TRAIN_LENGTH,
@@ -35,7 +33,7 @@ def rotary(tmp_path_factory, data):
 
 
 def rows_in(folder):
-    return json.loads((Path(folder) / "extrapolation.json").read_text())["rows"]
+    return extrapolation_records(read_results(folder))
 
 
 def loss_with(model, data, **options) -> float:

@@ -1,7 +1,6 @@
 """evaluate.py on small checkpoints and data."""
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from megatron.cli import evaluate
 from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
-from megatron.evaluation.records import read_results
+from megatron.evaluation.records import extrapolation_records, read_results
 from megatron.evaluation.results_file import ResultsFile
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
@@ -62,7 +61,7 @@ def mean_loss(model, data, length, total, piece=None, **span):
 
 
 def rows_in(folder):
-    return json.loads((Path(folder) / "extrapolation.json").read_text())["rows"]
+    return extrapolation_records(read_results(folder))
 
 
 def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
@@ -82,19 +81,18 @@ def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
         known = {key: row[key] for key in ("pos_emb", "seed", "train_length", "tokens")}
         assert known == {"pos_emb": "kerple_log", "seed": 77, "train_length": TRAIN_LENGTH, "tokens": 768}
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
-        "extrapolation.json",
         "extrapolation.md",
         "extrapolation.png",
         f"modes-text-2x32-{TRAIN_LENGTH}-non-overlapping.png",
         "results.jsonl",
     ]
-    assert "kerple_log" in output.out
+    assert "KERPLE (log)" in output.out
     assert output.err.count("tokens/s") == 9
 
 
 def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
     folders = [str(folder) for folder, _ in checkpoints.values()]
-    main(["--checkpoint", *folders, *LENGTHS, "--tokens", "600", "--output", str(tmp_path), "--title", "All three"])
+    main(["--checkpoint", *folders, *LENGTHS, "--tokens", "600", "--output", str(tmp_path)])
     rows = rows_in(tmp_path)
     assert [(row["pos_emb"], row["length"]) for row in rows] == [(m, n) for m in METHODS for n in (32, 64, 256)]
     for row in rows:
@@ -106,8 +104,8 @@ def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
                 mean_loss(checkpoints[row["pos_emb"]][1], data, row["length"], 512, 256), abs=1e-5
             )
     text = (tmp_path / "extrapolation.md").read_text()
-    assert text.startswith("# All three\n")
-    assert "n/a: learned (full) at 64, 256" in text
+    assert all(name in text for name in ("KERPLE (log)", "ALiBi", "learned"))
+    assert "n/a: learned at 64, 256" in text
 
 
 def test_lengths_tokens_and_report_folder_of_the_configuration(tmp_path, configuration):
@@ -154,7 +152,6 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
         ({}, ["--modes", "full", "sliding"], "'sliding'"),
         ({}, ["--modes", "blockwise@33"], "33 is odd"),
         ({"eval_tasks": ["lambada_openai"]}, ["--lengths", "32"], "eval_tasks: --lengths"),
-        ({}, ["--compare-with", "alibi"], "--compare-with alibi.*kerple_log"),
         ({}, ["--passkey-trials", "3"], "--passkey-trials.*--passkey"),
         ({}, ["--passkey", "--lengths", "64"], "--passkey: 64"),
         ({}, ["--lengths", "64", "--resolution", "99"], "--resolution 99.*62.*64"),
@@ -273,9 +270,7 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     words += ["--passkey", "--passkey-depths", "0", "1", "--passkey-trials", "2"]
     main(words)
     shown = capsys.readouterr().out
-    assert all(
-        block in shown for block in ("bits per byte", "resolution", "passkey accuracy", "Effective length of kerple")
-    )
+    assert all(title in shown for title in ("Perplexity", "Attention resolution", "Passkey retrieval"))
     records = read_results(tmp_path)
     assert all(record["environment"]["versions"].endswith(f"torch {torch.__version__}") for record in records)
     assert [(record["pos_emb"], record["length"]) for record in records if record["kind"] == "resolution"] == [
@@ -329,17 +324,14 @@ def test_by_document(tmp_path, configuration, checkpoints, data):
         main([*words, "sliding", "--lengths", "256", "--output", str(tmp_path / "no")])
 
 
-def test_comparison_with_a_method(tmp_path, checkpoints, data):
-    words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out"), "--checkpoint"]
-    words += [str(folder) for folder, _ in checkpoints.values()]
-    assert_rejected("rotary.*kerple_log, alibi", main, [*words, "--compare-with", "rotary"])
+def test_two_checkpoints_with_the_same_method_and_seed_need_labels(tmp_path, checkpoints, data):
     write_checkpoint(tmp_path / "again", "kerple_log", data, iteration=5)
-    assert_rejected(
-        "kerple_log.*4.*alibi.*again.*5", main, [*words, str(tmp_path / "again"), "--compare-with", "kerple_log"]
-    )
+    words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out"), "--checkpoint"]
+    words += [str(checkpoints["kerple_log"][0]), str(tmp_path / "again")]
+    assert_rejected("kerple_log.*4.*again.*5.*--label", main, words)
     assert not (tmp_path / "out").exists()
-    main([*words, "--compare-with", "kerple_log"])
-    assert "With one seed" in (tmp_path / "out" / "extrapolation.md").read_text()
+    main([*words, "--label", "first", "second"])
+    assert [row["pos_emb"] for row in rows_in(tmp_path / "out")] == ["kerple_log (first)", "kerple_log (second)"]
 
 
 def test_labels_and_sizes_are_stored(tmp_path, checkpoints):
@@ -367,7 +359,7 @@ def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
             main([*words, str(tmp_path / "interrupted")])
     stored = (tmp_path / "interrupted" / "results.jsonl").read_bytes()
     assert stored.count(b"\n") == 2
-    assert not (tmp_path / "interrupted" / "extrapolation.json").exists()
+    assert not (tmp_path / "interrupted" / "extrapolation.md").exists()
     main([*words, str(tmp_path / "interrupted")])
     assert (tmp_path / "interrupted" / "results.jsonl").read_bytes().startswith(stored)
     main([*words, str(tmp_path / "uninterrupted")])

@@ -1,12 +1,11 @@
 """Options of evaluate.py: those that a sweep checks before any run is trained, and inference modes."""
 
-import json
-
 import pytest
 
 from megatron.cli.evaluate import main
 from megatron.cli.evaluation_options import check_run
 from megatron.config import Config
+from megatron.evaluation.records import read_results
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint, write_corpus
 
@@ -58,8 +57,7 @@ def test_methods_and_modes(tmp_path, capsys):
     output = tmp_path / "report"
     words = ["--checkpoint", *folders, "--lengths", "32", "64", "--output", str(output)]
     main([*words, "--modes", "full", "sinks@4+12+reindexed+logn", "full+clip@16"])
-    results = json.loads((output / "extrapolation.json").read_text())
-    rows = {(row["pos_emb"], row["mode"], row["length"]): row for row in results["rows"]}
+    rows = {(row["pos_emb"], row["mode"], row["length"]): row for row in read_results(output)}
     assert rows["learned", "full+clip@16", 32]["loss"] is None
     assert "distance map clip has no meaning" in rows["learned", "full+clip@16", 32]["note"]
     printed = capsys.readouterr().out
@@ -69,8 +67,7 @@ def test_methods_and_modes(tmp_path, capsys):
     with pytest.raises(UserError, match=r"inference mode full\+dynamic-ntk is not supported: pos_emb kerple_log"):
         main([*words, "--modes", "full", "full+dynamic-ntk"])
     main(["--skip-unsupported", *words, "--modes", "full", "full+dynamic-ntk"])
-    rows = json.loads((output / "extrapolation.json").read_text())["rows"]
-    notes = {row["pos_emb"]: row["note"] for row in rows if row["mode"] == "full+dynamic-ntk"}
+    notes = {row["pos_emb"]: row["note"] for row in read_results(output) if row["mode"] == "full+dynamic-ntk"}
     assert all("is not supported: pos_emb " + method in notes[method] for method in models)
     with pytest.raises(SystemExit):
         main(["--list-modes"])

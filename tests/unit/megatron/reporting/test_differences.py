@@ -8,8 +8,6 @@ import pytest
 from megatron.reporting.aggregate import method_of, setting_of
 from megatron.reporting.differences import PairedLosses
 from megatron.reporting.paper_tables import difference_tables
-from megatron.reporting.summary import summary_table
-from megatron.reporting.tables import Row, Section
 from tests.support.records import record
 
 
@@ -88,6 +86,3 @@ def test_the_tables_show_differences():
     assert [[*row.labels, *(cell.text for cell in row.cells)] for row in table.rows] == [["ALiBi", "+0.1500 ± 0.0764"]]
     assert "standard error over documents" in table.notes[0]
     assert difference_tables([record("kerple_log", 512, 3.0), record("alibi", 512, 3.1)]) == []
-    lines = summary_table([LOG, ALIBI], "T", "kerple_log").lines
-    start = lines.index(Section("loss minus that of kerple_log"))
-    assert [line.cells[0].text for line in lines[start + 1 :] if isinstance(line, Row)] == ["+0.1500 ± 0.0764"]

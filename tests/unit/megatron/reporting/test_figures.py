@@ -110,11 +110,11 @@ def test_modes_are_panels_in_which_methods_look_the_same():
         (line.get_color(), line.get_marker(), line.get_linestyle())
         for axes in figure.axes
         for line in axes.lines
-        if line.get_label() == "alibi"
+        if line.get_label() == "ALiBi"
     ]
     assert len(looks) == 3
     assert len(set(looks)) == 1
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rpe", "alibi", "rotary"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["T5", "ALiBi", "Rotary"]
 
 
 def test_with_one_seed_differences_are_paired_by_document():
@@ -130,7 +130,7 @@ def test_with_one_seed_differences_are_paired_by_document():
     low, high = container.lines[2][0].get_segments()[0][:, 1]
     error = standard_error(np.array([0.5, 0.3]) * tokens, np.array(tokens))
     assert (low, high) == (pytest.approx(0.35 - 2 * error), pytest.approx(0.35 + 2 * error))
-    assert "kerple_log" in second.get_title(loc="left")
+    assert "KERPLE (log)" in second.get_title(loc="left")
     several = records + [{**each, "seed": 2} for each in records]
     assert len(plot(several).axes) == 1
 
