@@ -66,6 +66,7 @@ $(VENV)/.installed: $(VENV)/.demo $(wildcard requirements/*.txt)
 	@touch $@
 
 demo: $(VENV)/.demo
+	$(BIN)/python prepare_data.py python_stdlib
 	$(BIN)/python tools/demo.py
 
 test: setup
@@ -113,15 +114,10 @@ lint: setup docs
 docs: setup
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q . site
 
-# These methods have no trainable parameters, or training does not change their plot.
-UNTRAINED := learned none sinusoidal cope dape dape_rotary alibi kerple_power_original p_rope per_layer rotary \
-  sandwich stick_breaking xpos
-TRAINED := $(filter-out $(UNTRAINED),$(basename $(notdir $(wildcard configs/pos_emb/*.yml))))
-
 pictures: setup
-	$(BIN)/python tools/demo.py --output runs/pictures --tokens 2048 --methods $(TRAINED)
-	$(BIN)/python experiments/pictures.py --output docs/positional-methods.md \
-	  --checkpoint $(TRAINED:%=runs/pictures/%/checkpoints)
+	$(BIN)/python prepare_data.py python_stdlib
+	$(BIN)/python kerple_command.py sweep experiments/pictures.yml
+	$(BIN)/python experiments/pictures.py --output docs/positional-methods.md --checkpoint runs/pictures/runs/*/checkpoints
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

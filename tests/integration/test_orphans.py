@@ -1,4 +1,4 @@
-"""Nothing keeps running after kill -9 of deepy.py, train.py, a sweep or the demo.
+"""Nothing keeps running after kill -9 of deepy.py, train.py or a sweep.
 
 test_multi_host.py (slow) covers other hosts, test_preprocessing.py the workers of preprocessing.
 """
@@ -117,11 +117,3 @@ def test_sweep(tmp_path, forked_scripts):
     wait_until(lambda: log.is_file() and log.stat().st_size)
     kill_and_wait(process)
     assert saved_iterations(run / "checkpoints")
-
-
-def test_demo(tmp_path, forked_scripts):
-    """Its first step, which starts two processes of preprocessing."""
-    command = [sys.executable, str(ROOT / "tools/demo.py"), "--output", str(tmp_path / "out"), "--data", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
-    wait_until(lambda: psutil.Process(process.pid).children())
-    kill_and_wait(process)

@@ -23,7 +23,6 @@ from megatron.utils.environment import has_bf16_instructions
 from tests.support.commands import make_checkout, run_here
 from tests.support.fork_server import ForkServer
 from tests.support.runs import ROOT, environment
-from tools import demo
 
 SMALL = {"num-layers": 1, "hidden-size": 32, "eval-iters": 1, "extrapolation-tokens": 2048}
 PREPARE = "kerple prepare python_stdlib"
@@ -108,46 +107,28 @@ def test_marked_commands_run(prepared, fork_server):
     assert "iteration 30/30" in released
 
 
-def test_the_demo_writes_a_report_and_skips_finished_steps(prepared, tmp_path, capfd, monkeypatch, forked_scripts):
-    """`make demo` with a few iterations of one small model, on the corpus of this test."""
-    arguments = ["--output", str(tmp_path / "runs"), "--data", str(prepared / "data"), "--methods", "kerple_log"]
-    arguments += ["--tokens", "2048", "--iterations"]
-
-    def run_small_step(title: str, command: list[str]) -> int:
-        if command[0] == "prepare_data.py":
-            return 0
-        if command[0] == "deepy.py":
-            command = [*command, *(f"{key}={value}" for key, value in SMALL.items())]
-        return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment(), check=False).returncode
-
-    monkeypatch.setattr(demo, "run_step", run_small_step)
-    assert demo.main([*arguments, "4"]) == 0
+def test_the_demo_writes_a_report_and_skips_finished_runs(prepared, fork_server):
+    """`tools/demo.py` with a few iterations of one small model, on the corpus of this test."""
+    keys = {entry.key: entry.value for entry in read_file(ROOT / "configs" / "sweeps" / "demo.yml")}
+    keys |= {"output": "runs/small_demo", "config-dir": "configs", "axes": {"pos_emb": ["pos_emb/kerple_log.yml"]}}
+    keys |= {"set": {"train-iters": 4, "lr-decay-iters": 4}, "evaluation": {**keys["evaluation"], "tokens": 2048}}
+    (prepared / "small_demo.yml").write_text(json.dumps(keys))
+    line = "python tools/demo.py small_demo.yml"
+    printed = run_line(line, prepared, fork_server)
     precision = "bfloat16" if has_bf16_instructions() else "fp32"
-    printed = capfd.readouterr().out
-    assert printed.startswith(f"training in {precision}, on a processor that ")
-    assert "iteration 4/4" in printed
-    assert json.loads((tmp_path / "runs" / "kerple_log" / "made_from.json").read_text())["precision"] == precision
-    report = tmp_path / "runs" / "report"
-    rows = read_results(report)
-    assert [row["length"] for row in rows] == [128, 512, 2048]
-    keys = {"pos_emb", "mode", "seed", "train_length", "length", "tokens", "loss", "perplexity"}
-    for row in rows:
-        assert keys <= row.keys()
-        assert (row["pos_emb"], row["mode"], row["train_length"], row["tokens"]) == ("kerple_log", "full", 128, 2048)
-    assert "KERPLE (log)" in (report / "extrapolation.md").read_text()
-    assert (report / "extrapolation.png").read_bytes()[:4] == b"\x89PNG"
-
-    def run_again(iterations: str) -> str:
-        assert demo.main([*arguments, iterations]) == 0
-        return " ".join(capfd.readouterr().out.split())  # joins wrapped lines
-
-    commands = []
-    monkeypatch.setattr(demo, "run_step", lambda title, command: commands.append(command[0]) or 0)
-    assert run_again("4").count("already done") == 2
-    assert commands == ["prepare_data.py"]  # which skips a finished corpus itself
-    assert "training again" in run_again("3")
-    assert commands[1:] == ["prepare_data.py", "deepy.py", "evaluate.py"]
-    assert not (tmp_path / "runs" / "kerple_log" / "checkpoints").exists()
+    assert printed.startswith(f"training in {precision}\n")
+    assert "[1/1] kerple_log: finished" in printed
+    assert "kerple_log: from 128 to 2,048 tokens the loss" in printed
+    folder = prepared / "runs" / "small_demo"
+    run = folder / "runs" / "kerple_log"
+    assert json.loads((run / "config.yml").read_text())["precision"] == precision
+    records = read_results(run / "evaluation")
+    assert [record["length"] for record in records] == [128, 512, 2048]
+    for record in records:
+        values = [record[name] for name in ("pos_emb", "mode", "train_length", "tokens")]
+        assert values == ["kerple_log", "full", 128, 2048]
+    assert "kerple_log" in (folder / "report" / "report.html").read_text()
+    assert "1 runs, 1 of them already finished" in run_line(line, prepared, fork_server)
 
 
 def test_the_example_in_python():

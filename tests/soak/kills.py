@@ -44,17 +44,14 @@ class Command:
     Attributes:
         prepare: writes the input files to a folder, and returns the script and its options.
         constants: "module:NAME" -> value, replaced in the process and its forks.
-        logged: the losses in the training log that must be those of an uninterrupted run. The demo does not repeat the
-            validation after the last step, because it does not train again.
     """
 
     prepare: Callable[[Path], list[str]]
     constants: Mapping[str, object] = field(default_factory=dict)
-    logged: frozenset[str] = frozenset({"train/loss", "validation/loss", "test/loss"})
 
     def result(self, folder: Path) -> str:
         """The results of the finished command, for a comparison."""
-        runs = [trained(directory, self.logged) for directory in found(folder, CHECKPOINTS)]
+        runs = [trained(directory) for directory in found(folder, CHECKPOINTS)]
         files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found(folder, FILES)}
         leftover = sorted(path.name for path in folder.iterdir() if {"partial", "progress"} & set(path.name.split(".")))
         return json.dumps([runs, files, leftover, evaluated(record_lines(folder))], default=described)
@@ -114,25 +111,13 @@ def sweep() -> Command:
     return Command(prepare, {"megatron.sweep.runner:POLL_INTERVAL": 0.02})
 
 
-def demo(corpus: Path | None = None) -> Command:
-    """tools/demo.py with one method. corpus: a finished one to copy; None: the demo prepares it."""
-
-    def prepare(folder: Path) -> list[str]:
-        if corpus is not None:
-            shutil.copytree(corpus, folder / "data")
-        # The demo takes relative paths from the root of the project.
-        words = ["tools/demo.py", "--output", str(folder / "runs"), "--data", str(folder / "data")]
-        return [*words, "--methods", "kerple_log", "--iterations", "6", "--tokens", "2048"]
-
-    return Command(prepare, logged=frozenset({"train/loss"}))
-
-
 # Patterns of what the commands write to their folders: checkpoints of training runs, files that must be those of an
 # uninterrupted run, and files and folders whose times change whenever something is saved.
-CHECKPOINTS = ("checkpoints", "out/runs/*/*/checkpoints", "runs/*/checkpoints")
-FILES = ("out_*.[bi][id][nx]", "data/python_stdlib/*.bin")
-SAVED = (*CHECKPOINTS, "out/runs/*/*", "out/runs/*/*/evaluation", "runs", "data/python_stdlib")
-SAVED += ("report/results.jsonl", "out.progress.json")
+CHECKPOINTS = ("checkpoints", "out/runs/*/*/checkpoints")
+FILES = ("out_*.[bi][id][nx]",)
+SAVED = (*CHECKPOINTS, "out/runs/*/*", "out/runs/*/*/evaluation", "report/results.jsonl", "out.progress.json")
+# What a training log must have in common with that of an uninterrupted run.
+LOSSES = {"train/loss", "validation/loss", "test/loss"}
 
 
 def found(folder: Path, patterns: Sequence[str]) -> list[Path]:
@@ -165,14 +150,14 @@ def losses(folder: Path, output: str) -> Iterator[str]:
             yield f"documents at each resume: {resumed}"
 
 
-def trained(directory: Path, logged: frozenset[str]) -> object:
-    """The losses `logged` of a run and the states in the files of its last checkpoint, in `directory`.
+def trained(directory: Path) -> object:
+    """The logged losses of a run and the states in the files of its last checkpoint, in `directory`.
 
     A value that was measured again must be the same each time.
     """
     measured: dict[str, set[float]] = defaultdict(set)
     for values in map(json.loads, (directory.parent / "logs" / "metrics.jsonl").read_text().splitlines()):
-        for name in logged & values.keys():
+        for name in LOSSES & values.keys():
             measured[f"{name} {values['iteration']:06}"].add(values[name])
     step = find_step(directory)
     states = {path.name: torch.load(path, weights_only=True) for path in sorted(step.glob("*.pt"))}
@@ -233,8 +218,8 @@ KILLS = st.builds(
 )
 
 
-def commands(folder: Path) -> dict[str, Command]:
-    """The commands of all kinds of trials. folder: where the first trial of the demo leaves its corpus."""
+def commands() -> dict[str, Command]:
+    """The commands of all kinds of trials."""
     validation = {"eval_interval": 2, "eval_iters": 2, "log_interval": 3}
     named = {
         "training": training(),
@@ -244,8 +229,6 @@ def commands(folder: Path) -> dict[str, Command]:
         "evaluation": evaluation(),
         "evaluation, 2 ranks": evaluation(2),
         "sweep": sweep(),
-        "demo": demo(),
-        "demo, with its corpus": demo(folder / "corpus"),
     }
     for stage in range(4):
         zero = training(2, zero_optimization={"stage": stage}, num_workers=1, **validation)
@@ -255,19 +238,15 @@ def commands(folder: Path) -> dict[str, Command]:
 
 def trials(folder: Path) -> dict[str, Trial]:
     """Trials that kill a command and resume it. The first one of a group also runs the command without a kill."""
-    chosen = commands(folder)
+    chosen = commands()
 
     @functools.cache
     def reference(group: str) -> tuple[str, Outcome]:
         """The result of an uninterrupted run, and its outcome."""
-        if group == "demo, with its corpus":
-            reference("demo")
         place = folder / f"reference of {group}"
         outcome = run_to_end(group, chosen[group], place, (), 0.0)
         assert outcome.is_good, f"{place} fails without a kill: {outcome}"
         result = chosen[group].result(place)
-        if group == "demo":
-            (place / "data").rename(folder / "corpus")
         shutil.rmtree(place)
         return result, outcome
 

@@ -38,7 +38,7 @@ def test_no_trial_fails(tmp_path, fork_server, part, count, only):
 
 def test_kills_cover_workers_validation_and_every_zero_stage(tmp_path):
     settings = []
-    for name, command in commands(tmp_path).items():
+    for name, command in commands().items():
         if name.startswith("training"):
             (tmp_path / name).mkdir()
             command.prepare(tmp_path / name)
