@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
-from megatron.cli.eval_tasks import TASK_RESULTS, harness_options, run_harness
+from megatron.cli.eval_tasks import evaluate_tasks, task_options
 from megatron.cli.evaluation_options import (
     add_options,
     budget_of,
@@ -57,7 +57,6 @@ from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable, read_file
-from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 MAX_TEXT_BYTES = 1 << 30
@@ -67,9 +66,9 @@ DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoints on the same text and write one report. Raises UserError."""
     config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
-    harness = harness_options(config, options)
-    check_options(options, config.model.seq_length, tasks=harness is not None)
-    if harness is not None and not first_process():
+    tasks = task_options(config, options)
+    check_options(options, config.model.seq_length, tasks=tasks is not None)
+    if tasks is not None and not first_process():
         return
     folders = checkpoint_folders(config, options)
     output = options.output or config.evaluation.eval_results_prefix
@@ -82,13 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         output = folders[0] / "evaluation"
         print(f"writing the report to {output} (--output)", flush=True)
-    if harness is not None:
+    if tasks is not None:
         check_writable(output, "--output")
-        busy_message = (
-            f"{output}: another evaluation is writing {TASK_RESULTS}; wait for it, or choose another --output"
-        )
-        with Lock(Path(output) / f"{TASK_RESULTS}.lock", busy_message) as lock:
-            return run_harness(harness, folders, config, options, Path(output), lock)
+        return evaluate_tasks(tasks, folders, config, options, Path(output))
     with _process_group() as (rank, world_size):
         run_on_rank_0(partial(check_writable, output, "--output"))
         _evaluate(folders, Path(output), config, options, rank, world_size)

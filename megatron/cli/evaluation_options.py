@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kerple.attention import SPANS, grammar
-from megatron.cli.eval_tasks import add_task_options, harness_options
+from megatron.cli.eval_tasks import MAX_LENGTH_FACTOR, TASK_OPTIONS, add_task_options, task_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
 from megatron.evaluation.metrics.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
@@ -28,21 +28,11 @@ from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, sing
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option
 
-MAX_LENGTH_FACTOR = 16  # the longest default length, as a multiple of the training length
 POSITION_BINS = 64
 RESOLUTION_TEXTS = 8
 
-# The options that tasks of lm-evaluation-harness support, too.
-TASK_OPTIONS = (
-    "modes",
-    "skip_unsupported",
-    "output",
-    "eval_tasks",
-    "num_fewshot",
-    "limit",
-    "include_path",
-    "max_length",
-)
+# Options that can be combined with tasks of lm-evaluation-harness.
+WITH_TASKS = (*TASK_OPTIONS, "modes", "skip_unsupported", "output", "batch_tokens")
 
 # Options that cannot be used in a sweep, and why.
 _SET_BY_SWEEP = "the sweep sets it for each run"
@@ -232,7 +222,7 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
     """
     try:
         options = _parse_sweep_options(argv)
-        if harness_options(config, options) is not None:
+        if task_options(config, options) is not None:
             raise UserError(f"eval-tasks cannot be used: {NOT_IN_SWEEPS['--eval-tasks']} (set: {{eval-tasks: null}})")
         check_options(options, config.model.seq_length, tasks=False)
         if options.label is not None and len(options.label) > 1:
@@ -325,7 +315,7 @@ def check_options(options: argparse.Namespace, train_length: int | None, *, task
         defaults = vars(parser.parse_args([]))
         used = []
         for name, default in defaults.items():
-            if name not in TASK_OPTIONS and getattr(options, name) != default:
+            if name not in WITH_TASKS and getattr(options, name) != default:
                 used.append(option_name(name))
         if used:
             raise UserError(

@@ -151,10 +151,10 @@ def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Pa
 
 def saved_config(step: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> Config:
     """The configuration of the checkpoint in a global_stepN directory (see `chosen_step`), with the overrides of the
-    user (see `_overrides`). Raises UserError if it cannot be read or, with `check`, if `config` describes another
+    user (see `overrides_of`). Raises UserError if it cannot be read or, with `check`, if `config` describes another
     model.
     """
-    return _checked_config(step, checkpoint_config(step, _overrides(step, config, options)), config, check)
+    return _checked_config(step, checkpoint_config(step, overrides_of(step, config, options)), config, check)
 
 
 def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
@@ -169,7 +169,7 @@ def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool
         iteration=iteration_of(step),
         device=device,
         dtype=dtype,
-        overrides=_overrides(step, config, options),
+        overrides=overrides_of(step, config, options),
     )
     _checked_config(step, saved, config, check)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -198,7 +198,7 @@ def _checked_config(step: Path, saved: Config, config: Config, check: bool) -> C
     return saved
 
 
-def _overrides(step: Path, config: Config, options: argparse.Namespace) -> dict[str, Any]:
+def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """The user's values that replace those in the checkpoint's configuration: RUNTIME_KEYS, and the `pos_emb_options`
     that may change after training. Raises UserError if --set changes an option that may not.
     """

@@ -139,7 +139,7 @@ def to_hugging_face(
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
-        written = load_written(folder, architecture)
+        written = load_written(folder).float()
         kind = architecture or f"self-contained model ({config.model.pos_emb})"
         kind += "" if mode == FULL_MODE else f", inference mode {mode.name}"
         compare(rounded(model, dtype), written, stock is not None, config, f"{output}: {kind}", report, mode)
@@ -255,18 +255,15 @@ def compare(
         )
 
 
-def load_written(folder: Path, architecture: str | None) -> Any:
-    """The model in a folder that `to_hugging_face` wrote, float32, in evaluation mode. architecture: its class in
-    transformers; None for a self-contained model.
-    """
-    transformers = import_transformers()
-    if architecture is not None:
-        return getattr(transformers, architecture).from_pretrained(folder).float().eval()
+def load_written(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in a folder that `to_hugging_face` wrote, in evaluation mode."""
+    name = read_json(folder / "config.json")["architectures"][0]
+    if name != "KerpleForCausalLM":
+        return getattr(import_transformers(), name).from_pretrained(folder, dtype=dtype).eval()
     # AutoModel would copy the code to the user's cache; import it from the folder instead.
     package = f"_written_model_{os.getpid()}"
     try:
-        module = load_modeling_file(folder, package)
-        return module.KerpleForCausalLM.from_pretrained(folder).float().eval()
+        return load_modeling_file(folder, package).KerpleForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     finally:
         unload_package(package)
 

@@ -129,7 +129,6 @@ def generate(
     batch_size: int = 32,
     recompute: bool = False,
     mode: AttentionMode = DEFAULT_MODE,
-    ended: Callable[[list[int]], bool] | None = None,
     on_generation: Callable[[int, Generation], None] | None = None,
 ) -> list[Generation]:
     """Continue each prompt by at most `maximum_tokens` tokens; returns the results in the order of the prompts.
@@ -148,7 +147,6 @@ def generate(
         recompute: recompute the whole prefix for each token instead of using a cache.
         mode: how the model attends, for texts of the longest prompt and `maximum_tokens` more. With a window (and
             sinks), the cache keeps only the tokens that later queries attend to.
-        ended: called with a row's new tokens after each token; returns True to end the row.
         on_generation: called with a prompt's index and result as soon as it is complete.
 
     Raises:
@@ -193,7 +191,7 @@ def generate(
         for indices in _batches(prompts, batch_size, maximum_tokens):
             rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in indices]
             logits = _NextTokenLogits(decoder, rows, maximum_tokens, model_device(model), recompute, mode)
-            for index, generation in _continue(logits, rows, sampling, maximum_tokens, stop, ended):
+            for index, generation in _continue(logits, rows, sampling, maximum_tokens, stop):
                 results[index] = generation
                 if on_generation is not None:
                     on_generation(index, generation)
@@ -229,12 +227,7 @@ def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: 
 
 
 def _continue(
-    logits: "_NextTokenLogits",
-    rows: list[_Row],
-    sampling: Sampling,
-    maximum_tokens: int,
-    stop: int | None,
-    ended: Callable[[list[int]], bool] | None,
+    logits: "_NextTokenLogits", rows: list[_Row], sampling: Sampling, maximum_tokens: int, stop: int | None
 ) -> Iterator[tuple[int, Generation]]:
     """Continue the rows of one batch. Yields (index, result) when a row is complete."""
     start = time.perf_counter()
@@ -260,7 +253,7 @@ def _continue(
             count = len(row.text) - len(row.prompt)
             if count > 0 and row.text[-1] == stop:
                 yield result(row, finished=True)
-            elif count == maximum_tokens or (count > 0 and ended is not None and ended(row.generated)):
+            elif count == maximum_tokens:
                 yield result(row)
             else:
                 remaining.append(index)

@@ -1,11 +1,10 @@
-"""Tasks of lm-evaluation-harness on local files, and a checkpoint to evaluate on them."""
+"""Tasks of lm-evaluation-harness on local files."""
 
 import json
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from tests.support.checkpoints import TRAIN_LENGTH, write_checkpoint
+from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.texts import PYTHON
 
 TASKS = ("choices", "pages", "continued")
@@ -66,24 +65,16 @@ def write_tasks(folder: Path) -> str:
     return str(folder)
 
 
-def write_ascii_checkpoint(folder: Path, method: str) -> None:
-    """A checkpoint that generates only ASCII: the output layer is zero for other ids."""
-    write_checkpoint(folder, method, "nowhere")
-    path = next((folder / "global_step4").glob("layer_06*"))
-    layer = torch.load(path, weights_only=True)
-    (name,) = (name for name in layer if name.endswith("weight"))
-    layer[name][:32] = 0
-    layer[name][127:] = 0
-    torch.save(layer, path)
-
-
 def use_offline_harness(monkeypatch, folder: Path) -> None:
-    """Keep the harness from using the network and the user's dataset cache."""
+    """Keep the harness from using the network, the user's dataset cache, and its own tasks."""
     import datasets
     import lm_eval.evaluator
 
-    # Takes three seconds, and no test reads it.
+    from megatron.evaluation import harness
+
+    # Take seconds, and no test reads them.
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda storage: None)
+    monkeypatch.setattr(harness, "TaskManager", partial(harness.TaskManager, include_defaults=False))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True, raising=False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)

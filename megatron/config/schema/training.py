@@ -189,7 +189,7 @@ class EvaluationConfig(ConfigSection):
     eval_max_length: Int | None = field(
         None,
         """Maximum number of tokens per model call in tasks: longer prompts are cut at the start, longer documents are
-        split into windows. Default: prompts are not cut; windows have up to 16 times the training length.""",
+        split into windows. Default: 16 times the training length, or the size of a learned table.""",
         ge=1,
     )
     lengths: Ints | None = field(
