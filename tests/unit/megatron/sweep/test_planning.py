@@ -218,6 +218,15 @@ def test_the_sweep_of_the_kerple_paper(monkeypatch):
     assert arguments.endswith("--by-position")  # for Figures 5 and 7
 
 
+@pytest.mark.parametrize("path", ["configs/sweeps/demo.yml", "experiments/pictures.yml"])
+def test_the_sweeps_of_the_makefile(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sweep = read_sweep(path)
+    configs = [sweep.configuration(choices) for choices in sweep.combinations()]
+    assert len({config.model.pos_emb for config in configs}) == len(configs) >= 3
+    assert {config.schedule.train_iters for config in configs} == {600}
+
+
 @pytest.mark.ci
 def test_the_sweeps_of_the_replication(monkeypatch):
     monkeypatch.chdir(ROOT)
