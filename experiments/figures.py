@@ -136,7 +136,7 @@ def long_context_plot(
         axes.set_title(title, loc="left")
         axes.set_xlabel(f"{label} / {train_length:,}")
         _draw_runs(axes, frame.assign(x=frame["x"] / train_length), style)
-        _scale_by_length(axes)
+        _scale_by_length(axes, style)
         _scale_nats(axes)
     panels[2].set_title(titles[2], loc="left")
     panels[2].set_xlabel("step")
@@ -158,7 +158,7 @@ def _lines(frame: DataFrame, train_length: int, style: Style) -> Figure:
     for axes, corpus in zip(panels, corpora, strict=True):
         own = frame[frame["corpus"] == corpus]
         _draw_runs(axes, own.assign(x=own["x"] / train_length), style)
-        _scale_by_length(axes)
+        _scale_by_length(axes, style)
     _scale_nats(panels[0])
     legend_above(figure, style, _handles(style, frame))
     return figure
@@ -174,9 +174,9 @@ def _draw_runs(axes: Axes, frame: DataFrame, style: Style) -> None:
     axes.axhline(0, color=GRAY, linewidth=0.1 * style.size, zorder=1)
 
 
-def _scale_by_length(axes: Axes) -> None:
+def _scale_by_length(axes: Axes, style: Style) -> None:
     """x is a length divided by the training length, which is marked."""
-    axes.axvline(1, color=GRAY, linewidth=0.1 * axes.xaxis.label.get_size(), linestyle="dashed", zorder=1)
+    axes.axvline(1, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(MULTIPLES))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
