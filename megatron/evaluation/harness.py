@@ -59,7 +59,9 @@ def harness_model(
             raise UserError(f"eval_tasks: the model cannot be exported to Hugging Face: {error}") from error
         exported = load_written(output, dtype).to(device)
         tokenizer_of_export = AutoTokenizer.from_pretrained(output, config=exported.config)
-    return HFLM(exported, backend="causal", tokenizer=tokenizer_of_export, prefix_token_id=prefix, **options)
+    options |= {"prefix_token_id": prefix}
+    # By default, the harness sums log-probabilities in the model's dtype.
+    return HFLM(exported, backend="causal", tokenizer=tokenizer_of_export, softmax_dtype="float32", **options)
 
 
 def run_tasks(model: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 
 from megatron.evaluation.harness import harness_model
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from tests.support.conversion import make_model
+from tests.support.texts import PYTHON
 
 
 def model_of(pos_emb, dtype=torch.float32, **keys):
@@ -15,10 +17,17 @@ def model_of(pos_emb, dtype=torch.float32, **keys):
 
 
 def test_a_model_in_half_precision():
+    """Log-probabilities are float32."""
     model = model_of("rotary", torch.bfloat16)
     assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
     assert model.model.base_model.rotary_emb.inv_freq.dtype == torch.float32
     assert (model.max_length, model.batch_size, model.prefix_token_id) == (64, 2, 0)
+    text = PYTHON[:60]
+    tokens = torch.tensor([0, *text.encode()])
+    with torch.no_grad():
+        log_probabilities = model.model(tokens[None, :-1]).logits[0].double().log_softmax(-1)
+    (value,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    assert value == pytest.approx(log_probabilities.gather(1, tokens[1:, None]).sum().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
