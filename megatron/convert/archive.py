@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.utils.errors import first_line
+from megatron.utils.files import open_file
 
 # Of damaged archives; RuntimeError: encrypted, or an unknown compression.
 ERRORS = (
@@ -20,9 +21,11 @@ ERRORS = (
 def unpack(archive: str | Path, folder: Path, max_bytes: int) -> None:
     """Unpack a zip or tar file (plain, gz, bz2 or xz) into a folder.
 
-    Raises CheckpointError for an archive that is missing or damaged, has more than `max_bytes`, or, if it is a tar
-    file, has members that tarfile's filter "data" rejects. The caller must then remove what was unpacked before.
+    Raises UserError if the archive is missing or no regular file; and CheckpointError if it is damaged, has more than
+    `max_bytes`, or is a tar file with members that tarfile's filter "data" rejects. The caller must then remove what
+    was unpacked before.
     """
+    open_file(archive).close()
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as opened:
@@ -30,7 +33,10 @@ def unpack(archive: str | Path, folder: Path, max_bytes: int) -> None:
                 opened.extractall(folder)  # without ".." and the root in names
         else:
             with tarfile.open(archive) as opened_tar:
-                _check_size(archive, sum(member.size for member in opened_tar), max_bytes)
+                size = 0
+                for member in opened_tar:
+                    size += member.size
+                    _check_size(archive, size, max_bytes)
                 opened_tar.extractall(folder, filter="data")
     except ERRORS as error:
         reason = getattr(error, "strerror", None) or first_line(error)

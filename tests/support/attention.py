@@ -251,15 +251,23 @@ def dense_attention(
         scores = modified_scores(method, scores, query, signed, mask, causal=False)
     elif "modify_scores" in method.hooks:
         scores = method.final_scores(Chunk(scores, query, queries, keys, mask, score_table(method, t, "cpu")))
+    # Float32 tables, whose values can depend on their number. Causal calls take the first t distances.
     if "weight" in method.hooks:
-        scores = scores * method.weight((signed if method.signed and not causal else distance).float())
+        scores = scores * _pairs(method.weight, signed, method.signed, causal)
     if "bias" in method.hooks:
-        scores = scores + method.bias((signed if method.signed and not causal else distance).float())
+        scores = scores + _pairs(method.bias, signed, method.signed, causal)
     if decay_sums is not None:
         scores = scores + decay_sums[:, :, t - s :, None] - decay_sums[:, :, None]
     exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp().masked_fill(mask, 0.0)
     sums = exponentials.sum(-1, keepdim=True)
     return exponentials / torch.where(sums == 0, 1.0, sums) @ value
+
+
+def _pairs(table: Callable[[Tensor], Tensor], signed: Tensor, has_direction: bool, causal: bool) -> Tensor:
+    """A table `[h, n]` of a method for all pairs, `[h, s, t]`. signed: their signed distances `[s, t]`."""
+    if not causal:
+        return table((signed if has_direction else signed.abs()).float())
+    return table(torch.arange(signed.shape[1]).float())[..., signed.clamp(min=0)]
 
 
 def xpos_products(query: Tensor, key: Tensor, distance: Tensor, scale_base: float, base: float = 10_000.0) -> Tensor:

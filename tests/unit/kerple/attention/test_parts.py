@@ -55,7 +55,8 @@ def test_blockwise_attention(name, backends, block, s, t):
     expected = dense_attention(method, query[:, :, -s:], key, value, mask)
     grads = torch.autograd.grad(expected, leaves, upstream_gradient(expected))
     for backend in ("reference", *backends):
-        actual = Attention(backend, method)(query[:, :, -s:], key, value, block=block)
+        tables = position_tables(method, t, query.device)
+        actual = Attention(backend, method)(query[:, :, -s:], key, value, block=block, tables=tables)
         actual_grads = torch.autograd.grad(actual, leaves, upstream_gradient(expected))
         exact = (actual, *actual_grads[:3]), (expected, *grads[:3])
         torch.testing.assert_close(*exact, rtol=1e-9, atol=1e-11)

@@ -1,6 +1,7 @@
 """Archives are unpacked only inside their folder, and up to a size."""
 
 import contextlib
+import os
 import stat
 import tarfile
 import zipfile
@@ -11,6 +12,7 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.convert.archive import unpack
 from megatron.convert.output import new_folder
 from tests.support.archives import tar_of, zip_of
+from tests.support.errors import assert_rejected
 
 MAX_BYTES = 1_000_000
 FILES = {"run/latest": b"global_step5", "run/global_step5/a.pt": bytes(range(256)) * 50}
@@ -90,4 +92,6 @@ def test_damaged_and_missing_archives(tmp_path):
     check_rejected(tmp_path / "cut.tar.gz", tmp_path, "cut.tar.gz")
     (tmp_path / "text.zip").write_text("no archive")
     check_rejected(tmp_path / "text.zip", tmp_path, "text.zip")
-    check_rejected(tmp_path / "missing.zip", tmp_path, "missing.zip")
+    os.mkfifo(tmp_path / "pipe.tar")
+    assert_rejected("missing.zip", unpack, tmp_path / "missing.zip", tmp_path / "out", MAX_BYTES)
+    assert_rejected("pipe.tar", unpack, tmp_path / "pipe.tar", tmp_path / "out", MAX_BYTES)

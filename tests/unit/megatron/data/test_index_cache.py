@@ -73,7 +73,7 @@ def as_rank(monkeypatch):
     broadcasts: list[bytes] = []
     state = SimpleNamespace(rank=0)
 
-    def broadcast(message, src, group):
+    def broadcast(message, src):
         if state.rank == 0:
             broadcasts.append(pickle.dumps(message))
         else:
@@ -84,7 +84,7 @@ def as_rank(monkeypatch):
     monkeypatch.setattr(ranks.dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(
-        ranks.dist, "all_gather_object", lambda outcomes, outcome, group: outcomes.__setitem__(slice(None), [outcome])
+        ranks.dist, "all_gather_object", lambda outcomes, outcome: outcomes.__setitem__(slice(None), [outcome])
     )
     return lambda rank: setattr(state, "rank", rank)
 

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from bitsandbytes.functional import has_avx512bf16
 from torch import nn
 from transformers import (
     AutoModel,
@@ -306,6 +307,8 @@ def quantized(path, kind: str) -> nn.Module:
 )
 @torch.no_grad()
 def test_quantized_models_predict_almost_the_same(pos_emb, kind):
+    if kind == "4-bit" and has_avx512bf16():
+        pytest.skip("on this processor, bitsandbytes packs 4-bit weights in blocks that are larger than these layers")
     _, path = export(pos_emb)
     model, tokens = load(path), random_tokens(1, 48)
     smaller, expected = quantized(path, kind), model(tokens).logits
