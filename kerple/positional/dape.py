@@ -49,7 +49,7 @@ from torch import Tensor
 from kerple.positional.alibi import Alibi
 from kerple.positional.base import Chunk, MLPLayer, PositionalMethod, ScoreModifier
 from kerple.positional.fire import Fire
-from kerple.positional.functional import by_pair, cast_together, consecutive, positions_on
+from kerple.positional.functional import by_pair, cast_together, check_heads, consecutive, positions_on
 from kerple.positional.kerple import KerpleLog
 from kerple.positional.registry import register
 from kerple.positional.rotary import Rotary, Rotation
@@ -72,6 +72,7 @@ class Adaptive(ScoreModifier):
             raise ValueError(f"DAPE has no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
         if mlp_width < 1:
             raise ValueError(f"mlp_width {mlp_width}: DAPE's MLP needs at least one hidden unit")
+        self.num_heads = num_heads
         self.variant = variant
         self.static = static
         inputs = 2 * num_heads if static is not None and variant != "Add_Residual" else num_heads
@@ -103,6 +104,7 @@ class Adaptive(ScoreModifier):
         return self.static.mapped_table(distance) if isinstance(self.static, Fire) else self.table(distance)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
+        check_heads(chunk.scores, self.num_heads, "DAPE")
         bias, positions = None, (chunk.query_positions, chunk.key_positions)
         if isinstance(self.static, Fire):
             bias = self.static.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)

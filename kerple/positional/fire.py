@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import Chunk, MLPLayer, ScoreModifier
-from kerple.positional.functional import by_pair, cast_together, positions_on
+from kerple.positional.functional import by_pair, cast_together, check_heads, positions_on
 from kerple.positional.registry import register
 
 INITIAL_C, INITIAL_M = 0.1, 1.0
@@ -36,7 +36,7 @@ class Fire(ScoreModifier):
             raise ValueError(f"mlp_width {mlp_width}: FIRE's MLP needs at least one hidden unit")
         if not threshold > 0:
             raise ValueError(f"threshold {threshold}: FIRE's threshold is a number of tokens above 0")
-        self.threshold = float(threshold)
+        self.num_heads, self.threshold = num_heads, float(threshold)
         self.c, self.m = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.first, self.second = MLPLayer(1, mlp_width), MLPLayer(mlp_width, num_heads)
         self.reset_parameters()
@@ -83,5 +83,6 @@ class Fire(ScoreModifier):
         return bias.view(-1, *relative.shape)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
+        check_heads(chunk.scores, self.num_heads, "FIRE")
         positions = chunk.query_positions, chunk.key_positions
         return chunk.scores + self.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)

@@ -184,3 +184,12 @@ def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor, after
 def consecutive(positions: Tensor) -> bool:
     """Whether increasing positions have no gaps."""
     return int(positions[-1] - positions[0]) == len(positions) - 1
+
+
+def check_heads(states: Tensor, num_heads: int, method: str) -> None:
+    """Raises ValueError unless queries or scores `[b, h, ...]` have the heads that a method was built for."""
+    if states.shape[1] != num_heads:
+        raise ValueError(
+            f"{method} was built for {num_heads} heads, but {list(states.shape)} has {states.shape[1]}; queries are "
+            "[b, h, s, d]: if these are [b, s, h, d], pass query.transpose(1, 2), and the same for key and value"
+        )

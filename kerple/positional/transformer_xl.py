@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import Chunk, ScoreModifier, draw
-from kerple.positional.functional import Angles, by_distance, consecutive
+from kerple.positional.functional import Angles, by_distance, check_heads, consecutive
 from kerple.positional.registry import register
 
 
@@ -55,6 +55,7 @@ class TransformerXL(ScoreModifier):
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Adds u to the query, so that the scores contain (q + u).k."""
+        check_heads(query, self.num_heads, "Transformer-XL")
         return query + self.content_bias.to(query.dtype), key
 
     def table(self, distance: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kerple.attention import Attention
+from kerple.positional import ModelShape, build
 from kerple.positional.functional import (
     Angles,
     DeviceConstant,
@@ -107,3 +109,16 @@ def test_tensors_are_cast_together():
     assert [tensor.grad.unique().tolist() for tensor in tensors] == [[1.0], [3.0]]
     same = [torch.ones(2), torch.ones(1)]
     assert cast_together(same, torch.float32) is same
+
+
+@pytest.mark.parametrize("name", ["dape_kerple", "dape_v2_kerple", "fire", "transformer_xl"])
+def test_transposed_queries_are_recognized(name):
+    method = build(name, ModelShape(4, 8, 32, 1, 16))
+    states, positions = torch.randn(1, 10, 4, 8), torch.arange(4)
+
+    def run():
+        query, key = method.rotate(states, states, positions, positions)
+        Attention("auto", method)(query, key, states)
+
+    with pytest.raises(ValueError, match=r"4 heads.*transpose\(1, 2\)"):
+        run()
