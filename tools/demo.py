@@ -30,21 +30,22 @@ from megatron.utils.files import check_writable, write_atomically  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep in the precision that is fast on this machine, and print its results.
+    """Run the sweep, in the precision that is fast on this machine unless the sweep sets one, and print its results.
 
     Returns the exit status. Raises UserError.
     """
     parser = OptionParser(description="Train small models on short sequences and test them on long ones.")
     parser.add_argument("sweep", nargs="?", default=ROOT / "configs" / "sweeps" / "demo.yml", metavar="SWEEP.yml")
     definition = read_sweep(parser.parse_args(argv).sweep)
-    precision = "bfloat16" if not torch.cuda.is_available() and has_bf16_instructions() else "fp32"
-    print(f"training in {precision}")
+    fast = "bfloat16" if not torch.cuda.is_available() and has_bf16_instructions() else "fp32"
+    overrides = {"precision": fast, **definition.overrides}
+    print(f"training in {overrides['precision']}")
 
     # A copy of the sweep file with this precision.
     check_writable(definition.output, f"{definition.path}: output")
     definition.output.mkdir(parents=True, exist_ok=True)
     keys = {entry.key: entry.value for entry in read_file(definition.path)}
-    keys["set"] = {**definition.overrides, "precision": precision}
+    keys["set"] = overrides
     path = definition.output / "sweep.yml"
     write_atomically(path, json.dumps(keys).encode())
     if status := sweep.main([str(path)]):

@@ -254,7 +254,8 @@ def _result_line(name: str, record: Record, rate: str) -> str:
         )
     else:
         number = "overflow" if values["perplexity"] is None else f"{values['perplexity']:.4g}"
-        result = f"perplexity {number} (loss {values['loss']:.4f}, {values['tokens']:,} tokens, {rate})"
+        error = "" if values["stderr"] is None else f" ± {values['stderr']:.4f}"
+        result = f"perplexity {number} (loss {values['loss']:.4f}{error}, {values['tokens']:,} tokens, {rate})"
     return f"{name} {values['mode']} {values['protocol']} at {values['length']:,}: {result}"
 
 
