@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ def evaluate_tasks(
     try:
         from lm_eval.utils import handle_non_serializable, make_table
 
-        from megatron.evaluation.harness import harness_model, run_tasks
+        from megatron.evaluation.harness import find_tasks, harness_model, run_tasks
     except ImportError as error:
         raise UserError(
             f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): {install_command('eval')}"
@@ -94,7 +95,13 @@ def evaluate_tasks(
     steps = [chosen_step(folder, config, options) for folder in folders]
     configs = [saved_config(step, config, options, check=len(folders) == 1) for step in steps]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
-    path = output / time.strftime("tasks_%Y%m%d-%H%M%S.json")
+    for saved in configs:
+        size = saved.model.max_position_embeddings
+        if saved.model.pos_emb == "learned" and (tasks["max_length"] or 0) > size:
+            raise UserError(f"--max-length must be at most {size}, the number of positions of pos_emb learned")
+    found = find_tasks(tasks["eval_tasks"], tasks["include_path"])
+
+    path = output / time.strftime(f"tasks_%Y%m%d-%H%M%S_{os.getpid()}.json")
     entries: list[dict[str, Any]] = []
     for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):
         for name, reason in unsupported.items():
@@ -124,7 +131,7 @@ def evaluate_tasks(
                 # Batches are padded, which changes the length of their texts.
                 batch_size=1 if mode.attention.length_dependent else max(1, batch_tokens // max_length),
             )
-            results = run_tasks(language_model, tasks)
+            results = run_tasks(language_model, tasks, found)
             entries.append({**source, "mode": mode.name, **results})
             content = json.dumps({"checkpoints": entries}, indent=1, default=handle_non_serializable)
             output.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,20 @@
 """Tasks of lm-evaluation-harness on a model's export to Hugging Face. Importing this module imports the harness."""
 
+import difflib
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from datasets.exceptions import DatasetsError
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from megatron.config import Config
@@ -19,6 +23,7 @@ from megatron.model.gpt import GPT
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.environment import check_version
 from megatron.utils.errors import UserError
+from megatron.utils.files import read_file
 
 check_version("lm-eval")
 
@@ -37,15 +42,20 @@ def harness_model(
     **options: int,
 ) -> Any:
     """The harness's own model (HFLM) of the export of a float32 model on the CPU, and of its configuration, in an
-    inference mode. options: max_length, batch_size. Raises UserError if the tokenizer is missing or the model cannot be
-    exported.
+    inference mode. options: max_length, batch_size. Raises UserError if the tokenizer is missing, or if the
+    model has dynamic scaling or cannot be exported.
     """
     prefix = tokenizer.build().first  # of documents and empty prompts
-    with TemporaryDirectory() as folder:
-        output = Path(folder) / "export"
-        try:
-            if any(method.length_dependent for method in model.positional_methods().values()):
-                raise UserError("scaling dynamic: in transformers, angles depend on earlier texts")
+    if any(method.length_dependent for method in model.positional_methods().values()):
+        raise UserError(
+            "eval_tasks: tasks do not support rotary scaling dynamic, because in transformers its angles depend on "
+            "earlier texts; choose another scaling, or remove it and add --modes full+dynamic-ntk@FACTOR"
+        )
+
+    # The export is read back and removed.
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "export"
             to_hugging_face(
                 model,
                 config,
@@ -55,38 +65,54 @@ def harness_model(
                 inference_mode=mode,
                 report=lambda line: print(line.replace(str(output), "export"), flush=True),
             )
-        except UserError as error:
+            exported = load_written(output, dtype).to(device)
+            tokenizer_of_export = AutoTokenizer.from_pretrained(output, config=exported.config)
+    except (UserError, OSError, SafetensorError) as error:
+        if isinstance(error, UserError) and not isinstance(error.__cause__, OSError):
             raise UserError(f"eval_tasks: the model cannot be exported to Hugging Face: {error}") from error
-        exported = load_written(output, dtype).to(device)
-        tokenizer_of_export = AutoTokenizer.from_pretrained(output, config=exported.config)
+        raise UserError(
+            f"eval_tasks: the export in the temporary folder {tempfile.tempdir} failed: {error}; the environment "
+            "variable TMPDIR chooses another folder"
+        ) from error
     options |= {"prefix_token_id": prefix}
     # By default, the harness sums log-probabilities in the model's dtype.
     return HFLM(exported, backend="causal", tokenizer=tokenizer_of_export, softmax_dtype="float32", **options)
 
 
-def run_tasks(model: Any, tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness's results (`RESULT_KEYS`) for one of its models.
-
-    tasks: the values of the options `eval_tasks` (names, groups, patterns and YAML files), `num_fewshot`, `limit` and
-    `include_path`. Raises UserError if a task is unknown or fails.
+def find_tasks(names: Sequence[str], include_path: Sequence[str] | None) -> dict[str, Any]:
+    """The harness's options `tasks` and `task_manager` for names, groups, patterns and YAML files. Raises UserError if
+    one is unknown.
     """
+    files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()]
+    manager = TaskManager(include_path=include_path, include_defaults=False)
+    own = {*manager.all_subtasks, *manager.all_tags}
+    own |= {name for name in files if b"group:" not in read_file(Path(name).expanduser(), 2**24)}
+    if not own.issuperset(names):  # groups and patterns can contain the harness's own tasks, whose index takes seconds
+        manager = TaskManager(include_path=include_path)
+    for name in names:
+        if name not in files and not manager.match_tasks([name]):
+            similar = " or ".join(difflib.get_close_matches(name, manager.all_tasks)) or "a YAML file"
+            raise UserError(f"eval_tasks {name}: unknown task; choose {similar}, or add its folder by --include-path")
+    return {"tasks": [*manager.match_tasks(names), *files], "task_manager": manager}
+
+
+def run_tasks(model: Any, tasks: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The harness's results (`RESULT_KEYS`) for one of its models. tasks: the values of the options `eval_tasks`,
+    `num_fewshot` and `limit`. found: see `find_tasks`. Raises UserError if a task fails.
+    """
+    options = {name: tasks[name] for name in ("num_fewshot", "limit")}
     try:
         with _site_packages_first():
-            manager = TaskManager(include_path=tasks["include_path"])
-            results: Any = simple_evaluate(
-                model,
-                tasks=[match for name in tasks["eval_tasks"] for match in manager.match_tasks([name]) or [name]],
-                task_manager=manager,
-                num_fewshot=tasks["num_fewshot"],
-                limit=tasks["limit"],
-                log_samples=False,
-            )
-    except (OSError, ValueError, KeyError, ImportError, AssertionError) as error:
+            results: Any = simple_evaluate(model, **found, **options, log_samples=False)
+    except (OSError, DatasetsError, ValueError, KeyError, ImportError, AssertionError) as error:
         # Task files and datasets can fail in many ways; only the harness's message says how.
-        raise UserError(
-            f"eval_tasks {' '.join(tasks['eval_tasks'])}: {type(error).__name__}: {str(error).strip()}. Without a "
-            "network connection only tasks on local files run; see docs/evaluation.md"
-        ) from error
+        message = f"eval_tasks {' '.join(tasks['eval_tasks'])}: {type(error).__name__}: {str(error).strip()}"
+        failed = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        if isinstance(error, OSError | DatasetsError):
+            message += ". Without a network connection only tasks on local files run; see docs/evaluation.md"
+        elif "self.max_length" in failed or "max_ctx_len" in failed:  # assertions of HFLM
+            message += f". Answers do not fit into --max-length {model.max_length}; raise it, or lower max_gen_toks"
+        raise UserError(message) from error
     return {key: results[key] for key in RESULT_KEYS if key in results}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kerple.attention import parse_mode
-from megatron.cli import evaluate
+from megatron.cli import eval_tasks, evaluate
 from megatron.cli.evaluate import main
 from megatron.inference import load_model
 from megatron.tokenizer.tokenizer import build_tokenizer
@@ -160,8 +160,8 @@ def test_tasks_that_import_evaluate(checkpoints, tmp_path, monkeypatch):
         (["--eval-tasks", "pages", "--protocol", "last-k@8", "--document-aware"], "--protocol, --document-aware"),
         (["--eval-tasks", "pages", "--limit", "2.5"], "--limit.*1"),
         (["--eval-tasks", "pages", "--include-path", "nowhere"], "--include-path nowhere"),
-        (["--eval-tasks", "continued", "--max-length", "12"], "eval_tasks continued.*12"),
-        (["--eval-tasks", "page"], "eval_tasks page.*'page'"),
+        (["--eval-tasks", "continued", "--max-length", "12"], "eval_tasks continued.*--max-length 12.*max_gen_toks"),
+        (["--eval-tasks", "choices", "--max-length", "9"], "eval_tasks choices.*--max-length 9"),
     ],
 )
 def test_rejected_options(words, message, checkpoints, task_folder, tmp_path):
@@ -169,15 +169,30 @@ def test_rejected_options(words, message, checkpoints, task_folder, tmp_path):
     words = (
         words if "--include-path" in words or "--eval-tasks" not in words else [*words, "--include-path", task_folder]
     )
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as raised:
         main([*checkpoint, *words])
+    assert "network" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pages", "page"], "eval_tasks page: unknown task; choose pages.*--include-path$"),
+        (["pages", "--max-length", str(TRAIN_LENGTH + 1)], f"--max-length.*at most {TRAIN_LENGTH}"),
+    ],
+)
+def test_options_rejected_before_a_model_is_loaded(words, message, checkpoints, task_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_tasks, "load_model", lambda *_, **__: pytest.fail("too late"))
+    words = ["--checkpoint", *map(str, checkpoints.values()), "--include-path", task_folder, "--eval-tasks", *words]
+    words += ["--output", str(tmp_path / "out"), "--skip-unsupported"]
+    assert_rejected(message, main, words)
 
 
 def test_missing_data(checkpoints, tmp_path):
     (tmp_path / "gone.yaml").write_text(CHOICES.format(folder=tmp_path / "gone").replace("task: choices", "task: gone"))
     words = ["--checkpoint", str(checkpoints["kerple_log"]), "--output", str(tmp_path / "out")]
-    assert_rejected("eval_tasks", main, [*words, "--eval-tasks", "gone", "--include-path", str(tmp_path)])
+    assert_rejected("eval_tasks gone.*network", main, [*words, "--eval-tasks", "gone", "--include-path", str(tmp_path)])
 
 
 def test_without_the_harness_the_error_names_the_requirements(checkpoints, monkeypatch, tmp_path):

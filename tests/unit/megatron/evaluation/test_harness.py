@@ -1,13 +1,18 @@
 """Models of this project as models of lm-evaluation-harness."""
 
+import tempfile
+
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from safetensors import SafetensorError
 
-from megatron.evaluation.harness import harness_model
+from megatron.convert import hugging_face
+from megatron.evaluation.harness import find_tasks, harness_model
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from tests.support.conversion import make_model
+from tests.support.harness_tasks import TASKS, write_tasks
 from tests.support.texts import PYTHON
 
 
@@ -33,10 +38,39 @@ def test_a_model_in_half_precision():
 @pytest.mark.parametrize(
     ("pos_emb", "options", "message"),
     [
-        ("rotary", {"scaling": "dynamic", "factor": 4.0}, "eval_tasks.*export.*scaling dynamic"),
+        ("rotary", {"scaling": "dynamic", "factor": 4.0}, "eval_tasks: tasks.*scaling dynamic.*--modes"),
         ("alibi", {"random_range": 64}, "eval_tasks.*export.*random_range"),
     ],
 )
 def test_models_that_cannot_be_exported(pos_emb, options, message):
     with pytest.raises(UserError, match=message):
         model_of(pos_emb, pos_emb_options=options)
+
+
+def test_an_export_that_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match=r"eval_tasks.*temporary folder.*missing failed: .*TMPDIR"):
+        model_of("rotary")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk(error, monkeypatch):
+    def save_file(*_, **__):
+        raise error
+
+    monkeypatch.setattr(hugging_face, "save_file", save_file)
+    with pytest.raises(UserError, match=r"eval_tasks.*temporary folder.*No space left.*TMPDIR"):
+        model_of("rotary")
+
+
+def test_own_tasks_are_found_without_the_index_of_the_harness(tmp_path):
+    folder = write_tasks(tmp_path)
+    (tmp_path / "group.yaml").write_text("group: all\ntask: [pages, hellaswag]\n")
+    file = f"{folder}/pages.yaml"
+    found = find_tasks([*TASKS, file], [folder])
+    assert found["tasks"] == [*sorted(TASKS), file]
+    assert "hellaswag" not in found["task_manager"].all_tasks
+    for name in ("all", f"{folder}/group.yaml", "page*"):
+        assert "hellaswag" in find_tasks([name], [folder])["task_manager"].all_tasks
+    with pytest.raises(UserError, match=r"eval_tasks hellaswags: unknown task.*hellaswag.*--include-path"):
+        find_tasks(["pages", "hellaswags"], [folder])
