@@ -84,6 +84,7 @@ def start_deepy(folder: Path, *words: str, **variables: str) -> subprocess.Popen
     )
 
 
+@pytest.mark.ci
 def test_two_ranks_compute_and_save_after_sigterm(tmp_path, forked_scripts):
     (tmp_path / "script.py").write_text(ALL_REDUCE + SAVE_ON_SIGTERM)
     process = start_deepy(tmp_path, "script.py", "model", "--set", "num_gpus=2", "seed=7", "--lengths", "8", "16")
@@ -125,6 +126,7 @@ def test_exit_status(code, status, message, capfd):
     assert capfd.readouterr().err == message
 
 
+@pytest.mark.ci
 def test_other_ranks_are_killed_after_a_failure(monkeypatch, capfd):
     """Rank 0 has started a process of its own, and waits for rank 1, which aborts."""
     monkeypatch.setattr("megatron.launcher.node._SECONDS_AFTER_FAILURE", 0.5)

@@ -81,6 +81,7 @@ def test_repeated_kills(kills, tmp_path):
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "progress" in path.name]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_interrupted_with_workers(tmp_path, signal_number, forked_scripts):
     """No file under the final name and no worker process remains, and the next run succeeds."""

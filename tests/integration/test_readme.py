@@ -107,6 +107,7 @@ def test_marked_commands_run(prepared, fork_server):
     assert "iteration 30/30" in released
 
 
+@pytest.mark.ci
 def test_the_demo_writes_a_report_and_skips_finished_runs(prepared, fork_server):
     """`tools/demo.py` with a few iterations of one small model, on the corpus of this test."""
     keys = {entry.key: entry.value for entry in read_file(ROOT / "configs" / "sweeps" / "demo.yml")}

@@ -63,6 +63,7 @@ def test_a_full_disk(error, monkeypatch):
         model_of("rotary")
 
 
+@pytest.mark.ci
 def test_own_tasks_are_found_without_the_index_of_the_harness(tmp_path):
     folder = write_tasks(tmp_path)
     (tmp_path / "group.yaml").write_text("group: all\ntask: [pages, hellaswag]\n")

@@ -69,6 +69,7 @@ def test_other_lm_dataformat_archives(tmp_path, archive_class):
     assert read_inputs(tmp_path / "lmd") == TEXTS
 
 
+@pytest.mark.ci
 @settings(max_examples=80, deadline=None)
 @given(
     texts=st.lists(st.text(max_size=40), max_size=12),

@@ -40,6 +40,7 @@ def test_wrong_settings(settings, message):
         parse_style(settings)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("width", [3.25, 6.75])
 def test_figures_have_the_width_and_everything_is_inside(width):
     (figure,) = perplexity_figures(RECORDS)

@@ -304,6 +304,7 @@ def gpt2_folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.ci
 def test_hfgpt2_tokenizer_is_that_of_transformers(gpt2_folder, tokenizer, monkeypatch):
     reference = transformers.GPT2TokenizerFast.from_pretrained(gpt2_folder)
     reference.add_special_tokens({"pad_token": "<|padding|>"})

@@ -64,6 +64,7 @@ def test_a_window_needs_no_matrix_of_queries_and_keys():
     assert largest.elements <= 4 * (2**17 / 128) ** 2
 
 
+@pytest.mark.ci
 @torch.no_grad()
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_calls_of_many_lengths_are_compiled_or_rejected(monkeypatch):
