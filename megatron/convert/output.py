@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron.checkpoint.directory import CONFIG_FILE, layer_file, tag_for, update_latest, write_manifest_of_folder
@@ -71,10 +72,9 @@ def new_folder(output: str | Path) -> Iterator[Path]:
                 output.rmdir()
             unfinished.rename(output)
             sync_folder(output.parent)
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or output}: cannot be written or read ({error.strerror})"
-            ) from error
+        except (OSError, SafetensorError) as error:
+            path, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+            raise CheckpointError(f"{path or output}: cannot be written or read ({reason or error})") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -67,8 +67,8 @@ def harness_model(
             )
             exported = load_written(output, dtype).to(device)
             tokenizer_of_export = AutoTokenizer.from_pretrained(output, config=exported.config)
-    except (UserError, OSError, SafetensorError) as error:
-        if isinstance(error, UserError) and not isinstance(error.__cause__, OSError):
+    except (UserError, OSError) as error:
+        if isinstance(error, UserError) and not isinstance(error.__cause__, OSError | SafetensorError):
             raise UserError(f"eval_tasks: the model cannot be exported to Hugging Face: {error}") from error
         raise UserError(
             f"eval_tasks: the export in the temporary folder {tempfile.tempdir} failed: {error}; the environment "
