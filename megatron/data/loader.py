@@ -1,14 +1,16 @@
 """Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
-import itertools
+import contextlib
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron.data.datasets import Samples, SampleSettings
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.processes import exit_with_parent
 
 _USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
@@ -33,11 +35,17 @@ class Loader:
     with reset_attention_mask "document_ids": int64 [b, s]. Without a loss_mask, all labels count. Starts over at the
     end of the dataset. Raises UserError while iterating if a token id is beyond the vocabulary.
 
+    If a worker process is killed, for example by the kernel because memory is full, this process reads the following
+    batches, so that a run can save its state before it stops.
+
     Args:
         dataset: from `build_datasets`.
         consumed_samples: number of samples that all ranks together have consumed so far.
         num_workers: number of prefetching processes; 0 loads on demand. Does not affect the batches.
         pin_memory: allocate batches in page-locked memory, so that copies to a GPU run in the background.
+
+    Attributes:
+        failure: why worker processes are no longer used; None as long as they are.
     """
 
     def __init__(
@@ -59,6 +67,22 @@ class Loader:
             "consumed_samples": consumed_samples,
         }
         self._num_workers, self._pin_memory = num_workers, pin_memory
+        self.failure: str | None = None
+
+    def _loader(self, first_batch: int, num_workers: int) -> Iterator[dict[str, torch.Tensor]]:
+        # Without its own generator, a DataLoader would draw a seed from torch's global generator, and dropout would
+        # depend on how often batches were requested.
+        loader = torch.utils.data.DataLoader(
+            self._dataset,
+            batch_sampler=_BatchSampler(len(self._dataset), self._placement, first_batch),
+            num_workers=num_workers,
+            collate_fn=_Collate(self._dataset.settings),
+            generator=torch.Generator(),
+            pin_memory=self._pin_memory,
+            worker_init_fn=_start_worker,
+        )
+        with _same_sigchld_handler():
+            return iter(loader)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         vocab_size = self._dataset.settings.vocab_size
@@ -76,22 +100,32 @@ class Loader:
             yield batch
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        # Without its own generator, a DataLoader would draw a seed from torch's global generator, and dropout would
-        # depend on how often batches were requested.
-        loader = torch.utils.data.DataLoader(
-            self._dataset,
-            batch_sampler=_BatchSampler(len(self._dataset), self._placement),
-            num_workers=self._num_workers,
-            collate_fn=_Collate(self._dataset.settings),
-            generator=torch.Generator(),
-            pin_memory=self._pin_memory,
-            worker_init_fn=_start_worker,
-        )
+        count = 0
         try:
-            yield from loader
+            for batch in self._loader(0, self._num_workers):
+                yield batch
+                count += 1
         except UserError as error:
             # A DataLoader puts the whole traceback of a worker process into the message.
             raise UserError(str(error).strip().splitlines()[-1].removeprefix(_USER_ERROR_PREFIX)) from error
+        except (RuntimeError, OSError, EOFError) as error:
+            # A killed worker also breaks the connection through which it passes tensors. If the data are the cause, the
+            # loader below raises the error again.
+            if self._num_workers == 0:
+                raise
+            self.failure = f"a data worker was killed ({first_line(error)})"
+        yield from self._loader(count, 0)
+
+
+@contextlib.contextmanager
+def _same_sigchld_handler() -> Iterator[None]:
+    """Keep the handler of SIGCHLD. That of a DataLoader raises an exception when a worker process dies, wherever this
+    process is, for example in the middle of an optimizer step. Without it, the next batch raises the exception.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _start_worker(_: int) -> None:
@@ -104,14 +138,17 @@ def _start_worker(_: int) -> None:
 
 @dataclass(frozen=True)
 class _BatchSampler:
-    """Endless lists of dataset indices."""
+    """Endless lists of dataset indices, from micro-batch `first` on."""
 
     length: int
     placement: dict[str, int]
+    first: int = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in itertools.count():
+        batch = self.first
+        while True:
             yield [position % self.length for position in rank_samples(batch, **self.placement)]
+            batch += 1
 
 
 @dataclass(frozen=True)

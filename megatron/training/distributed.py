@@ -181,9 +181,11 @@ class DistributedSignalHandler:
         if self.received in (None, signal.SIGHUP):
             self.received = number
 
-    def received_by_any_rank(self) -> bool:
-        """True on all ranks if any rank has received a signal. A collective: call it on every rank."""
-        stops = self.received is not None
+    def received_by_any_rank(self, *, stop: bool = False) -> bool:
+        """True on all ranks if any rank has received a signal, or calls this with `stop`. A collective: call it on
+        every rank.
+        """
+        stops = stop or self.received is not None
         if dist.get_world_size() == 1:
             return stops
         flag = torch.tensor([stops], dtype=torch.int32)

@@ -196,6 +196,7 @@ class Engine:
         self.accumulation: int = deepspeed_settings["gradient_accumulation_steps"]
         self.global_batch: int = deepspeed_settings["train_batch_size"]
         self.zero_stage: int = deepspeed_settings["zero_optimization"]["stage"]
+        self.data_failure: str | None = None  # why a data worker of this rank has ended
         self._curriculum = CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
         self._needs_capture = config.training.enable_cuda_graph
 
@@ -203,17 +204,18 @@ class Engine:
 
     def batches(self, dataset: Samples, consumed_samples: int) -> Iterator[Batch]:
         """An endless iterator over this replica's micro-batches, from global sample `consumed_samples` on."""
-        return iter(
-            Loader(
-                dataset,
-                micro_batch_size=self.micro_batch,
-                data_parallel_rank=self.layout.data_rank,
-                data_parallel_size=self.layout.data_size,
-                consumed_samples=consumed_samples,
-                num_workers=self.config.data.num_workers,
-                pin_memory=self.layout.device.type == "cuda",
-            )
+        loader = Loader(
+            dataset,
+            micro_batch_size=self.micro_batch,
+            data_parallel_rank=self.layout.data_rank,
+            data_parallel_size=self.layout.data_size,
+            consumed_samples=consumed_samples,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.layout.device.type == "cuda",
         )
+        for batch in loader:
+            self.data_failure = loader.failure or self.data_failure
+            yield batch
 
     def length_at(self, iteration: int) -> int:
         """Sequence length of the step after `iteration` earlier steps: seq_length, or that of curriculum_learning."""

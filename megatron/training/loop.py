@@ -67,6 +67,8 @@ def train(config: Config, *, force: bool = False) -> TrainingState:
                 finished = trainer.train(signals, profiler_step)
             if finished:
                 trainer.evaluate_at_end()
+            else:
+                trainer.check_data_workers()
             return trainer.state
     finally:
         distributed.shutdown()
@@ -399,8 +401,8 @@ class Trainer:
 
     def _exit_reason(self, signals: distributed.DistributedSignalHandler) -> str | None:
         """Why the run ends before its last iteration; None if it continues."""
-        if signals.received_by_any_rank():
-            return "received a signal to stop"
+        if signals.received_by_any_rank(stop=self.engine.data_failure is not None):
+            return "a data worker was killed" if self.engine.data_failure else "received a signal to stop"
         interval = self.config.training.exit_interval
         return f"exit-interval {interval}" if _is_due(self.state.iteration, interval) else None
 
@@ -415,6 +417,15 @@ class Trainer:
                 raise non_finite_loss(self.config, f"after iteration {self.state.iteration}")
             self.state.unlogged_losses = log.unlogged()
             self._save()
+
+    def check_data_workers(self) -> None:
+        """Raises UserError if a data worker of this rank was killed."""
+        failure = self.engine.data_failure
+        if failure is not None:
+            raise UserError(
+                f"training stopped at iteration {self.state.iteration:,}: {failure}. The usual cause is that memory "
+                "was full; free some, or lower num_workers, and run the same command again"
+            )
 
     def _evaluate(self) -> None:
         """Validation and extrapolation curves at the current iteration."""

@@ -169,7 +169,7 @@ def test_finetuning_never_replaces_its_source(tmp_path, data_path, monkeypatch):
         trained(tmp_path, data_path, **keys, exit_interval=6)
     assert saved_iterations(tmp_path / "checkpoints") == [6]
     steps = iter(range(1, 20))
-    monkeypatch.setattr(DistributedSignalHandler, "received_by_any_rank", lambda self: next(steps) == 6)
+    monkeypatch.setattr(DistributedSignalHandler, "received_by_any_rank", lambda self, stop: next(steps) == 6)
     with pytest.raises(CheckpointError, match="global_step6"):
         trained(tmp_path, data_path, **keys)
     assert saved_iterations(tmp_path / "checkpoints") == [4, 6]
