@@ -73,8 +73,8 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             unfinished.rename(output)
             sync_folder(output.parent)
         except (OSError, SafetensorError) as error:
-            name, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
-            raise CheckpointError(f"{name or output}: cannot be written or read ({reason or error})") from error
+            filename, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
+            raise CheckpointError(f"{filename or output}: cannot be written or read ({reason or error})") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
