@@ -32,7 +32,7 @@ class Alibi(Bias):
 
     def bias(self, distance: Tensor) -> Tensor:
         slopes = self._slopes_on(distance.device)
-        return -slopes.reshape(-1, *[1] * distance.dim()) * distance.float().abs()
+        return -slopes.reshape(-1, *[1] * distance.dim()) * distance.float()
 
 
 @register("kerple_power_original")

@@ -103,7 +103,7 @@ class Kerple(Bias):
 
     def _sum(self, terms: Terms, distance: Tensor, scalar: Callable[[str], Tensor]) -> Tensor:
         """The sum of the terms, `[h, *distance.shape]`; `scalar` maps a parameter's name to its values `[h]`."""
-        distance = distance.float().abs()  # kernels are functions of |m - n|
+        distance = distance.float()
         total: Tensor | None = None
         for prefix, (kernel_name, factor) in terms:
             kernel = KERNELS[kernel_name]

@@ -77,15 +77,6 @@ def test_gradients_are_finite_also_at_distance_0(name):
     assert non_finite_gradients(build(name, SHAPE), SHAPE) == []
 
 
-def test_biases_without_direction_are_functions_of_the_absolute_distance():
-    distance, compared = torch.arange(1.0, 8.0), []
-    for name, method in METHODS.items():
-        if "bias" in method.hooks and not method.signed:
-            torch.testing.assert_close(method.bias(-distance), method.bias(distance), rtol=0, atol=0)
-            compared.append(name)
-    assert {"kerple_log", "kerple_power_ap_", "alibi", "sandwich"} <= {*compared}
-
-
 def test_the_example_in_the_documentation(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     text = (Path(__file__).parents[4] / "docs/adding-a-method.md").read_text()
