@@ -186,15 +186,21 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
     return Table("differences", "Differences", ("log minus", "seeds"), columns, tuple(lines))
 
 
+def loss_frame(records: Iterable[AnyRecord]) -> DataFrame:
+    """The losses of all runs. Columns: corpus, pos_emb, mode (its kind), seed, length, value, and others."""
+    frame = measurements(records, "extrapolation", "loss").frame
+    frame["corpus"] = [setting.corpus for setting in frame["setting"]]
+    frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
+    frame["mode"] = [method.kind.mode for method in frame["method"]]
+    return frame
+
+
 def costs(records: Iterable[AnyRecord]) -> DataFrame:
     """The cost of extrapolation of each run: the loss with all keys minus that with a window of the training length.
 
     Columns: corpus, pos_emb, seed, length, cost.
     """
-    frame = measurements(records, "extrapolation", "loss").frame
-    frame["corpus"] = [setting.corpus for setting in frame["setting"]]
-    frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
-    frame["mode"] = [method.kind.mode for method in frame["method"]]
+    frame = loss_frame(records)
     keys = ["corpus", "pos_emb", "seed", "length"]
     full, window = (frame[frame["mode"] == mode].set_index(keys)["value"] for mode in ("full", "window"))
     return (full - window).dropna().rename("cost").reset_index()

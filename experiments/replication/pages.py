@@ -26,6 +26,7 @@ from experiments.analysis import (
     costs,
     differences_by_length,
     in_context_scores,
+    loss_frame,
     position_differences,
     recall_by_distance,
     training_progress,
@@ -41,7 +42,7 @@ from experiments.figures import (
     score_plot,
 )
 from megatron.evaluation.records import RESULTS, Record, read_results
-from megatron.reporting.aggregate import AnyRecord, Method, measurements, method_of, setting_of
+from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
 from megatron.reporting.differences import PairedLosses
 from megatron.reporting.formatting import NOT_MEASURED, format_number
 from megatron.reporting.modes import mode_figures, mode_tables
@@ -259,9 +260,7 @@ def documents_table(records: Iterable[AnyRecord]) -> Table:
 
 def loss_table(records: Iterable[AnyRecord]) -> Table:
     """The mean loss over the seeds by method, mode and length."""
-    frame = measurements(records, "extrapolation", "loss").frame
-    frame["mode"] = [method.kind.mode for method in frame["method"]]
-    frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
+    frame = loss_frame(records)
     lengths = sorted(frame["length"].unique())
     lines = []
     for pos_emb, mode in itertools.product(METHODS, ("full", "window")):

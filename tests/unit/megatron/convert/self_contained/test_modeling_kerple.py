@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from bitsandbytes.functional import has_avx512bf16
+from bitsandbytes.nn import Linear4bit
 from torch import nn
 from transformers import (
     AutoModel,
@@ -292,7 +292,11 @@ def quantized(path, kind: str) -> nn.Module:
             warnings.simplefilter("ignore", DeprecationWarning)
             return torch.ao.quantization.quantize_dynamic(load(path), {nn.Linear, nn.Conv2d}, dtype=torch.qint8)
     keys = {"8-bit": {"load_in_8bit": True}, "4-bit": {"load_in_4bit": True}}[kind]
-    return load(path, quantization_config=BitsAndBytesConfig(**keys), device_map="cpu")
+    model = load(path, quantization_config=BitsAndBytesConfig(**keys), device_map="cpu")
+    for module in model.modules():
+        if isinstance(module, Linear4bit):  # the kernel for AVX-512 needs a multiple of 32 outputs
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 @pytest.mark.parametrize(
@@ -307,9 +311,7 @@ def quantized(path, kind: str) -> nn.Module:
 )
 @torch.no_grad()
 def test_quantized_models_predict_almost_the_same(pos_emb, kind):
-    if kind == "4-bit" and has_avx512bf16():
-        pytest.skip("on this processor, bitsandbytes packs 4-bit weights in blocks that are larger than these layers")
-    _, path = export(pos_emb)
+    _, path = export(pos_emb, hidden_size=64 if kind == "4-bit" else 32)  # bitsandbytes' blocks have 64 weights
     model, tokens = load(path), random_tokens(1, 48)
     smaller, expected = quantized(path, kind), model(tokens).logits
     error = (smaller(tokens).logits.float() - expected).norm() / expected.norm()
