@@ -49,6 +49,7 @@ CONTENTS = {
         "docs/results/modes",
         "docs/results/recall",
         "docs/results/full-scale",
+        "experiments/corpora/README",
         "experiments/long_context/README",
         "docs/results/tables",
         "docs/chomsky",

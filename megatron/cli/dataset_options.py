@@ -78,5 +78,5 @@ def add_limit_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup
         "--limit-mb",
         type=number(0, above=True),
         metavar="MB",
-        help="use only the first MB of text (default: all; for prepare_data.py debian_c: 200)",
+        help="use only the first MB of text (default: all)",
     )

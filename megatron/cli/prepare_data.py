@@ -15,8 +15,8 @@ from megatron.cli.dataset_options import (
 from megatron.preparation.prepare import (
     DATASETS,
     EMBEDDED,
+    EMBEDDED_VOCAB_SIZE,
     KNOWN_DATASETS,
-    OWN_VOCAB_SIZES,
     PrepareOptions,
     default_workers,
     prepare,
@@ -28,15 +28,13 @@ from megatron.utils.command_line import OptionParser, integer
 def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     downloaded = [name for name, known in KNOWN_DATASETS.items() if known.url is not None]
     sources = " ".join(f"{name}: {known.sources}." for name, known in KNOWN_DATASETS.items())
-    own_vocabularies = ", ".join(f"{name}: {size}" for name, size in OWN_VOCAB_SIZES.items())
 
     # The dataset.
     parser = OptionParser(
         description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] [DATASET]",
         epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built from the sources of "
-        "Python's standard library, the datasets named debian_* from Debian and npm packages. Any other name with "
-        "--from or --url prepares your own text: documents in random order, with a BPE tokenizer trained on them. "
-        f"{sources}",
+        "Python's standard library. Any other name with --from or --url prepares your own text: documents in random "
+        f"order, with a BPE tokenizer trained on them. {sources}",
     )
     parser.add_argument(
         "dataset",
@@ -54,8 +52,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "-t",
         "--tokenizer",
         metavar="TOKENIZER",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {', '.join(OWN_VOCAB_SIZES)} and "
-        "your own text a BPE trained on them",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {EMBEDDED} and your own text "
+        "a BPE trained on it",
     )
     parser.add_argument(
         "-v",
@@ -67,8 +65,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser.add_argument(
         "--vocab-size",
         type=integer(1, 2**24),
-        help=f"vocabulary size of the BPE trained without -t (default: {own_vocabularies}; own text: "
-        "1024, 4096 or 16384, for its size)",
+        help=f"vocabulary size of the BPE trained without -t (default: {EMBEDDED}: {EMBEDDED_VOCAB_SIZE}; "
+        "own text: 1024, 4096 or 16384, for its size)",
     )
 
     # Where the documents come from.

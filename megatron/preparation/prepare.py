@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
 from megatron.preparation.corpora import DocumentCorpus, HubCorpus, StdlibCorpus
-from megatron.preparation.debian import DEBIAN_CORPORA, DebianCorpus
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.download import download, file_name, redact_url
 from megatron.preparation.input_files import find_files
@@ -22,9 +21,8 @@ from megatron.utils.errors import UserError
 from megatron.utils.files import read_file, write_atomically
 from megatron.utils.processes import Lock
 
-EMBEDDED = "python_stdlib"
-# Datasets that have no other source and a tokenizer of their own, with the vocabulary size.
-OWN_VOCAB_SIZES = {EMBEDDED: 2048} | dict.fromkeys(DEBIAN_CORPORA, 4096)
+# The dataset that has no other source, and the size of its own vocabulary.
+EMBEDDED, EMBEDDED_VOCAB_SIZE = "python_stdlib", 2048
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ KNOWN_DATASETS = {
         "http://mattmahoney.net/dc/enwik8.zip#sha256=547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
     ),
 }
-DATASETS = (*OWN_VOCAB_SIZES, *KNOWN_DATASETS)
+DATASETS = (EMBEDDED, *KNOWN_DATASETS)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # of the user's own dataset
 
 # GPT-2's vocabulary and merges, which GPT-NeoX downloads to DIR if no files are given.
@@ -97,16 +95,16 @@ class PrepareOptions:
     Attributes:
         dataset: one of DATASETS, or any other name for own text, which needs a source.
         directory: DIR; the result is DIR/NAME/NAME_text_document.
-        tokenizer_type: None trains a BPE for own text (from `sources` or `urls`) and the datasets in OWN_VOCAB_SIZES,
-            and otherwise means GPT2BPETokenizer.
+        tokenizer_type: None trains a BPE for own text (from `sources` or `urls`) and EMBEDDED, and otherwise means
+            GPT2BPETokenizer.
         vocab_file, merge_file: if both are None, GPT2BPETokenizer's files are downloaded to `directory`.
-        vocab_size: size of the trained BPE; None: as in OWN_VOCAB_SIZES or `OwnText.vocab_size`.
-        sources: files and folders to read, local or remote. Empty for the datasets in OWN_VOCAB_SIZES.
+        vocab_size: size of the trained BPE; None: EMBEDDED_VOCAB_SIZE or `OwnText.vocab_size`.
+        sources: files and folders to read, local or remote. Empty for EMBEDDED.
         urls: files to download and read (see `megatron.preparation.download`). Without any source, the dataset's own.
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.
         suffixes: read a tree of source files: files with these extensions, each as one document.
-        limit_mb: use only the first MB of text (see `preprocess`, `DebianCorpus` and `OwnText`).
+        limit_mb: use only the first MB of text (see `preprocess` and `OwnText`).
         special_as_text: special tokens in the text are ordinary text.
         rebuild: rebuild the dataset even if it is up to date.
     """
@@ -143,7 +141,7 @@ def prepare(options: PrepareOptions) -> Path:
     prefix = folder / f"{options.dataset}_text_document"
     _check_source_options(options)
     own_text = options.dataset not in DATASETS and options.hub_name is None
-    train_tokenizer = (own_text or options.dataset in OWN_VOCAB_SIZES) and options.tokenizer_type is None
+    train_tokenizer = (own_text or options.dataset == EMBEDDED) and options.tokenizer_type is None
     recipe: dict[str, object] = {
         "version": _RECIPE_VERSION,
         "dataset": options.dataset,
@@ -169,7 +167,7 @@ def prepare(options: PrepareOptions) -> Path:
     if isinstance(source, OwnText):
         recipe["skip_bad"] = options.skip_bad
     if train_tokenizer:
-        default_size = source.vocab_size if isinstance(source, OwnText) else OWN_VOCAB_SIZES[options.dataset]
+        default_size = source.vocab_size if isinstance(source, OwnText) else EMBEDDED_VOCAB_SIZE
         vocab_size = options.vocab_size or default_size
         recipe["trained_vocab_size"] = vocab_size
 
@@ -209,7 +207,7 @@ def prepare(options: PrepareOptions) -> Path:
             inputs=[*options.sources, *map(redact_url, urls), *hub] or [options.dataset],
             names=(_TEXT,),
             workers=options.workers,
-            limit_mb=None if isinstance(source, DebianCorpus | OwnText) else options.limit_mb,
+            limit_mb=None if isinstance(source, OwnText) else options.limit_mb,
         )
         write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
 
@@ -226,9 +224,9 @@ def default_workers() -> int:
 
 def _check_source_options(options: PrepareOptions) -> None:
     """Reject missing and conflicting sources before anything is downloaded or built."""
-    # Generated datasets take no source.
+    # The embedded dataset takes no source.
     has_source = _has_source(options)
-    if options.dataset in OWN_VOCAB_SIZES:
+    if options.dataset == EMBEDDED:
         if has_source or options.suffixes:
             raise UserError(f"{options.dataset} has a fixed source; remove --from, --url, --hf and --suffixes")
         return
@@ -294,8 +292,6 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     columns = (options.text_key, "meta")
     if options.dataset == EMBEDDED:
         return StdlibCorpus()
-    if options.dataset in DEBIAN_CORPORA:
-        return DebianCorpus(options.dataset, options.directory / "debian", options.limit_mb)
     if options.hub_name is not None:
         return HubCorpus(options.hub_name, options.hub_config, options.hub_split, columns)
     if len(set(map(file_name, urls))) < len(urls):

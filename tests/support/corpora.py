@@ -1,7 +1,6 @@
 """Small corpora and datasets for tests of the data pipeline."""
 
 import json
-import lzma
 import os
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.tokenizer import CharLevelTokenizer, TokenizerFiles
-from tests.support.archives import tar_of
 from tests.support.texts import KINDS
 
 BYTE_TOKENIZER = TokenizerFiles("CharLevelTokenizer")
@@ -40,20 +38,6 @@ def read_inputs(*inputs: str | Path, suffixes=(), columns=("text", "meta"), **op
 def dataset_text(prefix: str | Path) -> str:
     """The text of a dataset that was tokenized with CharLevelTokenizer. Document ends are NUL characters."""
     return bytes(open_indexed_files(prefix).open_tokens()[:].astype(np.uint8)).decode()
-
-
-def debian_package(files: dict[str, bytes]) -> bytes:
-    """A binary package: an `ar` archive of three members, as the manual page deb(5) defines it."""
-    content = b"!<arch>\n"
-    members = {
-        "debian-binary": b"2.0\n",
-        "control.tar.xz": lzma.compress(tar_of({"./control": b"Package: x\n"})) + b"x",  # an odd size
-        "data.tar.xz": lzma.compress(tar_of(files)),
-    }
-    for name, member in members.items():
-        content += b"%-16s%-12d%-6d%-6d%-8s%-10d`\n" % (name.encode(), 0, 0, 0, b"100644", len(member))
-        content += member + b"\n" * (len(member) % 2)
-    return content
 
 
 class ExitingTokenizer(CharLevelTokenizer):

