@@ -23,6 +23,7 @@ from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.environment import has_bf16_instructions, machine
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
+from megatron.utils.templates import templates
 
 
 @dataclass(frozen=True)
@@ -123,78 +124,17 @@ def configuration(name: str, prefix: Path) -> str:
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         bf16 = has_bf16_instructions()
-    epochs = steps * step_tokens / train
-    folder = f"runs/{name}/{{pos-emb}}-{{seed}}"
-    return f"""\
-# Written by `kerple init {name}` for {train:,} tokens of training text and this machine: {machine()}.
-# configs/neox_arguments.md describes every key. Train with: kerple train {name}.yml pos_emb/kerple_log.yml
-# The model. The positional method comes from a second file (pos_emb/*.yml).
-num-layers: {size.layers}
-hidden-size: {size.hidden}
-num-attention-heads: {size.heads}
-norm: layernorm
-no-weight-tying: true
-# Sequences are short in training; evaluation is up to {lengths[-1] // size.length} times as long.
-seq-length: {size.length}
-max-position-embeddings: {size.length}
-# bfloat16 is faster than fp32 on processors and GPUs that have instructions for it.
-precision: {"bfloat16" if bf16 else "fp32"}
-
-# The text, divided into training, validation and test.
-data-path: "{prefix.as_posix()}"
-split: "{SPLIT}"
-tokenizer-type: HFTokenizer
-vocab-file: "{(prefix.parent / "tokenizer.json").as_posix()}"
-num-workers: 0
-
-# {steps:,} steps of {step_tokens:,} tokens read the training text {epochs:.2g} times. The learning rate
-# decays until the last one, unless lr-decay-iters is set. Keys with underscores are DeepSpeed's.
-train-iters: {steps}
-train_batch_size: {size.batch}
-optimizer:
-  type: Adam
-  params:
-    lr: {size.lr}
-    betas: [0.9, 0.999]
-    eps: 1.0e-8
-lr-decay-style: cosine
-warmup: 0.01
-gradient_clipping: 1.0
-weight-decay: 0.0
-hidden-dropout: 0.0
-attention-dropout: 0.0
-
-# Validation and checkpoints. After an interruption, the same command continues from the last checkpoint.
-seed: 1234
-log-interval: {max(1, steps // 20)}
-eval-interval: {max(1, steps // 4)}
-eval-iters: 10
-save-interval: {max(1, steps // 4)}
-keep-last-n-checkpoints: 1
-save: "{folder}/checkpoints"
-load: "{folder}/checkpoints"
-log-dir: "{folder}/logs"
-
-# Evaluation: the lengths, and how many tokens of the validation text to score at each.
-evaluation-lengths: {lengths}
-eval-tokens: {scored}
-"""
+    values = {"name": name, "prefix": prefix, "split": SPLIT, "machine": machine(), "size": size, "lengths": lengths}
+    values |= {"train": train, "steps": steps, "step_tokens": step_tokens, "scored": scored}
+    return (
+        templates("megatron.cli").get_template("init.yml.j2").render(**values, precision="bfloat16" if bf16 else "fp32")
+    )
 
 
 def sweep(name: str, methods: Sequence[str], seeds: Sequence[int]) -> str:
     """The sweep over methods and seeds, as commented YAML."""
-    files = "".join(f"    - pos_emb/{method}.yml\n" for method in methods)
-    return f"""\
-# Written by `kerple init {name}`. Every method is trained with every seed, and tested at the lengths in {name}.yml.
-# Run it, and resume it, with: kerple sweep {name}-sweep.yml
-title: {name}
-output: runs/{name}/sweep
-base: [{name}.yml]
-axes:
-  pos_emb:
-{files}  seed: [{", ".join(f"{{seed: {seed}}}" for seed in seeds)}]
-evaluation: {{by-position: true}}
-"""
+    template = templates("megatron.cli").get_template("init_sweep.yml.j2")
+    return template.render(name=name, methods=methods, seeds=seeds)
 
 
 def _split_tokens(files: IndexedFiles) -> list[int]:

@@ -4,10 +4,9 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.tables import DAGGER, Row, Table, latex
+from megatron.utils.templates import templates
 
 MAX_OPEN_NOTES = 8  # longer lists are collapsed
 
@@ -30,14 +29,7 @@ class Chapter:
 
 def render_page(title: str, lead: str, chapters: Sequence[Chapter]) -> str:
     """The complete document. Empty chapters are omitted. The template `report.html.j2` escapes all text."""
-    environment = Environment(
-        loader=PackageLoader("megatron.reporting", ""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
+    environment = templates("megatron.reporting")
     environment.filters["latex"] = latex
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode("ascii")
     environment.tests["row"] = lambda line: isinstance(line, Row)
