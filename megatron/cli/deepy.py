@@ -41,7 +41,7 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str],
     if not is_command and Path(program[0]).resolve() != TRAIN:
         return []
     name = "kerple train" if is_command else TRAIN.name
-    parsed = make_parser("Train a model.", train_script.add_options, name).parse_intermixed_args(options)
+    parsed = make_parser("Train a model.", prog=name).parse_intermixed_args(options)
     if parsed.files:
         raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
     reject_config_options(parsed)

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+import torch
+
 from kerple.attention import FULL_MODE, Mode
 from megatron.cli.model_options import (
     checkpoint_folders,
@@ -25,7 +28,6 @@ from megatron.inference.generation import PROMPT_CHUNK, Generation, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.command_line import integer, path_option
-from megatron.utils.environment import free_memory
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.progress import Progress
@@ -251,7 +253,9 @@ class TextGenerator:
         limit = self._settings.maximum_tokens
         device = next(self._model.parameters()).device
         needed = cache_bytes(self._model, self._mode, rows, longest, limit)
-        if needed > (available := free_memory(device)):
+        on_gpu = device.type == "cuda"
+        available = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+        if needed > available:
             raise UserError(
                 f"maximum_tokens {limit:,}: the KV cache of {rows} texts needs {needed / 1e9:,.1f} GB, but only "
                 f"{available / 1e9:,.1f} GB of memory are available; reduce maximum_tokens or --batch-size"

@@ -1,6 +1,5 @@
 """train.py: train a model."""
 
-import argparse
 import os
 import warnings
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from megatron.utils.environment import use_gpus
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train with the configuration files on the command line. Returns the exit status."""
-    config, options = parse_arguments("Train a model with the given configuration files.", argv, add_options)
+    config, _ = parse_arguments("Train a model with the given configuration files.", argv)
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # On import, DeepSpeed warns if it finds no accelerator and this variable is not set.
@@ -22,10 +21,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.training.output import detachable_output
 
     with detachable_output():
-        train(config, force=options.force)
+        train(config)
     return 0
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of train.py itself."""
-    parser.add_argument("--force", action="store_true", help="train even if more memory is needed than is free")

@@ -9,17 +9,15 @@ import torch
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_valid_step, looks_like_checkpoint
 from megatron.checkpoint.layers import (
-    LayerStates,
     check_sizes,
     embedding_rows,
     load_layers,
     open_layers,
     weight_layers,
 )
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
-from megatron.utils.environment import free_memory
 
 
 def load_model(
@@ -46,7 +44,7 @@ def load_model(
 
     Raises:
         UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in
-            its configuration; or if its weights need more memory than is free.
+            its configuration.
     """
     if not looks_like_checkpoint(directory):
         from megatron.convert.hub import local_checkpoint  # imports all converters
@@ -57,19 +55,6 @@ def load_model(
     states = open_layers(step)
     settings = ModelSettings(config.model, embedding_rows(states, step))
     check_sizes(step, settings, states)
-    _check_memory(step, states)
     model = GPT(settings)
     load_layers(weight_layers(model.layers(), config.model), step, states=states)
     return model.to(device=device, dtype=dtype).eval(), config
-
-
-def _check_memory(step: Path, states: LayerStates) -> None:
-    """Raises UserError if the model, which is built in fp32 in the memory of the host, cannot fit into it."""
-    parts = [part for layer in states.values() for part in layer]
-    parameters = sum(tensor.numel() for part in parts for tensor in part.values())
-    needed, free = parameters * torch.float32.itemsize, free_memory()
-    if needed > free:
-        raise UserError(
-            f"{step}: {parameters:,} weights need {needed / 1e9:,.1f} GB in fp32, but {free / 1e9:,.1f} GB of memory "
-            "are free; use a host with more memory"
-        )

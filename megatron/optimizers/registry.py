@@ -51,7 +51,6 @@ class OptimizerSpec:
     raises UserError if a required package is not installed.
     defaults: the values of the parameters that the YAML file does not set; other parameters are not accepted.
     state_tensors: names of the per-parameter state tensors, which start at zero. A parameter need not have all of them.
-    state_per_element: float32 numbers of the state per element of the parameters, at most; without rows and columns.
     whole_parameters: the update or its state needs each parameter in one piece, with its shape. `whole_parameters.py`
         assigns each parameter to a rank.
     separates_matrices: the groups must have the weight matrices of transformer blocks apart from other parameters, with
@@ -61,7 +60,6 @@ class OptimizerSpec:
     build: Callable[[Groups, Mapping[str, Any]], tuple[Optimizer, str]]
     defaults: Mapping[str, Any]
     state_tensors: tuple[str, ...]
-    state_per_element: float
     whole_parameters: bool = False
     separates_matrices: bool = False
 
@@ -141,7 +139,6 @@ _ADAM = OptimizerSpec(
     build=_build_adam,
     defaults={**_ADAM_DEFAULTS, "adam_w_mode": True, "apex": False},
     state_tensors=("exp_avg", "exp_avg_sq"),
-    state_per_element=2,
 )
 
 OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
@@ -151,26 +148,22 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
         build=_build_adam8bit,
         defaults=_ADAM_DEFAULTS,
         state_tensors=("state1", "state2", "absmax1", "absmax2"),
-        state_per_element=2 * (1 / 4 + 1 / _BLOCK),
         whole_parameters=True,
     ),
     "lion": OptimizerSpec(
         build=_build_lion,
         defaults={"lr": 0.001, "betas": (0.9, 0.99)},
         state_tensors=("exp_avg",),
-        state_per_element=1,
     ),
     "sgd": OptimizerSpec(
         build=_build_sgd,
         defaults={"lr": 0.001, "momentum": 0.0, "nesterov": False},
         state_tensors=("momentum_buffer",),
-        state_per_element=1,
     ),
     "muon": OptimizerSpec(
         build=_build_muon,
         defaults={**_ADAM_DEFAULTS, "momentum": 0.95, "nesterov": True},
         state_tensors=("momentum_buffer", "exp_avg", "exp_avg_sq"),
-        state_per_element=2,
         whole_parameters=True,
         separates_matrices=True,
     ),
@@ -178,7 +171,6 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
         build=_build_adafactor,
         defaults={"lr": 0.001},
         state_tensors=("row_var", "col_var", "variance"),
-        state_per_element=0,
         whole_parameters=True,
     ),
 }

@@ -32,9 +32,8 @@ from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
 from megatron.training.optimizer import Schedule
 from megatron.training.startup import (
+    check_attention,
     check_log_folders,
-    check_machine,
-    check_number_of_samples,
     lock_log_folders,
     lock_save_folder,
 )
@@ -43,10 +42,8 @@ from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 
-def train(config: Config, *, force: bool = False) -> TrainingState:
+def train(config: Config) -> TrainingState:
     """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of the run.
-
-    force: train even if more memory is needed than is free.
 
     Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
     """
@@ -58,7 +55,7 @@ def train(config: Config, *, force: bool = False) -> TrainingState:
         with contextlib.ExitStack() as resources:
             lock_log_folders(config, resources)
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
-            trainer = build_trainer(config, layout, logger, resources, force=force)
+            trainer = build_trainer(config, layout, logger, resources)
             iteration = trainer.state.iteration
             with (
                 distributed.DistributedSignalHandler() as signals,
@@ -95,11 +92,9 @@ class Start:
         return None if self.source.checkpoint.finetune else state.lineage
 
 
-def build_trainer(
-    config: Config, layout: Layout, logger: Logger, resources: contextlib.ExitStack, *, force: bool
-) -> "Trainer":
+def build_trainer(config: Config, layout: Layout, logger: Logger, resources: contextlib.ExitStack) -> "Trainer":
     """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
-    `save`. `force`: see `train`.
+    `save`.
 
     Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked
     or not writable; if possible before the model is built.
@@ -111,7 +106,7 @@ def build_trainer(
 
     # Whatever needs no model: its errors are found first.
     tokenizer = _build_tokenizer(config)
-    start = _find_start(config, layout, tokenizer, resources, report, force=force)
+    start = _find_start(config, layout, tokenizer, resources, report)
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
     curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
@@ -153,15 +148,13 @@ def _find_start(
     tokenizer: Tokenizer,
     resources: contextlib.ExitStack,
     report: Callable[[str], None],
-    *,
-    force: bool,
 ) -> Start:
     """Check the machine and the folders, lock `save`, and find the checkpoint. Raises UserError."""
     vocab_size = config.model.padded_vocab_size or padded_vocab_size(
         tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
     )
     report(str(config.batch.resolve(layout.data_size)))
-    check_machine(config, layout, vocab_size, report, force=force)
+    check_attention(config, layout.device)
     source, lock = _lock_and_resume(config, resources, report)
 
     # The checkpoint fits the configuration.
@@ -255,7 +248,6 @@ def _build_datasets(
 ) -> Datasets:
     """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
     training = config.training
-    check_number_of_samples(sum(num_samples))
     datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
     if num_samples[0] and datasets.train is None:
         raise UserError("there are no training documents: check split, or set train-data-paths")

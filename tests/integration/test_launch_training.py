@@ -12,9 +12,7 @@ import psutil
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
-from megatron.cli import train as train_script
-from megatron.cli.deepy import check_script
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.training.loop import train
 from tests.support.runs import ROOT, environment, metrics, run, start, training_settings
 
@@ -116,44 +114,3 @@ def test_a_closed_terminal_saves_a_checkpoint(words, tmp_path, data_path):
     log = (tmp_path / "logs" / "train.log").read_text()
     (iteration,) = saved_iterations(tmp_path / "checkpoints")
     assert f"exiting after iteration {iteration}: received a signal to stop; checkpoint saved" in log
-
-
-@pytest.mark.skipif(psutil.virtual_memory().available > 200 * 10**9, reason="the model would fit")
-def test_llama_7b_does_not_fit(tmp_path, data_path, forked_scripts):
-    """Two ranks stop with one message, before the model is built."""
-    keys = {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "intermediate_size": 33024,
-        "activation": "swiglu",
-        "norm": "rmsnorm",
-        "padded_vocab_size": 32_000,
-        "pos_emb": "rotary",
-        "num_gpus": 2,
-    }
-    output = run(tmp_path, training_settings(tmp_path, data_path, **keys), status=2)
-    (line,) = [line for line in output.splitlines() if line.startswith("error")]
-    # 6,738,149,376 elements, with 4, 4 and 8 bytes
-    for text in (
-        "for the 2 ranks",
-        "weights 26.95 GB, gradients 26.95 GB, optimizer states 53.91 GB, activations",
-        "6,738,149,376 parameters",
-        "zero_optimization.stage: 3",
-        "precision: bfloat16",
-        "--force",
-    ):
-        assert text in line
-    assert not list((tmp_path / "checkpoints").glob("global_step*"))
-
-
-def test_force_trains_with_too_little_memory(tmp_path, data_path, monkeypatch, capfd):
-    monkeypatch.setattr("megatron.training.startup.free_memory", lambda device="cpu": 1_000_000)
-    settings = training_settings(tmp_path, data_path, train_iters=1, eval_iters=0)
-    (tmp_path / "config.yml").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=r"1\.00 MB.*--force"):
-        train_script.main([str(tmp_path / "config.yml")])
-    assert check_script([str(ROOT / "train.py")], Config.from_flat(settings), ["--force"], 1) == [data_path]
-    assert train_script.main([str(tmp_path / "config.yml"), "--force"]) == 0
-    assert saved_iterations(tmp_path / "checkpoints") == [1]
-    assert "--force" in capfd.readouterr().out

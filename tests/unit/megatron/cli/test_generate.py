@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -269,6 +270,6 @@ def test_the_size_of_the_cache(pos_emb, mode, longest, keys, monkeypatch):
 
 
 def test_a_cache_that_does_not_fit(configuration, monkeypatch):
-    monkeypatch.setattr("megatron.cli.generate.free_memory", lambda device: 20_000)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20_000))
     with pytest.raises(UserError, match=r"maximum_tokens 48.*1.*--batch-size"):
         main([configuration()])

@@ -101,16 +101,6 @@ def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, 
     assert len(methods) == 1
 
 
-def test_weights_that_do_not_fit_into_memory(monkeypatch):
-    directory = checkpoints("kerple_log")
-    size = 4 * sum(parameter.numel() for parameter in load_model(directory)[0].parameters())
-    monkeypatch.setattr("megatron.inference.loading.free_memory", lambda: 0.99 * size)
-    with pytest.raises(UserError, match="of memory"):
-        load_model(directory)
-    monkeypatch.setattr("megatron.inference.loading.free_memory", lambda: 1.01 * size)
-    load_model(directory)
-
-
 def test_overrides():
     _, config = load_model(checkpoints("kerple_log"), overrides={"attention-backend": "reference"})
     assert config.model.attention_backend == "reference"

@@ -18,7 +18,7 @@ from megatron.model.parallel import column_linear
 from megatron.model.settings import TensorParallel
 from megatron.optimizers.registry import build_optimizer
 from megatron.utils import environment
-from megatron.utils.environment import VERSIONS, check_parameters, check_version, free_memory
+from megatron.utils.environment import VERSIONS, check_parameters, check_version
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
@@ -82,35 +82,6 @@ def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     assert environment.machine() == "NVIDIA H100"
-
-
-FILES = {
-    2: ("0::/job/step", "", "memory.max", "memory.current", "anon 1\ninactive_file 100\nactive_file 20\n"),
-    1: (
-        "5:cpuset:/\n4:cpu,memory:/job/step",
-        "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "active_file 1\ntotal_inactive_file 100\ntotal_active_file 20\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("group", ["job/step", "job", "."])  # in a container, the root is the group of the process
-def test_limits_of_control_groups(version, group, tmp_path, monkeypatch):
-    own, controller, limit, usage, statistics = FILES[version]
-    folder = tmp_path / controller / group
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in ((limit, "5000\n"), (usage, "3000\n"), ("memory.stat", statistics)):
-        (folder / name).write_text(text)
-    read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path: own if str(path) == "/proc/self/cgroup" else read(path))
-    monkeypatch.setattr(environment, "_CGROUPS", tmp_path)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000))
-    assert free_memory() == 2_120
-    (folder / limit).write_text("max\n" if version == 2 else str(2**63 - 4096))
-    assert free_memory() == 10_000
 
 
 @pytest.fixture(autouse=True)
