@@ -4,7 +4,7 @@
 
 On a GPU, every positional method is checked in float32, float16 and bfloat16, results and gradients, with as many
 key/value heads as query heads and with half as many (grouped-query attention): the fused kernels by their self-check
-(`kerple.attention.self_check`), whose verdicts are saved, and the chunked backend for methods that they do not support.
+(`kerple.attention.self_check`), and the chunked backend for methods that they do not support.
 Without a GPU, the chunked and sdpa backends are checked. The exit status is 1 if a check fails.
 Most of the time is compilation, which --jobs processes share.
 The output contains no environment variables, paths or host names.
@@ -17,6 +17,7 @@ import itertools
 import json
 import multiprocessing
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -152,12 +153,22 @@ def describe_machine() -> dict[str, dict[str, str]]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    source = self_check.environment(torch.device("cpu"))["source"] or ""
-    versions["kernels"] = f"{source[:12]} (hash of their source code)"
     versions["CUDA"] = torch.version.cuda or "torch is built without CUDA"
-    versions["driver"] = self_check.driver_version() or "not found"
+    versions["driver"] = _driver_version() or "not found"
     versions["NCCL"] = _nccl_version()
     return {"versions": versions, "GPUs": _describe_gpus()}
+
+
+def _driver_version() -> str | None:
+    """The version of NVIDIA's driver; without its file, as in WSL, the CUDA version that it supports."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    if found is not None:
+        return found[0]
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(version()) if version is not None and torch.cuda.is_available() else None
 
 
 def _nccl_version() -> str:

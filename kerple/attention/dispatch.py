@@ -273,7 +273,7 @@ class Attention:
             kv_heads: the number of key/value heads; by default, as many as heads.
             windowed: also check calls with a window in training.
             documents: in training, calls have documents.
-            again: ignore earlier verdicts.
+            again: check even if this process already did.
 
         Returns the verdicts that were new to this process. Raises NotImplementedError if the configured backend does
         not support these calls on the device.

@@ -2,26 +2,17 @@
 
 A kernel can work on one GPU and fail on another because of a compiler or driver bug. The check runs a small call, with
 the same kind of tables, dtype and head size as the real one, with both backends and compares results and gradients. It
-covers partial tiles, fewer queries than keys and, if the real call has them, a window and grouped queries. The verdict
-is saved in `cache_folder()` for this GPU, driver, torch, Triton and source code of the kernels, so each installation
-checks once.
+covers partial tiles, fewer queries than keys and, if the real call has them, a window and grouped queries. Each process
+checks; after the first one, Triton's cache has the compiled kernels.
 
 After a failure, `dispatch` does not choose the kernels in this process for the same dtype and head size.
 
 Legend: b batch, s query length, t key length, h heads, d head size, p coefficients per head, n distances.
 """
 
-import functools
-import hashlib
-import json
-import os
-import re
 import sys
-import tempfile
 import time
-import warnings
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -106,31 +97,24 @@ class Verdict:
         subject: what was checked, and where.
         errors: relative error of each result and gradient; empty if the kernels raised an exception.
         failure: what is wrong, or None.
-        seconds: duration of the check; None if an earlier process saved the verdict.
+        seconds: duration of the check.
     """
 
     subject: str
     errors: dict[str, float]
     failure: str | None
-    seconds: float | None = None
+    seconds: float
 
     def __str__(self) -> str:
         if self.failure is not None:
-            saved = " (saved verdict; the doctor checks again)" if self.seconds is None else ""
             return (
-                f"self-check of the fused attention kernels FAILED ({self.subject}): {self.failure}{saved}; "
+                f"self-check of the fused attention kernels FAILED ({self.subject}): {self.failure}; "
                 f"attention-backend auto uses chunked or sdpa instead, which is slower; {HOW_TO_REPORT}"
             )
-        duration = "saved verdict" if self.seconds is None else f"{self.seconds:.1f} s, once per installation"
         return (
             f"self-check of the fused attention kernels passed ({self.subject}): largest relative error "
-            f"{max(self.errors.values()):.1e} ({duration})"
+            f"{max(self.errors.values()):.1e} ({self.seconds:.1f} s)"
         )
-
-    @property
-    def is_news(self) -> bool:
-        """Whether to log the verdict: it is a failure, or this process ran the check."""
-        return self.failure is not None or self.seconds is not None
 
 
 # The state of this process: the variants that passed, and the failures by dtype and head size.
@@ -170,14 +154,14 @@ def can_check(query: Tensor) -> bool:
 def ensure_checked(
     call: AttentionCall, fused: Backend, baseline: Backend, *, name: str = "", again: bool = False
 ) -> Verdict | None:
-    """Check the kernels that a validated call needs, unless this process or a saved verdict already did.
+    """Check the kernels that a validated call needs, unless this process already did.
 
     A check waits for the GPU. Nothing is checked while torch.compile traces the call or a CUDA graph is captured.
 
     Args:
         fused, baseline: the backend to check, and the one to compare it with.
-        name: of the positional method, for the message and for its own saved verdict.
-        again: ignore earlier verdicts.
+        name: of the positional method, for the message.
+        again: check even if this process already did.
 
     Returns the verdict; None if nothing was checked. Raises RuntimeError if the kernels made the GPU unusable.
     """
@@ -189,20 +173,13 @@ def ensure_checked(
         return None
     if not can_check(call.query):
         return None
-    key = {"environment": environment(device), "method": name, "variant": list(map(str, variant))}
     subject = ", ".join(part for part in (device_name(device), name, str(variant)) if part)
-    verdict = None if again else _load(key, subject)
-    if verdict is None:
-        verdict = _check(call, fused, baseline, subject, variant.gradients)
-        gpu_error = None if verdict.errors else _gpu_error(device)
-        # The cause of another exception, such as a missing C compiler, may be gone when the next process starts.
-        if verdict.errors or gpu_error is not None:
-            _save(key, verdict)
-        if gpu_error is not None:
-            raise RuntimeError(
-                f"{verdict}. This process can no longer use the GPU. Start it again: the verdict is saved (if the "
-                "cache folder is writable; otherwise set attention-backend to chunked)"
-            ) from gpu_error
+    verdict = _check(call, fused, baseline, subject, variant.gradients)
+    gpu_error = None if verdict.errors else _gpu_error(device)
+    if gpu_error is not None:
+        raise RuntimeError(
+            f"{verdict}. This process can no longer use the GPU. Start it again with attention-backend chunked"
+        ) from gpu_error
     if verdict.failure is not None:
         reject(variant.dtype, variant.head_size, f"{verdict.failure} ({subject})")
     else:
@@ -212,8 +189,8 @@ def ensure_checked(
 
 
 def announce(verdict: Verdict) -> None:
-    """Print a verdict that should be logged; a success only on rank 0."""
-    if verdict.failure is not None or (verdict.is_news and os.environ.get("RANK", "0") == "0"):
+    """Print a failure."""
+    if verdict.failure is not None:
         print(verdict, file=sys.stderr, flush=True)
 
 
@@ -381,85 +358,5 @@ def _gpu_error(device: torch.device) -> RuntimeError | None:
     return None
 
 
-# -- saved verdicts ---------------------------------------------------------------------------------------------------
-
-
-def cache_folder() -> Path:
-    """`kerple/self_check` in $XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kerple" / "self_check"
-
-
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def environment(device: torch.device) -> dict[str, str | None]:
-    """What a verdict depends on, besides the call."""
-    try:
-        import triton
-    except ImportError:
-        triton = None
-    return {
-        "device": device_name(device),
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": getattr(triton, "__version__", None),
-        "source": _source_hash(),
-    }
-
-
-@functools.cache
-def driver_version() -> str | None:
-    """The version of NVIDIA's driver; None if there is none."""
-    try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        found = None
-    if found is not None:
-        return found[0]
-    # Without that file, as in WSL: the CUDA version that the driver supports.
-    version = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return str(version()) if version is not None and torch.cuda.is_available() else None
-
-
-@functools.cache
-def _source_hash() -> str:
-    """SHA-256 of the kernels' source code and of this module's."""
-    here = Path(__file__).resolve()
-    digest = hashlib.sha256(here.read_bytes())
-    for path in sorted((here.parent / "backends" / "triton").glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _path(key: dict[str, Any]) -> Path:
-    return cache_folder() / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.json"
-
-
-def _load(key: dict[str, Any], subject: str) -> Verdict | None:
-    try:
-        saved = json.loads(_path(key).read_text())
-        return Verdict(subject, saved["errors"], saved["failure"]) if saved["key"] == key else None
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # missing or damaged: check again
-        return None
-
-
-def _save(key: dict[str, Any], verdict: Verdict) -> None:
-    try:
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
-            json.dump({"key": key, "errors": verdict.errors, "failure": verdict.failure}, file, indent=1)
-        os.replace(file.name, path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        _warn_unwritable(str(error))
-
-
-@functools.cache
-def _warn_unwritable(reason: str) -> None:
-    warnings.warn(
-        f"the verdict of the self-check cannot be saved ({reason}), so every process repeats it; set XDG_CACHE_HOME to "
-        "a writable folder",
-        stacklevel=2,
-    )

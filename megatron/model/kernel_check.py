@@ -34,7 +34,7 @@ def check_kernels(
         dtype: of queries, keys and values.
         training: for training steps; otherwise for evaluation and generation.
         documents: training keeps the documents of a row apart.
-        report: prints one line, which may differ between ranks. It is not called if all checks passed earlier.
+        report: prints one line, which may differ between ranks. It is not called if nothing was checked.
 
     Raises UserError if the configured backend does not support the device, or if it is fused and the check fails.
     """
@@ -88,12 +88,11 @@ def check_kernels(
             f"which is slower; {self_check.HOW_TO_REPORT}"
         )
 
-    # The attention kernels. Report a failure, or else the first thing worth saying.
+    # The attention kernels. Report a failure, or else one of the checks that passed.
     verdicts = [verdict for rank, *_ in results for verdict in rank]
     failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)
-    news = failed or next((verdict for verdict in verdicts if verdict.is_news), None)
-    if news is not None:
-        report(str(news))
+    if verdicts:
+        report(str(failed or verdicts[0]))
     if layer is None:
         return
     if failed is not None:

@@ -1,7 +1,6 @@
 """The self-check with the CPU in place of a GPU."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from torch import Tensor
@@ -10,15 +9,13 @@ from kerple.attention import dispatch, self_check
 from kerple.attention.call import AttentionCall, Backend
 
 
-def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Make this process a new one that checks the CPU like a GPU, with a small example and the cache folder
-    `folder`; `auto` uses the fused kernels on the CPU.
+def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process a new one that checks the CPU like a GPU, with a small example; `auto` uses the fused kernels
+    on the CPU.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     sizes = {"BATCH": 1, "Q_LEN": 16, "KV_LEN": 48, "WINDOW": 12}
     for name, value in {"DEVICE_TYPE": "cpu", "_passed": set(), "_failures": {}, **sizes}.items():
         monkeypatch.setattr(self_check, name, value)
-    self_check._warn_unwritable.cache_clear()
     monkeypatch.setattr(
         dispatch,
         "_fused_is_fastest",

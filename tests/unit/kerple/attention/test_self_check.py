@@ -1,7 +1,5 @@
 """The self-check, with the CPU in place of a GPU: it checks Triton's interpreter or stubs."""
 
-import json
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -25,10 +23,8 @@ SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_
 
 
 @pytest.fixture(autouse=True)
-def new_process(monkeypatch, tmp_path):
-    """Returns a function that makes another process with the same cache folder."""
-    use_cpu_as_gpu(monkeypatch, tmp_path)
-    return partial(use_cpu_as_gpu, monkeypatch, tmp_path)
+def cpu_as_gpu(monkeypatch):
+    use_cpu_as_gpu(monkeypatch)
 
 
 class TripledGradient(torch.autograd.Function):
@@ -197,8 +193,7 @@ def test_the_first_call_checks(kernels, capsys):
         for _ in range(2):
             attend(states, states, states, bias_table=bias)
     assert calls == [self_check.Q_LEN - self_check.ODD, 10, 10]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "passed (cpu, float32, head size 16, bias, lengths" in line  # no gradients
+    assert capsys.readouterr().err == ""
 
 
 def test_gradients_and_windows_are_checked_on_their_own(kernels):
@@ -219,77 +214,11 @@ def test_gradients_and_windows_are_checked_on_their_own(kernels):
     assert verdict(key=states[:, :1], value=states[:, :1]) is not None
 
 
-def test_verdicts_are_saved(kernels, new_process, tmp_path):
+def test_a_process_checks_once(kernels):
     calls = kernels(chunked_attention)
-    (verdict,) = check()
-    assert verdict.is_news
+    assert len(check()) == 1
     assert check() == []
     assert len(calls) == 1
-    new_process()
-    (saved,) = check()
-    assert saved == replace(verdict, seconds=None)
-    assert not saved.is_news
-    assert len(calls) == 1
-    (path,) = (tmp_path / "kerple/self_check").iterdir()
-    key = json.loads(path.read_text())["key"]
-    assert set(key["environment"]) == {"device", "driver", "cuda", "torch", "triton", "source"}
-    assert key["method"] == "KerpleLog"
-
-
-def test_saved_failures_are_repeated_to_the_user(kernels, new_process, capsys):
-    kernels(BROKEN["result"][0])
-    random_call()
-    message = capsys.readouterr().err
-    calls = kernels(chunked_attention)
-    new_process()
-    random_call()
-    assert capsys.readouterr().err == message.replace(
-        "; attention-backend", " (saved verdict; the doctor checks again)" + "; attention-backend"
-    )
-    assert calls == []
-
-
-def test_exceptions_are_not_saved(kernels, new_process):
-    """Their cause may be gone, such as a missing compiler."""
-    kernels(BROKEN["no gradient"][0])
-    assert check("alibi")[0].failure is not None
-    new_process()
-    kernels(chunked_attention)
-    assert check("alibi")[0].failure is None
-
-
-@pytest.mark.parametrize("changed", ["driver", "torch", "source"])
-def test_another_environment_is_checked_again(kernels, new_process, monkeypatch, changed):
-    calls = kernels(chunked_attention)
-    check()
-    new_process()
-    environment = self_check.environment(CPU) | {changed: "other"}
-    monkeypatch.setattr(self_check, "environment", lambda device: environment)
-    check()
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"key": 1, "errors": {}, "failure": null}'])
-def test_a_damaged_verdict_is_ignored(kernels, new_process, tmp_path, content):
-    kernels(chunked_attention)
-    check()
-    (path,) = (tmp_path / "kerple/self_check").iterdir()
-    path.write_text(content)
-    new_process()
-    (verdict,) = check()
-    assert verdict.is_news
-
-
-def test_an_unwritable_cache_folder_is_a_warning(kernels, monkeypatch, tmp_path):
-    kernels(chunked_attention)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
-        verdicts = check()
-    with warnings.catch_warnings():  # only once
-        warnings.simplefilter("error")
-        verdicts += check("kerple_power_ap_ap")
-    assert [verdict.failure for verdict in verdicts] == [None, None]
 
 
 def test_nothing_is_checked_without_values_or_while_compiling(kernels, monkeypatch):
@@ -312,13 +241,10 @@ def test_other_backends_and_devices_are_not_checked(kernels, monkeypatch):
     assert check("alibi") == []
 
 
-def test_an_unusable_gpu_is_an_error(kernels, new_process, monkeypatch):
-    """The verdict is saved first."""
+def test_an_unusable_gpu_is_an_error(kernels, monkeypatch):
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(self_check, "_gpu_error", lambda device: error)
     kernels(BROKEN["no gradient"][0])
-    with pytest.raises(RuntimeError, match=r"can no longer use the GPU\. Start it again") as caught:
+    with pytest.raises(RuntimeError, match=r"can no longer use the GPU\..*chunked") as caught:
         check("alibi")
     assert caught.value.__cause__ is error
-    new_process()
-    assert check("alibi")[0].failure is not None

@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
 
 def test_the_self_check_runs_once_before_training(tmp_path, data_path, monkeypatch, capsys):
     """The CPU takes the place of a GPU. Training, validation and checkpoints need no further check."""
-    use_cpu_as_gpu(monkeypatch, tmp_path / "cache")
+    use_cpu_as_gpu(monkeypatch)
     calls = install_kernels(monkeypatch, chunked_attention)
     trained(tmp_path, data_path, checkpoint_activations=True)
     assert len(calls) > 20
@@ -102,7 +102,7 @@ def test_the_self_check_runs_once_before_training(tmp_path, data_path, monkeypat
 def test_training_with_kernels_that_fail_their_self_check(tmp_path, data_path, monkeypatch, capsys):
     """The CPU takes the place of a GPU: auto trains with another backend, and fused stops."""
     expected = metrics(trained(tmp_path / "cpu", data_path))
-    use_cpu_as_gpu(monkeypatch, tmp_path / "cache")
+    use_cpu_as_gpu(monkeypatch)
     calls = install_kernels(monkeypatch, lambda call: 2 * chunked_attention(call))
     capsys.readouterr()
     assert metrics(trained(tmp_path / "auto", data_path)) == expected
