@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typing_extensions import is_typeddict
 
 from kerple.positional import method_class, primary_names
 from megatron.config import checks
@@ -101,8 +100,6 @@ def describe_type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is dict:
         names = typing.get_args(arguments[0])
         return f"mapping of {_join(names)}" if names else "mapping"
-    if is_typeddict(annotation):
-        return f"mapping of {_join(annotation.__annotations__)}"
     return _TYPES[annotation]
 
 

@@ -25,7 +25,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
-from typing_extensions import is_typeddict
 
 from megatron.config import checks, schema
 from megatron.config.checks import validate, warnings_for
@@ -419,8 +418,6 @@ def _allowed_rest(path: KeyPath) -> set[str]:
         return set()
     section, name = FIELDS[path]
     annotation = SECTIONS[section].model_fields[name].annotation
-    if is_typeddict(annotation):
-        return set(annotation.__annotations__)
     key_type, _ = typing.get_args(annotation)
     return set(typing.get_args(key_type))
 

@@ -328,10 +328,11 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
 
     # Keys of the user go through unchanged, unless they are set from other keys.
     reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "curriculum_learning"}
-    reserved.add("pipeline")  # without pipeline parallelism, DeepSpeed takes any key in it and uses none
+    # Without pipeline parallelism, DeepSpeed takes any key in pipeline and uses none. The data loader here is our own.
+    reserved |= {"pipeline", "data_efficiency"}
     for key, value in config.training.deepspeed_extra_args.items():
         if key in reserved:
-            raise UserError(f'"deepspeed_extra_args.{key}": remove it; DeepSpeed\'s {key} is set from other keys')
+            raise UserError(f'"deepspeed_extra_args.{key}": remove it; it is set from other keys, or not supported')
         settings[key] = value
 
     # DeepSpeed's throughput timer would wait for the device before and after every micro-batch. Our log has its own.

@@ -5,7 +5,6 @@ DeepSpeed has one engine for a plain model (ZeRO stages 0 to 3) and one for a pi
 Legend: b batch, s tokens, v padded vocabulary.
 """
 
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -371,7 +370,6 @@ class _RecordedKeys(dict[str, Any]):
     def __init__(self, values: dict[str, Any]):
         super().__init__()
         self.read: set[str] = set()
-        self.is_copied = False
         for name, value in values.items():
             self[name] = _RecordedKeys(value) if isinstance(value, dict) else value
 
@@ -387,25 +385,17 @@ class _RecordedKeys(dict[str, Any]):
         self.read.add(key)
         return super().get(key, default)
 
-    def __copy__(self) -> "_RecordedKeys":
-        self.is_copied = True
-        copied = _RecordedKeys({})
-        copied.update(self)
-        copied.read = self.read
-        return copied
-
     def keys(self) -> Any:
         return self  # so that `key in settings.keys()` is recorded, too
 
-    def unread(self, path: str, names: Iterable[str]) -> Iterator[tuple[str, str, set[str]]]:
-        """For each key that was not asked for: its path, its name, and the keys that were."""
+    def unread(self, path: str, names: Iterable[str]) -> Iterator[str]:
+        """The path of each of these keys, and of those in it, that was not asked for."""
         for name in names:
             value = dict.__getitem__(self, name)
             if name not in self.read:
-                yield f"{path}.{name}", name, self.read
-            # Sections of which no key was read are parsed by pydantic, which rejects unknown keys itself. Inside
-            # data_efficiency, disabled sections are not read further, and copied ones are read after the start.
-            elif isinstance(value, _RecordedKeys) and not value.is_copied and value.read not in (set(), {"enabled"}):
+                yield f"{path}.{name}"
+            # Sections of which no key was read are parsed by pydantic, which rejects unknown keys itself.
+            elif isinstance(value, _RecordedKeys) and value.read:
                 yield from value.unread(f"{path}.{name}", list(value))
 
 
@@ -413,7 +403,7 @@ def _checked_by_deepspeed(
     settings: dict[str, Any], extra: Iterable[str], grid: PipelineParallelGrid | None
 ) -> DeepSpeedConfig:
     """DeepSpeed's own configuration. Raises UserError for values of zero_optimization and deepspeed_extra_args that it
-    rejects, and for names in `extra`, the keys of deepspeed_extra_args, that it does not read.
+    rejects, and for `extra`, the keys of deepspeed_extra_args, if it does not read one.
     """
     recorded = _RecordedKeys(settings)
     try:
@@ -421,10 +411,8 @@ def _checked_by_deepspeed(
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
         problem = shortened(" ".join(str(error).split()), 500)
         raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
-    for path, name, known in recorded.unread("deepspeed_extra_args", extra):
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "remove it"
-        raise UserError(f'"{path}": DeepSpeed has no such key; {hint}')
+    for path in recorded.unread("deepspeed_extra_args", extra):
+        raise UserError(f'"{path}": DeepSpeed has no such key; correct or remove it')
     return result
 
 

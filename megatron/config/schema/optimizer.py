@@ -1,61 +1,13 @@
 """Keys of the optimizer with ZeRO, the learning-rate schedule and the precision."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
-
-from pydantic import ConfigDict, Field
-from typing_extensions import TypedDict
+from typing import Any, Literal
 
 from megatron.config.schema.base import Betas, ConfigSection, Int, OptimizerTypeText, field
 from megatron.optimizers.registry import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
 
-Size = Annotated[Int, Field(ge=0)]
-PositiveSize = Annotated[Int, Field(ge=1)]
-
-
-class Offload(TypedDict):
-    """Where to keep the optimizer state or the parameters, and further keys, passed to DeepSpeed."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
-    device: Literal["none", "cpu", "nvme"]
-
-
-class ZeroOptions(TypedDict, total=False):
-    """DeepSpeed's ZeRO keys, and GPT-NeoX's cpu_offload."""
-
-    allgather_bucket_size: PositiveSize
-    allgather_partitions: bool
-    contiguous_gradients: bool
-    cpu_offload: bool
-    elastic_checkpoint: bool
-    ignore_unused_parameters: bool
-    load_from_fp32_weights: bool
-    memory_efficient_linear: bool
-    offload_optimizer: Offload
-    offload_param: Offload
-    overlap_comm: bool
-    parameter_alignment: bool
-    reduce_bucket_size: PositiveSize
-    reduce_scatter: bool
-    round_robin_gradients: bool
-    stage3_allgather_sequential: bool
-    stage3_gather_16bit_weights_on_model_save: bool
-    stage3_max_live_parameters: Size
-    stage3_max_reuse_distance: Size
-    stage3_model_persistence_threshold: Size
-    stage3_module_granularity_threshold: Size
-    stage3_param_persistence_threshold: Size
-    stage3_prefetch_bucket_size: Size
-    stage3_use_all_reduce_for_fetch_params: bool
-    sub_group_size: PositiveSize
-    use_multi_rank_bucket_allreduce: bool
-    zero_hpz_partition_size: PositiveSize
-    zero_quantized_gradients: bool
-    zero_quantized_nontrainable_weights: bool
-    zero_quantized_weights: bool
-
-
+# Keys with which DeepSpeed uses an optimizer of its own.
+_OTHER_OPTIMIZERS = ("cpu_offload", "offload_optimizer", "zenflow")
 _ZERO_3_KEYS = (
     "offload_param",
     "zero_hpz_partition_size",
@@ -121,10 +73,10 @@ class OptimizerConfig(ConfigSection):
         ge=0,
         le=3,
     )
-    zero: ZeroOptions = field(
+    zero: dict[str, Any] = field(
         {},
         """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/). Offloading the
-        optimizer is not supported, so cpu_offload must be false.""",
+        optimizer and zenflow are not supported, so cpu_offload must be false.""",
         path="zero_optimization.*",
     )
 
@@ -166,16 +118,15 @@ class OptimizerConfig(ConfigSection):
 
     def _zero_contradictions(self) -> Iterator[str]:
         """Keys of zero_optimization that do not fit the stage, or that would bypass the clamping of parameters."""
-        if self.zero.get("cpu_offload") or self.zero.get("offload_optimizer", {}).get("device", "none") != "none":
-            yield (
-                "zero_optimization.offload_optimizer and cpu_offload are not supported: DeepSpeed would replace this "
-                "project's optimizer, which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
-            )
-        if self.zero_stage == 3:
-            return
         for name, value in self.zero.items():
-            value = value["device"] if isinstance(value, dict) else value
-            if name in _ZERO_3_KEYS and (value is True or value not in (False, 1, "none")):
+            value = value.get("device", "none") if isinstance(value, dict) and name != "zenflow" else value
+            is_on = value is True or value not in (False, 1, "none", None)
+            if name in _OTHER_OPTIMIZERS and is_on:
+                yield (
+                    f"zero_optimization.{name} is not supported: DeepSpeed would replace this project's optimizer, "
+                    "which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
+                )
+            if name in _ZERO_3_KEYS and is_on and self.zero_stage != 3:
                 yield (
                     f"zero_optimization.{name} has no effect with stage {self.zero_stage}: DeepSpeed uses it only with "
                     "stage 3; remove the key, or use stage 3"

@@ -263,7 +263,6 @@ def test_places_of_errors_in_a_mapping_with_overrides(write, tmp_path):
         ("optimizer.params.lrr", "optimizer.params.lr"),
         ("optimizer.kind", "optimizer."),
         ("fp16.enable", "fp16.enabled"),
-        ("zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
         ("qqqqqqqq", ""),
     ],
 )

@@ -227,7 +227,7 @@ def test_extra_keys_are_passed_on_unless_other_keys_set_them():
     assert extra["timers"] == {"throughput": {"enabled": False}}
     timers = {"throughput": {"enabled": True}}
     assert settings(deepspeed_extra_args={"timers": timers})["timers"] == timers
-    for key in ("train_batch_size", "optimizer", "fp16", "pipeline"):
+    for key in ("train_batch_size", "optimizer", "fp16", "pipeline", "data_efficiency"):
         with pytest.raises(UserError, match=rf"deepspeed_extra_args\.{key}.*set from other keys"):
             settings(deepspeed_extra_args={key: 1})
 

@@ -82,23 +82,20 @@ def test_a_missing_compiler_is_an_error(tmp_path, data_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("extra", "named"),
+    ("key", "values", "named"),
     [
-        ({"flops_profilr": {"enabled": True}}, r"deepspeed_extra_args\.flops_profilr.*flops_profiler"),
-        ({"flops_profiler": {"enabeld": True}}, r"deepspeed_extra_args\.flops_profiler\.enabeld"),
-        ({"comms_logger": {"enabeld": True}}, "enabeld"),  # pydantic's error
+        ("deepspeed_extra_args", {"flops_profilr": {"enabled": True}}, r"deepspeed_extra_args\.flops_profilr"),
+        ("deepspeed_extra_args", {"flops_profiler": {"enabeld": True}}, r"\.flops_profiler\.enabeld"),
+        # pydantic's errors
+        ("deepspeed_extra_args", {"comms_logger": {"enabeld": True}}, "enabeld"),
+        ("zero_optimization", {"overlap_com": True}, "zero_optimization.*overlap_com"),
+        ("zero_optimization", {"reduce_bucket_size": 0}, "zero_optimization.*reduce_bucket_size"),
+        ("zero_optimization", {"stage": 3, "offload_param": {"device": "gpu"}}, "zero_optimization.*offload_param"),
     ],
 )
-def test_unknown_keys_for_deepspeed_are_named(extra, named, tmp_path, data_path):
+def test_keys_that_deepspeed_rejects_are_named(key, values, named, tmp_path, data_path):
     with pytest.raises(UserError, match=named):
-        train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1, deepspeed_extra_args=extra)))
-
-
-_DATA_EFFICIENCY = {
-    "enabled": False,
-    "data_sampling": {"enabled": False, "curriculum_learning": {"enabled": False, "curriculum_metrics": {}}},
-    "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 4}},
-}
+        train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1, **{key: values})))
 
 
 def test_keys_that_deepspeed_knows(tmp_path, data_path):
@@ -108,7 +105,7 @@ def test_keys_that_deepspeed_knows(tmp_path, data_path):
         "tensorboard": {"enabled": False},
     }
     extra |= {"aio": {"block_size": 1 << 20}, "timers": {"throughput": {"enabled": False}}, "memory_breakdown": False}
-    extra |= {"activation_checkpointing": {"profile": False}, "data_efficiency": _DATA_EFFICIENCY}
+    extra |= {"activation_checkpointing": {"profile": False}}
     keys = {"train_iters": 1, "eval_iters": 0, "save": None, "load": None}
     train(Config.from_flat(training_settings(tmp_path, data_path, **keys, deepspeed_extra_args=extra)))
     assert list(metrics(tmp_path)) == [1]

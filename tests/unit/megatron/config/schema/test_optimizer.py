@@ -34,16 +34,9 @@ def test_contradictory_precision(flat, keys):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("reduce_bucket_size", 0, "must be .* 1, not 0"),
-        ("overlap_comm", 1, "must be true or false, not 1"),
-        ("offload_param", {"device": "gpu"}, "device"),
-        ("cpu_offload", True, "cpu_offload"),
-        ("offload_optimizer", {"device": "cpu"}, "cpu_offload"),
-    ],
+    ("key", "value"),
+    [("cpu_offload", True), ("offload_optimizer", {"device": "cpu"}), ("zenflow", {"topk_ratio": 0.1})],
 )
-def test_values_of_zero_keys_are_checked(flat, key, value, message):
-    with pytest.raises(UserError, match=message) as caught:
+def test_optimizers_of_zero_are_rejected(flat, key, value):
+    with pytest.raises(UserError, match=rf"zero_optimization\.{key} is not supported"):
         Config.from_flat({**flat, "zero_optimization": {"stage": 2, key: value}})
-    assert key in str(caught.value)
