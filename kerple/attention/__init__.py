@@ -3,7 +3,7 @@
 from kerple.attention.backends.flex import score_mod
 from kerple.attention.backends.triton.operator import prepare_tables
 from kerple.attention.call import FULL, Requirements, Span
-from kerple.attention.dispatch import Attention, attend, backend_names, check_backend, non_finite_gradients
+from kerple.attention.dispatch import Attention, attend, backend_names, check_backend
 from kerple.attention.inference.attend import attend_in_mode
 from kerple.attention.inference.mode import (
     DEFAULT_MODE,
@@ -53,7 +53,6 @@ __all__ = [
     "grammar",
     "ids_of_sequences",
     "jacobians",
-    "non_finite_gradients",
     "parse_mode",
     "position_tables",
     "prepare_tables",

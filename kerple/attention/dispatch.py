@@ -1,5 +1,4 @@
-"""The entry point of attention: `attend`, `Attention` for a positional method, the choice of the backend, and a check
-of gradients.
+"""The entry point of attention: `attend`, `Attention` for a positional method, and the choice of the backend.
 
 Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, v size of the value heads.
 """
@@ -30,7 +29,7 @@ from kerple.attention.call import (
     check_shapes,
 )
 from kerple.attention.tables import Documents, PositionTables, position_tables
-from kerple.positional import ModelShape, PositionalMethod, TableJacobian, decay_sums
+from kerple.positional import PositionalMethod, TableJacobian
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
 # Kinds of calls whose backend an `Attention` remembers.
@@ -470,30 +469,3 @@ class Attention:
                     self._chosen.clear()
                 self._chosen[kind] = chosen
         return BACKENDS[chosen].compute(call)
-
-
-def non_finite_gradients(method: PositionalMethod, shape: ModelShape) -> list[str]:
-    """The names of the method's parameters whose gradient is nan or inf after attention to 16 random tokens.
-
-    A common cause is distance 0, where sqrt(a * distance) and (a * distance)**0.5 are finite, but their derivative is
-    0/0. A single optimizer step then makes all weights nan.
-    """
-    trained = {name: parameter for name, parameter in method.named_parameters() if parameter.requires_grad}
-    if not trained:
-        return []
-    length = min(16, shape.max_positions)
-    device, positions = next(iter(trained.values())).device, torch.arange(length, device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, length, shape.hidden_size, generator=generator).to(device)
-    # The three columns become query, key and value.
-    projection = torch.randn(shape.hidden_size, 3 * shape.num_heads * shape.head_size, generator=generator)
-    projection = (projection * shape.hidden_size**-0.5).to(device)
-    method.begin_step(0, length=length)
-    with torch.enable_grad():
-        states = (method.embed(hidden, positions) @ projection).unflatten(-1, (3, shape.num_heads, shape.head_size))
-        query, key, value = states.transpose(1, 3).unbind(2)
-        query, key = method.rotate(query, key, positions, positions)
-        sums = decay_sums(method.decay(hidden)) if "decay" in method.hooks else None
-        context = Attention("reference", method)(query, key, value, decay_sums=sums)
-        grads = torch.autograd.grad(context.square().sum(), list(trained.values()), allow_unused=True)
-    return [name for name, grad in zip(trained, grads, strict=True) if grad is not None and not grad.isfinite().all()]

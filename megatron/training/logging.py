@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_handler
 
-from kerple import positional
-from kerple.attention import non_finite_gradients
 from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 # A step whose gradients are not finite is skipped. In fp16 that is normal while it lowers the loss scale. More
 # consecutive skipped steps than this, without a change of the loss scale, are an error.
 MAX_CONSECUTIVE_SKIPS = 32
+_ADVICE = "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger range"
 
 # Metrics that TensorBoard and Weights & Biases also get under GPT-NeoX's name.
 NEOX_NAMES = {
@@ -319,12 +318,12 @@ class StepLog:
 
 def non_finite_loss(config: Config, when: str) -> UserError:
     """The error for a loss that is nan or inf."""
-    return UserError(f"the loss is not finite (nan or inf) {when}; {_stops_without_saving(config)}. {_advice(config)}")
+    return UserError(f"the loss is not finite (nan or inf) {when}; {_stops_without_saving(config)}. {_ADVICE}")
 
 
 def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
     """The error for `steps` that were skipped at this loss scale, although the loss is finite."""
-    fp16, advice = config.precision, _advice(config)
+    fp16, advice = config.precision, _ADVICE
     if scale is not None:
         advice = (
             f"The loss scale is {scale:g} (fp16.min_loss_scale {fp16.min_loss_scale:g}): lower fp16.loss_scale or "
@@ -340,22 +339,6 @@ def _stops_without_saving(config: Config) -> str:
     folder = config.checkpoint.save
     last = f"; the last checkpoint is in {folder}" if folder is not None and has_checkpoint(folder) else ""
     return f"training stops without saving{last}"
-
-
-def _advice(config: Config) -> str:
-    """Names a positional method whose gradients are not finite even at its initial parameters; otherwise training has
-    diverged.
-    """
-    model = config.model
-    method = positional.build(model.pos_emb, model.shape, **model.positional_options)
-    broken = non_finite_gradients(method, model.shape)
-    if broken:
-        return (
-            f"The cause is pos_emb {model.pos_emb}: the gradient of {', '.join(broken)} is not finite even at the "
-            "initial parameters. Usually the reason is distance 0, where sqrt and powers below 1 have an infinite "
-            "derivative: keep their arguments above 0 (see docs/adding-a-method.md)"
-        )
-    return "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger range"
 
 
 def peak_memory(device: torch.device) -> int:

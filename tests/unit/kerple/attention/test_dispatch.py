@@ -5,7 +5,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 
 from kerple.attention import (
     Attention,
@@ -18,7 +17,6 @@ from kerple.attention import (
     backend_names,
     check_backend,
     dispatch,
-    non_finite_gradients,
     position_tables,
     self_check,
 )
@@ -34,6 +32,7 @@ from tests.support.attention import (
     run_attend,
     upstream_gradient,
 )
+from tests.support.methods import non_finite_gradients
 
 SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
 
@@ -342,43 +341,6 @@ def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypa
         results.append([tensor[:, :, middle] for tensor in (context, *grads)])
     for clean, poisoned in zip(*results, strict=True):
         assert torch.equal(clean, poisoned)
-
-
-class Root(PositionalMethod):
-    """-sqrt(slope * distance + floor) and an offset."""
-
-    def __init__(self, floor: float):
-        super().__init__()
-        self.slope = nn.Parameter(torch.rand(2, 1) + 0.1)
-        self.offset = nn.Parameter(torch.zeros(2, 1))
-        self.floor = floor
-
-    def bias(self, distance):
-        return self.offset - (self.slope * distance + self.floor).sqrt()
-
-
-class RootWeight(Root):
-    bias = None
-    weight = Root.bias
-
-
-class RootScores(Root):
-    bias = None
-
-    def modify_scores(self, chunk):
-        distance = (chunk.query_positions[:, None] - chunk.key_positions).clamp(min=0)
-        return chunk.scores - (self.slope[:, None] * distance).sqrt()
-
-
-def test_sqrt_at_distance_0():
-    with torch.no_grad():
-        assert non_finite_gradients(Root(0.0), SHAPE) == ["slope"]
-    assert non_finite_gradients(Root(1e-6), SHAPE) == []
-    assert non_finite_gradients(RootWeight(0.0), SHAPE) == ["slope"]
-    assert non_finite_gradients(RootScores(0.0), SHAPE) == ["slope"]
-    method = Root(0.0)
-    method.slope.requires_grad_(False)
-    assert non_finite_gradients(method, SHAPE) == []
 
 
 @pytest.mark.parametrize(

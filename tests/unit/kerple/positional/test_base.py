@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kerple.attention import Attention, jacobians, non_finite_gradients, score_table, tables
+from kerple.attention import Attention, jacobians, score_table, tables
 from kerple.positional import (
     Alibi,
     Chunk,
@@ -23,7 +23,7 @@ from kerple.positional import (
     registry,
 )
 from tests.support.conversion import make_model, random_tokens
-from tests.support.methods import methods_and_variants
+from tests.support.methods import methods_and_variants, non_finite_gradients
 
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=64)
 with torch.random.fork_rng():

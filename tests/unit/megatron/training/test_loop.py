@@ -5,7 +5,6 @@ import torch
 
 from kerple.attention import self_check
 from kerple.attention.backends.chunked import chunked_attention
-from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.config import Config, UserError
 from megatron.data.datasets import build_datasets
@@ -112,21 +111,6 @@ def test_training_with_kernels_that_fail_their_self_check(tmp_path, data_path, m
     assert len(calls) == 1
     with pytest.raises(UserError, match=r"attention-backend 'fused'.*self-check"):
         trained(tmp_path / "fused", data_path, attention_backend="fused")
-
-
-def test_a_positional_method_whose_gradient_is_not_finite_is_named(tmp_path, data_path, monkeypatch):
-    """The derivative of sqrt(slope * distance) at distance 0 is 0/0."""
-
-    class RootOfProduct(KerpleLog):
-        def bias(self, distance):
-            slope = self.bias_a.abs().view(-1, *[1] * distance.dim())
-            return super().bias(distance) - (slope * distance).sqrt()
-
-    monkeypatch.setitem(registry._METHODS, "root_of_product", RootOfProduct)
-    message = "not finite .* The cause is pos_emb root_of_product: the gradient of bias_a is not finite even at"
-    with pytest.raises(UserError, match=message) as raised:
-        trained(tmp_path, data_path, pos_emb="root_of_product")
-    assert "learning rate" not in str(raised.value)
 
 
 def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
