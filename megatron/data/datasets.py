@@ -6,7 +6,6 @@ order does not depend on the number of samples, so a run can be extended and res
 same samples in a new order. Blends follow megatron-core's rule.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -23,21 +22,17 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
 from megatron.data.index_cache import (
-    RemoteFiles,
     build_once,
     cache_folder,
     open_dataset_files,
     open_megatron_dataset,
     order_of,
 )
-from megatron.data.indexed_dataset import IndexedFiles, bin_path, check_tokenizer, largest_id, read_manifest
+from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, read_manifest
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
-from megatron.utils.files import read_file, write_atomically
-from megatron.utils.ranks import run_on_rank_0
 
-_LARGEST_ID_FILE = "largest_id.json"
 _INDICES = ("document_index", "sample_index", "shuffle_index")  # attributes of GPTDataset
 
 
@@ -46,7 +41,7 @@ class SampleSettings:
     """Settings that all datasets of a run share.
 
     Attributes:
-        vocab_size, eod: of the tokenizer. Ids of `vocab_size` and above are rejected.
+        vocab_size, eod: of the tokenizer. `Loader` rejects ids of `vocab_size` and above.
         seed: determines the order of documents and samples; 0 <= seed < 2^32.
         cache_path: folder for the sample indices; None stores them next to each corpus.
         eod_mask_loss: set the loss mask to 0 where the input token is `eod`.
@@ -187,7 +182,7 @@ def build_datasets(
         valid_sequence_length: `seq-length-val`, if validation and test samples have another length.
 
     Raises UserError if the data files are missing or invalid (see `open_dataset_files`), a dataset has fewer tokens
-    than one sample, or the data contain ids beyond the vocabulary or were built with another tokenizer.
+    than one sample, or the data were built with another tokenizer.
     """
     data = config.data
     settings = SampleSettings(
@@ -285,8 +280,7 @@ def build_corpus_part(
         part: index into PARTS.
         samples: length of the dataset; None means one epoch.
 
-    Raises UserError if there are fewer tokens than one sample, an id is beyond the vocabulary, or the cache folder
-    cannot be written or is damaged.
+    Raises UserError if there are fewer tokens than one sample, or the cache folder cannot be written or is damaged.
     """
     # A sample is one token longer than its inputs, for the last target.
     first, last = span
@@ -327,15 +321,6 @@ def build_corpus_part(
     # Rank 0 builds the indices; the others wait for its files.
     folder = cache_folder(files, settings.cache_path, [first, last, part, sequence_length, settings.seed])
     build_once(folder, build)
-
-    # Finding the largest id of data on S3 would mean reading them all. The loader checks every batch anyway.
-    if not isinstance(files, RemoteFiles):
-        largest = run_on_rank_0(lambda: _cached_largest_id(files, first, last, folder / _LARGEST_ID_FILE))
-        if largest >= settings.vocab_size:
-            raise UserError(
-                f"{files.prefix}.bin contains token id {largest}, but the largest id of the vocabulary is "
-                f"{settings.vocab_size - 1}: the data were built with another tokenizer"
-            )
     size = last - first, tokens
     return CorpusPart(dataset(_CachedDataset, str(folder)), name, size, samples, order_of(folder), settings)
 
@@ -361,24 +346,6 @@ class _CachedDataset(GPTDataset):
 
 def _tokens(files: IndexedFiles, span: tuple[int, int]) -> int:
     return int(files.lengths[span[0] : span[1]].sum(dtype=np.int64))
-
-
-def _cached_largest_id(files: IndexedFiles, first: int, last: int, path: Path) -> int:
-    """`largest_id`, cached at `path`. The cache is valid for one version of the .bin, unlike the sample indices, which
-    depend only on document lengths.
-    """
-    status = bin_path(files.prefix).stat()
-    version = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-    try:
-        cached = json.loads(read_file(path, 1000))
-        if cached["bin"] == version:
-            return int(cached["largest_id"])
-    except (UserError, ValueError, TypeError, KeyError):
-        pass
-    largest = largest_id(files, first, last)
-    with contextlib.suppress(UserError):  # the cache folder may be read-only
-        write_atomically(path, json.dumps({"largest_id": largest, "bin": version}).encode())
-    return largest
 
 
 @dataclass(frozen=True)

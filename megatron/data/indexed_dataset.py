@@ -50,7 +50,6 @@ ID_TYPE_CODES = {dtype: code for code, dtype in ID_TYPES.items()}
 
 # The .idx is validated in blocks: the full Pile has 200 million documents.
 _VALIDATION_BLOCK = 1 << 20
-_TOKEN_BLOCK = 1 << 22
 
 _BUILD_COMMANDS = "kerple prepare (prepare_data.py) or tools/datasets/preprocess_data.py"
 _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
@@ -361,28 +360,3 @@ def _counts(prefix: str | Path) -> tuple[int, int] | None:
         return bin_path(prefix).stat().st_size // ID_TYPES[code].itemsize, entries - 1
     except (UserError, OSError, struct.error, KeyError):
         return None
-
-
-def largest_id(files: IndexedFiles, first: int, last: int) -> int:
-    """Return an upper bound of the ids in sequences `first` to `last - 1`.
-
-    The manifest's `largest_id` if the manifest is up to date, otherwise the largest id in these sequences.
-    """
-    manifest = read_manifest(files.prefix)
-    # A manifest older than the .bin describes a file that other software has replaced.
-    if (
-        manifest is not None
-        and manifest.describes(files)
-        and manifest_path(files.prefix).stat().st_mtime_ns >= bin_path(files.prefix).stat().st_mtime_ns
-    ):
-        return manifest.largest_id
-    tokens = files.open_tokens(first, last)
-    largest = -1
-    for start in range(0, len(tokens), _TOKEN_BLOCK):
-        block = tokens[start : start + _TOKEN_BLOCK]
-        smallest = int(block.min())
-        if smallest < 0:
-            # Interpreted as unsigned, a negative id exceeds every vocabulary.
-            return smallest % (1 << 8 * block.itemsize)
-        largest = max(largest, int(block.max()))
-    return largest

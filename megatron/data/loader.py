@@ -88,14 +88,14 @@ class Loader:
         vocab_size = self._dataset.settings.vocab_size
         for number, batch in enumerate(self._batches()):
             # Labels are the inputs shifted by one, so only their last column is new.
-            largest = max(int(batch["tokens"].max()), int(batch["labels"][:, -1].max()))
-            if largest >= vocab_size:
-                row = int(torch.maximum(batch["tokens"].amax(1), batch["labels"].amax(1)).argmax())
-                position = rank_samples(number, **self._placement)[row]
+            ids = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1)
+            beyond = (ids < 0) | (ids >= vocab_size)
+            if beyond.any():
+                position = rank_samples(number, **self._placement)[int(beyond.any(1).nonzero()[0])]
                 raise UserError(
-                    f"{self._dataset.source(position % len(self._dataset))}: token id {largest} in sample {position}, "
-                    f"but the largest id of the vocabulary is {vocab_size - 1}: the data were built with another "
-                    "tokenizer"
+                    f"{self._dataset.source(position % len(self._dataset))}: token id {ids[beyond][0]} in sample "
+                    f"{position}, but the largest id of the vocabulary is {vocab_size - 1}: the data were built with "
+                    "another tokenizer"
                 )
             yield batch
 

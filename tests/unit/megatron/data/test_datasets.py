@@ -1,6 +1,5 @@
 """Datasets: equality with megatron-core, epochs, blends, and invalid data."""
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -197,31 +196,6 @@ def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
     test = datasets_from_split(str(tmp_path / "small"), "1,0,1", (16, 16, 16), (1, 0, 1), settings).test
     assert test is None  # a test part that is too small is not an error
     assert datasets_from_split(str(tmp_path / "small"), "98,1,1", (4,) * 3, (1, 1, 1), settings)[1:] == (None, None)
-
-
-@pytest.mark.parametrize("with_manifest", [False, True])
-def test_id_beyond_the_vocabulary(corpus, with_manifest, monkeypatch):
-    if with_manifest:
-        monkeypatch.setattr("megatron.data.datasets.largest_id", lambda *arguments: 999)
-    with pytest.raises(UserError, match=r"corpus\.bin.*999.*998"):
-        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, SampleSettings(999, 0, 1))
-
-
-def test_largest_id_of_changed_data(tmp_path, write_corpus, settings):
-    """With other tokens in documents of the same lengths, the indices stay valid and the largest id does not."""
-    prefix, small = str(tmp_path / "corpus"), SampleSettings(500, 0, 1234)
-    write_corpus(prefix, [100] * 30)
-    with pytest.raises(UserError, match="the largest id of the vocabulary is 499"):
-        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
-    before = os.stat(f"{prefix}.bin").st_mtime_ns
-    write_corpus(prefix, [100] * 30, vocab_size=500)
-    os.utime(f"{prefix}.bin", ns=(before + 1, before + 1))
-    assert len(datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small).train) > 0
-    write_corpus(prefix, [100] * 30)
-    os.utime(f"{prefix}.bin", ns=(before + 2, before + 2))
-    with pytest.raises(UserError, match="the largest id of the vocabulary is 499"):
-        datasets_from_split(prefix, "1", LENGTHS, ONE_EPOCH, small)
-    assert len(os.listdir(f"{prefix}_indices")) == 1
 
 
 # --- from a configuration

@@ -15,7 +15,6 @@ from megatron.data.indexed_dataset import (
     check_tokenizer,
     id_type_for,
     idx_path,
-    largest_id,
     manifest_path,
     open_indexed_files,
     read_manifest,
@@ -149,21 +148,11 @@ def test_the_tokenizer_of_the_manifest(pair, write_corpus, tokenizer):
     assert not check_tokenizer("s3://bucket/corpus", tokenizer)
 
 
-def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):
-    files = open_indexed_files(pair)
-    actual = int(files.open_tokens()[:].max())
+def test_a_damaged_manifest_is_none(pair):
     assert read_manifest(pair) is None
-    assert largest_id(files, 0, files.sequences) == actual
-    assert largest_id(files, 0, 1) == int(files.open_tokens()[:5].max())
-    write_manifest(pair, manifest_of(files, 1234))
-    assert largest_id(files, 0, files.sequences) == 1234
-    later = manifest_path(pair).stat().st_mtime_ns + 1
-    os.utime(f"{pair}.bin", ns=(later, later))  # replaced by software that writes no manifest
-    assert largest_id(files, 0, files.sequences) == actual
-    write_corpus(pair, [5], seed=3)
-    write_manifest(pair, manifest_of(files, 1234))  # of files with other counts
-    files = open_indexed_files(pair)
-    assert largest_id(files, 0, 1) == int(files.open_tokens()[:].max())
+    manifest = manifest_of(open_indexed_files(pair), 1234)
+    write_manifest(pair, manifest)
+    assert read_manifest(pair) == manifest
     valid = manifest_path(pair).read_bytes()
     for damaged in (b'{"documents": 3}', b"[" * 10**5, b"\xff", valid.replace(b'"tokens": 18', b'"tokens": "18"')):
         assert damaged != valid
@@ -172,13 +161,6 @@ def test_largest_id_uses_only_an_up_to_date_manifest(pair, write_corpus):
     manifest_path(pair).unlink()
     os.mkfifo(manifest_path(pair))
     assert read_manifest(pair) is None
-
-
-def test_negative_ids_exceed_every_vocabulary(tmp_path):
-    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
-    builder.add_document(torch.tensor([5, -1, 3]), [3])
-    builder.finalize(str(tmp_path / "a.idx"))
-    assert largest_id(open_indexed_files(tmp_path / "a"), 0, 1) == 2**32 - 1
 
 
 def test_token_file(corpus):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kerple.attention import Documents
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.loader import Loader, rank_samples
 from megatron.utils.errors import UserError
@@ -110,13 +111,22 @@ def test_restarts_at_the_end(train):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_id_beyond_the_vocabulary(corpus, settings, train, num_workers):
-    """The .bin was modified in place after the check at startup."""
+def test_id_beyond_the_vocabulary(corpus, train, num_workers):
     ids = np.memmap(f"{corpus}.bin", dtype=np.uint16, mode="r+")
     ids[len(ids) // 2] = 1000
     ids.flush()
-    with pytest.raises(UserError, match=r"1000.*999"):
+    with pytest.raises(UserError, match=rf"^{re.escape(corpus)} \(train\): token id 1000 .*999"):
         take(train, 300, micro_batch_size=1, num_workers=num_workers)
+
+
+def test_a_negative_id(tmp_path, settings):
+    """int32 files of other software can have them."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
+    builder.add_document(torch.tensor([5, 3] * 10 + [-2]), [21])
+    builder.finalize(str(tmp_path / "a.idx"))
+    train = datasets_from_split(str(tmp_path / "a"), "1", (20, 20, 20), (1, 0, 0), settings).train
+    with pytest.raises(UserError, match="token id -2"):
+        take(train, 1, micro_batch_size=1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
