@@ -18,8 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     variables = {} if use_gpus() else {"DS_ACCELERATOR": "cpu"}
     with patch.dict(os.environ, variables):
         from megatron.training.loop import train
-        from megatron.training.output import detachable_output
 
-    with detachable_output():
-        train(config)
+    train(config)
     return 0

@@ -3,10 +3,13 @@ profiles of training steps by torch.profiler.
 """
 
 import contextlib
+import errno
 import json
 import os
 import resource
 import secrets
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -137,7 +140,7 @@ class Logger:
         """Print a line."""
         if not self._is_main:
             return
-        print(text, flush=True)
+        _print(text)
         if self._text is not None:
             self._write(self._text, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -169,6 +172,20 @@ class Logger:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _print(text: str) -> None:
+    """Print a line. If the terminal was closed or the reader of the output has ended, stop like after SIGHUP, which
+    saves a checkpoint, and print nothing more.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
+        signal.raise_signal(signal.SIGHUP)
 
 
 class StepLog:

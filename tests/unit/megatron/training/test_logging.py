@@ -1,10 +1,12 @@
 """The training log: console, metrics, TensorBoard, Weights & Biases, and the timing of iterations."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from megatron.config import Config, UserError
 from megatron.training.engine import Engine
 from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog, profiled_steps
 from megatron.training.loop import train
+from tests.support.layouts import ONE_RANK
 from tests.support.runs import ROOT, metrics, training_settings
 
 
@@ -238,6 +241,21 @@ def test_a_log_that_cannot_be_written_to(tmp_path, data_path, monkeypatch):
     (log / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"log-dir.*logs/metrics\.jsonl"):
         train(Config.from_flat(training_settings(tmp_path, data_path)))
+
+
+def test_output_without_a_reader_asks_to_stop_once(tmp_path, data_path, monkeypatch):
+    received, logger = [], Logger(Config.from_flat(training_settings(tmp_path, data_path)), ONE_RANK)
+    monkeypatch.setattr(signal, "raise_signal", received.append)
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream, contextlib.closing(logger):
+        monkeypatch.setattr(sys, "stdout", stream)
+        logger.info("read")
+        assert os.read(reader, 100) == b"read\n"
+        os.close(reader)
+        for _ in range(3):
+            logger.info("lost")
+    assert received == [signal.SIGHUP]
+    assert (tmp_path / "logs" / "train.log").read_text().count("lost") == 3
 
 
 def test_a_profiled_run(tmp_path, data_path):
