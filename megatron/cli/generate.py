@@ -8,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-import torch
-
 from kerple.attention import FULL_MODE, Mode
 from megatron.cli.model_options import (
     checkpoint_folders,
@@ -24,7 +21,7 @@ from megatron.config.schema import GenerationConfig
 from megatron.convert.tokenizer_files import check_rows
 from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
-from megatron.inference.generation import PROMPT_CHUNK, Generation, generate
+from megatron.inference.generation import Generation, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.command_line import integer, path_option
@@ -203,11 +200,9 @@ class TextGenerator:
 
         turn: added to the seed, so that repeating a prompt gives another text.
         """
-        # The model needs at least one token. Its KV cache must fit into memory.
+        # The model needs at least one token.
         settings, tokenizer = self._settings, self._tokenizer
         prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
-        if not settings.recompute:
-            self._check_memory(min(self._batch_size, len(prompts)), max(map(len, prompts)))
 
         # Progress is counted in texts, because their lengths are not known in advance.
         with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:
@@ -247,36 +242,6 @@ class TextGenerator:
             }
             records.append(record)
         return records
-
-    def _check_memory(self, rows: int, longest: int) -> None:
-        """Raises UserError if the KV cache of a batch cannot fit into memory. longest: longest prompt, in tokens."""
-        limit = self._settings.maximum_tokens
-        device = next(self._model.parameters()).device
-        needed = cache_bytes(self._model, self._mode, rows, longest, limit)
-        on_gpu = device.type == "cuda"
-        available = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-        if needed > available:
-            raise UserError(
-                f"maximum_tokens {limit:,}: the KV cache of {rows} texts needs {needed / 1e9:,.1f} GB, but only "
-                f"{available / 1e9:,.1f} GB of memory are available; reduce maximum_tokens or --batch-size"
-            )
-
-
-def cache_bytes(model: GPT, mode: Mode, rows: int, longest: int, maximum_tokens: int) -> int:
-    """The size of the KV cache that `generate` needs for `rows` texts, in bytes. longest: longest prompt, in tokens.
-
-    Layers with a window store at most two windows, the sinks, and the tokens that are fed at once.
-    """
-    config = model.settings.config
-    # Keys and values; a decay adds a float64 number per query head.
-    layer_bytes = 2 * config.num_kv_heads * config.head_size * next(model.parameters()).element_size()
-    total = 0
-    for layer, block in zip(model.new_cache(mode=mode.attention).layers, model.blocks, strict=True):
-        tokens = longest + maximum_tokens - 1  # the last token is never fed
-        if layer.window is not None:
-            tokens = min(tokens, 2 * layer.window + min(longest, PROMPT_CHUNK)) + min(tokens, layer.sinks)
-        total += tokens * (layer_bytes + 8 * config.num_attention_heads * block.attention.decays)
-    return rows * total
 
 
 def interact(generator: TextGenerator, prompt_end: str, source: IO[bytes] | None = None) -> None:

@@ -4,16 +4,13 @@ import io
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from kerple.attention import parse_mode
-from megatron.cli.generate import TextGenerator, cache_bytes, interact, main, read_prompts, split_prompts
+from megatron.cli.generate import TextGenerator, interact, main, read_prompts, split_prompts
 from megatron.config import Config, UserError
 from megatron.config.schema import GenerationConfig
 from megatron.inference.generation import Generation, generate
-from megatron.model.attention import LayerCache
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.language_models import small_gpt
@@ -242,34 +239,3 @@ def test_a_file_of_prompts_overrides_the_type(tmp_path, configuration, capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)["context"] == "a"
     assert "text_gen_type unconditional is ignored" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("pos_emb", "mode", "longest", "keys"),
-    [
-        ("forgetting", "full", 9, {"num_kv_heads": 2}),
-        ("rotary", "window@12", 9, {"num_kv_heads": 2}),
-        ("kerple_log", "sinks@3+100", 600, {}),
-        ("kerple_log", "full", 9, {"sliding_window_width": [11, None]}),
-    ],
-)
-def test_the_size_of_the_cache(pos_emb, mode, longest, keys, monkeypatch):
-    """Against the largest buffers of the layers' caches while texts are generated."""
-    model, append, sizes = small_gpt(pos_emb, **keys), LayerCache.append, {}
-
-    def recorded(layer, *states):
-        result = append(layer, *states)
-        buffers = [tensor.untyped_storage().nbytes() for tensor in (*layer._buffers, *layer._sinks)]
-        sizes[layer] = max(sizes.get(layer, 0), sum(buffers))
-        return result
-
-    monkeypatch.setattr(LayerCache, "append", recorded)
-    generate(model, [[1] * longest] * 2, maximum_tokens=64, mode=parse_mode(mode).attention)
-    largest = sum(sizes.values())
-    assert largest <= cache_bytes(model, parse_mode(mode), 2, longest, 64) <= 1.4 * largest
-
-
-def test_a_cache_that_does_not_fit(configuration, monkeypatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=20_000))
-    with pytest.raises(UserError, match=r"maximum_tokens 48.*1.*--batch-size"):
-        main([configuration()])
