@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("nothing to report: give folders with results, or --checkpoint")
     style = SCREEN if options.style is None else parse_style(options.style)
     check_writable(options.output, "--output")
-    sources = Sources(read_results(options.results, strict=False), options.checkpoint)
+    sources = Sources(read_results(options.results), options.checkpoint)
 
     # The figures of weights.
     from megatron.plots.checkpoints import add_weight_figures  # imports torch and the model

@@ -186,15 +186,6 @@ KINDS: dict[str, type[Record]] = {
     "passkey": PasskeyRecord,
     "effective_length": EffectiveLengthRecord,
 }
-# Values that mean "unknown", for the keys that records of other tools may lack.
-UNKNOWN: dict[str, object] = {
-    **dict.fromkeys(("corpus", "checkpoint", "pos_emb", "seed", "train_length", "note", "environment"), None),
-    **dict.fromkeys(("documents", "loss", "stderr", "bits_per_byte", "perplexity", "groups"), None),
-    **dict.fromkeys(("resolution", "accuracy"), None),
-    **dict.fromkeys(("tokens", "segments", "texts", "trials", "correct"), 0),
-    **dict.fromkeys(("protocol", "measurement", "targets"), ""),
-    "mode": "full",
-}
 
 
 class _Kind(TypedDict):
@@ -202,7 +193,6 @@ class _Kind(TypedDict):
 
 
 _KIND = TypeAdapter(_Kind)
-_ANY_KIND = TypeAdapter(Record)
 _ADAPTERS = {kind: TypeAdapter(record_type) for kind, record_type in KINDS.items()}
 
 
@@ -287,14 +277,14 @@ Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 @overload
-def read_results(folders: Folders, *, as_frame: Literal[False] = False, strict: bool = True) -> list[Record]: ...
+def read_results(folders: Folders, *, as_frame: Literal[False] = False) -> list[Record]: ...
 
 
 @overload
-def read_results(folders: Folders, *, as_frame: Literal[True], strict: bool = True) -> "pandas.DataFrame": ...
+def read_results(folders: Folders, *, as_frame: Literal[True]) -> "pandas.DataFrame": ...
 
 
-def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = True) -> "list[Record] | pandas.DataFrame":
+def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] | pandas.DataFrame":
     """The evaluation records stored in one or more folders, in file order.
 
     Args:
@@ -303,8 +293,6 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
             become columns `checkpoint_path`, `checkpoint_iteration`, `checkpoint_fingerprint`, `checkpoint_layers` and
             `checkpoint_hidden_size`. Keys that a kind does not have are NaN, so select a kind first:
             `frame[frame.kind == "extrapolation"].pivot_table("perplexity", "pos_emb", "length")`.
-        strict: require a known `kind` and all its keys. If False, accept records of other tools, with other kinds or
-            without keys whose values may be unknown (`UNKNOWN`).
 
     If a file has several records with the same identity (measured on other tokens or in another precision), the last
     one is returned. Raises UserError if a folder has no results or a line is not a record; it names the file, the line
@@ -320,7 +308,7 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
                 raise UserError(f"{folder} is a file; give the folder that contains {RESULTS}")
             raise UserError(f"{folder}: no {RESULTS} in this folder or below it; evaluate.py writes it")
         for path in paths:
-            records += read_results_file(path, strict)
+            records += read_results_file(path)
     if not as_frame:
         return records
     import pandas
@@ -334,28 +322,26 @@ def read_results(folders: Folders, *, as_frame: bool = False, strict: bool = Tru
     return pandas.DataFrame(rows)
 
 
-def read_results_file(path: Path, strict: bool) -> list[Record]:
+def read_results_file(path: Path) -> list[Record]:
     """The records of one results.jsonl, the last one of each identity. Raises UserError."""
     records: dict[tuple[object, ...], Record] = {}
     for number, line in enumerate(io.BytesIO(read_file(path, MAX_BYTES)), start=1):
         if line.endswith(b"\n"):  # otherwise a killed process has not completed it
             try:
-                record = parse_record(line[:-1], f"{path}, line {number}", strict)
+                record = parse_record(line[:-1], f"{path}, line {number}")
             except UserError as error:
                 raise UserError(f"{error}; correct or remove the line") from None
             records[identity(record)] = record
     return list(records.values())
 
 
-def parse_record(line: bytes, place: str, strict: bool) -> Record:
-    """The record in a line. strict: see `read_results`. Raises UserError, starting with `place`, if it is not one."""
+def parse_record(line: bytes, place: str) -> Record:
+    """The record in a line. Raises UserError, starting with `place`, if it is not one."""
     value = load_json(line, place)
     kind = check_json(value, _KIND, place)["kind"]
-    if not strict:
-        value = {**UNKNOWN, **({} if kind in KINDS else {"length": 0}), **value}
-    elif kind not in KINDS:
+    if kind not in KINDS:
         raise UserError(f"{place}: kind {kind!r} is unknown; evaluate.py writes {', '.join(KINDS)}")
-    record = check_json(value, _ADAPTERS.get(kind, _ANY_KIND), place)
+    record = check_json(value, _ADAPTERS[kind], place)
     contradiction = _contradiction(record)
     if contradiction is not None:
         raise UserError(f"{place}: {contradiction}")

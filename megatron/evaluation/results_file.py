@@ -52,7 +52,7 @@ class ResultsFile:
         # Locked, so that no other process writes at the same time.
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock)
-            stored = read_results_file(self.path, strict=True) if self.path.exists() else []
+            stored = read_results_file(self.path) if self.path.exists() else []
             self.records = [record for record in stored if fingerprint_of(record) in self._checkpoints]
             other = next((record for record in stored if fingerprint_of(record) not in self._checkpoints), None)
             if other is not None and not self._replace:
@@ -95,7 +95,7 @@ class ResultsFile:
         """
         self._lock.check()
         line = json.dumps(record).encode() + b"\n"
-        parse_record(line[:-1], f"cannot write {self.path}", strict=True)  # never write what cannot be read
+        parse_record(line[:-1], f"cannot write {self.path}")  # never write what cannot be read
         try:
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -7,12 +7,14 @@ import pytest
 from megatron.cli.report import main
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
-from tests.support.records import record, seeds
+from tests.support.records import record, seeds, stored_record
 
 
 def write_results(folder, records):
     folder.mkdir(parents=True)
-    (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in records))
+    (folder / "results.jsonl").write_text(
+        "".join(json.dumps({**stored_record(), **result}) + "\n" for result in records)
+    )
 
 
 def test_report_of_several_folders(tmp_path, capsys):

@@ -53,16 +53,6 @@ def test_a_bad_line_is_named(tmp_path, line):
         ResultsFile(tmp_path, ["aa"]).__enter__()
 
 
-def test_records_of_other_tools(tmp_path):
-    (tmp_path / RESULTS).write_text('{"kind": "strange"}\n{"kind": "extrapolation", "length": 3, "own": 1}\n')
-    strange, losses = read_results(tmp_path, strict=False)
-    assert strange["kind"] == "strange"
-    assert (losses["length"], losses["loss"], losses["mode"], losses["checkpoint"]) == (3, None, "full", None)
-    (tmp_path / RESULTS).write_text('{"kind": "extrapolation"}\n')
-    with pytest.raises(UserError, match="line 1: length is missing"):
-        read_results(tmp_path, strict=False)
-
-
 def test_folders_without_results(tmp_path):
     assert_rejected(r"results\.jsonl", read_results, tmp_path)
     (tmp_path / "file").write_text("")
