@@ -20,18 +20,18 @@ from megatron.checkpoint.directory import (
     find_damage,
     find_step,
     read_manifest,
-    read_state_file,
     saved_iterations,
     step_folder,
     tag_for,
     write_manifest_of_folder,
 )
-from megatron.checkpoint.inspection import check_finite, describe, head_values
+from megatron.checkpoint.inspection import check_finite, describe
 from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.cli.inspect import readable
 from megatron.convert.archive import unpack
 from megatron.convert.output import new_folder
 from megatron.inference import load_model
-from megatron.utils.command_line import OptionParser, number
+from megatron.utils.command_line import OptionParser
 from megatron.utils.errors import UserError
 
 
@@ -41,12 +41,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--max-gigabytes",
-        type=number(0, above=True),
-        default=64.0,
-        help="maximum size of the unpacked archive (default: 64)",
-    )
     options = parser.parse_args(argv)
 
     # The new folder, by default with the archive's name.
@@ -57,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Send messages of libraries to standard error: standard output contains only the report.
     with contextlib.redirect_stdout(sys.stderr), new_folder(output) as folder:
-        unpack(options.archive, folder, int(options.max_gigabytes * 1024**3))
+        unpack(options.archive, folder)
         roots = sorted(path.parent for path in folder.rglob("latest") if path.is_file())
         if len(roots) != 1:
             listed = ", ".join(str(root.relative_to(folder)) for root in roots) or "none"
@@ -69,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = {"archive": str(options.archive), "load": load, **verify(roots[0])}
         except UserError as error:  # the folder is about to be removed, so name the file in the archive
             raise CheckpointError(str(error).replace(f"{folder}/", f"{options.archive}: ")) from error
-    print(json.dumps(report, indent=2) if options.json else readable(report))
+    print(json.dumps(report, indent=2) if options.json else f"{readable(report)}\n  to use it: load={load}")
 
 
 def verify(root: Path) -> dict[str, Any]:
@@ -77,9 +71,7 @@ def verify(root: Path) -> dict[str, Any]:
     step = find_step(root)
     for path in step.glob("[!.]*.pt"):
         load_file(path)
-    state = read_state_file(step)
     check_finite(step)
-    description = describe(step)
     for iteration in saved_iterations(root):
         folder = step_folder(root, tag_for(iteration))
         if read_manifest(folder) is None:
@@ -89,11 +81,8 @@ def verify(root: Path) -> dict[str, Any]:
     model, config = load_model(root)
     methods = model.positional_methods().values()
     return {
+        **describe(step, config.model),
         "step": step.name,
-        "iteration": state.get("iteration"),
-        "optimizer": state.get("optimizer") is not None,
-        **{name: description[name] for name in ("tensor_parallel", "dtypes", "files", "bytes")},
-        "pos_emb": config.model.pos_emb,
         "num_layers": config.model.num_layers,
         "hidden_size": config.model.hidden_size,
         "num_attention_heads": config.model.num_attention_heads,
@@ -101,25 +90,4 @@ def verify(root: Path) -> dict[str, Any]:
         "padded_vocab_size": model.settings.padded_vocab_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "positional_parameters": sum(parameter.numel() for method in methods for parameter in method.parameters()),
-        "kernels": head_values(step, model.settings.config),
     }
-
-
-def readable(report: dict[str, Any]) -> str:
-    lines = [
-        f"{report['archive']}: {report['step']}, {report['pos_emb']}",
-        f"  {report['parameters']:,} parameters ({report['positional_parameters']:,} positional): "
-        f"{report['num_layers']} layers, hidden size {report['hidden_size']}, {report['num_attention_heads']} heads, "
-        f"vocabulary {report['padded_vocab_size']}, training length {report['seq_length']}",
-        f"  {report['files']} files, {report['bytes'] / 1e6:,.1f} MB, {' and '.join(report['dtypes'])}, "
-        f"tensor parallel {report['tensor_parallel']}, optimizer state: {'yes' if report['optimizer'] else 'none'}",
-        "  all weights are finite, and have the sizes in the configuration",
-    ]
-    for place, values in report["kernels"].items():
-        lines.append(f"  kernels, per head ({place}):")
-        for name, row in values.items():
-            cells = []
-            for value in row:
-                cells.append(f"{value:>8}" if isinstance(value, int) else f"{value:>8.4f}")
-            lines.append(f"    {name:17}" + " ".join(cells))
-    return "\n".join([*lines, f"  to use it: load={report['load']}"])
