@@ -1,10 +1,9 @@
 """The report of `kerple report` and `kerple sweep`: tables, figures and an HTML page from stored results."""
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from kerple.positional.registry import canonical_name
 from megatron.reporting.aggregate import AnyRecord, Method, method_of
@@ -23,11 +22,9 @@ from megatron.reporting.positions import position_figures
 from megatron.reporting.published import corpus_name
 from megatron.reporting.speed import step_time_tables, step_times
 from megatron.reporting.style import SCREEN, Style
-from megatron.reporting.tables import Table, latex, markdown
+from megatron.reporting.tables import latex, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
-
-Named = TypeVar("Named", Table, ReportFigure)
 
 
 @dataclass
@@ -72,7 +69,7 @@ def write_report(
     Raises UserError if there is nothing to report or the folder cannot be written to.
     """
     # Create the folders only if there is something to write.
-    chapters = _with_unique_names(report_chapters(sources, reference))
+    chapters = report_chapters(sources, reference)
     if all(chapter.empty for chapter in chapters):
         raise UserError("there are no results to report")
     folder = Path(directory)
@@ -106,22 +103,6 @@ def write_report(
     path = folder / "report.html"
     write_atomically(path, render_page(title, _lead(sources.records), [*chapters, source_chapter]).encode())
     return path
-
-
-def _with_unique_names(chapters: Iterable[Chapter]) -> list[Chapter]:
-    """The chapters with numbers added to equal names of tables or figures: different texts can have the same slug."""
-    used: dict[tuple[type, str], int] = {}
-
-    def unique(item: Named) -> Named:
-        key = type(item), item.name.lower()
-        used[key] = used.get(key, 0) + 1
-        return item if used[key] == 1 else replace(item, name=f"{item.name}-{used[key]}")
-
-    renamed = []
-    for chapter in chapters:
-        tables, figures = list(map(unique, chapter.tables)), list(map(unique, chapter.figures))
-        renamed.append(replace(chapter, tables=tables, figures=figures))
-    return renamed
 
 
 def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:

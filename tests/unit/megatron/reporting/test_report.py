@@ -61,14 +61,6 @@ def test_files(report):
     assert "| *512, paper* | *3.40 ± 0.20* | *3.42 ± 0.21* | *3.44 ± 0.20 †* |" in text
 
 
-def test_different_names_with_the_same_slug_have_files_of_their_own(tmp_path):
-    records = [record("alibi", 512, 3.0, protocol=protocol, checkpoint=None) for protocol in ("a b", "a/b", "A-B")]
-    path = write_report(Sources(records), tmp_path)
-    names = {file.name for file in (tmp_path / "tables").glob("kerple-3*.md")}
-    assert names == {f"kerple-3-512-a-b{end}.md" for end in ("", "-2", "-3")}
-    assert all(f'id="table-{name.removesuffix(".md")}"' in path.read_text() for name in names)
-
-
 def test_aliases_are_the_same_method():
     sources = Sources([record("kerple_bias_wht", 512, 3.0), record("dape_kerple (variant Concat)", 512, 3.0)])
     assert [result["pos_emb"] for result in sources.records] == ["kerple_power_ap_ap", "dape_kerple (variant Concat)"]
