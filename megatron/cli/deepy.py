@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron.cli import train as train_script
 from megatron.config import Config, UserError
-from megatron.data.indexed_dataset import is_remote
 from megatron.data.splits import config_blends
 from megatron.launcher import main as launcher
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, make_parser, reject_config_options
@@ -56,4 +55,4 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str],
     prefixes = [config.data.data_path or ""]
     if (blends := config_blends(config)) is not None:
         prefixes = [prefix for blend in blends if blend is not None for prefix in blend.prefixes]
-    return [prefix for prefix in dict.fromkeys(prefixes) if not is_remote(prefix)]
+    return list(dict.fromkeys(prefixes))

@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         action="append",
         default=[],
         metavar="PATH",
-        help="file or folder to read, local or on an object store (s3://...); may be repeated",
+        help="file or folder to read; may be repeated",
     )
     parser.add_argument(
         "--url",

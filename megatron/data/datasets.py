@@ -21,14 +21,8 @@ from megatron.config import Config
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
-from megatron.data.index_cache import (
-    build_once,
-    cache_folder,
-    open_dataset_files,
-    open_megatron_dataset,
-    order_of,
-)
-from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, read_manifest
+from megatron.data.index_cache import FileDataset, build_once, cache_folder, order_of
+from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, open_indexed_files, read_manifest
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
@@ -181,7 +175,7 @@ def build_datasets(
         num_samples: number of train, valid and test samples. None means one epoch, 0 none; may exceed an epoch.
         valid_sequence_length: `seq-length-val`, if validation and test samples have another length.
 
-    Raises UserError if the data files are missing or invalid (see `open_dataset_files`), a dataset has fewer tokens
+    Raises UserError if the data files are missing or invalid (see `open_indexed_files`), a dataset has fewer tokens
     than one sample, or the data were built with another tokenizer.
     """
     data = config.data
@@ -223,7 +217,7 @@ def datasets_from_split(
     settings: SampleSettings,
 ) -> Datasets:
     """Divide the documents of one corpus in proportion to `split`. The sequences are per part (train, valid, test)."""
-    files = open_dataset_files(prefix, settings.cache_path)
+    files = open_indexed_files(prefix)
     parts: list[Samples | None] = []
     for part, span in enumerate(split_spans(split, files.sequences)):
         # A corpus of one document, such as enwik8, has no validation documents. The test share of a split is often too
@@ -253,7 +247,7 @@ def datasets_from_blends(
             continue
         corpora, documents = [], []
         for prefix in blend.prefixes:
-            files = open_dataset_files(prefix, settings.cache_path)
+            files = open_indexed_files(prefix)
             corpus_samples = samples if len(blend.prefixes) == 1 else None
             span = (0, files.sequences)
             documents.append(files.documents)
@@ -306,7 +300,7 @@ def build_corpus_part(
             create_attention_mask=False,
         )
         documents = np.arange(first, last, dtype=np.int32)
-        return kind(open_megatron_dataset(files), files.prefix, documents, None, Split(part), config)
+        return kind(FileDataset(files.prefix), files.prefix, documents, None, Split(part), config)
 
     def build(folder: Path) -> None:
         logger, level = logging.getLogger(GPTDataset.__module__), logging.getLogger(GPTDataset.__module__).level

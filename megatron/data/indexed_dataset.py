@@ -164,18 +164,16 @@ class TokenFile:
 
 
 def open_indexed_files(prefix: str | Path) -> IndexedFiles:
-    """Open a local `.bin/.idx` pair and validate it: the whole .idx, and the size of the .bin.
+    """Open a `.bin/.idx` pair and validate it: the whole .idx, and the size of the .bin.
 
     Raises UserError if a file is missing, truncated or damaged, the two do not belong together, or there are no tokens.
     """
-    if is_remote(prefix):
-        raise UserError(f"{prefix} is on an object store, which only training can read; download its .bin and .idx")
     binary, index = find_files(prefix)
-    return IndexedFiles(str(prefix), *validate_index(index, str(binary), binary.stat().st_size))
+    return IndexedFiles(str(prefix), *_validate(index, binary))
 
 
 def find_files(prefix: str | Path) -> tuple[Path, Path]:
-    """The paths of the local .bin and .idx of a prefix. Raises UserError if one is missing."""
+    """The paths of the .bin and .idx of a prefix. Raises UserError if one is missing."""
     binary, index = bin_path(prefix), idx_path(prefix)
     missing = [path for path in (binary, index) if not path.is_file()]
     if missing:
@@ -195,12 +193,8 @@ def find_files(prefix: str | Path) -> tuple[Path, Path]:
     return binary, index
 
 
-def is_remote(prefix: str | Path) -> bool:
-    return "://" in str(prefix)
-
-
-def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype, np.ndarray, np.ndarray, int]:
-    """Validate an .idx, and the size in bytes of its .bin (which may be on an object store).
+def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, int]:
+    """Validate an .idx, and the size in bytes of its .bin.
 
     Returns:
         dtype, lengths, document_index and tokens of `IndexedFiles`.
@@ -257,17 +251,17 @@ def validate_index(index: Path, binary: str, binary_size: int) -> tuple[np.dtype
         raise UserError(f"{index} is damaged: its document index does not cover the sequences; {_REBUILD_HINT}")
 
     # The .bin.
-    expected_size = tokens * dtype.itemsize
+    expected_size, binary_size = tokens * dtype.itemsize, binary.stat().st_size
     if binary_size != expected_size:
         if binary_size < expected_size:
             problem = f"{binary} is truncated (or {index.name} belongs to another file)"
         else:
-            problem = f"{index} belongs to another file (or describes only a part of {Path(binary).name})"
+            problem = f"{index} belongs to another file (or describes only a part of {binary.name})"
         raise UserError(
             f"{problem}: the .idx describes {expected_size:,} bytes, but the .bin has {binary_size:,}; {_REBUILD_HINT}"
         )
     if tokens == 0:
-        raise UserError(f"{binary.removesuffix('.bin')} is empty: its .idx lists {sequences:,} sequences and no tokens")
+        raise UserError(f"{str(binary)[:-4]} is empty: its .idx lists {sequences:,} sequences and no tokens")
     return dtype, lengths, document_index, tokens
 
 
@@ -332,7 +326,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> bool:
 
     Returns:
         True if they are the same. False if the data's tokenizer is not known: there is no manifest, as for data from
-        other software or on an object store, it is unreadable, or it describes other files.
+        other software, it is unreadable, or it describes other files.
 
     Raises UserError if the data were tokenized with another tokenizer.
     """

@@ -1,4 +1,4 @@
-"""Finds input files (local paths, folders, object store URLs) and determines their format by name.
+"""Finds input files (paths and folders) and determines their format by name.
 
     .jsonl .ndjson           one JSON value per line
     .json                    the same, or a single JSON list (lm-dataformat's JSONArchive)
@@ -17,15 +17,14 @@ are skipped.
 
 import hashlib
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
-from megatron.utils.errors import UserError, first_line, import_package, install_command, visible
+from megatron.utils.errors import UserError, visible
 from megatron.utils.files import open_file
 from megatron.utils.progress import readable_size
 
@@ -42,9 +41,6 @@ _FORMATS = {
 ARCHIVE_FORMATS = ("tar", "zip")
 _COMPRESSIONS = (".gz", ".zst", ".xz")
 _SEEKABLE_FORMATS = ("zip", "parquet")  # reading these needs a seekable file, so they cannot be compressed
-
-# The login in a URL such as ftp://user:password@host. In github://organization:repository@branch it is none.
-_LOGIN = re.compile(r"(?<!github)://[^/:@]*:[^/]*@")
 
 # lm-dataformat writes its current archive under a name that starts with this.
 _UNFINISHED = "current_chunk"
@@ -78,7 +74,7 @@ class InputFile:
     """A file to read.
 
     Attributes:
-        name: its path, or its URL on an object store.
+        name: its path.
         version: changes when the file changes.
     """
 
@@ -90,15 +86,8 @@ class InputFile:
     def base_name(self) -> str:
         return PurePosixPath(self.name).name
 
-    @property
-    def is_remote(self) -> bool:
-        return "://" in self.name
-
     def open(self) -> BinaryIO:
-        if not self.is_remote:
-            return open_file(self.name)
-        filesystem, path = _filesystem(self.name)
-        return cast(BinaryIO, filesystem.open(path, "rb"))
+        return open_file(self.name)
 
 
 def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[InputFile]:
@@ -109,11 +98,9 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
     skipped.
 
     Args:
-        inputs: paths, or URLs that fsspec supports (s3://bucket/folder, gs://..., memory://...).
         suffixes: file extensions such as ".c"; case-sensitive.
 
-    Raises UserError if a path does not exist, a file has an unsupported type, a folder contains no readable file, a URL
-    contains a password, or the package for an object store is not installed.
+    Raises UserError if a path does not exist, a file has an unsupported type, or a folder contains no readable file.
     """
     for suffix in suffixes:
         if not suffix.startswith(".") or len(suffix) < 2 or "." in suffix[1:] or "/" in suffix:
@@ -122,21 +109,17 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
         raise UserError("no input files given")
     files: list[InputFile] = []
     for name in map(str, inputs):
-        if _LOGIN.search(name):
-            raise UserError(
-                f"input {_LOGIN.sub('://', name)}: URLs with a password are not supported, because names of inputs are "
-                "printed and stored; set it in the environment, such as FSSPEC_FTP_PASSWORD for ftp://, or "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3://"
-            )
+        if "://" in name:
+            raise UserError("an input is a URL; download the file first, for example with prepare_data.py --url")
         try:
-            files += _remote_files(name, suffixes) if "://" in name else _local_files(Path(name), suffixes)
+            files += _files(Path(name), suffixes)
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
             raise UserError(f"cannot read input {name}: {getattr(error, 'strerror', None) or error}") from error
     _note(f"input: {_count(len(files))}, {readable_size(sum(file.size for file in files))}")
     return files
 
 
-def _local_files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
+def _files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
     if path.is_dir():
         paths = [path / name for name in _select_names(str(path), _names_below(path, suffixes), suffixes)]
     elif not path.exists():
@@ -176,35 +159,6 @@ def _note(line: str) -> None:
 
 def _count(files: int) -> str:
     return f"{files:,} file" + "s" * (files != 1)
-
-
-def _remote_files(url: str, suffixes: Sequence[str]) -> list[InputFile]:
-    if url.startswith(("http://", "https://")):
-        raise UserError(f"input {url} must be downloaded first, for example by prepare_data.py --url {url}")
-    filesystem, path = _filesystem(url)
-    try:
-        if "*" in path:
-            paths = sorted(filesystem.glob(path))
-        elif filesystem.isdir(path):
-            paths_by_name = {name.removeprefix(path).lstrip("/"): name for name in filesystem.find(path)}
-            paths = [paths_by_name[name] for name in _select_names(url, paths_by_name, suffixes)]
-        else:
-            paths = [path]
-        files = []
-        for path in paths:
-            name, size = filesystem.unstrip_protocol(path), filesystem.info(path)["size"]
-            files.append(InputFile(name, size, str(filesystem.ukey(path))))
-    except UserError:
-        raise
-    except FileNotFoundError as error:
-        raise UserError(f"input {url} does not exist") from error
-    except Exception as error:  # each store has its own exceptions for credentials, network and permissions
-        raise UserError(f"cannot read {url}: {first_line(error)}") from error
-    if not files:
-        raise UserError(f"input {url} matches no file")
-    for file in files:
-        _check_format(file.name, suffixes)
-    return files
 
 
 def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) -> list[str]:
@@ -250,18 +204,3 @@ def _check_format(name: str, suffixes: Sequence[str]) -> None:
     if file_format(PurePosixPath(name).name, suffixes) is None:
         supported = f"folders, archives, and files ending in {' or '.join(suffixes)}" if suffixes else READABLE
         raise UserError(f"input {name} has an unsupported file type; supported: {supported}")
-
-
-def _filesystem(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path in it."""
-    fsspec = import_package("fsspec", "data", f"reading {url}")
-    protocol = url.split("://")[0]
-    try:
-        return cast(tuple[Any, str], fsspec.core.url_to_fs(url))
-    except ImportError as error:
-        raise UserError(
-            f"reading {protocol}:// needs a package that is not installed: {first_line(error)} "
-            f"(the one for s3://: {install_command('s3')})"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"input {url}: fsspec does not support {protocol}:// ({first_line(error)})") from error

@@ -44,8 +44,7 @@ class KnownDataset:
 _TEXT = "text"
 
 _SOURCE_OPTIONS = (
-    "--from FILE-OR-FOLDER (local, or s3:// and the like), --url URL[#sha256=...] to download, or --hf NAME to stream "
-    "from the Hugging Face hub"
+    "--from FILE-OR-FOLDER, --url URL[#sha256=...] to download, or --hf NAME to stream from the Hugging Face hub"
 )
 _PILE_SHARDS = "shards of the Pile (jsonl.zst with meta.pile_set_name, of which {subset} is selected)"
 _HOSTS_GONE = "the Pile's own download hosts no longer exist"
@@ -99,7 +98,7 @@ class PrepareOptions:
             GPT2BPETokenizer.
         vocab_file, merge_file: if both are None, GPT2BPETokenizer's files are downloaded to `directory`.
         vocab_size: size of the trained BPE; None: EMBEDDED_VOCAB_SIZE or `OwnText.vocab_size`.
-        sources: files and folders to read, local or remote. Empty for EMBEDDED.
+        sources: files and folders to read. Empty for EMBEDDED.
         urls: files to download and read (see `megatron.preparation.download`). Without any source, the dataset's own.
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
         text_key: key of the text in JSON objects, tables and datasets of the hub.

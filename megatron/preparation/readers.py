@@ -149,12 +149,6 @@ class FileCorpus:
             raise UserError(f"{file.name} is damaged or truncated: {first_line(error)}") from error
         except OSError as error:  # includes gzip's "not a gzipped file"
             raise UserError(f"cannot read {file.name}: {error.strerror or first_line(error)}") from error
-        except UserError:
-            raise
-        except Exception as error:
-            if not file.is_remote:
-                raise
-            raise UserError(f"cannot read {file.name}: {error}") from error  # object stores raise their own exceptions
 
     def _stream_chunks(self, raw: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
         """Yield the chunks of a file. `name` determines the format, `source` is the name for messages."""

@@ -33,7 +33,7 @@ from megatron.checkpoint.directory import (
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
-from megatron.data.indexed_dataset import idx_path, is_remote, read_manifest
+from megatron.data.indexed_dataset import idx_path, read_manifest
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
@@ -268,7 +268,7 @@ class SweepRun:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if not has_checkpoint(self.checkpoints):
-            data = {prefix: _identify_dataset(prefix) for prefix in _local_datasets(self.config)}
+            data = {prefix: _identify_dataset(prefix) for prefix in _datasets(self.config)}
             write_atomically(self.folder / DATA, f"{json.dumps(data, indent=1)}\n".encode())
         path = self.folder / "config.yml"
         content = json.dumps(self.config.to_flat(), indent=1, ensure_ascii=False)  # YAML has no surrogate pairs
@@ -377,19 +377,19 @@ def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choic
 
 
 def missing_data(runs: Sequence[SweepRun]) -> list[str]:
-    """Prefixes of local datasets that the runs need and that do not exist."""
+    """Prefixes of datasets that the runs need and that do not exist."""
     missing: dict[str, None] = {}  # as an ordered set
     for run in runs:
-        missing |= {prefix: None for prefix in _local_datasets(run.config) if not idx_path(prefix).is_file()}
+        missing |= {prefix: None for prefix in _datasets(run.config) if not idx_path(prefix).is_file()}
     return list(missing)
 
 
-def _local_datasets(config: Config) -> list[str]:
-    """Prefixes of the datasets of a configuration, without those on object stores."""
+def _datasets(config: Config) -> list[str]:
+    """Prefixes of the datasets of a configuration."""
     data = config.data
     blends = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
     prefixes = [data.data_path, *(prefix for blend in blends for prefix in blend or ())]
-    return [prefix for prefix in prefixes if prefix is not None and not is_remote(prefix)]
+    return [prefix for prefix in prefixes if prefix is not None]
 
 
 def _identify_dataset(prefix: str) -> dict[str, str]:

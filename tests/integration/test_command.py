@@ -124,7 +124,7 @@ def test_contents_of_the_wheel(wheel):
     assert f"\nVersion: {kerple.__version__}\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (.*)$", metadata, flags=re.MULTILINE))
     assert {command.extra for command in COMMANDS.values()} - {None} <= extras
-    assert extras == {"train", "data", "eval", "report", "tracking", "gpu", "s3", "all"}
+    assert extras == {"train", "data", "eval", "report", "tracking", "gpu", "all"}
 
 
 @pytest.fixture(scope="module")

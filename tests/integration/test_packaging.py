@@ -17,10 +17,10 @@ IMAGE = (ROOT / "Dockerfile").read_text()
 LOCK = ROOT / "requirements/lock.txt"
 
 
-def requirements(but: tuple[str, ...] = ()) -> Iterator[Requirement]:
+def requirements() -> Iterator[Requirement]:
     """The requirements in the files that people edit."""
     for path in sorted((ROOT / "requirements").glob("*.txt")):
-        if path.name not in (LOCK.name, *but):
+        if path.name != LOCK.name:
             lines = path.read_text().splitlines()
             yield from (Requirement(line) for line in lines if line and not line.startswith(("#", "-r")))
 
@@ -35,14 +35,8 @@ def test_requirements_of_the_package():
     assert {"torch", "deepspeed", "megatron-core"} <= train
     assert not {"wandb", "tensorboard", "matplotlib", "scipy"} & train
     everything = {Requirement(line).name for line in package.extras_require["all"]}
-    s3 = {"s3fs", "aiobotocore", "boto3"}
-    assert not s3 & everything
     extras = {Requirement(line).name for lines in package.extras_require.values() for line in lines}
-    assert everything >= extras - s3 - {"triton"}
-    # pip does not find a boto3 for aiobotocore in reasonable time.
-    pins = {Requirement(line).name: str(Requirement(line).specifier) for line in package.extras_require["s3"]}
-    assert pins["aiobotocore"].startswith("==")
-    assert pins["boto3"].startswith("==")
+    assert everything >= extras - {"triton"}
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
@@ -53,7 +47,7 @@ def test_the_lock_pins_all_requirements_for_every_machine(python):
     pins = {pin.name: pin for pin in lock if pin.marker is None or pin.marker.evaluate(machine)}
     assert [name for name in pins if re.match(r"(torch|nvidia|cuda)\b", name)] == []
     assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) and pin.url is None for pin in lock)
-    for requirement in requirements(but=("s3.txt",)):
+    for requirement in requirements():
         if requirement.name != "torch":
             (pin,) = pins[canonicalize_name(requirement.name)].specifier
             assert pin.version in requirement.specifier, requirement

@@ -10,4 +10,4 @@ def test_split_words():
 def test_split_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a,b.txt").touch()
-    assert split_inputs(["a,b.txt", "c,d", "s3://bucket/e,f"]) == ["a,b.txt", "c", "d", "s3://bucket/e", "f"]
+    assert split_inputs(["a,b.txt", "c,d"]) == ["a,b.txt", "c", "d"]

@@ -66,11 +66,11 @@ def test_train_command(start, tmp_path, monkeypatch, capsys):
 
 
 def test_accepted(tmp_path):
-    keys = {"train_data_paths": ["a", "b"], "valid_data_paths": ["s3://bucket/a", "b"], "distributed_backend": "nccl"}
+    keys = {"train_data_paths": ["a", "b"], "valid_data_paths": ["c", "b"], "distributed_backend": "nccl"}
     settings = {key: value for key, value in training_settings(tmp_path, "data").items() if key != "data_path"}
     config = Config.from_flat({**settings, **keys})
-    assert check_script([str(ROOT / "train.py")], config, ["--fallback"], 1) == ["a", "b"]
-    assert check_script(TRAIN_COMMAND, config, ["--fallback"], 1) == ["a", "b"]
+    assert check_script([str(ROOT / "train.py")], config, ["--fallback"], 1) == ["a", "b", "c"]
+    assert check_script(TRAIN_COMMAND, config, ["--fallback"], 1) == ["a", "b", "c"]
     config = config.updated(model_parallel_size=2)  # evaluate.py needs no model-parallel ranks
     assert check_script([str(ROOT / "evaluate.py")], config, ["--lengths", "8"], 1) == []
 

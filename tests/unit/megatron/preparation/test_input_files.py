@@ -1,15 +1,13 @@
-"""Finding input files in folders and on object stores (fsspec's in-memory store)."""
+"""Finding input files in folders."""
 
 import os
-import sys
 
-import fsspec
 import lm_dataformat
 import pytest
 
 from megatron.preparation.input_files import file_format, find_files
 from megatron.utils.errors import UserError
-from tests.support.corpora import json_lines, read_inputs
+from tests.support.corpora import read_inputs
 from tests.support.errors import assert_rejected
 
 
@@ -100,60 +98,8 @@ def test_source_tree_without_matching_files(tree):
     assert_rejected(r"data\.json", find_files, [tree / "data.json"], (".c",))
 
 
-# --- object stores
-
-
-@pytest.fixture
-def store():
-    store = fsspec.filesystem("memory")
-    store.store.clear()
-    store.pipe("/bucket/pile/00.jsonl", json_lines("one", "two"))
-    store.pipe("/bucket/pile/01.jsonl", json_lines("three"))
-    store.pipe("/bucket/pile/notes.pdf", b"not read")
-    store.pipe("/bucket/tree/a.py", b"source")
-    yield store
-    store.store.clear()
-
-
-def test_object_store(store):
-    assert read_inputs("memory://bucket/pile") == ["one", "two", "three"]
-    assert read_inputs("memory://bucket/pile/01.jsonl", "memory://bucket/pile/00.jsonl") == ["three", "one", "two"]
-    assert read_inputs("memory://bucket/pile/*1.jsonl") == ["three"]
-    assert read_inputs("memory://bucket/tree", suffixes=(".py",)) == ["source"]
-
-
-def test_local_files_by_url(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(json_lines("text"))
-    assert read_inputs(f"file://{tmp_path}/a.jsonl") == read_inputs(f"local://{tmp_path}") == ["text"]
-
-
-def test_object_store_errors(store, monkeypatch):
-    assert_rejected(r"memory://bucket/nothing\.jsonl", find_files, ["memory://bucket/nothing.jsonl"])
-    assert_rejected(r"memory://bucket/x\*\.jsonl", find_files, ["memory://bucket/x*.jsonl"])
-    assert_rejected("nowhere://", find_files, ["nowhere://bucket/a.jsonl"])
-    assert_rejected(r"https://example\.org/a\.jsonl.*--url", find_files, ["https://example.org/a.jsonl"])
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert_rejected("s3://.*s3fs", find_files, ["s3://bucket/a.jsonl"])
-
-    def fail(*arguments, **keywords):
-        raise RuntimeError("no credentials\nand more details")
-
-    monkeypatch.setattr(type(store), "info", fail)
-    assert_rejected(r"memory://bucket/pile/01\.jsonl", find_files, ["memory://bucket/pile/01.jsonl"])
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("ftp://user:secret@host/a.jsonl", "ftp://host/a.jsonl"),
-        ("s3://key:se@cret@bucket/*", r"s3://bucket/\*"),
-    ],
-)
-def test_passwords_in_urls(url, shown):
-    """Names of inputs are printed and stored in the manifest."""
-    with pytest.raises(UserError, match=rf"^input {shown}: .*FSSPEC_FTP_PASSWORD") as error:
-        find_files([url])
-    assert "secret" not in str(error.value)
+def test_a_url(tmp_path):
+    assert_rejected("URL.*--url", find_files, ["https://user:secret@example.org/a.jsonl"])
 
 
 def test_inputs_that_are_not_regular_files(tmp_path, capsys):
