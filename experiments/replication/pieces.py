@@ -1,7 +1,8 @@
-"""Write data/debian_c/pieces.jsonl: C cut at blank lines, each piece a document, for documents.yml.
+"""Write the data of documents.yml: C cut at blank lines, each piece a document, and whole files for evaluation.
 
-Reads the training split, data/debian_c/split_train, until there are 12 million tokens, more than the runs read.
-Neighbours in the file are unrelated, because the pieces are shuffled.
+data/debian_c/pieces.jsonl has the first files of the training split, until there are 12 million tokens, more than the
+runs read. Neighbours in the file are unrelated, because the pieces are shuffled. split_valid and split_test next to it
+are the other splits.
 """
 
 import json
@@ -15,12 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.data.indexed_dataset import open_indexed_files
+from megatron.data.splits import part_span
 from megatron.preparation.dataset_tools import decode_document
+from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
 from megatron.utils.files import write_atomically
 
 DATA = Path("data/debian_c")
+SPLIT = "80,10,10"
 TOKENS, SEED = 12_000_000, 1234
 
 
@@ -31,7 +35,7 @@ def cut_at_blank_lines(text: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the pieces. Raises UserError if the dataset or its tokenizer cannot be read."""
-    files = open_indexed_files(DATA / "split_train")
+    files = open_indexed_files(DATA / "debian_c_text_document")
     tokenizer = build_tokenizer("HFTokenizer", DATA / "tokenizer.json")
     pieces: list[str] = []
     number, tokens = 0, 0
@@ -43,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = DATA / "pieces.jsonl"
     write_atomically(path, "".join(json.dumps({"text": piece}) + "\n" for piece in pieces).encode())
     print(f"{path}: {len(pieces):,} pieces of {number:,} files")
+    for part in ("valid", "test"):
+        first, last = part_span(SPLIT, part, files.sequences, files.prefix)
+        with IndexedWriter(DATA / f"split_{part}", tokenizer.vocab_size) as writer:
+            writer.add(files.open_tokens(first, last)[:], files.lengths[first:last])
+            writer.finish()
 
 
 if __name__ == "__main__":

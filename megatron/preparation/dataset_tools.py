@@ -1,4 +1,4 @@
-"""Operations on `.bin/.idx` datasets, for tools/datasets: inspect, merge, and split."""
+"""Operations on `.bin/.idx` datasets, for tools/datasets: inspect and merge."""
 
 import hashlib
 import sys
@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron.data.indexed_dataset import (
     IndexedFiles,
-    Manifest,
     bin_path,
     check_tokenizer,
     manifest_path,
@@ -18,7 +17,6 @@ from megatron.data.indexed_dataset import (
     read_manifest,
     write_manifest,
 )
-from megatron.data.splits import PARTS, part_span, split_spans
 from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
@@ -143,50 +141,60 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     if len(prefixes) < 2:
         raise UserError("merging needs at least two datasets")
     sources = [_open_documents(prefix) for prefix in prefixes]
-    _check_distinct(prefixes, [output])
-    with_manifest = []
+    _check_distinct(prefixes, output)
+
+    # The tokenizers of the sources with a manifest must be the same.
+    known = []
     for prefix, source in zip(prefixes, sources, strict=True):
-        manifest = read_manifest(source.prefix)
+        manifest = read_manifest(prefix)
         if manifest is not None and manifest.describes(source):
-            with_manifest.append((prefix, manifest))
-    for prefix, manifest in with_manifest[1:]:
-        first_prefix, first = with_manifest[0]
-        if manifest.tokenizer_fingerprint != first.tokenizer_fingerprint:
-            raise UserError(f"{prefix} and {first_prefix} were built with different tokenizers")
-    known = [manifest for _, manifest in with_manifest]
-    combined = None
-    if len(known) == len(sources):
-        text_bytes = [manifest.text_bytes for manifest in known if manifest.text_bytes is not None]
-        combined = replace(  # `_write_spans` replaces the counts of documents and tokens
-            known[0],
-            text_bytes=sum(text_bytes) if len(text_bytes) == len(known) else None,
-            append_eod=all(manifest.append_eod for manifest in known),
-            ftfy=all(manifest.ftfy for manifest in known),
-            inputs=[name for manifest in known for name in manifest.inputs],
-            skipped_empty=sum(manifest.skipped_empty for manifest in known),
-            skipped_bad=sum(manifest.skipped_bad for manifest in known),
-            skipped_other=sum(manifest.skipped_other for manifest in known),
+            known.append((prefix, manifest))
+    for prefix, manifest in known[1:]:
+        if manifest.tokenizer_fingerprint != known[0][1].tokenizer_fingerprint:
+            raise UserError(f"{prefix} and {known[0][0]} were built with different tokenizers")
+    manifests = [manifest for _, manifest in known] if len(known) == len(sources) else []
+
+    # An unknown vocabulary is one that is stored in a type that all sources fit into.
+    if manifests:
+        vocab_size = manifests[0].vocab_size
+    else:
+        wide = any(source.dtype.itemsize > 2 or source.dtype == np.int16 for source in sources)
+        vocab_size = np.iinfo(np.int32).max if wide else 65499
+
+    # Copy as many documents as fit into a block, but at least one.
+    total = sum(source.tokens for source in sources)
+    with IndexedWriter(output, vocab_size) as writer, _progress(f"writing {output}.bin", total) as display:
+        for source in sources:
+            tokens, offsets, first = source.open_tokens(), source.offsets(), 0
+            while first < source.sequences:
+                end = int(np.searchsorted(offsets, offsets[first] + TOKEN_BLOCK, side="right")) - 1
+                end = max(end, first + 1)
+                writer.add(tokens[offsets[first] : offsets[end]].astype(writer.dtype), source.lengths[first:end])
+                first = end
+                display.update(writer.tokens)
+        manifest_path(output).unlink(missing_ok=True)
+        written = writer.finish()
+
+    # The manifest of the result, if all sources have one.
+    if manifests:
+        text_bytes = [manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None]
+        combined = replace(
+            manifests[0],
+            documents=written.documents,
+            tokens=written.tokens,
+            text_bytes=sum(text_bytes) if len(text_bytes) == len(manifests) else None,
+            largest_id=written.largest_id,
+            sha256=written.sha256,
+            dtype=written.dtype,
+            append_eod=all(manifest.append_eod for manifest in manifests),
+            ftfy=all(manifest.ftfy for manifest in manifests),
+            inputs=[name for manifest in manifests for name in manifest.inputs],
+            skipped_empty=sum(manifest.skipped_empty for manifest in manifests),
+            skipped_bad=sum(manifest.skipped_bad for manifest in manifests),
+            skipped_other=sum(manifest.skipped_other for manifest in manifests),
         )
-    return _write_spans(output, [(source, 0, source.sequences) for source in sources], combined)
-
-
-def split(prefix: str, shares: str, output: str) -> dict[str, WrittenFiles]:
-    """Write the parts of a split as `{output}_train`, `_valid` and `_test`, with the boundaries that training uses.
-
-    Args:
-        shares: as for the configuration key `split`, e.g. "969,30,1". A part with share 0 is not written.
-
-    Raises UserError if the split is invalid, a part has no documents, or the input is one of the outputs.
-    """
-    source = _open_documents(prefix)
-    parts = [part for part, span in zip(PARTS, split_spans(shares, source.sequences), strict=True) if span]
-    spans = {part: part_span(shares, part, source.sequences, prefix) for part in parts}
-    _check_distinct([prefix], [f"{output}_{part}" for part in spans])
-    manifest = read_manifest(prefix)
-    if manifest is not None:
-        # The text size and the skipped documents are known only for the whole dataset.
-        manifest = replace(manifest, text_bytes=None, skipped_empty=0, skipped_bad=0, skipped_other=0)
-    return {part: _write_spans(f"{output}_{part}", [(source, *span)], manifest) for part, span in spans.items()}
+        write_manifest(output, combined)
+    return written
 
 
 def _open_documents(prefix: str) -> IndexedFiles:
@@ -196,7 +204,7 @@ def _open_documents(prefix: str) -> IndexedFiles:
     return files
 
 
-def _check_distinct(inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def _check_distinct(inputs: Sequence[str], output: str) -> None:
     input_paths: dict[Path, str] = {}
     for prefix in inputs:
         path = bin_path(prefix).resolve()
@@ -204,48 +212,11 @@ def _check_distinct(inputs: Sequence[str], outputs: Sequence[str]) -> None:
             first = input_paths[path]
             raise UserError(f"{prefix} is given twice" + ("" if first == prefix else f": it is also {first}"))
         input_paths[path] = prefix
-    for output in outputs:
-        if bin_path(output).resolve() in input_paths:
-            raise UserError(f"{output} is one of the inputs; choose another output")
+    if bin_path(output).resolve() in input_paths:
+        raise UserError(f"{output} is one of the inputs; choose another output")
 
 
 def _progress(task: str, tokens: int) -> Progress:
     """A progress display. Also prints one line now, because the display shows nothing in the first seconds."""
     print(visible(f"{task}: {tokens:,} tokens"), file=sys.stderr, flush=True)
     return Progress(task, tokens, unit="tokens")
-
-
-def _write_spans(
-    output: str, spans: Sequence[tuple[IndexedFiles, int, int]], manifest: Manifest | None
-) -> WrittenFiles:
-    """Write sequences `first` to `last - 1` of each (source, first, last), and the manifest with updated counts."""
-    if manifest is not None:
-        vocab_size = manifest.vocab_size
-    else:
-        # The vocabulary is unknown. Use one that is stored in a type that all sources fit into.
-        wide = any(source.dtype.itemsize > 2 or source.dtype == np.int16 for source, _, _ in spans)
-        vocab_size = np.iinfo(np.int32).max if wide else 65499
-    total = sum(int(source.lengths[first:last].sum(dtype=np.int64)) for source, first, last in spans)
-    with IndexedWriter(output, vocab_size) as writer, _progress(f"writing {output}.bin", total) as display:
-        for source, first, last in spans:
-            tokens, offsets = source.open_tokens(), source.offsets()
-            while first < last:
-                # Copy as many documents as fit into a block, but at least one.
-                end = int(np.searchsorted(offsets, offsets[first] + TOKEN_BLOCK, side="right")) - 1
-                end = min(max(end, first + 1), last)
-                writer.add(tokens[offsets[first] : offsets[end]].astype(writer.dtype), source.lengths[first:end])
-                first = end
-                display.update(writer.tokens)
-        manifest_path(output).unlink(missing_ok=True)
-        written = writer.finish()
-    if manifest is not None:
-        manifest = replace(
-            manifest,
-            documents=written.documents,
-            tokens=written.tokens,
-            largest_id=written.largest_id,
-            sha256=written.sha256,
-            dtype=written.dtype,
-        )
-        write_manifest(output, manifest)
-    return written

@@ -130,7 +130,6 @@ def damaged_dataset(draw: Draw, folder: Path) -> Case:
         inspect,
         [*inspect, "--sample", "0", "3", "--tokenizer-type", "CharLevelTokenizer"],
         ["tools/datasets/merge_datasets.py", "--input", prefix, "--output-prefix", "out"],
-        ["tools/datasets/split_dataset.py", "--input", prefix, "--output-prefix", "out", "--split", "8,1,1"],
     )
     return Case(pick(draw, commands))
 

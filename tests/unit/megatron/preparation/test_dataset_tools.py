@@ -1,5 +1,6 @@
-"""Inspecting, merging and splitting datasets."""
+"""Inspecting and merging datasets."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset import manifest_path, read_manifest, write_manifest
-from megatron.data.splits import split_spans
 from megatron.preparation import dataset_tools
-from megatron.preparation.dataset_tools import decode_document, inspect, merge, split
+from megatron.preparation.dataset_tools import decode_document, inspect, merge
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.preparation.input_files import find_files
@@ -20,7 +20,7 @@ from megatron.preparation.preprocessing import preprocess
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
-from tests.support.corpora import BYTE_TOKENIZER, json_lines, part_tokens
+from tests.support.corpora import BYTE_TOKENIZER, json_lines
 from tests.support.errors import assert_rejected
 
 TOKENIZER = CharLevelTokenizer()
@@ -81,7 +81,7 @@ def test_damaged_dataset(dataset, tokenizer):
     assert_rejected("65.*512", inspect, dataset, TOKENIZER)
 
 
-# --- merge and split
+# --- merge
 
 
 def build(folder, name, text, **options) -> str:
@@ -112,45 +112,28 @@ def test_merge(tmp_path):
     assert manifest.inputs == ["a", "b", "c"]
 
 
-def test_split_equals_that_of_training(tmp_path):
-    prefix = build(tmp_path, "a", " ".join(f"document{number}" for number in range(40)))
-    split(prefix, "7,2,1", str(tmp_path / "part"))
-    for part in ("train", "valid", "test"):
-        stream = part_tokens(prefix, "7,2,1", part)
-        assert part_tokens(str(tmp_path / f"part_{part}"), None).tolist() == stream.tolist()
-        manifest = read_manifest(tmp_path / f"part_{part}")
-        assert manifest.text_bytes is None
-        assert manifest.tokens == len(stream)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
-    shares=st.tuples(*[st.integers(0, 50)] * 3).filter(any),
+    parts=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=2, max_size=4),
     block=st.integers(1, 40),
 )
-def test_splitting_and_merging_again(tmp_path_factory, lengths, shares, block):
-    """Merging the parts of a split restores the corpus byte for byte."""
-    folder = tmp_path_factory.mktemp("split")
-    prefix = str(folder / "c")
-    with IndexedWriter(prefix, 300) as writer:
-        writer.add(np.arange(sum(lengths), dtype=np.uint16), np.array(lengths, np.int32))
-        writer.finish()
-    text = ",".join(map(str, shares))
+def test_merging_the_parts_of_a_corpus(tmp_path_factory, parts, block):
+    """The result is the corpus byte for byte."""
+    folder = tmp_path_factory.mktemp("merge")
+
+    def write(name, documents, first=0) -> str:
+        with IndexedWriter(folder / name, 300) as writer:
+            writer.add(np.arange(first, first + sum(documents), dtype=np.uint16), np.array(documents, np.int32))
+            return writer.finish().prefix
+
+    whole = write("whole", list(itertools.chain(*parts)))
+    starts = np.cumsum([0, *map(sum, parts)])
+    prefixes = [write(f"part{number}", part, starts[number]) for number, part in enumerate(parts)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_tools, "TOKEN_BLOCK", block)
-        spans = split_spans(text, len(lengths))
-        if any(span is not None and span[0] == span[1] for span in spans):
-            with pytest.raises(UserError, match="leaves no documents for"):
-                split(prefix, text, str(folder / "part"))
-            return
-        written = split(prefix, text, str(folder / "part"))
-        parts = [files.prefix for files in written.values()]
-        if len(parts) > 1:
-            merge(parts, str(folder / "merged"))
-    merged = folder / "merged" if len(parts) > 1 else parts[0]
+        merge(prefixes, str(folder / "merged"))
     for ending in ("bin", "idx"):
-        assert Path(f"{merged}.{ending}").read_bytes() == Path(f"{prefix}.{ending}").read_bytes()
+        assert (folder / f"merged.{ending}").read_bytes() == Path(f"{whole}.{ending}").read_bytes()
 
 
 def test_errors(tmp_path):
@@ -165,7 +148,6 @@ def test_errors(tmp_path):
         merge([a, f"{tmp_path}/../{tmp_path.name}/a_text_document"], str(tmp_path / "out"))
     with pytest.raises(UserError, match="no data at"):
         merge([a, str(tmp_path / "absent")], str(tmp_path / "out"))
-    assert_rejected("'9,1'.*2", split, a, "9,1", str(tmp_path / "out"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     manifest = read_manifest(b)
     write_manifest(b, replace(manifest, tokenizer_fingerprint="another"))
