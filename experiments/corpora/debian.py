@@ -24,9 +24,9 @@ from urllib.parse import quote
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
+from experiments.corpora.deduplication import Deduplicator
 from megatron.preparation.corpora import DocumentCorpus, documents_checksum, first_training_texts
 from megatron.preparation.decompression import decompress
-from megatron.preparation.deduplication import Deduplicator
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.download import download
 from megatron.preparation.input_files import file_format
@@ -256,7 +256,7 @@ class DebianCorpus(DocumentCorpus):
         if self.is_default and checksum != self.definition.sha256:
             raise UserError(
                 f"the documents of {self._name} have SHA-256 {checksum}, not {self.definition.sha256}, although the "
-                "packages have the right checksums; install the versions in requirements/data.txt"
+                "packages have the right checksums; install datasketch 2"
             )
         return documents
 

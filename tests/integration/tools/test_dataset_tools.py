@@ -14,7 +14,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
-from tests.support.corpora import json_lines, read_inputs
+from tests.support.corpora import json_lines
 from tests.support.texts import KINDS
 
 ROOT = Path(__file__).parents[3]
@@ -181,20 +181,3 @@ def test_merge(dataset, tmp_path, run):
     assert status == 0, error
     assert f"{tmp_path / 'merged'}.bin/.idx: 60 documents, " in output
     assert (tmp_path / "merged.bin").read_bytes() == Path(f"{dataset}.bin").read_bytes() * 2
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.zst"])
-def test_deduplicate(tmp_path, run, ending):
-    texts = [" ".join(f"word{number}-{position}" for position in range(200)) for number in range(3)]
-    lines = [*texts, texts[1], texts[2] + " more", "", "last \u00e9"]
-    source = tmp_path / "a,b.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
-    output = tmp_path / f"unique{ending}"
-    status, printed, error = run("deduplicate", "--input", source, "--output", output)
-    assert status == 0, error
-    assert "6 documents: 1 exact duplicates and 1 near-duplicates removed, 4 kept" in printed
-    assert read_inputs(output) == [*texts, "last \u00e9"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [source.name, output.name]
-    assert "4 kept" in run("deduplicate", "--input", source)[1]
-    assert "argument --threshold: must be" in run("deduplicate", "--input", output, "--threshold", 2)[2]
-    assert "must end in .jsonl" in run("deduplicate", "--input", source, "--output", "x.txt")[2]

@@ -1,12 +1,8 @@
 """Exact and near-duplicate documents."""
 
 import random
-import sys
 
-import pytest
-
-from megatron.preparation.deduplication import Deduplicator, shingle_hashes
-from megatron.utils.errors import UserError
+from experiments.corpora.deduplication import Deduplicator, shingle_hashes
 
 
 def shingles(text: str) -> set[tuple[str, ...]]:
@@ -52,16 +48,8 @@ def test_exact_and_near_duplicates():
 
 
 def test_results_are_the_same_everywhere():
-    """Pinned, because the corpora of megatron.preparation.debian depend on these values."""
+    """Pinned, because the corpora of experiments.corpora.debian depend on these values."""
     assert shingle_hashes(b"int main(void)").tolist() == [842215148]
     deduplicator = Deduplicator()
     deduplicator.is_new(b"int main(void) { return 0; }")
     assert deduplicator._signatures[0][:3].tolist() == [309856390, 1901442119, 330517539]
-
-
-def test_errors(monkeypatch):
-    with pytest.raises(UserError, match="threshold 0 is not between 0 and 1"):
-        Deduplicator(0)
-    monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(UserError, match="datasketch"):
-        Deduplicator()

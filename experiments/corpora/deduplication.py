@@ -10,11 +10,10 @@ import re
 import zlib
 from dataclasses import dataclass
 
+import datasketch
 import numpy as np
 
-from megatron.utils.errors import UserError, import_package
-
-DEFAULT_THRESHOLD = 0.7
+THRESHOLD = 0.7
 SHINGLE_WORDS = 5
 
 _PERMUTATIONS = 128
@@ -50,19 +49,10 @@ class Deduplicator:
 
     So no two kept documents are near-duplicates of each other, up to the error of the estimated similarity s: its
     standard error is sqrt(s (1 - s) / 128), which is 0.04 at s = 0.7. Memory use is about 10 kB per kept document.
-
-    Args:
-        threshold: similarity, above 0 and at most 1, at or above which two documents are near-duplicates.
-
-    Raises UserError if the package datasketch is not installed, or the threshold is out of range.
     """
 
-    def __init__(self, threshold: float = DEFAULT_THRESHOLD):
-        if not 0 < threshold <= 1:
-            raise UserError(f"similarity threshold {threshold} is not between 0 and 1")
-        datasketch = import_package("datasketch", "data", "finding near-duplicates")
+    def __init__(self) -> None:
         self.counts = DuplicateCounts()
-        self._threshold = threshold
         # The result depends on the scheme, and datasketch 1 used another one.
         self._empty = datasketch.MinHash(_PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
         self._index = datasketch.MinHashLSH(num_perm=_PERMUTATIONS, params=(_BANDS, _ROWS))
@@ -80,7 +70,7 @@ class Deduplicator:
         signature = self._empty.copy()
         signature.update_batch(shingle_hashes(content).tolist())
         for candidate in self._index.query(signature):
-            if np.mean(self._signatures[candidate] == signature.hashvalues) >= self._threshold:
+            if np.mean(self._signatures[candidate] == signature.hashvalues) >= THRESHOLD:
                 self.counts.near += 1
                 return False
         self._index.insert(len(self._signatures), signature, check_duplication=False)
