@@ -219,7 +219,7 @@ def run_eval_tasks(
     with inference(model), bar:
         for task, share, cost in zip(tasks, shares, costs, strict=True):
             bar.description = f"{name} {task.mode.name} {share.length:,}"
-            bar.restart_rate()
+            bar.restart(completed)
             tokens = 0
 
             def advance(count: int, completed: float = completed, cost: float = cost) -> None:

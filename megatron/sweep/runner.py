@@ -85,7 +85,7 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._progress.__exit__()
 
     def print(self, line: str) -> None:
         self._progress.print(line)

@@ -31,32 +31,33 @@ def test_lines_in_a_log(capsys, clock):
     ]
 
 
-def test_resumed_work_counts_from_there(clock):
+def test_resumed_work_counts_from_there(capsys, clock):
     display = Progress("shards", 1000, unit="MB")
     clock.append(100.0)
     display.restart(completed=500, amount=50.0)
-    assert display.seconds_left is None
     clock.append(110.0)
-    display.update(600, amount=60.0)
-    assert display.rate == pytest.approx(1.0)
-    assert display.seconds_left == pytest.approx(40.0)
-    display.restart_rate(60.0)
-    clock.append(111.0)
-    display.update(600, amount=65.0)
-    assert display.rate_text == "5.0 MB/s"
+    display.update(500, amount=50.0)
+    clock.append(120.0)
+    display.update(600, amount=70.0)
+    assert capsys.readouterr().err.splitlines() == ["shards: 50%, 0.0 MB/s", "shards: 60%, 1.0 MB/s, 1m20s left"]
+    assert display.rate_text == "1.0 MB/s"
 
 
-def test_bar_on_a_terminal(clock):
+def test_a_line_in_a_terminal(clock):
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=150)
+    console = Console(file=stream, force_terminal=True, width=60)
     with Progress("shards", 100, unit="tokens", console=console) as display:
         clock.append(1.0)
         display.update(50, "3 of 6 [runs]", amount=1234)
-        display.print("a [line] above the bar")
-        display.update(100, "done")
-    assert "50%, 3 of 6 [runs], 1,234 tokens/s, 1s left" in stream.getvalue()
-    assert "a [line] above the bar" in stream.getvalue()
-    assert "100%, done" in stream.getvalue()
+        display.print("a [line] above it")
+        clock.append(2.0)
+        display.update(75, "a status that is far too long for the terminal")
+    first, above, last = stream.getvalue().split("\x1b[2K")[1:4]
+    assert first == "shards: 50%, 3 of 6 [runs], 1,234 tokens/s, 1s left\r"
+    assert above == "a [line] above it\n"
+    assert last.startswith("shards: 75%, a status")
+    assert len(last) <= 61
+    assert stream.getvalue().endswith("\r\x1b[2K")
 
 
 def test_disabled(capsys, clock):
