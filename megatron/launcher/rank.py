@@ -1,6 +1,5 @@
 """A process that is one rank: its variables under Slurm and MPI, and what it does when its launcher stops or dies."""
 
-import contextlib
 import os
 import re
 import select
@@ -8,8 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
-
-import psutil
 
 from megatron.config import Config
 from megatron.launcher.node import LAUNCHER_VARIABLE
@@ -71,23 +68,10 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0]) if match else nodelist
 
 
-def _other_ranks(launcher: int) -> list[int]:
-    """The process ids of the other ranks that the process `launcher` has started on this host."""
-    identity = {LAUNCHER_VARIABLE: str(launcher), "MASTER_PORT": os.environ.get("MASTER_PORT")}
-    ranks = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            environment = process.environ()
-            if process.pid != os.getpid() and all(environment.get(name) == value for name, value in identity.items()):
-                ranks.append(process.pid)
-    return ranks
-
-
-def _kill_group(process: int) -> None:
-    """Kill a rank. deepy.py makes each rank the leader of a process group, which includes its data workers."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        kill = os.killpg if os.getpgid(process) == process else os.kill
-        kill(process, signal.SIGKILL)
+def _kill_this_rank() -> None:
+    """deepy.py makes each rank the leader of a process group, which includes its data workers."""
+    kill = os.killpg if os.getpgrp() == os.getpid() else os.kill
+    kill(os.getpid(), signal.SIGKILL)
 
 
 def follow_launcher() -> None:
@@ -114,8 +98,6 @@ def follow_launcher() -> None:
                 break
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SECONDS_TO_SAVE)
-        for rank in _other_ranks(launcher):  # a suspended one cannot do this itself
-            _kill_group(rank)
-        _kill_group(os.getpid())
+        _kill_this_rank()
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
