@@ -33,7 +33,6 @@ from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled
 from megatron.training.optimizer import Schedule
 from megatron.training.startup import (
     check_attention,
-    check_log_folders,
     lock_log_folders,
     lock_save_folder,
 )
@@ -51,7 +50,6 @@ def train(config: Config) -> TrainingState:
         raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
     layout = distributed.initialize(config)
     try:
-        check_log_folders(config)
         with contextlib.ExitStack() as resources:
             lock_log_folders(config, resources)
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))

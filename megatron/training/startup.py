@@ -19,34 +19,11 @@ from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 
-def check_log_folders(config: Config) -> None:
-    """Check that the folders that rank 0 writes to, besides `save`, are writable. Every rank must call this.
-
-    Sample indices are not included: they are written before the model is built, and a read-only folder that already
-    contains them is enough.
-
-    Raises UserError, on all ranks.
-    """
-    logging = config.logging
-    folders = {
-        "log-dir": logging.log_dir,
-        "tensorboard-dir": logging.tensorboard_dir,
-        "eval-results-prefix": config.evaluation.eval_results_prefix,
-        "use_wandb (environment variable WANDB_DIR)": os.environ.get("WANDB_DIR", ".") if logging.use_wandb else None,
-    }
-
-    def check() -> None:
-        for key, folder in folders.items():
-            if folder:
-                check_writable(folder, key)
-
-    run_on_rank_0(check)
-
-
 def lock_log_folders(config: Config, resources: contextlib.ExitStack) -> None:
     """Lock `log-dir` and `tensorboard-dir` until `resources` are released. Every rank must call this.
 
-    Raises UserError, on all ranks, if another run logs to one of them: their metrics would be mixed.
+    Raises UserError, on all ranks, if one of them cannot be written, or another run logs to it: their metrics would
+    be mixed.
     """
     logging = config.logging
     folders = {"log-dir": logging.log_dir, "tensorboard-dir": logging.tensorboard_dir}
