@@ -10,7 +10,6 @@ from megatron.checkpoint.directory import (
     find_damage,
     find_step,
     find_valid_step,
-    has_checkpoint,
     iteration_of,
     looks_like_checkpoint,
     read_state_file,
@@ -134,35 +133,6 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
     if new_method:
         report(
             f"finetune: the checkpoint's positional parameters are not used; those of {config.model.pos_emb} are new"
-        )
-
-
-def check_save_folder(config: Config) -> None:
-    """Raises CheckpointError if `save` already contains checkpoints of another model than the configured one.
-
-    If the run resumes from `save`, `check_model` compares the models.
-    """
-    settings = config.checkpoint
-    save = settings.save
-    if save is None or not has_checkpoint(save) or (_same_folder(settings.load, save) and not settings.finetune):
-        return
-    try:
-        step = find_step(save)
-    except CheckpointError:  # `latest` is damaged, so it is not known what the folder contains
-        return
-    try:
-        rows = embedding_rows(open_layers(step, [0]), step)  # another padding is not another model
-        check_sizes(step, ModelSettings(config.model, rows), positional=False)
-    except CheckpointError as error:
-        problem = str(error)
-    else:
-        try:
-            problem = "; ".join(model_differences(_saved_config(step, config), config))
-        except CheckpointError:  # the checkpoint has no usable configuration
-            return
-    if problem:
-        raise CheckpointError(
-            f"save: {save} already contains checkpoints of another model: {problem}. Choose another folder"
         )
 
 

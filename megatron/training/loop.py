@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron.checkpoint.directory import check_not_replaced, iteration_of
 from megatron.checkpoint.loading import (
     check_model,
-    check_save_folder,
     checkpoint_vocab_size,
     load_checkpoint,
     locate_checkpoint,
@@ -183,7 +182,6 @@ def _lock_and_resume(
     if save is None or config.schedule.train_iters == 0:
         return config, None
     lock = lock_save_folder(save, resources)
-    check_save_folder(config)
     resumed = resumable_config(config)
     if resumed is None:
         return config, lock

@@ -227,10 +227,9 @@ def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
     trained(tmp_path / "first", data_path, train_iters=1, eval_iters=0)
     trained(tmp_path / "second", data_path, train_iters=1, eval_iters=0, pos_emb="none")
     load, save = (str(tmp_path / name / "checkpoints") for name in ("first", "second"))
-    message = r"save: .*second.*of another model: pos_emb none in the checkpoint, kerple_log here. Choose another"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=r"save: .*second.*already contains checkpoints of another run"):
         trained(tmp_path / "second", data_path, **{"load": load, "save": save, **keys})
-    with pytest.raises(CheckpointError, match=r"another model: .*layer_00"):
+    with pytest.raises(CheckpointError, match="another run"):
         trained(tmp_path / "second", data_path, hidden_size=64, pos_emb="none", load=None)
 
 
