@@ -1,6 +1,6 @@
 """Loading a checkpoint into a training run of any parallel layout: weights only (finetune), or everything (resume)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,18 +180,6 @@ def _same_folder(first: str | None, second: str | None) -> bool:
     return first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
 
 
-def _fp16_changes(saved: Mapping[str, Any], config: Config, report: Report) -> bool:
-    """Whether keys of `fp16` differ from those of the checkpoint's `run_state`. Then its loss scale is not used, and
-    `report` prints that.
-    """
-    before, now = saved.get("fp16") or {}, config.precision
-    changed = [f"fp16.{name}" for name, value in before.items() if value != getattr(now, name)]
-    if now.dtype != "fp16" or not changed:
-        return False
-    report(f"{', '.join(changed)}: not as in the checkpoint, so the loss scale starts as configured")
-    return True
-
-
 def _saved_config(step: Path, config: Config) -> Config:
     """The checkpoint's configuration. An external method is imported only from the module that this run names, never
     from one that the checkpoint names. Raises CheckpointError if the configuration is missing or cannot be used.
@@ -287,7 +275,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     else:
         engine.refresh_masters()
         report("optimizer state not loaded: " + ("no-load-optim" if settings.no_load_optim else "it was not saved"))
-    restore_counters(engine, saved, loss_scale=load_optimizer_state and not _fp16_changes(saved, config, report))
+    restore_counters(engine, saved, loss_scale=load_optimizer_state)
 
     # Each rank has its own generators.
     if not settings.no_load_rng:

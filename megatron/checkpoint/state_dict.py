@@ -20,8 +20,6 @@ from megatron.model.settings import Layout
 # start at 0, because it updates the weights where they are a multiple of gradient_accumulation_steps, which may change.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-# Keys of `fp16` on which the loss scale depends.
-SCALER_KEYS = ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
 
 
 class TrainingEngine(Protocol):
@@ -97,7 +95,6 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
         "optimizer_left_out": config.checkpoint.no_save_optim,
         "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
-        "fp16": {name: getattr(config.precision, name) for name in SCALER_KEYS},
     }
 
 

@@ -71,18 +71,15 @@ def test_resuming_with_smaller_batches_reads_the_next_samples(tmp_path, data_pat
     assert read == list(range(4 * 16 + 4 * 8))
 
 
-def test_the_loss_scale_of_the_configuration_is_used_if_it_has_changed(tmp_path, data_path, capsys):
-    """The dynamic scale of the first run, 2^8 at first, doubles every other iteration."""
+def test_a_dynamic_loss_scale_continues(tmp_path, data_path):
+    """That of the first run, 2^8 at first, doubles every other iteration. A constant one is not continued."""
     first = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     trained(tmp_path / "first", data_path, fp16=first, eval_iters=0)
-    for keys, scale in (({"loss_scale": 128}, 128), ({"initial_scale_power": 4}, 16), ({}, 2**11)):
-        capsys.readouterr()
+    for keys, scale in (({"loss_scale": 128}, 128), ({}, 2**11)):
         folder = tmp_path / str(scale)
         copy_checkpoint(tmp_path / "first", folder, 6)
         trained(folder, data_path, fp16=first | keys, eval_iters=0, train_iters=7)
         assert metrics(folder, "train/loss_scale")[7] == scale
-        printed = "not as in the checkpoint, so the loss scale starts as configured" in capsys.readouterr().out
-        assert printed == bool(keys)
 
 
 def test_extra_checkpoints(tmp_path, data_path):
