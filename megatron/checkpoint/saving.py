@@ -70,10 +70,6 @@ class Checkpointer:
         self.engine, self.config, self.report = engine, config, report
         self.directory = Path(config.checkpoint.save)
         self.first_lineage = first_lineage
-        kept = "extra_save_iters" if config.checkpoint.extra_save_iters else ""
-        kept = "checkpoint_scale: log" if config.checkpoint.checkpoint_scale == "log" else kept
-        if config.checkpoint.keep_last_n_checkpoints is not None and kept:
-            report(f"keep_last_n_checkpoints: the checkpoints that {kept} asks for are kept, too")
 
     def save(self, state: TrainingState) -> None:
         """Write global_stepN and point `latest` at it.

@@ -102,10 +102,9 @@ def test_extra_checkpoints(tmp_path, data_path):
 @pytest.mark.parametrize(
     ("keys", "kept"), [({"extra_save_iters": [0, 1]}, [0, 1, 6]), ({"checkpoint_scale": "log"}, [1, 2, 4, 6])]
 )
-def test_requested_checkpoints_are_not_deleted(keys, kept, tmp_path, data_path, capsys):
+def test_requested_checkpoints_are_not_deleted(keys, kept, tmp_path, data_path):
     trained(tmp_path, data_path, **keys, save_interval=2, keep_last_n_checkpoints=1, eval_iters=0)
     assert saved_iterations(tmp_path / "checkpoints") == kept
-    assert f"keep_last_n_checkpoints: the checkpoints that {next(iter(keys))}" in capsys.readouterr().out
 
 
 def test_a_branch_of_a_run_replaces_its_later_checkpoints(finished_run, tmp_path, data_path):
