@@ -289,8 +289,8 @@ def _build_schedule(config: Config, state: TrainingState, report: Callable[[str]
         report(f"nothing to train: the run has ended at train-iters {last_iteration:,}; it is evaluated")
     if state.iteration < last_iteration:
         report(schedule.describe())
-        for notice in schedule.notices(state.iteration, last_iteration, state.learning_rate):
-            report(f"notice: {notice}")
+        if jump := schedule.jump(state.iteration, state.learning_rate):
+            report(f"notice: {jump}")
     return schedule
 
 

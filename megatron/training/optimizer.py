@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -164,20 +164,14 @@ class Schedule:
             f"{self.warmup_steps:,.0f} of warmup; formulas: lr-schedule {self.version}"
         )
 
-    def notices(self, start: int, end: int, last_rate: float | None) -> Iterator[str]:
-        """What the user may not expect in the steps from `start` to `end`. last_rate: the learning rate of the step
-        before `start`, if the run continues.
+    def jump(self, start: int, last_rate: float | None) -> str | None:
+        """A line for the log if the rate at step `start` does not continue the run. last_rate: that of the step before,
+        None if it is not known.
         """
-        steps = range(start, end, max((end - start) // 1000, 1))
-        lowest = sum(self(step) <= self.min_lr for step in steps) / max(len(steps), 1)
-        if self.min_lr < self.lr and lowest > 0.1:
-            yield (
-                f"the learning rate is {self.min_lr:g} (min_lr) in {lowest:.0%} of the remaining steps: the decay ends "
-                f"at step {self.decay_steps:,} of {end:,} (lr_decay_iters)"
-            )
         rate = self(start)
-        if last_rate is not None and abs(self(start - 1) - last_rate) > 0.1 * max(last_rate, rate):
-            yield (
-                f"the learning rate jumps from {last_rate:.3g} to {rate:.3g} at step {start:,}, because the schedule "
-                "is not that of the run so far; compare train-iters, lr_decay_iters, warmup and lr"
-            )
+        if last_rate is None or abs(self(start - 1) - last_rate) <= 0.1 * max(last_rate, rate):
+            return None
+        return (
+            f"the learning rate jumps from {last_rate:.3g} to {rate:.3g} at step {start:,}, because the schedule is "
+            "not that of the run so far; compare train-iters, lr_decay_iters, warmup and lr"
+        )

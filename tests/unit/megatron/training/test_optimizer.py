@@ -92,15 +92,12 @@ def test_a_warmup_beyond_the_decay_is_rejected(keys, tmp_path, data_path):
         Config.from_flat(settings)
 
 
-def test_notices_of_a_schedule():
+def test_a_schedule_that_does_not_continue_the_run():
     usual = Schedule(1.0, "cosine", 100, 1, min_lr=0.1)
-    assert not list(usual.notices(0, 100, None))
-    assert not list(usual.notices(50, 100, usual(49)))
-    (ended,) = usual.notices(0, 1000, None)
-    assert "90%" in ended
-    assert "lr_decay_iters" in ended
+    assert usual.jump(0, None) is None
+    assert usual.jump(50, usual(49)) is None
     # A finished run of 20 steps that continues to step 30: the linear decay starts again.
-    (jump,) = Schedule(3e-3, "linear", 30, 0.3).notices(20, 30, Schedule(3e-3, "linear", 20, 0.2)(19))
+    jump = Schedule(3e-3, "linear", 30, 0.3).jump(20, Schedule(3e-3, "linear", 20, 0.2)(19))
     assert "0.000152 to 0.00101" in jump
 
 
