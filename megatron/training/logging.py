@@ -365,9 +365,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-ROWS = 12  # operators in the log
-
-
 @contextlib.contextmanager
 def profiled_steps(
     config: Config, layout: Layout, iteration: int, report: Callable[[str], None]
@@ -377,8 +374,7 @@ def profiled_steps(
     Yields a function to call after every training step, the first of which follows `iteration` earlier steps. The step
     before the profiled ones is a warm-up, if there is one.
 
-    Every rank writes its trace to `tensorboard_dir` (or `log_dir`), rank_N.TIME.pt.trace.json, and the table of its
-    operators to rank_N.operators.txt. `report` prints those with the longest time on rank 0. On a GPU, the same steps
+    Every rank writes its trace to `tensorboard_dir` (or `log_dir`), rank_N.TIME.pt.trace.json. On a GPU, the same steps
     are also marked for `nsys profile --capture-range=cudaProfilerApi`.
     """
     # There may be nothing to profile.
@@ -392,26 +388,18 @@ def profiled_steps(
         yield lambda: None
         return
 
-    # One trace and one table per rank.
+    # One trace per rank.
     folder = Path(settings.tensorboard_dir or settings.log_dir or ".")
     write_trace = tensorboard_trace_handler(str(folder), worker_name=f"rank_{layout.rank}")
     on_gpu = layout.device.type == "cuda"
-    time = "self_device_time_total" if on_gpu else "self_cpu_time_total"
 
-    # After the last step: write the files, and print the slowest operators.
+    # After the last step.
     def write(profiler: Any) -> None:
         if on_gpu:
             torch.cuda.profiler.stop()
         write_trace(profiler)
-        operators = profiler.key_averages()
-        table = operators.table(sort_by=time, row_limit=-1, max_name_column_width=100)
-        (folder / f"rank_{layout.rank}.operators.txt").write_text(table)
-        total = max(sum(getattr(operator, time) for operator in operators), 1e-9)
         end = iteration + profiler.step_num
-        report(f"profile: iterations {first + 1:,} to {end:,}; traces and tables are in {folder}")
-        for operator in sorted(operators, key=lambda operator: -getattr(operator, time))[:ROWS]:
-            spent = getattr(operator, time)
-            report(f"  {spent / total:6.1%} {spent / 1e3:10.2f} ms {operator.count:8,} calls  {operator.key[:60]}")
+        report(f"profile: iterations {first + 1:,} to {end:,}; traces are in {folder}")
 
     # A resumed run may start right at the first profiled step, without a warm-up.
     warmup = min(first - iteration, 1)

@@ -259,7 +259,7 @@ def test_output_without_a_reader_asks_to_stop_once(tmp_path, data_path, monkeypa
 
 
 def test_a_profiled_run(tmp_path, data_path):
-    """Iterations 3 and 4 of 6: forward and backward, in a trace, a table and the log."""
+    """Iterations 3 and 4 of 6: forward and backward, in a trace and the log."""
     keys = {"profile": True, "profile_step_start": 2, "profile_step_stop": 4}
     train(Config.from_flat(training_settings(tmp_path, data_path, eval_iters=0, save_interval=None, **keys)))
     (trace,) = (tmp_path / "logs").glob("rank_0.*.pt.trace.json")
@@ -271,10 +271,8 @@ def test_a_profiled_run(tmp_path, data_path):
     ]
     assert "GeluBackward0" in names
     assert any("Input Dims" in event.get("args", {}) for event in events)
-    assert "Self CPU" in (tmp_path / "logs" / "rank_0.operators.txt").read_text()
     log = (tmp_path / "logs" / "train.log").read_text()
     assert "profile: iterations 3 to 4; traces" in log
-    assert "aten::" in log
 
 
 def recorded(tmp_path, iteration, total, device="cpu"):
