@@ -63,16 +63,6 @@ def add_bad_documents_argument(parser: argparse.ArgumentParser | argparse._Argum
     )
 
 
-def add_special_tokens_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    parser.add_argument(
-        "--special-tokens",
-        choices=("recognize", "text"),
-        default="recognize",
-        help="special tokens that a document contains, such as <|endoftext|>, are the tokens of that name, or ordinary "
-        "text (default: recognize; GPT2BPETokenizer and SPMTokenizer do not recognize any)",
-    )
-
-
 def add_limit_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--limit-mb",

@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron.cli.dataset_options import (
     add_bad_documents_argument,
     add_limit_argument,
-    add_special_tokens_argument,
     split_words,
 )
 from megatron.preparation.prepare import (
@@ -109,7 +108,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     )
     parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     add_bad_documents_argument(parser)
-    add_special_tokens_argument(parser)
     parser.add_argument("-f", "--force", action="store_true", help="rebuild the dataset even if it is up to date")
 
     # The names that the preparation uses.
@@ -132,7 +130,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         workers=arguments.workers,
         ftfy=arguments.ftfy,
         skip_bad=arguments.bad_documents == "skip",
-        special_as_text=arguments.special_tokens == "text",
         rebuild=arguments.force,
     )
 

@@ -24,7 +24,6 @@ class DocumentOptions:
         keys: keys of the JSON objects; the text of each becomes a dataset. A plain text belongs to the first key.
         subset: keep only documents with this meta.pile_set_name. Documents without that field are kept.
         append_eod: end every document with the end-of-document token.
-        special_as_text: special tokens in a document are ordinary text.
         ftfy: repair broken Unicode with the package ftfy.
         skip_bad: skip and count unreadable documents instead of failing.
     """
@@ -32,7 +31,6 @@ class DocumentOptions:
     keys: tuple[str, ...] = ("text",)
     subset: str | None = None
     append_eod: bool = False
-    special_as_text: bool = False
     ftfy: bool = False
     skip_bad: bool = False
 

@@ -54,12 +54,9 @@ class EncodedDocuments:
 def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: DocumentOptions) -> EncodedDocuments:
     """Parse and tokenize chunks. Memory for a long text is bounded by that of the text and of its ids.
 
-    Raises UserError if a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens, or the
-    tokenizer cannot encode special tokens as text.
+    Raises UserError if a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens.
     """
     # Parse all documents of the chunks.
-    if options.special_as_text:
-        tokenizer.ignore_special_tokens()
     encoded = EncodedDocuments()
     documents = [document for chunk in chunks for document in parse_documents(chunk, options, encoded.skipped)]
 
@@ -93,11 +90,6 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
         # Of the special tokens, a document has one at its end, and perhaps one at its start.
         added = len(lengths) * ((len(eod) > 0) + (tokenizer.bos in tokenizer.special_ids))
         special = int(np.isin(array, tokenizer.special_ids).sum()) - added
-        if special and options.special_as_text:
-            raise UserError(
-                f"{tokenizer.name} cannot encode special tokens as text, because its model has them in its own "
-                "vocabulary; remove them from the documents, or keep them (--special-tokens recognize)"
-            )
 
         # Store the column.
         encoded.tokens.append(array)

@@ -104,7 +104,6 @@ class PrepareOptions:
         text_key: key of the text in JSON objects, tables and datasets of the hub.
         suffixes: read a tree of source files: files with these extensions, each as one document.
         limit_mb: use only the first MB of text (see `preprocess` and `OwnText`).
-        special_as_text: special tokens in the text are ordinary text.
         rebuild: rebuild the dataset even if it is up to date.
     """
 
@@ -125,7 +124,6 @@ class PrepareOptions:
     workers: int = 1
     ftfy: bool = False
     skip_bad: bool = False
-    special_as_text: bool = False
     rebuild: bool = False
 
 
@@ -148,8 +146,6 @@ def prepare(options: PrepareOptions) -> Path:
         "text_key": options.text_key,
         "limit_mb": options.limit_mb,
     }
-    if options.special_as_text:
-        recipe["special_tokens"] = "text"
 
     # The tokenizer is part of it, unless it is trained on this text.
     urls = _urls(options)
@@ -199,7 +195,6 @@ def prepare(options: PrepareOptions) -> Path:
                 keys=(options.text_key,),
                 subset=known.subset if known else None,
                 append_eod=True,
-                special_as_text=options.special_as_text,
                 ftfy=options.ftfy,
                 skip_bad=options.skip_bad,
             ),

@@ -85,7 +85,6 @@ def preprocess(
         "keys": list(options.keys),
         "subset": options.subset,
         "append_eod": options.append_eod,
-        "special_as_text": options.special_as_text,
         "ftfy": options.ftfy,
         "limit_mb": limit_mb,
         "reading": [1, BLOCK],
@@ -117,10 +116,7 @@ def preprocess(
     special = sum(output.special for output in job.state.outputs)
     if special:
         example = tokenizer.detokenize([tokenizer.eod])
-        print(
-            f"{special:,} special tokens in documents were recognized, such as {example!r}, which ends a document; "
-            "with --special-tokens text they are ordinary text"
-        )
+        print(f"{special:,} special tokens in documents were recognized, such as {example!r}, which ends a document")
     return manifests
 
 

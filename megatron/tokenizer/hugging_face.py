@@ -58,9 +58,6 @@ class _LibraryTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         return sorted({self.eod, *(token_id for token_id, token in added.items() if token.special)})
 
-    def ignore_special_tokens(self) -> None:
-        self._tokenizer.encode_special_tokens = True
-
     def detokenize(self, ids: Sequence[int]) -> str:
         with _library_errors("the tokenizer cannot decode the ids"):
             return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)

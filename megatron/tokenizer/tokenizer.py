@@ -70,9 +70,6 @@ class Tokenizer(ABC):
         """The ids that `tokenize` gives for special tokens, such as `eod`, if a text contains them."""
         return [self.eod]
 
-    def ignore_special_tokens(self) -> None:  # noqa: B027 (nothing to do for those that recognize none)
-        """From now on, special tokens in a text are ordinary text."""
-
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Byte-level tokenizers restore the input of `tokenize` exactly.

@@ -18,7 +18,6 @@ import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import (
     add_input_arguments,
     add_limit_argument,
-    add_special_tokens_argument,
     add_tokenizer_arguments,
     new_parser,
     split_inputs,
@@ -45,7 +44,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     tokenizer = parser.add_argument_group("tokenizer")
     add_tokenizer_arguments(tokenizer)
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
-    add_special_tokens_argument(tokenizer)
     tokenizer.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
@@ -69,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         append_eod=arguments.append_eod,
         ftfy=arguments.ftfy,
         skip_bad=arguments.bad_documents == "skip",
-        special_as_text=arguments.special_tokens == "text",
     )
     manifests = preprocess(
         FileCorpus(find_files(inputs, suffixes), suffixes, (*options.keys, "meta")),

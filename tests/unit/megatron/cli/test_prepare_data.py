@@ -10,7 +10,6 @@ from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation.prepare import PrepareOptions
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.command_line import run_main
-from megatron.utils.errors import UserError
 from tests.support.corpora import json_lines
 
 
@@ -48,7 +47,7 @@ def test_one_end_of_document_with_a_tokenizer_that_appends_one(tmp_path):
 
 
 def test_special_tokens_in_documents(tmp_path, capsys):
-    """They are counted, and ordinary text with --special-tokens text."""
+    """They are recognized and counted."""
     trained = train_bpe(["one two"], 300)
     trained.add_special_tokens(["<pad>"])
     trained.save(str(tmp_path / "tokenizer.json"))
@@ -61,21 +60,6 @@ def test_special_tokens_in_documents(tmp_path, capsys):
     assert "\n2 special tokens" in "\n" + capsys.readouterr().out
     tokens = open_indexed_files(prefix).open_tokens()[:]
     assert ((tokens == 0).sum(), (tokens == pad).sum()) == (4, 1)
-
-    main([*words, "--special-tokens", "text"])
-    assert "special tokens" not in capsys.readouterr().out
-    tokens = open_indexed_files(prefix).open_tokens()[:]
-    assert ((tokens == 0).sum(), (tokens == pad).sum()) == (3, 0)
-    assert trained.decode(tokens.tolist(), skip_special_tokens=False) == (
-        "one<|endoftext|>two<|endoftext|><pad><|endoftext|>two<|endoftext|>"
-    )
-
-
-def test_special_tokens_that_cannot_be_text(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(json_lines("one\0two"))
-    words = ["-d", str(tmp_path), "-t", "CharLevelTokenizer", "--from", str(tmp_path / "a.jsonl"), "pile"]
-    with pytest.raises(UserError, match=r"CharLevelTokenizer .*--special-tokens"):
-        main([*words, "--special-tokens", "text"])
 
 
 @pytest.mark.parametrize(
