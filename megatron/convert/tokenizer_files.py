@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.tokenizer.hugging_face import MAX_BYTES, read_gpt2_tokenizer
+from megatron.tokenizer.hugging_face import MAX_BYTES, byte_level_tokenizer, read_gpt2_tokenizer
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
@@ -46,7 +46,7 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
         converted.no_truncation()
         converted.no_padding()
     elif files.tokenizer_type == "GPT2BPETokenizer":
-        converted = _byte_level(tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file)))
+        converted = byte_level_tokenizer(tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file)))
         converted.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     elif files.tokenizer_type == "HFGPT2Tokenizer":
         converted = read_gpt2_tokenizer(files.vocab_file or "gpt2")
@@ -135,13 +135,6 @@ def check_rows(tokenizer: Tokenizer, vocabulary: int) -> None:
         )
 
 
-def _byte_level(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    return tokenizer
-
-
 def _character_level() -> tokenizers.Tokenizer:
     """CharLevelTokenizer as a BPE without merges: ids are bytes, and NUL, id 0, ends documents."""
     # GPT-2's visible characters for bytes: printable Latin-1 represents itself, the others are numbered from U+0100.
@@ -150,7 +143,7 @@ def _character_level() -> tokenizers.Tokenizer:
     vocabulary |= {chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in printable)}
     del vocabulary[NUL]
     vocabulary[END_OF_DOCUMENT] = 0
-    tokenizer = _byte_level(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = byte_level_tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     # The token is looked up in the normalized text, where it replaces NUL.
     tokenizer.normalizer = tokenizers.normalizers.Replace("\0", END_OF_DOCUMENT)
     tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=True)])

