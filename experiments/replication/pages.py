@@ -167,6 +167,7 @@ def blocks() -> dict[str, str]:
         "recall": _markdown(recall_table(_recall())),
         "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
         "long-context-losses": _markdown(loss_table(long_context)),
+        "long-context-comparisons": _markdown(comparison_table(long_context, LONG_CONTEXT_BASELINES)),
         "long-context-differences": _markdown(differences_by_length(long_context, LONG_CONTEXT_BASELINES)),
     }
 

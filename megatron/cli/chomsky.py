@@ -138,20 +138,20 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
 
 
 def _run(experiment: Experiment, title: str, console: Console) -> Result:
-    """Train and test with a progress bar, then print a line."""
+    """Train and test with a progress line, then print the result."""
     settings = experiment.settings
     loss_text = ""
-    with Progress(title, settings.steps, unit="steps", log_interval=60.0, console=console) as bar:
-        bar.restart(experiment.step, experiment.step)
+    with Progress(title, settings.steps, unit="steps", log_interval=60.0, console=console) as display:
+        display.restart(experiment.step, experiment.step)
 
         def report_loss(step: int, loss: float) -> None:
             nonlocal loss_text
             loss_text = f"loss {loss:.4f}"
-            bar.update(step, loss_text)
+            display.update(step, loss_text)
 
         experiment.train(report_loss)
-    with Progress(f"{title}: test", len(settings.test_lengths), log_interval=None, console=console) as bar:
-        result = experiment.test(lambda tested, length: bar.update(tested, f"length {length}"))
+    with Progress(f"{title}: test", len(settings.test_lengths), log_interval=None, console=console) as display:
+        result = experiment.test(lambda tested, length: display.update(tested, f"length {length}"))
     trained = result["accuracies"].get(str(settings.train_longest))
     parts = [loss_text, f"accuracy beyond length {settings.train_longest} {result['score']:.1%}"]
     if trained is not None:

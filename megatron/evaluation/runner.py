@@ -36,7 +36,7 @@ QUERY_CHUNK = 512
 LOSS_NOTE = "the loss is"  # nan or inf: the start of the note of such a record
 # Larger batches do not fit into a CPU's caches; smaller ones do not keep a GPU busy.
 BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
-# For the progress bar only: attention over this many keys is assumed to cost as much as the rest of a small model.
+# For the time left only: attention over this many keys is assumed to cost as much as the rest of a small model.
 KEYS_PER_UNIT_COST = 4096
 
 
@@ -215,17 +215,17 @@ def run_eval_tasks(
     # Run the tasks. All ranks have the same tasks, and share the segments of each.
     completed = 0.0
     records: list[Record] = []
-    bar = Progress(name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0)
-    with inference(model), bar:
+    display = Progress(name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0)
+    with inference(model), display:
         for task, share, cost in zip(tasks, shares, costs, strict=True):
-            bar.description = f"{name} {task.mode.name} {share.length:,}"
-            bar.restart(completed)
+            display.description = f"{name} {task.mode.name} {share.length:,}"
+            display.restart(completed)
             tokens = 0
 
             def advance(count: int, completed: float = completed, cost: float = cost) -> None:
                 nonlocal tokens
                 tokens += count
-                bar.update(completed + cost * tokens, amount=world_size * tokens)
+                display.update(completed + cost * tokens, amount=world_size * tokens)
 
             results = task.run(context, share, advance)
             if decoder.complete_segments is not None:
@@ -236,8 +236,8 @@ def run_eval_tasks(
                 for record in results:
                     on_record(record)
             completed += cost * share.targets
-            bar.update(completed, amount=world_size * tokens)
-            bar.print(_result_line(name, results[0], bar.rate_text))
+            display.update(completed, amount=world_size * tokens)
+            display.print(_result_line(name, results[0], display.rate_text))
     return records
 
 
@@ -298,7 +298,7 @@ def evaluate_extrapolation(
         vocab_size: the ids of the tokens that are read must be below it, and below the size of the model's own
             vocabulary, if known.
         device: where batches are sent; by default the device of the model's first parameter. The model is not moved.
-        progress: show tokens/s and the time left on standard error: a progress bar on a terminal, otherwise one line
+        progress: show tokens/s and the time left on standard error: a changing line on a terminal, otherwise one line
             per result.
         pos_emb, seed, train_length: copied to the records. A model of this project knows its own pos_emb. Mode
             `blockwise` takes the block size from train_length.

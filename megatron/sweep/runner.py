@@ -60,7 +60,7 @@ class Failure:
 
 
 class Display:
-    """Progress of a sweep: a bar on a terminal, lines elsewhere. A context manager.
+    """Progress of a sweep: a line that changes on a terminal, lines elsewhere. A context manager.
 
     The percentage counts training steps, and the evaluation of a run as `EVALUATION_SHARE` of its steps. The time left
     is estimated from the pace so far.
@@ -341,7 +341,7 @@ def find_processes(folder: Path) -> list[int]:
 
 
 def last_lines(log: Path, count: int = 12) -> list[str]:
-    """The last non-empty lines of a log, without what a progress bar has overwritten."""
+    """The last non-empty lines of a log, without what was overwritten."""
     try:
         with open(log, "rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 65_536))
