@@ -71,7 +71,8 @@ def imports_when_loaded(path: Path) -> set[str]:
     """The dotted names that importing a file imports, `from package import name` as package.name: all but those in
     functions and for type checkers.
     """
-    names, nodes = set(), list(ast.parse(path.read_text()).body)
+    names: set[str] = set()
+    nodes: list[ast.AST] = list(ast.parse(path.read_text()).body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

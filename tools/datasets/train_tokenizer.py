@@ -50,16 +50,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     corpus = FileCorpus(find_files(split_inputs(arguments.input), suffixes), suffixes, options.keys)
-    with Progress("reading", corpus.total_bytes, unit="MB") as display:
-        rejected = SkippedDocuments()
-        texts = filter(None, read_texts(corpus.chunks(), options, rejected))
-        first = next(texts, None)
-        if first is None:
-            reason = f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})" if rejected.bad else ""
-            raise UserError(f"there is nothing to train on: the input contains no text{reason}")
-        limited = limit_texts(itertools.chain([first], texts), corpus, display, arguments.max_megabytes)
-        # After reading, the library shows its own progress bar for the merges.
-        tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())
+    display = Progress("reading", corpus.total_bytes, unit="MB")
+    rejected = SkippedDocuments()
+    texts = filter(None, read_texts(corpus.chunks(), options, rejected))
+    first = next(texts, None)
+    if first is None:
+        reason = f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})" if rejected.bad else ""
+        raise UserError(f"there is nothing to train on: the input contains no text{reason}")
+    limited = limit_texts(itertools.chain([first], texts), corpus, display, arguments.max_megabytes)
+    # After reading, the library shows its own progress bar for the merges.
+    tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.output, tokenizer.to_str(pretty=True).encode())
     vocab_size = tokenizer.get_vocab_size()
@@ -76,13 +76,13 @@ def limit_texts(
 ) -> Iterator[str]:
     """Yield texts up to `max_megabytes` and update the display, which is removed after the last text."""
     text_bytes = 0
-    for documents, text in enumerate(texts, start=1):
-        text_bytes += len(text.encode("utf-8"))
-        display.update(corpus.bytes_read, f"{documents:,} documents", text_bytes / 1e6)
-        yield text
-        if max_megabytes is not None and text_bytes >= max_megabytes * 1e6:
-            break
-    display.stop()
+    with display:
+        for documents, text in enumerate(texts, start=1):
+            text_bytes += len(text.encode("utf-8"))
+            display.update(corpus.bytes_read, f"{documents:,} documents", text_bytes / 1e6)
+            yield text
+            if max_megabytes is not None and text_bytes >= max_megabytes * 1e6:
+                break
 
 
 if __name__ == "__main__":
