@@ -97,7 +97,7 @@ def test_marked_commands_run(prepared, fork_server):
     assert "iteration 20" in resumed
     assert "window@128" in outputs["window@128"]
     assert "kerple_log" in outputs["load_model"]
-    assert "all weights are finite" in outputs["runs/small"]
+    assert "load=runs/small/kerple_log_checkpoints" in outputs["runs/small"]
     assert "--- sample 2 of 2, 32 tokens ---" in outputs["temperature=0.8"]
     first, second = re.split("--- sample .*---\n", outputs["temperature=0.8"])[1:]
     assert first != second
