@@ -74,9 +74,17 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
 
 
 class FileDataset(IndexedDataset):
-    """megatron-core's dataset, which reads the .bin with TokenFile instead of mapping it into memory."""
+    """megatron-core's dataset, which reads the .bin with TokenFile instead of mapping it into memory. Raises UserError
+    for negative ids, of which GPTDataset takes -1 for padding.
+    """
 
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *arguments: Any) -> None:
         super().initialize(path_prefix, multimodal, False, *arguments)
         tokens = int(self.index.sequence_lengths.sum(dtype=np.int64))
         self.bin_reader = TokenFile(bin_path(path_prefix), np.dtype(self.index.dtype), 0, tokens)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        ids: np.ndarray = super().get(idx, offset, length)
+        if (ids < 0).any():
+            raise UserError(f"{bin_path(self.path_prefix)}: token id {ids.min()} is negative; build the data again")
+        return ids

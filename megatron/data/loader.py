@@ -89,7 +89,7 @@ class Loader:
         for number, batch in enumerate(self._batches()):
             # Labels are the inputs shifted by one, so only their last column is new.
             ids = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1)
-            beyond = (ids < 0) | (ids >= vocab_size)
+            beyond = ids >= vocab_size
             if beyond.any():
                 position = rank_samples(number, **self._placement)[int(beyond.any(1).nonzero()[0])]
                 raise UserError(

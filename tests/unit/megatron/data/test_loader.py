@@ -119,13 +119,14 @@ def test_id_beyond_the_vocabulary(corpus, train, num_workers):
         take(train, 300, micro_batch_size=1, num_workers=num_workers)
 
 
-def test_a_negative_id(tmp_path, settings):
+@pytest.mark.parametrize("negative", [-1, -2])
+def test_a_negative_id(tmp_path, settings, negative):
     """int32 files of other software can have them."""
     builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
-    builder.add_document(torch.tensor([5, 3] * 10 + [-2]), [21])
+    builder.add_document(torch.tensor([5, 3] * 10 + [negative]), [21])
     builder.finalize(str(tmp_path / "a.idx"))
     train = datasets_from_split(str(tmp_path / "a"), "1", (20, 20, 20), (1, 0, 0), settings).train
-    with pytest.raises(UserError, match="token id -2"):
+    with pytest.raises(UserError, match=rf"a\.bin.*token id {negative}"):
         take(train, 1, micro_batch_size=1)
 
 
