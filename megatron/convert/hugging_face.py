@@ -18,7 +18,7 @@ from torch import Tensor
 from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional import method_class
 from kerple.positional.wrappers import Randomized
-from megatron.checkpoint.layers import layer_state, load_layers
+from megatron.checkpoint.layers import load_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.config import Config
 from megatron.convert import llama
@@ -219,13 +219,10 @@ def from_hugging_face(
 
         # Write the checkpoint, read it, and compare the logits.
         reference = load_reference(theirs, tensors)
-        layers = layers_with_weights(model)
-        states = ((index, layer_state(layer)) for index, layer in layers.items())
-        shards = ((index, [{key: cast(value, file_dtype) for key, value in state.items()}]) for index, state in states)
-        step = write_checkpoint(folder, 0, shards, values, settings)
+        step = write_checkpoint(folder, model, file_dtype, values)
         if dtype is not None:
             reference = reference.to(dtype).float()
-        load_layers(layers, step)
+        load_layers(layers_with_weights(model), step)
         compare(model, reference, model_type != "kerple", config, f"{output}: checkpoint from {source}", report)
 
 

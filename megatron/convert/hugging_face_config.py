@@ -134,10 +134,18 @@ def stock_type(config: Config) -> str | None:
     model, scaling = config.model, config.model.pos_emb_options.get("scaling")
     if model.pos_emb != "rotary" or not (scaling is None or scaling in SCALINGS):
         return None
-    other = set(options_beyond_2022(model)) - {"intermediate_size"}
-    if model.use_bias_in_attn_linear == model.use_bias_in_attn_output:
-        other -= {"use_bias_in_attn_linear"}
-    return "gpt_neox" if model.norm == "layernorm" and not other else llama.family_of(config)
+    is_neox = (
+        model.norm == "layernorm"
+        and model.use_bias_in_norms
+        and not model.gated
+        and model.use_bias_in_mlp
+        and model.use_bias_in_attn_linear == model.use_bias_in_attn_output
+        and not model.use_qk_layernorm
+        and model.num_kv_heads == model.num_attention_heads
+        and model.head_size * model.num_attention_heads == model.hidden_size
+        and model.window is None
+    )
+    return "gpt_neox" if is_neox else llama.family_of(config)
 
 
 def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) -> dict[str, Any]:
@@ -191,23 +199,6 @@ def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[st
         "positional_method": model.pos_emb,
         "positional_options": model.positional_options,
     }
-
-
-def options_beyond_2022(model: ModelConfig) -> list[str]:
-    """The keys that give blocks another structure than the original KERPLE code (GPT-NeoX, 2022)."""
-    changed = {
-        "activation (gated MLP)": model.gated,
-        "intermediate_size": not model.gated and model.mlp_features != 4 * model.hidden_size,
-        "num_kv_heads": model.num_kv_heads != model.num_attention_heads,
-        "head_size": model.head_size * model.num_attention_heads != model.hidden_size,
-        "use_bias_in_norms": model.norm == "layernorm" and not model.use_bias_in_norms,
-        "use_bias_in_attn_linear": not model.use_bias_in_attn_linear,
-        "use_bias_in_attn_output": not model.use_bias_in_attn_output and model.use_bias_in_attn_linear,
-        "use_bias_in_mlp": not model.use_bias_in_mlp,
-        "use_qk_layernorm": model.use_qk_layernorm,
-        "sliding_window_width": model.window is not None,
-    }
-    return [name for name, is_changed in changed.items() if is_changed]
 
 
 def _common_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import copy
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.checkpoint.directory import CONFIG_FILE, layer_file, tag_for, update_latest, write_manifest_of_folder
+from megatron.checkpoint.directory import (
+    CONFIG_FILE,
+    STATE_FILE,
+    layer_file,
+    tag_for,
+    update_latest,
+    write_manifest_of_folder,
+)
+from megatron.checkpoint.layers import tensors_of
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config
+from megatron.convert.weights import cast, layers_with_weights
 from megatron.model.gpt import GPT
-from megatron.model.settings import ModelSettings
 from megatron.utils.files import check_writable, sync_folder
 from megatron.utils.processes import Lock
 
@@ -79,33 +87,22 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_checkpoint(
-    folder: Path,
-    iteration: int,
-    layers: Iterable[tuple[int, list[dict[str, Tensor]]]],
-    config_values: Mapping[str, Any],
-    settings: ModelSettings,
-    entries: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write global_stepN with weights, configuration and manifest, but no optimizer, and `latest`; return its path.
-
-    layers: (layer index, the tensors for each tensor-parallel rank). entries: further ones for the ranks' state files.
+def write_checkpoint(folder: Path, model: GPT, dtype: torch.dtype, config_values: Mapping[str, Any]) -> Path:
+    """Write global_step0 with weights in `dtype`, configuration and manifest, but no optimizer, and `latest`; return
+    its path.
     """
+    iteration = 0
     step = folder / tag_for(iteration)
     (step / CONFIG_FILE).parent.mkdir(parents=True)
-    ranks = 1
-    for index, states in layers:
-        ranks = len(states)
-        for rank, state in enumerate(states):
-            torch.save(state, layer_file(step, index, rank))
+    for index, layer in layers_with_weights(model).items():
+        state = {name: cast(tensor, dtype) for name, tensor in tensors_of(layer).items()}
+        torch.save(state, layer_file(step, index, 0))
     sizes = {
-        **{key: getattr(settings.config, key) for key in SIZE_KEYS},
-        "padded_vocab_size": settings.padded_vocab_size,
-        "model_parallel_size": ranks,
+        **{key: getattr(model.settings.config, key) for key in SIZE_KEYS},
+        "padded_vocab_size": model.settings.padded_vocab_size,
+        "model_parallel_size": 1,
     }
-    for rank in range(ranks):
-        state_file = step / f"mp_rank_{rank:02d}_model_states.pt"
-        torch.save({**(entries or {}), "iteration": iteration, "args": sizes}, state_file)
+    torch.save({"iteration": iteration, "args": sizes}, step / STATE_FILE)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
     update_latest(folder, step.name)

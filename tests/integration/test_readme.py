@@ -102,9 +102,6 @@ def test_marked_commands_run(prepared, fork_server):
     first, second = re.split("--- sample .*---\n", outputs["temperature=0.8"])[1:]
     assert first != second
     assert not (prepared / "samples.txt").exists()
-    released = outputs["train-iters=30"]
-    assert "global_step25: not saved by this project; loaded weights and iteration" in released
-    assert "iteration 30/30" in released
 
 
 @pytest.mark.ci

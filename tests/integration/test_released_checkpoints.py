@@ -1,5 +1,6 @@
 """Training resumes from checkpoints in the layout of the KERPLE release."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.cli import import_release
 from megatron.config import Config
 from megatron.data.datasets import build_datasets
 from megatron.inference import load_model
@@ -93,6 +95,15 @@ def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "starts from scratch (the checkpoint has no optimizer state)" in output
     assert list(metrics(tmp_path)) == [301, 302, 303]
+
+
+def test_an_imported_archive_resumes(corpus, tmp_path, capsys):
+    archive = shutil.make_archive(str(tmp_path / "release"), "zip", checkpoints("kerple_log"))
+    import_release.main([archive, "-o", str(tmp_path / "imported"), "--json"])
+    load = json.loads(capsys.readouterr().out)["load"]
+    train(Config.from_flat(released_settings(tmp_path, corpus, load=load, train_iters=302)))
+    assert "global_step300: not saved by this project; loaded weights" in capsys.readouterr().out
+    assert list(metrics(tmp_path)) == [301, 302]
 
 
 @pytest.mark.parametrize("method", METHODS)

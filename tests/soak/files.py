@@ -247,8 +247,7 @@ def damaged_checkpoint(kind: str, draw: Draw, folder: Path) -> Case:
     spoil(draw, pick(draw, sorted(run.glob(CHECKPOINT_FILES[kind]))))
     if kind in ("files of torch", "configuration") and draw(st.booleans()):
         (run / "global_step300" / "manifest.json").unlink()
-    convert = ([*CONVERT, "to-hf", "in/run", "out", "--no-tokenizer"], [*CONVERT, "to-release", "in/run", "out"])
-    return checkpoint_case(folder, pick(draw, (INSPECT, *convert)))
+    return checkpoint_case(folder, pick(draw, (INSPECT, [*CONVERT, "to-hf", "in/run", "out", "--no-tokenizer"])))
 
 
 def damaged_archive(draw: Draw, folder: Path) -> Case:

@@ -8,9 +8,8 @@ import torch
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.inspection import check_finite, describe, head_values, positional_methods
 from megatron.checkpoint.storage import CheckpointError
-from megatron.convert import to_release
 from megatron.inference import load_model
-from tests.support.release import METHODS, checkpoints
+from tests.support.release import METHODS, checkpoints, split_for_ranks
 
 
 def settings_of(step):
@@ -44,9 +43,10 @@ def test_positional_methods_have_the_parameters_of_the_checkpoint():
 
 def test_tensor_parallel_shards_are_merged(tmp_path):
     """The release splits positional parameters by head."""
-    model, config = load_model(checkpoints("kerple_log"))
-    to_release(model, config, tmp_path / "shards", tensor_parallel=2, report=lambda text: None)
-    step, original = tmp_path / "shards" / "global_step0", checkpoints("kerple_log") / "global_step300"
+    model, _ = load_model(checkpoints("kerple_log"))
+    original = checkpoints("kerple_log") / "global_step300"
+    step = shutil.copytree(original, tmp_path / "global_step300")
+    split_for_ranks(step, 2)
     description = describe(step, settings_of(step))
     assert description["tensor_parallel"] == 2
     assert description["parameters"] == sum(parameter.numel() for parameter in model.parameters())
@@ -56,13 +56,15 @@ def test_tensor_parallel_shards_are_merged(tmp_path):
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_equal_slices_are_counted(value, tmp_path):
     """As after initialization: biases are 0 on all ranks."""
-    model, config = load_model(checkpoints("kerple_log"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "rpe" not in name and "positional" not in name:
-                parameter.fill_(value)
-    to_release(model, config, tmp_path / "shards", tensor_parallel=2, report=lambda text: None)
-    step = tmp_path / "shards" / "global_step0"
+    model, _ = load_model(checkpoints("kerple_log"))
+    step = shutil.copytree(checkpoints("kerple_log") / "global_step300", tmp_path / "global_step300")
+    for path in step.glob("layer_*.pt"):
+        state = torch.load(path, weights_only=True)
+        for name, tensor in state.items():
+            if not name.startswith("attention.rpe"):
+                tensor.fill_(value)
+        torch.save(state, path)
+    split_for_ranks(step, 2)
     assert describe(step)["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     file = step / "layer_02-model_01-model_states.pt"
     state = torch.load(file, weights_only=True)

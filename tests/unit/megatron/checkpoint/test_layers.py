@@ -19,9 +19,9 @@ from megatron.checkpoint.layers import (
     weight_layers,
 )
 from megatron.checkpoint.storage import CheckpointError
-from megatron.convert.release import PARTITION_DIM
 from megatron.model.gpt import GPT
 from tests.support.language_models import small_gpt
+from tests.support.release import split_for_ranks
 
 WHERE = Path("global_step1/layer_02-model_00-model_states.pt")
 
@@ -149,13 +149,8 @@ NEOX_STATE = {"iteration": 1, "dp_world_size": 1}
 
 def save_shards(model: GPT, step: Path, ranks: int, state_file: dict[str, object] | None = NEOX_STATE) -> Path:
     """Write the layers' tensors for each tensor-parallel rank."""
-    step.mkdir()
-    for index, layer in weight_layers(model.layers(), model.settings.config).items():
-        state = layer_state(layer)
-        pieces = {name: state[name].chunk(ranks, dim) for name, dim in PARTITION_DIM.items() if name in state}
-        for rank in range(ranks):
-            shard = {name: pieces[name][rank].clone() if name in pieces else state[name] for name in state}
-            torch.save(shard, layer_file(step, index, rank))
+    save(model, step)
+    split_for_ranks(step, ranks)
     if state_file is not None:
         torch.save(state_file, step / "mp_rank_00_model_states.pt")
     return step

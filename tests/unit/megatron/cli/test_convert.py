@@ -8,4 +8,4 @@ from megatron.config import UserError
 
 def test_an_existing_folder_is_not_overwritten(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path}"):
-        main(["to-release", str(tmp_path), str(tmp_path)])
+        main(["from-hf", str(tmp_path), str(tmp_path)])

@@ -52,12 +52,14 @@ def test_an_existing_folder_is_not_replaced(tmp_path):
 
 def test_a_checkpoint_has_a_manifest(tmp_path):
     model, _ = make_model("none")
-    step = write_checkpoint(tmp_path, 5, [(0, [{"w": torch.ones(2)}] * 2)], {"num_layers": 2}, model.settings)
+    step = write_checkpoint(tmp_path, model, torch.bfloat16, {"num_layers": 2})
     assert find_valid_step(tmp_path) == step
     assert find_damage(step) is None
-    assert (step / "mp_rank_01_model_states.pt").is_file()
-    (step / "layer_00-model_01-model_states.pt").write_bytes(b"")
-    assert "layer_00-model_01" in find_damage(step)
+    saved = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert (step / "mp_rank_00_model_states.pt").is_file()
+    (step / "layer_00-model_00-model_states.pt").write_bytes(b"")
+    assert "layer_00-model_00" in find_damage(step)
 
 
 def test_different_logits_are_an_error():

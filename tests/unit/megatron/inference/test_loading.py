@@ -9,25 +9,10 @@ import torch
 from kerple.positional import PositionalMethod
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
-from megatron.convert import to_release
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from tests.support.checkpoints import Exploit
-from tests.support.release import checkpoints, reference
-
-SPLIT_DIM = {
-    "word_embeddings.weight": 0,
-    "final_linear.weight": 0,
-    "attention.query_key_value.weight": 0,
-    "attention.query_key_value.bias": 0,
-    "mlp.dense_h_to_4h.weight": 0,
-    "mlp.dense_h_to_4h.bias": 0,
-    "attention.dense.weight": 1,
-    "mlp.dense_4h_to_h.weight": 1,
-    "attention.rpe.bias_p": 0,
-    "attention.rpe.bias_a": 0,
-    "attention.rpe.weight": 1,
-}
+from tests.support.release import checkpoints, reference, split_for_ranks
 
 
 @pytest.fixture
@@ -46,14 +31,7 @@ def copy(tmp_path):
 def test_a_tensor_parallel_release_gives_the_same_logits(method, copy):
     """Two ranks: one file per rank, the positional parameters split by heads."""
     folder, step = copy(method)
-    for path in sorted(step.glob("layer_*-model_00-*.pt")):
-        state = torch.load(path, weights_only=True)
-        for rank in range(2):
-            part = {
-                name: tensor.chunk(2, SPLIT_DIM[name])[rank].clone() if name in SPLIT_DIM else tensor
-                for name, tensor in state.items()
-            }
-            torch.save(part, path.with_name(path.name.replace("model_00", f"model_{rank:02d}")))
+    split_for_ranks(step, 2)
     model, _ = load_model(folder)
     expected = reference(method)[32]
     with torch.no_grad():
@@ -72,10 +50,10 @@ def test_model_is_plain_trainable_torch():
 
 
 @pytest.mark.parametrize(("method", "tensor_parallel"), [("kerple_log", 2), ("learned", 1)])
-def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, tmp_path, monkeypatch):
+def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, copy, monkeypatch):
     """The layers share one positional method. The options and the sizes are checked with others on the meta device."""
-    source, config = load_model(checkpoints(method))
-    to_release(source, config, tmp_path / "run", tensor_parallel=tensor_parallel, report=lambda text: None)
+    folder, step = copy(method)
+    split_for_ranks(step, tensor_parallel)
     opened, models, methods = [], [], []
     load, build_model, build_method = torch.load, GPT.__init__, PositionalMethod.__init__
 
@@ -92,8 +70,8 @@ def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, 
     monkeypatch.setattr(torch, "load", lambda path, **keys: opened.append(path.name) or load(path, **keys))
     monkeypatch.setattr(GPT, "__init__", count_model)
     monkeypatch.setattr(PositionalMethod, "__init__", count_method)
-    model, _ = load_model(tmp_path / "run")
-    files = sorted(path.name for path in (tmp_path / "run" / "global_step0").glob("layer_*.pt"))
+    model, _ = load_model(folder)
+    files = sorted(path.name for path in step.glob("layer_*.pt"))
     assert len(files) == 5 * tensor_parallel
     # With several ranks, the state file says which program wrote them: before the model is built, and after.
     assert sorted(opened) == files + ["mp_rank_00_model_states.pt"] * 2 * (tensor_parallel > 1)
