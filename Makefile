@@ -80,8 +80,7 @@ test-unit: setup
 
 # The tests of exports, evaluation, the configuration and reports.
 LATEST_TESTS := $(addprefix tests/unit/megatron/,checkpoint convert cli/test_eval_tasks.py config evaluation inference plots reporting utils/test_environment.py) \
-  $(addprefix tests/integration/test_,transformers_training.py evaluate.py) \
-  tests/integration/tools/test_convert_neox_to_hf.py
+  $(addprefix tests/integration/test_,transformers_training.py evaluate.py)
 
 test-latest:
 	rm -rf .venv-latest

@@ -45,9 +45,7 @@ TRAIN = "python ./deepy.py train.py -d configs 125M.yml local_setup.yml --wandb_
 GENERATE = "python ./deepy.py generate.py -d configs 125M.yml local_setup.yml text_generation.yml"
 GENERATE_FROM_FILE = f"{GENERATE} --sample_input_file input_prompt.txt --sample_output_file prompt_out.txt"
 EVALUATE = "python ./deepy.py eval.py -d configs 125M.yml local_setup.yml --eval_tasks tasks/choices.yaml"
-CHECKPOINT = "runs/local/rotary/1234/checkpoints/global_step2"
-CONVERT = f"""python ./tools/ckpts/convert_neox_to_hf.py --input_dir {CHECKPOINT} --config_file configs/125M.yml \
-    --output_dir hf_model/auto --precision auto --architecture neox"""
+CHECKPOINTS = "runs/local/rotary/1234/checkpoints"
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +122,11 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
 
     run_here(TRAIN, checkout, monkeypatch)
     assert "iteration 2/2" in capsys.readouterr().out
-    saved = (checkout / CHECKPOINT / "configs" / "config.yml").read_text()
+    saved = (checkout / CHECKPOINTS / "global_step2" / "configs" / "config.yml").read_text()
     assert json.loads(saved)["wandb_group"] == "example"
     run_here(GENERATE_FROM_FILE, checkout, monkeypatch)
     check_generated(checkout / "prompt_out.txt", ["def main("] * 2 + ["import"] * 2)
     run_here(EVALUATE, checkout, monkeypatch)
     assert "choices" in capsys.readouterr().out
-    run_here(CONVERT, checkout, monkeypatch)
-    check_converted(checkout / "hf_model" / "auto", torch.float16)  # as trained
+    run_here(f"python kerple_command.py convert to-hf {CHECKPOINTS} hf_model", checkout, monkeypatch)
+    check_converted(checkout / "hf_model", torch.float16)  # as trained
