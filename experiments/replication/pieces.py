@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import check_megatron  # noqa: F401
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.data.splits import part_span
-from megatron.preparation.dataset_tools import decode_document
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
@@ -40,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     pieces: list[str] = []
     number, tokens = 0, 0
     while tokens < TOKENS:
-        pieces += cut_at_blank_lines(decode_document(files, number, tokenizer).removesuffix("<|endoftext|>"))
+        text = tokenizer.detokenize(files.open_tokens(number, number + 1)[:].tolist())
+        pieces += cut_at_blank_lines(text.removesuffix("<|endoftext|>"))
         tokens += int(files.lengths[number])
         number += 1
     random.Random(SEED).shuffle(pieces)

@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Iterable
 
-from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
 from megatron.utils.command_line import OptionParser, number
 
 
@@ -24,13 +23,6 @@ def split_inputs(values: Iterable[str]) -> list[str]:
 def new_parser(description: str | None) -> OptionParser:
     """Return a parser that prints a script's docstring unchanged."""
     return OptionParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def add_tokenizer_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup, required: bool = True) -> None:
-    """Add --tokenizer-type, --vocab-file and --merge-file, named as in GPT-NeoX."""
-    parser.add_argument("--tokenizer-type", required=required, help=f"one of {', '.join(TOKENIZER_TYPES)}")
-    parser.add_argument("--vocab-file", "--vocab", help="tokenizer.json, SentencePiece model or GPT-2's vocabulary")
-    parser.add_argument("--merge-file", help="GPT-2's BPE merges")
 
 
 def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

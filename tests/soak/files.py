@@ -124,11 +124,8 @@ def damaged_dataset(draw: Draw, folder: Path) -> Case:
     spoil(draw, Path(prefix + pick(draw, (".idx", ".idx", ".bin", ".json"))))
     settings = settings_of("kerple_log", prefix, train_iters=1, eval_iters=0)
     (folder / "config.yml").write_text(json.dumps(settings))
-    inspect = ["tools/datasets/inspect_dataset.py", prefix]
     commands = (
         ["train.py", "config.yml"],
-        inspect,
-        [*inspect, "--sample", "0", "3", "--tokenizer-type", "CharLevelTokenizer"],
         ["tools/datasets/merge_datasets.py", "--input", prefix, "--output-prefix", "out"],
     )
     return Case(pick(draw, commands))

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import new_parser
-from megatron.preparation.dataset_tools import merge
+from megatron.preparation.merging import merge
 from megatron.utils.command_line import run_main
 
 

@@ -18,7 +18,6 @@ import check_megatron  # noqa: F401
 from megatron.cli.dataset_options import (
     add_input_arguments,
     add_limit_argument,
-    add_tokenizer_arguments,
     new_parser,
     split_inputs,
     split_words,
@@ -27,7 +26,7 @@ from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import FileCorpus
-from megatron.tokenizer.tokenizer import TokenizerFiles
+from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, TokenizerFiles
 from megatron.utils.command_line import integer, run_main
 
 
@@ -42,7 +41,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data.add_argument("--num-docs", type=integer(1), help="number of documents for the progress display, if known")
     data.add_argument("--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)")
     tokenizer = parser.add_argument_group("tokenizer")
-    add_tokenizer_arguments(tokenizer)
+    tokenizer.add_argument("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    tokenizer.add_argument("--vocab-file", "--vocab", help="tokenizer.json, SentencePiece model or GPT-2's vocabulary")
+    tokenizer.add_argument("--merge-file", help="GPT-2's BPE merges")
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
     tokenizer.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     output = parser.add_argument_group("output")

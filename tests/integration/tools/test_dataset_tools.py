@@ -155,22 +155,6 @@ def dataset(tmp_path, run) -> Path:
     return tmp_path / "x_text_document"
 
 
-def test_inspect(dataset, tmp_path, run):
-    tokenizer = ["--tokenizer-type", "CharLevelTokenizer"]
-    status, output, error = run("inspect_dataset", dataset, *tokenizer, "--sample", 3, 29)
-    assert status == 0, error
-    assert ["documents", "30"] in [line.replace("│", " ").split() for line in output.splitlines()]
-    assert "complete; checksum: matches" in output
-    assert "--- document 3, 7 tokens\ntext 3" in output
-    assert "--- document 29, 8 tokens\ntext 29" in output
-    (tmp_path / "cut.bin").write_bytes(Path(f"{dataset}.bin").read_bytes()[:-2])
-    (tmp_path / "cut.idx").write_bytes(Path(f"{dataset}.idx").read_bytes())
-    status, _, error = run("inspect_dataset", tmp_path / "cut")
-    assert status == 2
-    assert "is truncated" in error
-    assert "--sample needs the tokenizer" in run("inspect_dataset", dataset, "--sample", 3)[2]
-
-
 def test_merge(dataset, tmp_path, run):
     copies = []
     for name in ("a", "b"):

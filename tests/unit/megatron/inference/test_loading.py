@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kerple.positional import PositionalMethod
+from megatron.checkpoint.directory import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
 from megatron.inference import load_model
@@ -54,6 +55,7 @@ def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, 
     """The layers share one positional method. The options and the sizes are checked with others on the meta device."""
     folder, step = copy(method)
     split_for_ranks(step, tensor_parallel)
+    write_manifest_of_folder(step, 300)
     opened, models, methods = [], [], []
     load, build_model, build_method = torch.load, GPT.__init__, PositionalMethod.__init__
 

@@ -1,0 +1,100 @@
+"""Merging `.bin/.idx` datasets, for tools/datasets/merge_datasets.py."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron.data.indexed_dataset import (
+    IndexedFiles,
+    Manifest,
+    bin_path,
+    manifest_path,
+    open_indexed_files,
+    read_manifest,
+    write_manifest,
+)
+from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
+from megatron.utils.errors import UserError
+
+DOCUMENTS = 1000  # in memory at a time
+
+
+def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
+    """Concatenate the documents of all `prefixes` as `output`.
+
+    Raises UserError if there are fewer than two datasets, two are the same, the output is one of them, or their
+    tokenizers differ.
+    """
+    if len(prefixes) < 2:
+        raise UserError("merging needs at least two datasets")
+    sources = [_open_documents(prefix) for prefix in prefixes]
+    paths = [bin_path(prefix).resolve() for prefix in prefixes]
+    for number, prefix in enumerate(prefixes):
+        if paths[number] in paths[:number]:
+            raise UserError(f"{prefix} is given twice")
+    if bin_path(output).resolve() in paths:
+        raise UserError(f"{output} is one of the inputs; choose another output")
+
+    # The vocabulary. If it is unknown, it is one that is stored in a type that all sources fit into.
+    manifests = _manifests(sources)
+    has_manifests = len(manifests) == len(sources)
+    if has_manifests:
+        vocab_size = manifests[0].vocab_size
+    else:
+        narrow = all(source.dtype in (np.uint8, np.uint16) for source in sources)
+        vocab_size = 65499 if narrow else np.iinfo(np.int32).max
+
+    # The documents.
+    with IndexedWriter(output, vocab_size) as writer:
+        for source in sources:
+            tokens, offsets = source.open_tokens(), source.offsets()
+            for first in range(0, source.sequences, DOCUMENTS):
+                lengths = source.lengths[first : first + DOCUMENTS]
+                content = tokens[offsets[first] : offsets[first + len(lengths)]]
+                writer.add(content.astype(writer.dtype), lengths)
+        manifest_path(output).unlink(missing_ok=True)
+        written = writer.finish()
+
+    # The manifest of the result, if all sources have one.
+    if has_manifests:
+        text_bytes = [manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None]
+        combined = replace(
+            manifests[0],
+            documents=written.documents,
+            tokens=written.tokens,
+            text_bytes=sum(text_bytes) if len(text_bytes) == len(manifests) else None,
+            largest_id=written.largest_id,
+            sha256=written.sha256,
+            dtype=written.dtype,
+            append_eod=all(manifest.append_eod for manifest in manifests),
+            ftfy=all(manifest.ftfy for manifest in manifests),
+            inputs=[name for manifest in manifests for name in manifest.inputs],
+            skipped_empty=sum(manifest.skipped_empty for manifest in manifests),
+            skipped_bad=sum(manifest.skipped_bad for manifest in manifests),
+            skipped_other=sum(manifest.skipped_other for manifest in manifests),
+        )
+        write_manifest(output, combined)
+    return written
+
+
+def _open_documents(prefix: str) -> IndexedFiles:
+    files = open_indexed_files(prefix)
+    if not np.array_equal(files.document_index, np.arange(files.sequences + 1)):
+        raise UserError(f"{prefix} has documents of several sequences; only one sequence per document is supported")
+    return files
+
+
+def _manifests(sources: Sequence[IndexedFiles]) -> list[Manifest]:
+    """The manifests of the sources that have one. Raises UserError if their tokenizers differ."""
+    manifests: list[Manifest] = []
+    first = ""
+    for source in sources:
+        manifest = read_manifest(source.prefix)
+        if manifest is None or not manifest.describes(source):
+            continue
+        first = first or source.prefix
+        manifests.append(manifest)
+        if manifest.tokenizer_fingerprint != manifests[0].tokenizer_fingerprint:
+            raise UserError(f"{source.prefix} and {first} were built with different tokenizers")
+    return manifests
