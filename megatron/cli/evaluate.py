@@ -23,7 +23,6 @@ from megatron.cli.evaluation_options import (
     lengths_of,
     plan_tasks,
     protocols_of,
-    rows_of_budget,
     tokenizer_of,
 )
 from megatron.cli.model_options import (
@@ -47,7 +46,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     run_eval_tasks,
 )
-from megatron.evaluation.text import Text, check_ids, corpus_name, evaluation_text, text_by_document
+from megatron.evaluation.text import Text, check_ids, corpus_name, evaluation_text
 from megatron.model.gpt import GPT
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
@@ -129,7 +128,7 @@ def _evaluate(
 
     # Plan everything first: invalid options should fail before anything is measured.
     _report_choices(config, options, report)
-    text = _read_text(config, options, report, quiet=rank > 0)
+    text = _read_text(config, options, report)
     prompts = Prompts(tokenizer_of(config)) if options.passkey else None
     planned, not_measured = _plan(models, text, prompts, config, options, report)
     records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
@@ -322,10 +321,8 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
     return models
 
 
-def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None], *, quiet: bool) -> Text:
-    """The text of --text, or of the split; for --document-aware, as many rows of it as the budget needs. Its `bos` is
-    that of --bos.
-    """
+def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None]) -> Text:
+    """The text of --text, or of the split. Its `bos` is that of --bos."""
     tokenizer = None
     try:
         tokenizer = tokenizer_of(config)
@@ -339,13 +336,7 @@ def _read_text(config: Config, options: argparse.Namespace, report: Callable[[st
     if options.text is not None:
         assert tokenizer is not None
         return replace(_text_of_file(options.text, tokenizer), bos=bos)
-    if options.document_aware:
-        longest, rows = max(lengths_of(config, options)), rows_of_budget(config, options)
-        max_tokens = None if rows is None else rows * longest
-        text = text_by_document(config, longest, max_tokens, tokenizer, options.split, quiet=quiet)
-    else:
-        text = evaluation_text(config, tokenizer, options.split)
-    return replace(text, bos=bos)
+    return replace(evaluation_text(config, tokenizer, options.split), bos=bos)
 
 
 def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:

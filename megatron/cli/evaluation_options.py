@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import MAX_LENGTH_FACTOR, TASK_OPTIONS, add_task_options, task_options
@@ -24,7 +23,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     unique_lengths,
 )
-from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, single_corpus, text_source
+from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, text_source
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option
 
@@ -103,11 +102,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     measurement.add_argument(
         "--split", choices=("valid", "test"), default="valid", help="split of the dataset (default: %(default)s)"
-    )
-    measurement.add_argument(
-        "--document-aware",
-        action="store_true",
-        help="take each text of the longest length from a single document; concatenate documents that are too short",
     )
     measurement.add_argument(
         "--bos",
@@ -237,27 +231,11 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
 
 
 def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool) -> PlannedText:
-    """The size of the text that evaluate.py would read; with --document-aware, an upper bound of it, because ends of
-    documents are left out. Without data, a text that is long enough for everything.
-    """
+    """The size of the text that evaluate.py would read. Without data, a text that is long enough for everything."""
     longest = max(lengths_of(config, options))
     available = int(evaluation_lengths(config, options.split).sum()) if has_data else longest << 32
-    source = text_source(config, options.split)
-    if not options.document_aware:
-        return PlannedText(_tokens(available), source=source)
-    single_corpus(config, options.split)
-    rows = (available - 1) // longest if has_data else options.resolution or 1
-    if rows < 1:
-        raise UserError(
-            f"--document-aware: the text has only {available:,} tokens ({source}); choose --lengths below that"
-        )
-    return PlannedText(
-        _tokens(min(rows, rows_of_budget(config, options) or rows) * (longest + 1)), row=longest + 1, source=source
-    )
-
-
-def _tokens(count: int) -> Tensor:
-    return torch.empty(min(count, sys.maxsize), dtype=torch.int8, device="meta")
+    tokens = torch.empty(min(available, sys.maxsize), dtype=torch.int8, device="meta")
+    return PlannedText(tokens, source=text_source(config, options.split))
 
 
 def plan_tasks(
@@ -324,16 +302,11 @@ def check_options(options: argparse.Namespace, train_length: int | None, *, task
     for name in ("passkey_depths", "passkey_trials"):
         if getattr(options, name) is not None and not options.passkey:
             raise UserError(f"{option_name(name)} requires --passkey; add it")
-    if options.text is not None:
-        for name in ("split", "document_aware"):
-            if getattr(options, name) not in ("valid", False):
-                raise UserError(f"--text {options.text}: cannot be combined with {option_name(name)}; remove one")
+    if options.text is not None and options.split != "valid":
+        raise UserError(f"--text {options.text}: cannot be combined with --split; remove one")
     parse_modes(options.modes, train_length)
-    for protocol in map(parse_protocol, options.protocol):
-        if options.document_aware and not protocol.by_document:
-            raise UserError(
-                f"--document-aware: protocol {protocol.name} reads one stream; choose non-overlapping or last-k"
-            )
+    for name in options.protocol:
+        parse_protocol(name)
 
 
 def lengths_of(config: Config, options: argparse.Namespace) -> list[int]:
@@ -350,14 +323,6 @@ def protocols_of(options: argparse.Namespace) -> list[Protocol]:
 def budget_of(config: Config, options: argparse.Namespace) -> int | None:
     """Tokens to score; None: all."""
     return options.tokens or config.evaluation.tokens
-
-
-def rows_of_budget(config: Config, options: argparse.Namespace) -> int | None:
-    """The rows of text, of the longest length, that --document-aware reads to score `budget_of` tokens; None: all."""
-    budget, longest = budget_of(config, options), max(lengths_of(config, options))
-    if budget is None:
-        return None
-    return max(budget // min(protocol.size or longest for protocol in protocols_of(options)), 1)
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from megatron.data.streams import evenly_spaced
 from megatron.utils.errors import UserError
 
 
@@ -42,13 +41,11 @@ class Protocol:
     Class attributes:
         base_name: name without the size.
         default_size: 0 if the protocol has no size.
-        by_document: whether segments can be restricted to one document each (see `plan_rows`).
         uses_budget: whether the token budget limits the number of scored tokens.
     """
 
     base_name: ClassVar[str]
     default_size: ClassVar[int] = 0
-    by_document: ClassVar[bool] = False
     uses_budget: ClassVar[bool] = True
 
     size: int = 0
@@ -70,28 +67,6 @@ class Protocol:
         """
         raise NotImplementedError
 
-    def plan_rows(self, rows: int, row_tokens: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
-        """Like `plan`, for a stream of rows with `row_tokens` tokens each: no segment crosses rows."""
-        if not self.by_document:
-            raise UserError(
-                f"protocol {self.name} reads one stream; with --document-aware choose non-overlapping or last-k"
-            )
-        segments_of_row = self.plan(row_tokens, lengths, None)
-        chosen: Sequence[int] = range(rows)
-        if token_budget is not None:
-            targets = segments_of_row[0].targets
-            if targets > token_budget:
-                raise UserError(
-                    f"a budget of {token_budget:,} tokens is less than the {targets:,} scored in one document; "
-                    "increase it"
-                )
-            chosen = evenly_spaced(rows, token_budget // targets)
-        plans = []
-        for segments in segments_of_row:
-            starts = [row * row_tokens + start for row in chosen for start in segments.starts]
-            plans.append(replace(segments, starts=starts))
-        return plans
-
 
 class NonOverlapping(Protocol):
     """The stream is cut into segments and every prediction is scored (KERPLE, section 5: "non-overlapping segments").
@@ -104,7 +79,6 @@ class NonOverlapping(Protocol):
     """
 
     base_name = "non-overlapping"
-    by_document = True
 
     def plan(self, available: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
         limit = available - 1 if token_budget is None else min(token_budget, available - 1)
@@ -166,7 +140,6 @@ class LastK(Protocol):
 
     base_name = "last-k"
     default_size = 256
-    by_document = True
 
     def stride(self, lengths: Sequence[int]) -> int:
         """Tokens between the ends of consecutive segments."""
@@ -202,7 +175,6 @@ class Sliding(LastK):
     """
 
     base_name = "sliding"
-    by_document = False
 
     def stride(self, lengths: Sequence[int]) -> int:
         return self.size

@@ -152,7 +152,6 @@ def plan_extrapolation(
     tasks = []
     for protocol in dict.fromkeys(parsed_protocols):
         segments_by_length = text.plan(protocol, lengths, token_budget)
-        name = protocol.name if text.row is None else f"{protocol.name} by document"
         digests = [text.digest(segments) for segments in segments_by_length]
         for mode in parsed_modes:
             for segments, digest in zip(segments_by_length, digests, strict=True):
@@ -160,7 +159,7 @@ def plan_extrapolation(
                     provenance.record,
                     corpus=text.corpus,
                     mode=mode.name,
-                    protocol=name,
+                    protocol=protocol.name,
                     length=segments.length,
                     bos=text.bos,
                 )

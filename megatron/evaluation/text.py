@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,13 +12,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.indexed_dataset import check_tokenizer
-from megatron.data.streams import (
-    TokenStream,
-    document_lengths,
-    document_segments,
-    evaluation_corpora,
-    evaluation_stream,
-)
+from megatron.data.streams import TokenStream, document_lengths, evaluation_corpora, evaluation_stream
 from megatron.evaluation.protocols import Protocol, Segments
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
@@ -36,7 +30,8 @@ class Text:
     Attributes:
         tokens: int64 `[n]`, or a stream of n tokens that reads its files only where it is indexed.
         documents: int64 `[documents + 1]`, the start of each document, followed by n; None if not known.
-        row: the stream consists of rows of this many tokens, and no segment may cross rows; None for one stream.
+        row: the stream consists of rows of this many tokens, no segment may cross rows, and a budget is for each row;
+            None for one stream.
         token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not known.
         corpus: its name.
         tokenizer_is_known: whether the data name their tokenizer, so that the tokens determine `token_bytes`.
@@ -61,9 +56,14 @@ class Text:
         try:
             if self.row is None:
                 return protocol.plan(len(self.tokens), lengths, token_budget)
-            return protocol.plan_rows(len(self.tokens) // self.row, self.row, lengths, token_budget)
+            return [self._of_all_rows(segments) for segments in protocol.plan(self.row, lengths, token_budget)]
         except UserError as error:
             raise self.error(str(error)) from error
+
+    def _of_all_rows(self, segments: Segments) -> Segments:
+        """These segments of the first row, and the same of all others."""
+        rows = range(0, len(self.tokens), self.row)
+        return replace(segments, starts=[row + start for row in rows for start in segments.starts])
 
     def error(self, problem: str) -> UserError:
         """An error that names the source of this text and its size."""
@@ -227,48 +227,6 @@ def evaluation_lengths(config: Config, part: str = "valid") -> IntArray:
     """The number of tokens of each configured document of a part, int64 `[documents]`."""
     prefixes, split = evaluation_corpora(config, part)
     return np.concatenate([document_lengths(prefix, split, part) for prefix in prefixes])
-
-
-def single_corpus(config: Config, part: str = "valid") -> tuple[str, str | None]:
-    """(prefix, split) of the documents of a part. Raises UserError if they come from several corpora."""
-    prefixes, split = evaluation_corpora(config, part)
-    if len(prefixes) > 1:
-        raise UserError("--document-aware reads a single corpus; set data-path to one corpus")
-    return prefixes[0], split
-
-
-def text_by_document(
-    config: Config,
-    longest: int,
-    max_tokens: int | None,
-    tokenizer: Tokenizer | None = None,
-    part: str = "valid",
-    *,
-    quiet: bool = False,
-) -> Text:
-    """The configured documents of a part as rows of `longest + 1` tokens (inputs and targets) from one document each.
-
-    Documents that are too short are concatenated into further rows. Raises UserError if the text is too short for a
-    single row, or was built with another tokenizer than this one.
-    """
-    prefix, split = single_corpus(config, part)
-    is_known = _check_tokenizer([prefix], tokenizer)
-    token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
-    rows = document_segments(prefix, split, part, longest, max_tokens, join_short=True)
-    joined = int(np.sum(rows.documents < 0))
-    if joined and not quiet:
-        print(
-            f"--document-aware: {len(rows.documents) - joined:,} rows of {longest:,} tokens come from one document "
-            f"each, {joined:,} are concatenated short documents",
-            flush=True,
-        )
-    # The boundaries within a concatenated row are not known: it counts as one document.
-    starts_document = np.ones(len(rows.documents), dtype=bool)
-    starts_document[1:] = (rows.documents[1:] != rows.documents[:-1]) | (rows.documents[1:] < 0)
-    offsets = np.concatenate((np.flatnonzero(starts_document), [len(starts_document)])) * (longest + 1)
-    tokens = torch.from_numpy(rows.tokens).flatten()
-    name, source = corpus_name([prefix], part), text_source(config, part)
-    return Text(tokens, offsets, longest + 1, token_bytes, name, is_known, source)
 
 
 def corpus_name(prefixes: Sequence[str], part: str = "valid") -> str:

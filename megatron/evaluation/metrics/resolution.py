@@ -88,8 +88,8 @@ class ResolutionTask(EvalTask):
 def plan_resolution(
     text: Text, lengths: Sequence[int], modes: Sequence[str], texts: int, provenance: Provenance
 ) -> list[ResolutionTask]:
-    """One task per mode and length, in this order, on the first `texts` segments of the text. If the text has rows, the
-    segments are the starts of the first rows. Raises UserError if the text has fewer.
+    """One task per mode and length, in this order, on the first `texts` segments of the text. Raises UserError if the
+    text has fewer.
     """
     tasks = []
     for mode in parse_modes(modes, provenance.train_length):
@@ -99,22 +99,20 @@ def plan_resolution(
                 "the other modes without --resolution"
             )
         for length in lengths:
-            stride = length if text.row is None else text.row
-            available = (len(text.tokens) - 1) // length if text.row is None else len(text.tokens) // text.row
+            available = (len(text.tokens) - 1) // length
             if available < texts:
-                advice = "shorter lengths" if text.row is None else "shorter lengths, or more --tokens"
-                advice = f"--resolution {available}, {advice}" if available else advice
+                advice = f"--resolution {available}, shorter lengths" if available else "shorter lengths"
                 raise text.error(
                     f"--resolution {texts}: the text has only {available:,} segments of {length:,} tokens; choose "
                     f"{advice}"
                 )
-            segments = Segments(length, range(0, texts * stride, stride))
+            segments = Segments(length, range(0, texts * length, length))
             planned = provenance.record(
                 "resolution",
                 corpus=text.corpus,
                 bos=text.bos,
                 mode=mode.name,
-                protocol=f"first@{texts}" + (" by document" if text.row is not None else ""),
+                protocol=f"first@{texts}",
                 length=length,
                 determined_by=text.digest(segments),
             )

@@ -304,26 +304,6 @@ def test_results_of_another_model_are_rejected(tmp_path, checkpoints):
     assert {row["pos_emb"] for row in rows_in(tmp_path)} == {"kerple_log"}
 
 
-def test_by_document(tmp_path, configuration, checkpoints, data):
-    """Documents have 201 tokens."""
-    words = [configuration(), "--document-aware", "--protocol", "non-overlapping", "last-k@16"]
-    main([*words, "--lengths", "32", "128", "--output", str(tmp_path)])
-    rows = rows_in(tmp_path)
-    assert [(row["protocol"], row["tokens"], row["documents"]) for row in rows] == [
-        ("non-overlapping by document", 20 * 128, 20),
-        ("non-overlapping by document", 20 * 128, 20),
-        ("last-k@16 by document", 20 * 16, 20),
-        ("last-k@16 by document", 20 * 16, 20),
-    ]
-    stream = torch.from_numpy(part_tokens(data, "2,1,0")).view(20, 201)[:, :129]
-    with torch.no_grad():
-        losses = direct_losses(checkpoints["kerple_log"][1](stream[:, :-1]), stream[:, 1:])
-    assert rows[1]["loss"] == pytest.approx(losses.mean().item(), abs=1e-5)
-    assert rows[3]["loss"] == pytest.approx(losses[:, -16:].mean().item(), abs=1e-5)
-    with pytest.raises(UserError, match=r"--document-aware.*sliding@256"):
-        main([*words, "sliding", "--lengths", "256", "--output", str(tmp_path / "no")])
-
-
 def test_two_checkpoints_with_the_same_method_and_seed_need_labels(tmp_path, checkpoints, data):
     write_checkpoint(tmp_path / "again", "kerple_log", data, iteration=5)
     words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out"), "--checkpoint"]
@@ -390,8 +370,7 @@ def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
     write_manifest(prefix, manifest_of(open_indexed_files(prefix), 255))
     words = ["--checkpoint", str(checkpoints["alibi"][0]), "--lengths", "32", "--tokens", "64", "--output", output]
     words += ["--set", f"data-path={prefix}"]
-    for by_document in ([], ["--document-aware"]):
-        assert_rejected("HFTokenizer.*tokenizer-type.*vocab-file", main, [*words, *by_document])
+    assert_rejected("HFTokenizer.*tokenizer-type.*vocab-file", main, words)
     assert not Path(output).exists()
     main([*words, "tokenizer-type=HFTokenizer", "vocab-file=nowhere"])  # no usable tokenizer
     assert "bits per byte is not measured: vocab-file nowhere" in capsys.readouterr().out
@@ -409,4 +388,4 @@ def test_the_token_at_the_beginning(tmp_path, monkeypatch):
         tokenizer.bos = bos
         for choice, token in choices.items():
             options = argparse.Namespace(text=tmp_path / "text.txt", bos=choice)
-            assert evaluate._read_text(None, options, print, quiet=True).bos == token
+            assert evaluate._read_text(None, options, print).bos == token

@@ -23,29 +23,16 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
         "s.yml",
         has_data=False,
     )
-    check_run(["--lengths", "48", "96", "--document-aware", "--resolution", "4"], config, "sweep.yml", has_data=False)
-    with pytest.raises(UserError, match=r"^sweep\.yml.*96"):
-        check_run(["--lengths", "32", "48", "--document-aware"], config, "sweep.yml", has_data=False)
     for words, message in (
         (["--lengths", "x"], "sweep.yml: argument --lengths: must be an integer from 1"),
         (["--modes", "sliding"], "'sliding' is unknown"),
         (["--lengths", str(1 << 30)], r"text_document, valid part of split .* \([\d,]+ tokens\): .* too short"),
-        (["--lengths", str(1 << 30), "--document-aware"], "--document-aware: the text has only"),
         (["--lengths", "32", "--modes", "sinks@4+12", "--resolution"], "--resolution: not measured in inference mode"),
         (["--lengths", "32", "--resolution", "100000"], "--resolution 100000: the text has only"),
-        (
-            ["--lengths", "32", "64", "--document-aware", "--tokens", "256", "--resolution"],
-            "only 4 segments .* --tokens",
-        ),
         (["--lengths", "32", "--passkey"], "tokenizer-type GPT2BPETokenizer needs vocab-file"),
     ):
         with pytest.raises(UserError, match=message):
             check_run(words, config, "sweep.yml", has_data=True)
-    check_run(["--lengths", "32", "--document-aware", "--resolution", "2"], config, "sweep.yml", has_data=True)
-    paths = {f"{part}-data-paths": [str(data), str(data)] for part in ("train", "valid", "test")}
-    several = Config.from_flat({**keys, **paths})
-    with pytest.raises(UserError, match="--document-aware"):
-        check_run(["--lengths", "32", "--document-aware"], several, "sweep.yml", has_data=False)
 
 
 @pytest.mark.ci

@@ -95,22 +95,3 @@ def test_the_budget_is_evenly_spaced_in_the_stream(name, pieces):
 def test_a_budget_for_all_of_the_stream_changes_nothing(name):
     for budget in (999, 10_000):
         assert plan(name, 1000, [16, 64], budget) == plan(name, 1000, [16, 64], None)
-
-
-@pytest.mark.parametrize("name", ["non-overlapping", "last-k@8"])
-def test_segments_do_not_cross_rows(name):
-    for segments in parse_protocol(name).plan_rows(7, 65, [16, 64], None):
-        for start in segments.starts:
-            assert start // 65 == (start + segments.length) // 65
-        assert {start // 65 for start in segments.starts} == set(range(7))
-    thirds, halves = parse_protocol("non-overlapping").plan_rows(2, 49, [16, 24], None)  # 48 is their common multiple
-    assert list(thirds.starts) == [0, 16, 32, 49, 65, 81]
-    assert list(halves.starts) == [0, 24, 49, 73]
-    assert {start // 65 for start in parse_protocol("last-k@8").plan_rows(7, 65, [16, 64], 25)[0].starts} == {0, 2, 4}
-
-
-def test_rejected_plans_of_rows():
-    with pytest.raises(UserError, match="kerple@320"):
-        parse_protocol("kerple").plan_rows(3, 9, [8], None)
-    with pytest.raises(UserError, match="a budget of 10 tokens is less than the 64 scored in one document"):
-        parse_protocol("non-overlapping").plan_rows(3, 65, [64], 10)

@@ -7,8 +7,8 @@ import torch
 from megatron.config import Config
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.streams import evaluation_stream
-from megatron.evaluation.protocols import Segments
-from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, evaluation_text, text_by_document
+from megatron.evaluation.protocols import NonOverlapping, Segments
+from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, evaluation_text
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import settings_of, write_corpus
@@ -102,22 +102,26 @@ def test_digests_identify_the_bytes_of_the_tokens():
     assert known not in (*unknown, Text(tokens).digest(segments))
 
 
-@pytest.mark.parametrize(
-    "read", [evaluation_text, lambda config, tokenizer: text_by_document(config, 64, 64, tokenizer)]
-)
-def test_the_tokenizer_of_the_text(read, tmp_path):
+def test_segments_do_not_cross_rows():
+    text = Text(torch.arange(2 * 49), row=49)
+    thirds, halves = text.plan(NonOverlapping(), [16, 24], None)  # 48 is their common multiple
+    assert list(thirds.starts) == [0, 16, 32, 49, 65, 81]
+    assert list(halves.starts) == [0, 24, 49, 73]
+
+
+def test_the_tokenizer_of_the_text(tmp_path):
     prefix, tokenizer = write_corpus(tmp_path), CharLevelTokenizer()
     config = Config.from_flat(settings_of("none", prefix))
-    text = read(config, tokenizer)
+    text = evaluation_text(config, tokenizer)
     assert not text.tokenizer_is_known  # there is no manifest
     assert text.token_bytes.tolist() == tokenizer.byte_lengths().tolist()
     files = open_indexed_files(prefix)
     write_manifest(prefix, manifest_of(files, 255, tokenizer.fingerprint))
-    assert read(config, tokenizer).tokenizer_is_known
+    assert evaluation_text(config, tokenizer).tokenizer_is_known
     write_manifest(prefix, manifest_of(files, 255, "other"))
-    assert read(config, None).token_bytes is None
+    assert evaluation_text(config, None).token_bytes is None
     with pytest.raises(UserError, match=r"text_document.*HFTokenizer.*CharLevel"):
-        read(config, tokenizer)
+        evaluation_text(config, tokenizer)
 
 
 def test_the_tokenizer_of_every_corpus_is_checked(tmp_path):
@@ -142,17 +146,6 @@ def test_evaluation_text(tmp_path):
     test_split = evaluation_text(config, part="test")
     assert test_split.corpus == "text (test split)"
     assert test_split.tokens[:].tolist() == evaluation_stream(config, "test")[:].tolist() != text.tokens[:].tolist()
-
-
-def test_text_by_document(config, capsys):
-    text = text_by_document(config, 128, None)
-    assert (text.row, len(text.tokens)) == (129, 20 * 129)
-    assert text.documents.tolist() == [129 * document for document in range(21)]
-    assert text.tokens[:129].tolist() == evaluation_text(config).tokens[:129].tolist()
-    assert capsys.readouterr().out == ""
-    text = text_by_document(config, 256, None)  # longer than any document
-    assert len(text.documents) == 15 + 1
-    assert "0 rows of 256 tokens come from one document each, 15 are concatenated" in capsys.readouterr().out
 
 
 def test_corpus_names():

@@ -90,7 +90,6 @@ def test_missing_values_have_a_reason():
         {"train_length": 128},
         {"protocol": "sliding@256"},
         {"protocol": "kerple@8"},
-        {"protocol": "non-overlapping by document"},
         {"corpus": "python_stdlib"},
         {"checkpoint": {"path": "a", "iteration": 1, "fingerprint": "f", "layers": 4, "hidden_size": 128}},
         {"checkpoint": None},
