@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.tokenizer.hugging_face import MAX_BYTES, byte_level_tokenizer, read_gpt2_tokenizer
+from megatron.tokenizer.hugging_face import MAX_BYTES, byte_level_tokenizer
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
@@ -48,8 +48,6 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
     elif files.tokenizer_type == "GPT2BPETokenizer":
         converted = byte_level_tokenizer(tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file)))
         converted.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
-    elif files.tokenizer_type == "HFGPT2Tokenizer":
-        converted = read_gpt2_tokenizer(files.vocab_file or "gpt2")
     else:
         converted = _character_level()
     if converted.num_special_tokens_to_add(is_pair=False) > (tokenizer.bos is not None):

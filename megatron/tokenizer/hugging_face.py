@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -124,7 +123,12 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: Path, merge_file: Path):
-        tokenizer, content = _read_gpt2_files(vocab_file, merge_file)
+        content = read_file(vocab_file, MAX_BYTES) + b"\0" + read_file(merge_file, MAX_BYTES)
+        with _library_errors(
+            f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its JSON of tokens and "
+            "ids; for a tokenizer.json use tokenizer-type HFTokenizer"
+        ):
+            tokenizer = byte_level_tokenizer(tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file)))
         vocab = tokenizer.get_vocab()
         if END_OF_DOCUMENT not in vocab:
             raise UserError(f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256")
@@ -134,64 +138,6 @@ class GPT2BPETokenizer(_LibraryTokenizer):
                 f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte symbols are missing"
             )
         super().__init__(tokenizer, vocab[END_OF_DOCUMENT], hashlib.sha256(content).hexdigest())
-
-
-def _read_gpt2_files(vocab_file: Path, merge_file: Path) -> tuple[tokenizers.Tokenizer, bytes]:
-    """The tokenizer of GPT-2's two files, and their contents. Raises UserError."""
-    content = read_file(vocab_file, MAX_BYTES) + b"\0" + read_file(merge_file, MAX_BYTES)
-    with _library_errors(
-        f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its JSON of tokens and ids",
-        "for a tokenizer.json use tokenizer-type HFTokenizer",
-    ):
-        model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
-    return byte_level_tokenizer(model), content
-
-
-class HFGPT2Tokenizer(_LibraryTokenizer):
-    """GPT-2's tokenizer as in the transformers library, with the additional token `<|padding|>`.
-
-    Unlike GPT2BPETokenizer, it recognizes special tokens in a text.
-
-    Args:
-        source: a folder with tokenizer.json or with vocab.json and merges.txt, the path of a tokenizer.json, or a name
-            on the Hugging Face hub.
-
-    Raises UserError if there is no such tokenizer, or it cannot be read or downloaded.
-    """
-
-    name = "HFGPT2Tokenizer"
-
-    def __init__(self, source: str | Path):
-        tokenizer = read_gpt2_tokenizer(source)
-        fingerprint = hashlib.sha256(tokenizer.to_str().encode("utf-8")).hexdigest()
-        eod: int = tokenizer.get_vocab()[END_OF_DOCUMENT]
-        super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, source))
-
-
-def read_gpt2_tokenizer(source: str | Path) -> tokenizers.Tokenizer:
-    """The library's tokenizer of an HFGPT2Tokenizer. Raises UserError."""
-    path = Path(source)
-    exists = os.path.exists(path)
-    problem = "" if exists else " is not a file or folder, and cannot be downloaded from the Hugging Face hub"
-    with _library_errors(
-        f"vocab-file {source}{problem}",
-        "HFGPT2Tokenizer needs a folder with tokenizer.json or with vocab.json and merges.txt, or a name on the hub "
-        "such as gpt2",
-    ):
-        if os.path.isfile(path / "vocab.json") and not os.path.isfile(path / "tokenizer.json"):
-            tokenizer, _ = _read_gpt2_files(path / "vocab.json", path / "merges.txt")
-        else:
-            if exists:
-                file = path / "tokenizer.json" if path.is_dir() else path
-            else:
-                import huggingface_hub  # a dependency of tokenizers; needed only for downloads
-
-                file = Path(huggingface_hub.hf_hub_download(str(source), "tokenizer.json"))
-            tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file, MAX_BYTES))
-        tokenizer.add_special_tokens([END_OF_DOCUMENT, "<|padding|>"])
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> int | None:
@@ -226,14 +172,14 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
 
 
 @contextlib.contextmanager
-def _library_errors(problem: str, advice: str = "") -> Iterator[None]:
+def _library_errors(problem: str) -> Iterator[None]:
     """Turn errors of the tokenizers library, which raises bare Exception and panics, into a UserError."""
     try:
         yield
     except BaseException as error:
         if not is_library_error(error):
             raise
-        raise UserError(f"{problem}: {first_line(error)}" + (f"; {advice}" if advice else "")) from error
+        raise UserError(f"{problem}: {first_line(error)}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> tokenizers.Tokenizer:

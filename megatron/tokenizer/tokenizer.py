@@ -23,12 +23,13 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 _PIECE = 1 << 20  # characters
 
-TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer")
+TOKENIZER_TYPES = ("HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer", "CharLevelTokenizer")
 
 # GPT-NeoX's other types: why each is unsupported, and the alternative.
 _UNSUPPORTED_TYPES = {
     "TiktokenTokenizer": "tiktoken downloads vocabularies at run time; use a tokenizer.json with HFTokenizer",
     "HFLlamaTokenizer": "use the model's tokenizer.json with HFTokenizer, or its tokenizer.model with SPMTokenizer",
+    "HFGPT2Tokenizer": "use the tokenizer.json of gpt2 with HFTokenizer",
 }
 
 
@@ -153,10 +154,6 @@ def build_tokenizer(
         from megatron.tokenizer.sentencepiece import SPMTokenizer
 
         return SPMTokenizer(_required_file(vocab_file, tokenizer_type, "vocab-file", "a SentencePiece model"))
-    if tokenizer_type == "HFGPT2Tokenizer":
-        from megatron.tokenizer.hugging_face import HFGPT2Tokenizer
-
-        return HFGPT2Tokenizer(vocab_file or "gpt2")
     if tokenizer_type == "CharLevelTokenizer":
         return CharLevelTokenizer()
     raise UserError(f"unknown tokenizer-type {tokenizer_type!r}; supported: {', '.join(TOKENIZER_TYPES)}")

@@ -94,14 +94,11 @@ def split_shares(split: str) -> list[float]:
 class TokenizerConfig(ConfigSection):
     """Tokenizer"""
 
-    tokenizer_type: Literal[
-        "GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer", "HFGPT2Tokenizer", "CharLevelTokenizer"
-    ] = field(
+    tokenizer_type: Literal["GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer", "CharLevelTokenizer"] = field(
         "GPT2BPETokenizer",
         """GPT2BPETokenizer: vocab_file (JSON) and merge_file of GPT-2; HFTokenizer: vocab_file is a tokenizer.json of
-        Hugging Face tokenizers; SPMTokenizer: vocab_file is a SentencePiece model; HFGPT2Tokenizer: vocab_file is a
-        folder or a name on the Hugging Face hub, by default gpt2; CharLevelTokenizer: one token per UTF-8 byte, no
-        files.""",
+        Hugging Face tokenizers; SPMTokenizer: vocab_file is a SentencePiece model; CharLevelTokenizer: one token per
+        UTF-8 byte, no files.""",
     )
     vocab_file: PathText | None = field(None, "Vocabulary file of the tokenizer.")
     merge_file: PathText | None = field(None, "Merges file of GPT-2's BPE.")

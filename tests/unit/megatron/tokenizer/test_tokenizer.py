@@ -32,7 +32,7 @@ def test_char_level_tokenizer_vocabulary():
     assert tokenizer.detokenize_continuation([0xC3], [0xA4]) == "\ufffd"  # the prompt's text changes
 
 
-@pytest.mark.parametrize("name", ["TiktokenTokenizer", "HFLlamaTokenizer"])
+@pytest.mark.parametrize("name", ["TiktokenTokenizer", "HFLlamaTokenizer", "HFGPT2Tokenizer"])
 def test_unsupported_types_name_an_alternative(name):
     with pytest.raises(UserError, match=f"{name} is not supported: .*use "):
         build_tokenizer(name, "vocab")
