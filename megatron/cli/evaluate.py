@@ -355,4 +355,4 @@ def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
     if not len(tokens):
         raise UserError(f"--text {path}: has no text")
     offsets = np.concatenate(([0], np.cumsum(encoded.lengths[0], dtype=np.int64)))
-    return Text(tokens, offsets, None, tokenizer.byte_lengths(), corpus_name([str(path)]), source=visible(str(path)))
+    return Text(tokens, offsets, tokenizer.byte_lengths(), corpus_name([str(path)]), source=visible(str(path)))

@@ -232,9 +232,8 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
 
 def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool) -> PlannedText:
     """The size of the text that evaluate.py would read. Without data, a text that is long enough for everything."""
-    longest = max(lengths_of(config, options))
-    available = int(evaluation_lengths(config, options.split).sum()) if has_data else longest << 32
-    tokens = torch.empty(min(available, sys.maxsize), dtype=torch.int8, device="meta")
+    available = int(evaluation_lengths(config, options.split).sum()) if has_data else sys.maxsize
+    tokens = torch.empty(available, dtype=torch.int8, device="meta")
     return PlannedText(tokens, source=text_source(config, options.split))
 
 
@@ -305,8 +304,7 @@ def check_options(options: argparse.Namespace, train_length: int | None, *, task
     if options.text is not None and options.split != "valid":
         raise UserError(f"--text {options.text}: cannot be combined with --split; remove one")
     parse_modes(options.modes, train_length)
-    for name in options.protocol:
-        parse_protocol(name)
+    protocols_of(options)
 
 
 def lengths_of(config: Config, options: argparse.Namespace) -> list[int]:

@@ -264,7 +264,7 @@ def evaluate_extrapolation(
     lengths: Sequence[int],
     *,
     modes: Sequence[str] = ("full",),
-    protocols: Sequence[str] = ("non-overlapping",),
+    protocols: Sequence[str | Protocol] = ("non-overlapping",),
     token_budget: int | None = None,
     position_bins: int | None = None,
     query_chunk: int = QUERY_CHUNK,

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.indexed_dataset import check_tokenizer
-from megatron.data.streams import TokenStream, document_lengths, evaluation_corpora, evaluation_stream
+from megatron.data.streams import (
+    TokenStream,
+    document_lengths,
+    evaluation_corpora,
+    evaluation_stream,
+)
 from megatron.evaluation.protocols import Protocol, Segments
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
@@ -30,8 +35,6 @@ class Text:
     Attributes:
         tokens: int64 `[n]`, or a stream of n tokens that reads its files only where it is indexed.
         documents: int64 `[documents + 1]`, the start of each document, followed by n; None if not known.
-        row: the stream consists of rows of this many tokens, no segment may cross rows, and a budget is for each row;
-            None for one stream.
         token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not known.
         corpus: its name.
         tokenizer_is_known: whether the data name their tokenizer, so that the tokens determine `token_bytes`.
@@ -41,7 +44,6 @@ class Text:
 
     tokens: Tensor | TokenStream
     documents: IntArray | None = None
-    row: int | None = None
     token_bytes: IntArray | None = None
     corpus: str | None = None
     tokenizer_is_known: bool = False
@@ -54,9 +56,7 @@ class Text:
         if there are none.
         """
         try:
-            if self.row is None:
-                return protocol.plan(len(self.tokens), lengths, token_budget)
-            return [self._of_all_rows(segments) for segments in protocol.plan(self.row, lengths, token_budget)]
+            return protocol.plan(len(self.tokens), lengths, token_budget)
         except UserError as error:
             raise self.error(str(error)) from error
 
@@ -206,7 +206,7 @@ def evaluation_text(config: Config, tokenizer: Tokenizer | None = None, part: st
     token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
     offsets = np.concatenate(([0], np.cumsum(evaluation_lengths(config, part))))
     name, source = corpus_name(prefixes, part), text_source(config, part)
-    return Text(evaluation_stream(config, part), offsets, None, token_bytes, name, is_known, source)
+    return Text(evaluation_stream(config, part), offsets, token_bytes, name, is_known, source)
 
 
 def text_source(config: Config, part: str = "valid") -> str:

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,9 +12,9 @@ import torch
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
 from megatron.data.datasets import Samples
-from megatron.evaluation.protocols import NonOverlapping
+from megatron.evaluation.protocols import NonOverlapping, Segments
 from megatron.evaluation.records import PositionsRecord, Record
-from megatron.evaluation.text import Text, evaluation_text
+from megatron.evaluation.text import evaluation_text
 from megatron.model.settings import Layout
 from megatron.training.engine import Engine
 from megatron.training.logging import Logger
@@ -66,6 +67,23 @@ def in_context_score(losses: Sequence[float]) -> float | None:
     return statistics.fmean(losses[len(losses) * 3 // 4 :]) - statistics.fmean(losses[8:32])
 
 
+@dataclass(frozen=True)
+class Share(NonOverlapping):
+    """A replica's share of the pieces of text that all lengths divide."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def plan(self, available: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
+        (pieces,) = super().plan(available, [math.lcm(*lengths)], token_budget)
+        share = pieces.shard(self.rank, self.ranks)
+        plans = []
+        for length in lengths:
+            starts = [piece + offset for piece in share.starts for offset in range(0, share.length, length)]
+            plans.append(Segments(length, starts))
+        return plans
+
+
 class ExtrapolationCurves:
     """Measures the validation loss and the in-context score at each of `extrapolation-lengths`, on the same tokens at
     every length and time.
@@ -75,29 +93,25 @@ class ExtrapolationCurves:
     """
 
     def __init__(self, config: Config, layout: Layout, logger: Logger):
-        """Read this replica's share of the tokens. Raises UserError if the validation text is too short."""
+        """Raises UserError if the validation text is too short."""
         training = config.training
-        self._logger = logger
+        self._logger, self._budget = logger, training.extrapolation_budget
         self.lengths = tuple(dict.fromkeys(training.extrapolation_lengths or ()))
         self.measured_at: int | None = None  # iteration
         common = math.lcm(*self.lengths)
-        text = evaluation_text(config)
-        if len(text.tokens) < common + 1:
-            raise text.error(
+        self._text = evaluation_text(config)
+        if len(self._text.tokens) < common + 1:
+            raise self._text.error(
                 f"extrapolation-lengths {', '.join(map(str, self.lengths))} need {common + 1:,} tokens; use shorter "
                 "lengths, or enlarge the validation part of split"
             )
-        # Pieces that every length divides.
-        (pieces,) = NonOverlapping().plan(len(text.tokens), [common], training.extrapolation_budget)
+        (pieces,) = self._text.plan(NonOverlapping(), [common], self._budget)
         self.num_tokens = pieces.targets
-        share = pieces.shard(layout.data_rank, layout.data_size)
-        rows = [text.tokens[start : start + common + 1] for start in share.starts]
-        self._text = Text(torch.cat(rows), row=common + 1) if rows else None
-        for line in text.sample_lines("extrapolation", pieces):
-            logger.info(line)
+        self._share = Share(rank=layout.data_rank, ranks=layout.data_size)
+        self._has_share = layout.data_rank < len(pieces.starts)
         logger.info(
-            f"extrapolation: measured every {training.eval_interval:,} iterations, on these tokens at every length; "
-            "the validation loss is of other samples of the validation text, so it differs"
+            f"extrapolation: measured every {training.eval_interval:,} iterations, on the same {self.num_tokens:,} "
+            "tokens at every length; the validation loss is of other samples of the validation text, so it differs"
         )
 
     def measure(self, engine: Engine, iteration: int) -> None:
@@ -108,12 +122,14 @@ class ExtrapolationCurves:
         started_at = time.perf_counter()
         # Sums of losses and of in-context scores, weighted by the tokens of this replica.
         totals = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=engine.layout.device)
-        if self._text is not None:
+        if self._has_share:
             measured: list[Record] = []
             records = evaluate_extrapolation(
                 engine.model,
                 self._text,
                 self.lengths,
+                protocols=[self._share],
+                token_budget=self._budget,
                 position_bins=max(self.lengths),
                 vocab_size=engine.settings.padded_vocab_size,
                 progress=False,

@@ -101,7 +101,7 @@ def plan_resolution(
         for length in lengths:
             available = (len(text.tokens) - 1) // length
             if available < texts:
-                advice = f"--resolution {available}, shorter lengths" if available else "shorter lengths"
+                advice = f"--resolution {available}, or shorter lengths" if available else "shorter lengths"
                 raise text.error(
                     f"--resolution {texts}: the text has only {available:,} segments of {length:,} tokens; choose "
                     f"{advice}"

@@ -157,7 +157,7 @@ def test_tasks_that_import_evaluate(checkpoints, tmp_path, monkeypatch):
         (["--num-fewshot", "3"], "--num-fewshot.*--eval-tasks"),
         (["--eval-tasks", "pages", "--lengths", "64"], "--lengths"),
         (["--eval-tasks", "pages", "--modes", "full", "full+dynamic-ntk"], r"full\+dynamic-ntk"),
-        (["--eval-tasks", "pages", "--protocol", "last-k@8", "--bos", "never"], "--protocol, --bos"),
+        (["--eval-tasks", "pages", "--protocol", "last-k@8", "--passkey"], "--protocol, --passkey"),
         (["--eval-tasks", "pages", "--limit", "2.5"], "--limit.*1"),
         (["--eval-tasks", "pages", "--include-path", "nowhere"], "--include-path nowhere"),
         (["--eval-tasks", "continued", "--max-length", "12"], "eval_tasks continued.*--max-length 12.*max_gen_toks"),

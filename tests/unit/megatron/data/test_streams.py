@@ -1,4 +1,4 @@
-"""Evaluation streams and document segments."""
+"""Evaluation streams."""
 
 import numpy as np
 import pytest

@@ -7,18 +7,12 @@ import torch
 from megatron.config import Config
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.streams import evaluation_stream
-from megatron.evaluation.protocols import NonOverlapping, Segments
+from megatron.evaluation.protocols import Segments
 from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, evaluation_text
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import settings_of, write_corpus
 from tests.support.corpora import manifest_of
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """A corpus whose validation third has 20 documents of 201 tokens."""
-    return Config.from_flat(settings_of("none", write_corpus(tmp_path_factory.mktemp("data"))))
 
 
 def test_as_text_accepts_tensors_arrays_and_lists():
@@ -100,13 +94,6 @@ def test_digests_identify_the_bytes_of_the_tokens():
     )
     assert known == also_known
     assert known not in (*unknown, Text(tokens).digest(segments))
-
-
-def test_segments_do_not_cross_rows():
-    text = Text(torch.arange(2 * 49), row=49)
-    thirds, halves = text.plan(NonOverlapping(), [16, 24], None)  # 48 is their common multiple
-    assert list(thirds.starts) == [0, 16, 32, 49, 65, 81]
-    assert list(halves.starts) == [0, 24, 49, 73]
 
 
 def test_the_tokenizer_of_the_text(tmp_path):
