@@ -42,7 +42,6 @@ from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import (
     LOSS_NOTE,
     EvalTask,
-    ExtrapolationTask,
     plan_extrapolation,
     run_eval_tasks,
 )
@@ -133,8 +132,6 @@ def _evaluate(
     planned, not_measured = _plan(models, text, prompts, config, options, report)
     records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
     measurements(records, "extrapolation", "loss")  # rejects two checkpoints with the same method and seed
-    for line in _sample_lines(text, planned[0]):
-        report(line)
 
     results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
     with contextlib.ExitStack() as stack:
@@ -233,17 +230,6 @@ def _check_losses(results: ResultsFile) -> None:
                 f"{results.path}: {record['pos_emb']} {record['mode']} at {record['length']:,}: {record['note']} (n/a "
                 "in the report); evaluate with --precision fp32"
             )
-
-
-def _sample_lines(text: Text, tasks: Sequence[EvalTask]) -> list[str]:
-    """What each protocol scores at the longest length."""
-    longest: dict[str, EvalTask] = {}
-    for task in tasks:
-        if isinstance(task, ExtrapolationTask):
-            name = task.planned[0]["protocol"]
-            if name not in longest or task.segments.length > longest[name].segments.length:
-                longest[name] = task
-    return [line for name, task in longest.items() for line in text.sample_lines(name, task.segments)]
 
 
 def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:

@@ -23,9 +23,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
-FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
 READ_TOKENS = 1 << 22  # tokens read at once to compute a digest
-MAX_DOCUMENT_SHARE = 0.1  # of the scored tokens, above which a warning is printed
 
 
 @dataclass(frozen=True)
@@ -111,33 +109,6 @@ class Text:
         for read in self._read.values():
             bos = read.low if self.bos is None else self.bos
             check_range(min(read.low, bos), max(read.high, bos), vocab_size)
-
-    def document_shares(self, segments: Segments) -> FloatArray | None:
-        """The fraction of the scored tokens that each document with a scored token provides, largest first; None if
-        documents are not known.
-        """
-        if self.documents is None:
-            return None
-        spans = _target_spans(segments)
-        scored = np.concatenate(([0], np.cumsum(spans[:, 1] - spans[:, 0])))
-        # The number of scored tokens before each document: linear within the spans, constant between them.
-        before = np.interp(self.documents, spans.ravel(), np.repeat(scored, 2)[1:-1])
-        counts = np.diff(before)
-        shares: FloatArray = np.sort(counts[counts > 0])[::-1] / scored[-1]
-        return shares
-
-    def sample_lines(self, name: str, segments: Segments) -> list[str]:
-        """Lines that say what a protocol's segments score, with a warning if one document dominates them."""
-        shares = self.document_shares(segments)
-        if shares is None:
-            return [f"{name}: {segments.targets:,} tokens at length {segments.length:,}"]
-        lines = [f"{name}: {segments.targets:,} tokens of {len(shares):,} documents at length {segments.length:,}"]
-        if shares[0] > MAX_DOCUMENT_SHARE:
-            lines.append(
-                f"warning: {name}: one document provides {shares[0]:.0%} of the scored tokens, so the loss mostly "
-                "describes that document; score more tokens, or a text with shorter documents"
-            )
-        return lines
 
 
 class PlannedText(Text):

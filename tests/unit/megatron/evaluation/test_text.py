@@ -43,20 +43,6 @@ def test_ids_outside_the_vocabulary(tokens, invalid):
         text.check_ids(4)
 
 
-def test_document_shares():
-    text = Text(torch.zeros(100, dtype=torch.int64), np.array([0, 30, 40, 90, 100]))
-    segments = Segments(10, [0, 25, 60], 4)  # targets 5-10, 30-35 and 65-70
-    assert text.document_shares(segments).tolist() == [1 / 3, 1 / 3, 1 / 3]
-    segments = Segments(10, [0, 10, 20])  # targets 1-30
-    assert text.document_shares(segments).tolist() == [29 / 30, 1 / 30]
-    assert Text(text.tokens).document_shares(segments) is None
-    line, warning = text.sample_lines("non-overlapping", segments)
-    assert line == "non-overlapping: 30 tokens of 2 documents at length 10"
-    assert warning.startswith("warning: non-overlapping: one document provides 97% of the scored tokens")
-    balanced = Text(torch.zeros(100, dtype=torch.int64), np.arange(0, 101, 2))
-    assert balanced.sample_lines("x", segments) == ["x: 30 tokens of 16 documents at length 10"]
-
-
 def test_ids_without_a_vocabulary():
     check_ids(torch.tensor([], dtype=torch.int64), 1)
     check_ids(torch.tensor([10**6]), None)
