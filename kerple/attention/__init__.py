@@ -8,14 +8,12 @@ from kerple.attention.inference.attend import attend_in_mode
 from kerple.attention.inference.mode import (
     DEFAULT_MODE,
     FULL_MODE,
-    SPANS,
     AttentionMode,
     DynamicNtk,
     LogLength,
     Mode,
     ScoreScaling,
     YarnTemperature,
-    grammar,
     parse_mode,
 )
 from kerple.attention.tables import (
@@ -33,7 +31,6 @@ __all__ = [
     "DEFAULT_MODE",
     "FULL",
     "FULL_MODE",
-    "SPANS",
     "Attention",
     "AttentionMode",
     "Documents",
@@ -50,7 +47,6 @@ __all__ = [
     "backend_names",
     "check_backend",
     "document_positions",
-    "grammar",
     "ids_of_sequences",
     "jacobians",
     "parse_mode",

@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     to_hf.add_argument(
         "--inference-mode",
         metavar="MODE",
-        help="how the exported model attends, such as sinks@4+508; it then has its own code (see evaluate.py "
-        "--list-modes; default: full)",
+        help="how the exported model attends, such as sinks@4+508; it then has its own code (see "
+        "docs/evaluation.md; default: full)",
     )
     to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
 

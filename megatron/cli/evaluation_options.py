@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kerple.attention import SPANS, grammar
 from megatron.cli.eval_tasks import MAX_LENGTH_FACTOR, TASK_OPTIONS, add_task_options, task_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
@@ -44,7 +43,6 @@ NOT_IN_SWEEPS = {
     "--skip-unsupported": "it is always set",
     "--text": "a sweep measures on the dataset of its runs; evaluate its checkpoints with evaluate.py --text",
     "--eval-tasks": "a sweep measures extrapolation; run tasks on its checkpoints with evaluate.py",
-    "--list-modes": "run evaluate.py --list-modes",
 }
 
 
@@ -66,10 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=["full"],
         metavar="MODE",
         help="inference modes, such as full (default), window@W (each query attends to W keys) or "
-        "sinks@4+508+clip@256; --list-modes explains them",
-    )
-    measurement.add_argument(
-        "--list-modes", action=ListModes, nargs=0, help="print the inference modes and their modifiers, and exit"
+        "sinks@4+508+clip@256 (see docs/evaluation.md)",
     )
     measurement.add_argument(
         "--skip-unsupported",
@@ -183,23 +178,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"tokens per batch of short texts (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
     )
     add_task_options(parser)
-
-
-class ListModes(argparse.Action):
-    """Prints the inference modes, and exits."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        rows = grammar()
-        width = max(len(syntax) for syntax, _ in rows)
-        print("An inference mode is one of")
-        for index, (syntax, meaning) in enumerate(rows):
-            if index == len(SPANS):
-                print("followed by any of these modifiers, at most one distance map and one scaling of the scores:")
-            print(f"  {syntax:{width}}  {meaning}")
-        print(
-            "L is the training length by default. Examples: full+clip@256  sinks@4+508+reindexed  full+dynamic-ntk+logn"
-        )
-        parser.exit()
 
 
 def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:

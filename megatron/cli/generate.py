@@ -114,7 +114,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         default="full",
         help="inference mode, such as window@512 or sinks@4+508, whose KV cache is bounded (default: %(default)s; see "
-        "evaluate.py --list-modes)",
+        "docs/evaluation.md)",
     )
 
 

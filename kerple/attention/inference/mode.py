@@ -2,7 +2,7 @@
 
 A mode has four independent parts, none of which has parameters: the span of keys that a query attends to, a map of the
 distances, a scaling of the scores, and for rotary positions a scaling of the angles with the length of the text. Its
-name is a span, followed by any of the modifiers in `SPANS` and `MODIFIERS`, at most one of each kind:
+name is a span, followed by any of `MODIFIERS`, at most one of each kind:
 
     full    window@512    full+clip@256    sinks@4+508    sinks@4+508+reindexed+logn
 
@@ -238,19 +238,9 @@ class AttentionMode:
 DEFAULT_MODE = AttentionMode()
 
 
-# Span -> its meaning.
-SPANS = {
-    "full": "all earlier tokens, as in training",
-    "window@W": "the last W tokens including the query itself (KERPLE, figures 5 and 7)",
-    "blockwise[@L]": "blockwise causal attention (LEX) for a training length of L: positions are divided into blocks "
-    "of L / 2, and a query attends to its own block and the one before, L / 2 + 1 to L tokens",
-    "sinks@S+W": "the first S tokens and the last W, at their distances in the text",
-}
-
-
 @dataclass(frozen=True)
 class Modifier:
-    """A modifier: its field of `AttentionMode`, what it is built from, and what it does.
+    """A modifier: its field of `AttentionMode`, and what it is built from. docs/evaluation.md says what each one does.
 
     Attributes:
         arguments: their letters and types.
@@ -261,7 +251,6 @@ class Modifier:
     field: str
     arguments: tuple[tuple[str, type], ...]
     build: Callable[..., Any]
-    meaning: str
     optional: bool = False
 
     def grammar(self, name: str) -> str:
@@ -274,39 +263,15 @@ class Modifier:
 _SIZE = ("W", int)
 # In the order of canonical names.
 MODIFIERS = {
-    "reindexed": Modifier(
-        "reindexed", (), lambda: True, "sinks: distances as in a cache of S + W tokens (StreamingLLM)"
-    ),
-    "clip": Modifier("distance_map", (_SIZE,), Clip, "distances above W become W (ReRoPE)"),
-    "group": Modifier(
-        "distance_map",
-        (("G", int), _SIZE),
-        Group,
-        "distances δ from W on become floor(δ/G) + W - floor(W/G) (Self-Extend)",
-    ),
-    "linear": Modifier(
-        "distance_map",
-        (("L", int),),
-        Linear,
-        "in texts of N > L tokens, δ becomes δ L / N (position interpolation)",
-        True,
-    ),
-    "leaky": Modifier(
-        "distance_map", (_SIZE, ("k", float)), Leaky, "from W on, δ becomes W + (δ - W) / k (Leaky ReRoPE)"
-    ),
-    "log": Modifier("distance_map", (_SIZE,), Log, "above W, δ becomes W (1 + ln(δ/W)); not for rotations"),
-    "logn": Modifier(
-        "scaling", (("L", int),), LogLength, "scores of the query at position n > L times ln n / ln L", True
-    ),
-    "yarn-temperature": Modifier("scaling", (("F", float),), YarnTemperature, "scores times (0.1 ln F + 1)² (YaRN)"),
-    "dynamic-ntk": Modifier(
-        "dynamic_ntk",
-        (("F", float),),
-        DynamicNtk,
-        "rotations: in texts of N > L tokens, base times (F N / L - (F - 1))^(r/(r-2)); F is 1 by default, L the "
-        "training length",
-        True,
-    ),
+    "reindexed": Modifier("reindexed", (), lambda: True),
+    "clip": Modifier("distance_map", (_SIZE,), Clip),
+    "group": Modifier("distance_map", (("G", int), _SIZE), Group),
+    "linear": Modifier("distance_map", (("L", int),), Linear, optional=True),
+    "leaky": Modifier("distance_map", (_SIZE, ("k", float)), Leaky),
+    "log": Modifier("distance_map", (_SIZE,), Log),
+    "logn": Modifier("scaling", (("L", int),), LogLength, optional=True),
+    "yarn-temperature": Modifier("scaling", (("F", float),), YarnTemperature),
+    "dynamic-ntk": Modifier("dynamic_ntk", (("F", float),), DynamicNtk, optional=True),
 }
 _SIZE_PATTERN = "[1-9][0-9]{0,11}"
 _SPAN = re.compile(
@@ -343,12 +308,6 @@ class Mode:
 FULL_MODE = Mode("full")
 
 
-def grammar() -> list[tuple[str, str]]:
-    """(syntax, meaning) of all spans, and then of all modifiers, which begin with a plus."""
-    modifiers = [(f"+{modifier.grammar(name)}", modifier.meaning) for name, modifier in MODIFIERS.items()]
-    return [*SPANS.items(), *modifiers]
-
-
 def parse_mode(name: str, train_length: int | None = None) -> Mode:
     """The mode with this name, under its canonical name. train_length: in tokens; the default of arguments L.
 
@@ -359,7 +318,7 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
         raise ValueError(
             f"inference mode {name!r} is unknown; choose full, window@W, blockwise, blockwise@L or sinks@S+W, where "
             "the letters are numbers of tokens, e.g. window@512 or sinks@4+508, followed by modifiers, e.g. +clip@256 "
-            "(see evaluate.py --list-modes)"
+            "(see docs/evaluation.md)"
         )
     span_name, span = _span(match, name, train_length)
     mode = AttentionMode(span)
@@ -405,7 +364,7 @@ def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str,
     if key not in MODIFIERS:
         raise ValueError(
             f"inference mode {name}: modifier {part!r} is unknown; choose one of "
-            f"{', '.join(modifier.grammar(key) for key, modifier in MODIFIERS.items())} (see evaluate.py --list-modes)"
+            f"{', '.join(modifier.grammar(key) for key, modifier in MODIFIERS.items())} (see docs/evaluation.md)"
         )
     modifier = MODIFIERS[key]
     texts = rest.split(",") if has_values else []

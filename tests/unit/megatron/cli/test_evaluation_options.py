@@ -56,6 +56,3 @@ def test_methods_and_modes(tmp_path, capsys):
     main(["--skip-unsupported", *words, "--modes", "full", "full+dynamic-ntk"])
     notes = {row["pos_emb"]: row["note"] for row in read_results(output) if row["mode"] == "full+dynamic-ntk"}
     assert all("is not supported: pos_emb " + method in notes[method] for method in models)
-    with pytest.raises(SystemExit):
-        main(["--list-modes"])
-    assert "sinks@S+W" in capsys.readouterr().out

@@ -15,7 +15,6 @@ from kerple.attention import (
     Mode,
     Span,
     YarnTemperature,
-    grammar,
     parse_mode,
 )
 from kerple.positional import ModelShape, build, primary_names
@@ -192,8 +191,11 @@ def test_invalid_modifiers(name, message):
         parse_mode(name)
 
 
-def test_the_grammar_lists_every_part():
-    assert [syntax for syntax, _ in grammar()] == [
-        *("full", "window@W", "blockwise[@L]", "sinks@S+W", "+reindexed", "+clip@W", "+group@G,W", "+linear[@L]"),
-        *("+leaky@W,k", "+log@W", "+logn[@L]", "+yarn-temperature@F", "+dynamic-ntk[@F]"),
-    ]
+def test_an_unknown_modifier_is_an_error_that_lists_all():
+    with pytest.raises(ValueError, match="modifier 'no' is unknown; choose one of") as caught:
+        parse_mode("full+no")
+    names = (
+        "reindexed, clip@W, group@G,W, linear[@L], leaky@W,k, log@W",
+        "logn[@L], yarn-temperature@F, dynamic-ntk[@F]",
+    )
+    assert ", ".join(names) in str(caught.value)
