@@ -9,7 +9,6 @@ from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import Sources, write_report
-from megatron.reporting.style import PAPER, SCREEN, parse_style
 from megatron.utils.command_line import OptionParser
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable
@@ -48,22 +47,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="show the loss of every other method minus that of POS_EMB, and mark with † the methods that POS_EMB "
         f"significantly improves on (default: {REFERENCE.pos_emb})",
     )
-    parser.add_argument(
-        "--style",
-        nargs="+",
-        default=None,
-        metavar="KEY=VALUE",
-        help=f"of the files in figures/, for a paper: width=INCHES (3.25, 5.5 or 6.75 for most templates; default: "
-        f"{PAPER.width:g}), font=FAMILY (default: {PAPER.font}), size=POINTS of the text (default: {PAPER.size:g}); "
-        "without --style, as in report.html",
-    )
     parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
 
     # Find mistakes before the sources are read, which takes time.
     options = parser.parse_args(argv)
     if not (options.results or options.checkpoint):
         raise UserError("nothing to report: give folders with results, or --checkpoint")
-    style = SCREEN if options.style is None else parse_style(options.style)
     check_writable(options.output, "--output")
     sources = Sources(read_results(options.results), options.checkpoint)
 
@@ -84,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
 
     # The report, and what it leaves out.
-    path = write_report(sources, options.output, options.title, reference, style)
+    path = write_report(sources, options.output, options.title, reference)
     for note in sources.notes:
         print(f"note: {note}", flush=True)
     print(path, flush=True)

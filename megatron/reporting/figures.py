@@ -4,7 +4,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -52,18 +52,18 @@ class ReportFigure:
     description: str
     draw: Callable[[Style], Figure]
 
-    def render(self, style: Style = SCREEN, format: Literal["png", "pdf"] = "png") -> bytes:
-        return self.page_png if (style, format) == (SCREEN, "png") else render(self.draw, style, format)
-
     @cached_property
-    def page_png(self) -> bytes:
-        """The figure for an HTML page, whose style is always `SCREEN`."""
+    def png(self) -> bytes:
         return render(self.draw)
+
+    @property
+    def pdf(self) -> bytes:
+        return render(self.draw, format="pdf")
 
     @property
     def page_size(self) -> tuple[int, int]:
         """Width and height on an HTML page, in CSS pixels."""
-        width, height = struct.unpack_from(">II", self.page_png, 16)
+        width, height = struct.unpack_from(">II", self.png, 16)
         zoom = PAGE_ZOOM * 96 / SCREEN.dpi
         return round(zoom * width), round(zoom * height)
 

@@ -21,7 +21,6 @@ from megatron.reporting.paper_tables import (
 from megatron.reporting.positions import position_figures
 from megatron.reporting.published import corpus_name
 from megatron.reporting.speed import step_time_tables, step_times
-from megatron.reporting.style import SCREEN, Style
 from megatron.reporting.tables import latex, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
@@ -58,15 +57,11 @@ def write_report(
     directory: str | os.PathLike[str],
     title: str = TITLE,
     reference: Method = REFERENCE,
-    style: Style = SCREEN,
 ) -> Path:
     """Write `report.html`, `tables/NAME.{md,tex}` and `figures/NAME.{png,pdf}`. Returns the path of `report.html`.
 
-    Args:
-        reference: the method that the others are compared with by a t-test.
-        style: of the files in `figures/`.
-
-    Raises UserError if there is nothing to report or the folder cannot be written to.
+    reference: the method that the others are compared with by a t-test. Raises UserError if there is nothing to report
+    or the folder cannot be written to.
     """
     # Create the folders only if there is something to write.
     chapters = report_chapters(sources, reference)
@@ -85,8 +80,8 @@ def write_report(
             for extension, render in (("md", markdown), ("tex", latex)):
                 write_atomically(folder / "tables" / f"{table.name}.{extension}", render(table).encode())
         for figure in chapter.figures:
-            write_atomically(folder / "figures" / f"{figure.name}.png", figure.render(style))
-            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.render(style, "pdf"))
+            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
+            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
 
     # What the checkpoints were, and the notes of the sources.
     notes = {}

@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -11,13 +11,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import fontManager
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 from pandas import DataFrame
 
 from megatron.reporting.formatting import format_number
-from megatron.utils.errors import UserError
 
 # Okabe and Ito's palette for the color-blind; markers and line styles distinguish the lines in grayscale. The numbers
 # of colors (7) and markers (8) have no common divisor, so the first 56 combinations are different.
@@ -30,17 +28,13 @@ MIN_SEEDS = 3  # of a band
 SMALL = 0.9  # size of panel titles, tick labels and legends relative to other text
 CHARACTER = 0.6  # width of a character, in em
 PANEL = 14.0  # the narrowest panel, in em
-MIN_WIDTH, MAX_WIDTH, MIN_SIZE, MAX_SIZE, MIN_EM = 3.0, 10.0, 6.0, 14.0, 22.0
 
 
 @dataclass(frozen=True)
 class Style:
-    """width: of a figure, in inches. font: a family that matplotlib finds. size: of the text, in points. dpi: pixels
-    per inch of PNG files.
-    """
+    """width: of a figure, in inches. size: of the text, in points. dpi: pixels per inch of PNG files."""
 
     width: float
-    font: str = "DejaVu Sans"
     size: float = 10.0
     dpi: int = 240
 
@@ -52,10 +46,9 @@ class Style:
     @property
     def parameters(self) -> Any:
         """matplotlib's parameters, which `render` sets."""
-        families = [self.font] if self.font == "DejaVu Sans" else [self.font, "DejaVu Sans"]  # for missing glyphs
         line = self.size / 13
         return {
-            "font.family": families,
+            "font.family": "DejaVu Sans",
             "font.size": self.size,
             "pdf.fonttype": 42,  # TrueType: text stays text
             "ps.fonttype": 42,
@@ -79,37 +72,6 @@ class Style:
 
 # At 5 inches, the text of a figure that a browser fits to a screen of 420 pixels is about 10 pixels high.
 SCREEN = Style(width=5.0, size=10.0)
-PAPER = Style(width=5.5, size=8.0)
-
-
-def parse_style(settings: Sequence[str]) -> Style:
-    """`PAPER` with these settings: width=INCHES, font=FAMILY, size=POINTS. Raises UserError."""
-    style = PAPER
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        if name in ("width", "size"):
-            low, high = (MIN_WIDTH, MAX_WIDTH) if name == "width" else (MIN_SIZE, MAX_SIZE)
-            try:
-                number = float(value)
-            except ValueError:
-                number = math.nan
-            if not low <= number <= high:
-                unit = "inches" if name == "width" else "points"
-                raise UserError(f"--style {setting}: {name} is a number of {unit} from {low:g} to {high:g}")
-            style = replace(style, width=number) if name == "width" else replace(style, size=number)
-        elif name == "font":
-            families = sorted({font.name for font in fontManager.ttflist})
-            if value not in families:
-                raise UserError(f"--style {setting}: there is no such font; choose one of {', '.join(families)}")
-            style = replace(style, font=value)
-        else:
-            raise UserError(f"--style {setting}: give width=INCHES, font=FAMILY or size=POINTS")
-    if style.width < MIN_EM * style.em:
-        raise UserError(
-            f"--style: text of {style.size:g} points does not fit into {style.width:g} inches; choose a size "
-            f"of at most {72 * style.width / MIN_EM:.1f} points"
-        )
-    return style
 
 
 def render(draw: Callable[[Style], Figure], style: Style = SCREEN, format: Literal["png", "pdf"] = "png") -> bytes:

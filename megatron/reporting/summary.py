@@ -37,7 +37,7 @@ def write_summary(records: Sequence[AnyRecord], folder: Path, console: Console |
     contents = {
         "extrapolation.md": "\n".join(markdown(table, heading="#") for table in tables).encode(),
         "extrapolation.png": render(partial(perplexity_plot, perplexities, PairedLosses(records))),
-        **{f"{figure.name}.png": figure.render() for figure in mode_figures(records)},
+        **{f"{figure.name}.png": figure.png for figure in mode_figures(records)},
     }
     for name, content in contents.items():
         write_atomically(folder / name, content)

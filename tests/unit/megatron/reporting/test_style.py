@@ -6,8 +6,7 @@ import matplotlib.image
 import pytest
 
 from megatron.reporting.figures import perplexity_figures
-from megatron.reporting.style import PAPER, SCREEN, Style, parse_style, render
-from megatron.utils.errors import UserError
+from megatron.reporting.style import SCREEN, Style, render
 from tests.support.records import record
 
 METHODS = ("kerple_log", "kerple_power_ap_", "alibi", "rpe", "rotary", "sinusoidal", "fire", "dape_kerple")
@@ -20,31 +19,11 @@ RECORDS = [
 ]
 
 
-def test_settings():
-    assert parse_style([]) == PAPER
-    assert parse_style(["width=3.25", "font=STIXGeneral", "size=9"]) == Style(3.25, "STIXGeneral", 9.0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["width=wide"], r"--style width=wide: width is a number of inches from 3 to 10"),
-        (["size=2"], "size is a number of points from 6 to 14"),
-        (["font=No such font"], "--style font=No such font: there is no such font; choose one of .*DejaVu Sans"),
-        (["height=3"], "--style height=3: give width=INCHES, font=FAMILY or size=POINTS"),
-        (["width=3.25", "size=14"], "choose a size of at most 10.6 points"),
-    ],
-)
-def test_wrong_settings(settings, message):
-    with pytest.raises(UserError, match=message):
-        parse_style(settings)
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("width", [3.25, 6.75])
 def test_figures_have_the_width_and_everything_is_inside(width):
     (figure,) = perplexity_figures(RECORDS)
-    style = parse_style([f"width={width}"])
+    style = Style(width, size=8.0)
     boxes = []
 
     def draw(style):
@@ -65,26 +44,25 @@ def test_figures_have_the_width_and_everything_is_inside(width):
     assert image[..., :3].std() > 0.02, "not blank"
 
 
-@pytest.mark.parametrize("font", ["DejaVu Sans", "STIXGeneral"])
-def test_fonts_are_embedded_as_type_42(font):
+def test_fonts_are_embedded_as_type_42():
     (figure,) = perplexity_figures(RECORDS[:7])
-    pdf = figure.render(parse_style([f"font={font}"]), "pdf")
-    assert font.replace(" ", "").encode() in pdf
+    pdf = figure.pdf
+    assert b"DejaVuSans" in pdf
     assert b"/CIDFontType2" in pdf, "TrueType"
     assert b"/Type3" not in pdf
 
 
 def test_equal_figures_are_equal_files():
     (figure,) = perplexity_figures(RECORDS[:7])
-    assert figure.render(PAPER, "pdf") == figure.render(PAPER, "pdf")
-    assert figure.render(PAPER) == figure.render(PAPER)
+    assert render(figure.draw, format="pdf") == render(figure.draw, format="pdf")
+    assert render(figure.draw) == render(figure.draw)
 
 
 def test_names_are_drawn_as_they_are():
     """A dollar sign starts math in matplotlib, and wrong math is an error."""
     hostile = [record(name, length, 3.0) for name in (r"$\frac{$", r"\$a$^$", "x" * 300) for length in (32, 64)]
     (figure,) = perplexity_figures(hostile)
-    assert figure.render().startswith(b"\x89PNG")
+    assert figure.png.startswith(b"\x89PNG")
     drawn = []
 
     def draw(style):
