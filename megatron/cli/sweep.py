@@ -1,6 +1,5 @@
 """`kerple sweep`: trains, evaluates and reports a sweep."""
 
-import argparse
 import importlib
 import os
 import sys
@@ -36,21 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     are finished, or other sweep processes work on them or have failed in them. Raises UserError before anything is
     started if options or the sweep file are invalid, or the file contradicts the contents of its output folder.
     """
-    # Runs.
+    # Options.
     parser = OptionParser(description="Train and evaluate the unfinished runs of a sweep, and write its report.")
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
     parser.add_argument("--dry-run", action="store_true", help="show the unfinished work and exit")
     parser.add_argument(
-        "--only", nargs="+", metavar="PATTERN", help="only runs whose name matches a pattern, such as 'github/*/1235'"
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help="only runs whose name matches a pattern, such as 'github/*/1235'",
     )
-    parser.add_argument("--shard", metavar="I/N", help="only every N-th of these runs, starting with the I-th (1 to N)")
-
-    # Devices.
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--devices", nargs="+", metavar="N", help="GPU indices to use, one run on each; default: all visible GPUs"
-    )
-    where.add_argument(
+    parser.add_argument(
         "--jobs", type=integer(1, 1024), metavar="N", help="number of parallel runs on a CPU (default: 1)"
     )
 
@@ -59,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=True)
     sweep = read_sweep(options.sweep)
     all_runs = plan(sweep)
-    runs = select(all_runs, options.only, options.shard)
+    runs = select(all_runs, options.only)
     for run in runs:
         place = f"{sweep.path}: evaluation of run {run.name}"
         has_data = not missing_data([run])
@@ -69,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_modes(words, [run.config for run in all_runs], f"{sweep.path}: evaluation")
 
     # A plan does not need the data, which another machine may have.
-    missing, devices = missing_data(runs), _select_devices(options, runs)
+    missing, devices = missing_data(runs), _select_devices(options.jobs, runs)
     if options.dry_run:
         for prefix in missing:
             console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
@@ -84,20 +80,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(console, sweep, all_runs, runs, devices)
 
 
-def _select_devices(options: argparse.Namespace, runs: Sequence[SweepRun]) -> list[str]:
+def _select_devices(jobs: int | None, runs: Sequence[SweepRun]) -> list[str]:
     """GPU indices; on a CPU, one empty string per parallel run."""
     devices = _visible_gpus()
-    if options.devices is not None:
-        unknown = [device for device in options.devices if device not in devices]
-        if unknown:
-            raise UserError(f"--devices {' '.join(unknown)}: no such GPU; visible: {' '.join(devices) or 'none'}")
-        devices = list(options.devices)
-    if options.jobs is not None and devices:
+    if jobs is not None and devices:
         raise UserError(
-            f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them with --devices"
+            f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them with "
+            "CUDA_VISIBLE_DEVICES"
         )
     if not devices:
-        return [""] * (options.jobs or 1)
+        return [""] * (jobs or 1)
     for run in runs:
         if run.num_gpus > len(devices):
             raise UserError(

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -336,23 +335,12 @@ def _check_checkpoint_keys(config: Config, checkpoints: str, place: str) -> None
         )
 
 
-def select(runs: Sequence[SweepRun], patterns: Sequence[str] | None, shard: str | None) -> list[SweepRun]:
-    """The runs whose names match one of the shell patterns; of these, shard "I/N" takes every N-th, from the I-th on.
-
-    Raises UserError if a pattern matches no run or the shard is invalid.
-    """
-    selected = list(runs)
-    if patterns is not None:
-        for pattern in patterns:
-            if not any(fnmatchcase(run.name, pattern) for run in runs):
-                raise UserError(f"--only {pattern}: matches no run; the first one is called {runs[0].name}")
-        selected = [run for run in runs if any(fnmatchcase(run.name, pattern) for pattern in patterns)]
-    if shard is not None:
-        match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", shard)
-        if match is None or int(match[1]) > int(match[2]):
-            raise UserError(f"--shard {shard}: must be I/N with 1 <= I <= N, such as 1/4")
-        selected = selected[int(match[1]) - 1 :: int(match[2])]
-    return selected
+def select(runs: Sequence[SweepRun], patterns: Sequence[str]) -> list[SweepRun]:
+    """The runs whose names match one of the shell patterns. Raises UserError if a pattern matches no run."""
+    for pattern in patterns:
+        if not any(fnmatchcase(run.name, pattern) for run in runs):
+            raise UserError(f"--only {pattern}: matches no run; the first one is called {runs[0].name}")
+    return [run for run in runs if any(fnmatchcase(run.name, pattern) for pattern in patterns)]
 
 
 def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choice, ...]]) -> list[int]:
