@@ -22,7 +22,6 @@ from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.environment import use_gpus
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock, LockBusyError
-from megatron.utils.progress import readable_time
 
 # The command `kerple` of this installation or checkout.
 KERPLE = [sys.executable, str(Path(__file__).resolve().parents[2] / "kerple_command.py")]
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         for prefix in missing:
             console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
-        _print_plan(console, sweep, runs, devices)
+        _print_plan(console, sweep, runs)
         return 0
 
     # What would fail after the training.
@@ -172,8 +171,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
         lock.release()
 
 
-def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun], devices: Sequence[str]) -> None:
-    # A table of runs.
+def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun]) -> None:
     table = Table(title=Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}"), title_justify="left")
     table.add_column("run")
     table.add_column("state")
@@ -193,16 +191,3 @@ def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun], device
     console.print(table)
     for words in sweep.evaluation:
         console.print(f"evaluation: {' '.join(words)}", highlight=False, markup=False)
-
-    # The estimate, from the speed that runs have logged, for runs in parallel.
-    on_gpu = bool(devices[0])
-    parallel_runs = max(1, len(devices) // max((run.num_gpus for run in runs), default=1)) if on_gpu else len(devices)
-    rates = [rate for run in runs if (rate := run.logged_tokens_per_second())]
-    if rates:
-        rate = sum(rates) / len(rates)
-        seconds = total_tokens / rate / parallel_runs
-        estimate = f"about {readable_time(seconds)} of training at {rate:,.0f} tokens/s each"
-    else:
-        estimate = "no estimate before a run has logged its speed"
-    where = f"{len(devices)} GPU(s)" if on_gpu else "CPU"
-    console.print(f"{where}, {parallel_runs} run(s) in parallel: {estimate}", highlight=False, markup=False)

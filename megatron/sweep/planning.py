@@ -36,15 +36,13 @@ from megatron.data.indexed_dataset import idx_path, read_manifest
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
-from megatron.reporting.training_log import parse_metrics, read_log
+from megatron.reporting.training_log import parse_metrics
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import METRICS, open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
 
 EVALUATED = "evaluated.json"
 PREVIOUS_RESULTS = "results.previous-{}.jsonl"  # numbered from 1
-# How the last failed training or evaluation exited; removed when the run is tried again.
-FAILED = "failed.json"
 # What identifies the datasets that the training started with, by prefix. Runs of earlier versions do not have it.
 DATA = "data.json"
 MAX_JOURNAL_BYTES = 1 << 20
@@ -187,21 +185,6 @@ class SweepRun:
         content = json.dumps({"options": options, "fingerprint": fingerprint, "finished": finished}) + "\n"
         write_atomically(self.results / EVALUATED, content.encode())
 
-    def mark_failed(self, task: str, exit_status: int) -> None:
-        content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"
-        write_atomically(self.folder / FAILED, content.encode())
-
-    def forget_failure(self) -> None:
-        """Delete the record of a failure, before the run is tried again."""
-        (self.folder / FAILED).unlink(missing_ok=True)
-
-    def failed_at(self) -> int | None:
-        """Modification time in ns of the record of a failure; None if the run has not failed since it was tried."""
-        try:
-            return (self.folder / FAILED).stat().st_mtime_ns
-        except OSError:
-            return None
-
     def status(self) -> Status:
         if self.is_trained():
             is_evaluated = self.evaluations_done() == len(self.evaluation)
@@ -221,11 +204,6 @@ class SweepRun:
                 if values := parse_metrics(line, str(self.metrics)):
                     return values["iteration"]
         return 0
-
-    def logged_tokens_per_second(self) -> float | None:
-        """Training speed from the metrics file; None if there is none yet."""
-        speed = read_log(self.metrics) if self.metrics.is_file() else None
-        return speed[1] if speed else None
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with another configuration, or one that was trained on other

@@ -31,7 +31,6 @@ RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
-EVALUATION_SHARE = 0.1  # in the progress, an evaluation counts as this share of the run's training steps
 
 
 @dataclass
@@ -62,8 +61,7 @@ class Failure:
 class Display:
     """Progress of a sweep: a line that changes on a terminal, lines elsewhere. A context manager.
 
-    The percentage counts training steps, and the evaluation of a run as `EVALUATION_SHARE` of its steps. The time left
-    is estimated from the pace so far.
+    The percentage counts training steps. The time left is estimated from the pace so far.
     """
 
     def __init__(self, runs: Sequence[SweepRun], statuses: Sequence[Status], console: Console):
@@ -71,13 +69,9 @@ class Display:
         self._finished = sum(status.state is State.FINISHED for status in statuses)
         self._failed = 0
         self._steps_left = {run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)}
-        self._work_done = dict.fromkeys(self._steps_left, 0.0)
+        self._steps_done = dict.fromkeys(self._steps_left, 0)
         self._refreshed_at = time.monotonic()
-        self._work: dict[str, float] = dict(self._steps_left)
-        for run, status in zip(runs, statuses, strict=True):
-            if status.state is not State.FINISHED:
-                self._work[run.name] += EVALUATION_SHARE * run.steps
-        total = max(1, sum(self._work.values()))
+        total = sum(self._steps_left.values())
         self._progress = Progress("sweep", total, log_interval=LOG_INTERVAL, console=console)
 
     def __enter__(self) -> "Display":
@@ -92,12 +86,12 @@ class Display:
 
     def finished(self, run: SweepRun, how: str) -> None:
         self._finished += 1
-        self._work_done[run.name] = self._work[run.name]
+        self._steps_done[run.name] = self._steps_left[run.name]
         self.print(f"[{self._counts()}] {run.name}: finished {how}")
 
     def failed(self, failure: Failure) -> None:
         self._failed += 1
-        self._work_done[failure.run.name] = self._work[failure.run.name]
+        self._steps_done[failure.run.name] = self._steps_left[failure.run.name]
         text = f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} ({failure.error}); the sweep continues"
         if failure.log is None:
             self.print(text)
@@ -119,12 +113,12 @@ class Display:
             if job.task == "training":
                 iteration = run.logged_iteration()
                 trained = iteration - (run.steps - steps_left)
-                self._work_done[run.name] = min(max(trained, 0), steps_left)
+                self._steps_done[run.name] = min(max(trained, 0), steps_left)
                 text += f" ({iteration:,}/{run.steps:,})"
             elif job.task == "evaluation":
-                self._work_done[run.name] = steps_left
+                self._steps_done[run.name] = steps_left
             texts.append(text)
-        self._progress.update(sum(self._work_done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
+        self._progress.update(sum(self._steps_done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
 
     def _counts(self) -> str:
         return f"{self._finished}/{self._total}" + (f", {self._failed} failed" if self._failed else "")
@@ -161,7 +155,6 @@ class Runner:
         Returns:
             the signal that stopped the sweep or None, and why runs that other processes work on were left out.
         """
-        failed_before = {run.name: run.failed_at() for run in runs}
         waiting, claimed_elsewhere = list(runs), dict[str, str]()
         by_name = {run.name: run for run in runs}
         has_worked = False
@@ -174,7 +167,7 @@ class Runner:
                         break
                     run = waiting.pop(0)
                     try:
-                        has_worked |= self._claim(run, count, failed_before[run.name])
+                        has_worked |= self._claim(run, count)
                     except LockBusyError as error:
                         claimed_elsewhere[run.name] = str(error)
                     except UserError as error:
@@ -192,8 +185,8 @@ class Runner:
                 signal.signal(number, handler)
         return (self._signals[0] if self._signals else None), list(claimed_elsewhere.values())
 
-    def _claim(self, run: SweepRun, num_devices: int, failed_before: int | None) -> bool:
-        """Claim a run and make it a job. Returns False if another process has finished it, or tried it and failed.
+    def _claim(self, run: SweepRun, num_devices: int) -> bool:
+        """Claim a run and make it a job. Returns False if another process has finished it.
 
         Raises:
             LockBusyError: another process is working on it.
@@ -211,11 +204,6 @@ class Runner:
             self._display.finished(run, "by another sweep process")
             claim.release()
             return False
-        if run.failed_at() not in (None, failed_before):
-            self._display.print(f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}")
-            claim.release()
-            return False
-        run.forget_failure()
         devices, self._free_devices = self._free_devices[:num_devices], self._free_devices[num_devices:]
         self._jobs.append(Job(run, claim, devices))
         if pids := find_processes(run.folder):
@@ -258,8 +246,8 @@ class Runner:
             self._remove(job)
 
     def _handle_exit(self, job: Job, exit_status: int) -> Failure | None:
-        """Record that the last process of a job has succeeded, and remove the job if its run is finished; or record and
-        return its failure. Raises UserError if the run's files are damaged or cannot be written.
+        """Record that the last process of a job has succeeded, and remove the job if its run is finished; or return its
+        failure. Raises UserError if the run's files are damaged or cannot be written.
         """
         run = job.run
         if exit_status == 0 and (run.is_trained() if job.task == "training" else has_results(run.results)):
@@ -269,7 +257,6 @@ class Runner:
                 self._display.finished(run, f"in {readable_time(time.monotonic() - job.started_at)}")
                 self._remove(job)
             return None
-        run.mark_failed(job.task, exit_status)
         return Failure(run, job.task, f"exit status {exit_status}", run.folder / OUTPUT)
 
     def _fail(self, failure: Failure) -> None:

@@ -10,18 +10,9 @@ from tests.support.errors import assert_rejected
 def test_dry_run_changes_nothing(sweep):
     output = sweep("--dry-run")
     assert "2 runs in" in output
-    assert "no estimate" in output
     assert not (sweep.folder / "out").exists()
     (sweep.folder / "text_document.idx").unlink()
     assert sweep("--dry-run", write=False).count("text_document.idx (create it with prepare_data.py)") == 1
-
-
-def test_dry_run_estimates_from_logged_speeds(sweep):
-    logs = sweep.runs / "alibi" / "7" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "metrics.jsonl").write_text('{"iteration": 1, "train/tokens": 256, "train/tokens_per_second": 256}\n')
-    # 2 runs of 6 steps of 256 tokens
-    assert "about 12s of training at 256 tokens/s each" in sweep("--dry-run")
 
 
 def test_errors_before_anything_is_started(sweep, monkeypatch):

@@ -116,7 +116,6 @@ def test_the_plan_shows_the_state_of_every_run(sweep):
     output = sweep("--dry-run", axes=axes)
     assert "to resume from 3" in output
     assert "3 │         768" in output  # 3 steps of 8 x 32 tokens
-    assert "at 512 tokens/s each" in output  # as logged by the run
 
 
 def test_a_run_with_a_damaged_last_checkpoint_is_not_finished(sweep):
