@@ -1,11 +1,9 @@
 """Train a small model on one task at short lengths, and measure its accuracy at longer ones.
 
-Every batch is determined by (seed, task, step), so an interrupted experiment resumes with the same results.
+Every batch is determined by (seed, task, step).
 """
 
-import io
 import json
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +27,6 @@ from megatron.utils.typed_json import Count, Float, Fraction, Int, Name, parse_j
 
 TEST_SEED = 1_000_000_007
 ACCURACY_SAMPLES = 64  # samples of a batch whose accuracies are averaged
-SAVE_SECONDS = 60.0  # between two saves of the training state
 MAX_RESULTS_BYTES = 1 << 26
 DECODER = "decoder"
 
@@ -123,27 +120,17 @@ _STORED_RESULTS = TypeAdapter(StoredResults)
 
 
 class Experiment:
-    """One task, method and seed; subclasses are for encoders and decoders.
+    """One task, method and seed; subclasses are for encoders and decoders."""
 
-    state_file: where the unfinished training state is saved, and loaded from if it exists. Raises UserError if that
-    file belongs to another experiment.
-    """
+    warmup_steps = 1  # the learning rate rises linearly over these steps
 
-    def __init__(
-        self, task: str, pos_emb: str, seed: int, settings: ExperimentSettings, device: torch.device, state_file: Path
-    ):
+    def __init__(self, task: str, pos_emb: str, seed: int, settings: ExperimentSettings, device: torch.device):
         self.name, self.pos_emb, self.seed = task, pos_emb, seed
-        self.settings, self.device, self.state_file = settings, device, state_file
+        self.settings, self.device = settings, device
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = self.build().to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
-        self.step = 0
-        self._identity = {"task": task, "pos_emb": pos_emb, "seed": seed, **asdict(settings)}
-        if state_file.is_file():
-            self._resume()
-
-    warmup_steps = 1  # the learning rate rises linearly over these steps
 
     @property
     def shortest(self) -> int:
@@ -163,28 +150,22 @@ class Experiment:
         raise NotImplementedError
 
     def train(self, report: Callable[[int, float], None]) -> None:
-        """Train the remaining steps. Calls `report(step, loss)` after every tenth step and the last."""
-        saved_at = time.monotonic()
+        """Train all steps. Calls `report(step, loss)` after every tenth step and the last."""
         self.model.train()
-        while self.step < self.settings.steps:
-            generator = np.random.default_rng(self.random_seed(self.step))
+        for step in range(self.settings.steps):
+            generator = np.random.default_rng(self.random_seed(step))
             length = int(generator.integers(self.shortest, self.settings.train_longest + 1))
-            torch.manual_seed(zlib.crc32(repr(self.random_seed(self.step)).encode()))  # of dropout
+            torch.manual_seed(zlib.crc32(repr(self.random_seed(step)).encode()))  # of dropout
             loss = self.loss(generator, length)
             for group in self.optimizer.param_groups:
-                group["lr"] = self.settings.learning_rate * min(1.0, (self.step + 1) / self.warmup_steps)
+                group["lr"] = self.settings.learning_rate * min(1.0, (step + 1) / self.warmup_steps)
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             project(self.model)
-            self.step += 1
-            if self.step % 10 == 0 or self.step == self.settings.steps:
-                report(self.step, loss.item())
-            if time.monotonic() - saved_at > SAVE_SECONDS:
-                self._save()
-                saved_at = time.monotonic()
-        self._save()
+            if (step + 1) % 10 == 0 or step + 1 == self.settings.steps:
+                report(step + 1, loss.item())
 
     def result(self, accuracies: dict[str, float]) -> Result:
         """The result with these accuracies by length."""
@@ -192,41 +173,9 @@ class Experiment:
         score = sum(longer) / len(longer)
         return Result(task=self.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies)
 
-    def delete_state(self) -> None:
-        """Delete the saved training state, once the result is stored."""
-        self.state_file.unlink(missing_ok=True)
-
     def random_seed(self, number: int) -> list[int]:
         """The seed of a batch of this experiment's task."""
         return [self.seed, zlib.crc32(self.name.encode()), number]
-
-    def _save(self) -> None:
-        state = {
-            "made_from": self._identity,
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        content = io.BytesIO()
-        torch.save(state, content)
-        self.state_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.state_file, content.getvalue())
-
-    def _resume(self) -> None:
-        try:
-            state = torch.load(self.state_file, map_location=self.device, weights_only=True)
-        except Exception as error:  # torch.load raises many types
-            raise UserError(
-                f"{self.state_file} is not a saved training state; remove it to restart this experiment"
-            ) from error
-        if state["made_from"] != self._identity:
-            raise UserError(
-                f"{self.state_file} was saved with other settings; use the same settings, choose another --output, or "
-                "remove the file"
-            )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
 
 
 class EncoderExperiment(Experiment):

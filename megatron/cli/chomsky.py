@@ -110,16 +110,14 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         highlight=False,
     )
 
-    # Save each result before its state is deleted, so that an interruption loses neither.
+    # Save each result, so that an interruption loses only one experiment.
     for index, (task, method, seed) in enumerate(missing, start=1):
         title = f"[{index}/{len(missing)}] {task}, {method}, seed {seed}"
-        state_file = options.output / "unfinished" / f"{task}-{method}-{seed}.pt"
         kind = DecoderExperiment if settings.architecture == DECODER else EncoderExperiment
-        experiment = kind(task, method, seed, settings, device, state_file)
+        experiment = kind(task, method, seed, settings, device)
         results.append(_run(experiment, title, console))
         lock.check()
         write_chomsky_results(path, settings, results)
-        experiment.delete_state()
 
     # Tables of the requested experiments.
     shown = [result for result in results if (result["task"], result["pos_emb"], result["seed"]) in set(requested)]
@@ -142,7 +140,6 @@ def _run(experiment: Experiment, title: str, console: Console) -> Result:
     settings = experiment.settings
     loss_text = ""
     with Progress(title, settings.steps, unit="steps", log_interval=60.0, console=console) as display:
-        display.restart(experiment.step, experiment.step)
 
         def report_loss(step: int, loss: float) -> None:
             nonlocal loss_text

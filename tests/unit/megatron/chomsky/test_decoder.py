@@ -12,14 +12,14 @@ from megatron.model.gpt import GPT
 TINY = {"steps": 4, "batch": 8, "train_longest": 35, "test_longest": 140, "hidden_size": 16, "num_heads": 2}
 
 
-def experiment(state_file, task="associative_recall", pos_emb="kerple_log", **settings):
+def experiment(task="associative_recall", pos_emb="kerple_log", **settings):
     settings = type(DECODER_SETTINGS)(**{**vars(DECODER_SETTINGS), **TINY, "test_samples": 48, **settings})
-    return DecoderExperiment(task, pos_emb, 1, settings, torch.device("cpu"), state_file)
+    return DecoderExperiment(task, pos_emb, 1, settings, torch.device("cpu"))
 
 
-def test_loss_and_accuracy_are_those_of_the_scored_positions(tmp_path, monkeypatch):
+def test_loss_and_accuracy_are_those_of_the_scored_positions(monkeypatch):
     monkeypatch.setattr("megatron.chomsky.decoder.TEST_TOKENS", 500)
-    learner = experiment(tmp_path / "state.pt")
+    learner = experiment()
     assert isinstance(learner.model, GPT)
     batch = learner.task.sample(np.random.default_rng(3), 8, 35)
     logits = learner.model(torch.from_numpy(batch.tokens))
@@ -42,27 +42,9 @@ def test_loss_and_accuracy_are_those_of_the_scored_positions(tmp_path, monkeypat
     assert result["score"] == pytest.approx((result["accuracies"]["70"] + result["accuracies"]["140"]) / 2)
 
 
-def test_a_decoder_sees_no_later_tokens(tmp_path):
-    model = experiment(tmp_path / "state.pt").model
+def test_a_decoder_sees_no_later_tokens():
+    model = experiment().model
     tokens = torch.randint(0, 60, (1, 40))
     later = tokens.clone()
     later[:, 20:] += 1
     torch.testing.assert_close(model(tokens)[:, :20], model(later)[:, :20])
-
-
-def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.chomsky.experiment.SAVE_SECONDS", 0.0)
-    whole = experiment(tmp_path / "whole.pt", steps=12)
-    whole.train(lambda step, loss: None)
-
-    def interrupt(step, loss):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        experiment(tmp_path / "state.pt", steps=12).train(interrupt)
-    resumed = experiment(tmp_path / "state.pt", steps=12)
-    assert resumed.step == 9
-    resumed.train(lambda step, loss: None)
-    assert resumed.test(lambda *_: None) == whole.test(lambda *_: None)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name

@@ -17,36 +17,21 @@ TINY = ExperimentSettings(
 )
 
 
-def experiment(state_file, seed=1, **settings):
+def experiment(seed=1, **settings):
     settings = ExperimentSettings(**{**vars(TINY), **settings})
-    return EncoderExperiment("bucket_sort", "kerple_log", seed, settings, torch.device("cpu"), state_file)
+    return EncoderExperiment("bucket_sort", "kerple_log", seed, settings, torch.device("cpu"))
 
 
-def test_an_interrupted_experiment_resumes_exactly(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.chomsky.experiment.SAVE_SECONDS", 0.0)
-    uninterrupted = experiment(tmp_path / "uninterrupted.pt", steps=20)
-    uninterrupted.train(lambda step, loss: None)
-
-    def interrupt(step, loss):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        experiment(tmp_path / "state.pt", steps=20).train(interrupt)
-    resumed = experiment(tmp_path / "state.pt", steps=20)
-    assert resumed.step == 9
-    resumed.train(lambda step, loss: None)
-    for name, value in uninterrupted.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
-    assert resumed.accuracy(9) == uninterrupted.accuracy(9)
-    assert_rejected(r"state\.pt", experiment, tmp_path / "state.pt", seed=2, steps=20)
-    (tmp_path / "state.pt").write_bytes(b"not a state")
-    assert_rejected(r"state\.pt", experiment, tmp_path / "state.pt", steps=20)
-    resumed.delete_state()
-    assert not (tmp_path / "state.pt").exists()
+def test_equal_seeds_give_equal_weights():
+    first, second = (experiment(architecture="original") for _ in range(2))
+    for learner in (first, second):
+        learner.train(lambda step, loss: None)
+    other = second.model.state_dict()
+    assert all(torch.equal(value, other[name]) for name, value in first.model.state_dict().items())
 
 
-def test_parameters_stay_within_their_bounds(tmp_path):
-    learner = experiment(tmp_path / "state.pt", learning_rate=1.0)
+def test_parameters_stay_within_their_bounds():
+    learner = experiment(learning_rate=1.0)
     learner.train(lambda step, loss: None)
     kernel = {name: value for name, value in learner.model.named_parameters() if "bias_p" in name or "bias_a" in name}
     assert kernel
@@ -54,8 +39,8 @@ def test_parameters_stay_within_their_bounds(tmp_path):
 
 
 @pytest.mark.ci
-def test_training_learns_the_task(tmp_path):
-    learner = experiment(tmp_path / "state.pt", seed=0, steps=120, batch=32, learning_rate=2e-3, test_samples=64)
+def test_training_learns_the_task():
+    learner = experiment(seed=0, steps=120, batch=32, learning_rate=2e-3, test_samples=64)
     untrained = learner.accuracy(7)
     losses = []
     learner.train(lambda step, loss: losses.append(loss))
@@ -80,8 +65,8 @@ def test_invalid_settings(settings, message):
         ExperimentSettings(**{**vars(TINY), **settings})
 
 
-def test_doublings_of_the_training_length_are_tested(tmp_path):
-    learner = experiment(tmp_path / "state.pt", test_every=0, test_longest=30)
+def test_doublings_of_the_training_length_are_tested():
+    learner = experiment(test_every=0, test_longest=30)
     result = learner.test(lambda tested, length: None)
     assert list(result["accuracies"]) == ["6", "12", "24"]
     assert result["score"] == pytest.approx((result["accuracies"]["12"] + result["accuracies"]["24"]) / 2)
