@@ -1,9 +1,9 @@
 """Write the configuration of a small experiment on your own text, with sizes that fit the text and the machine.
 
 kerple prepare NAME --from FOLDER
-kerple init NAME [-d data] [--methods kerple_log alibi] [--seeds 1234 1235]
+kerple init NAME [-d data]
 
-NAME.yml trains one model; NAME-sweep.yml trains every method with every seed, and compares them.
+NAME.yml trains one model; NAME-sweep.yml compares KERPLE's log kernel and ALiBi, with two seeds each.
 """
 
 import argparse
@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 
 from megatron.config import load_config
-from megatron.config.yaml_files import PACKAGED
 from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files
 from megatron.data.splits import split_spans
 from megatron.preparation.own_text import SPLIT
 from megatron.sweep.definition import read_sweep
-from megatron.utils.command_line import OptionParser, integer
+from megatron.utils.command_line import OptionParser
 from megatron.utils.environment import has_bf16_instructions, machine
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
@@ -60,27 +59,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"there is no dataset {prefix}; prepare it first: kerple prepare {options.name} --from FOLDER "
             f"-d {options.data_dir}"
         )
-    for method in options.methods:
-        if not (PACKAGED / "pos_emb" / f"{method}.yml").is_file():
-            known = ", ".join(sorted(path.stem for path in (PACKAGED / "pos_emb").glob("*.yml")))
-            raise UserError(f"--methods {method}: there is no configuration pos_emb/{method}.yml; known: {known}")
     paths = Path(f"{options.name}.yml"), Path(f"{options.name}-sweep.yml")
     for path in paths:
         if path.exists():
             raise UserError(f"{path} exists; remove it to write it again")
-    texts = configuration(options.name, prefix), sweep(options.name, options.methods, options.seeds)
+    template = templates("megatron.cli").get_template("init_sweep.yml.j2")
+    texts = configuration(options.name, prefix), template.render(name=options.name)
     try:
         for path, text in zip(paths, texts, strict=True):
             write_atomically(path, text.encode())
-        load_config([paths[0], f"pos_emb/{options.methods[0]}.yml"])
+        load_config([paths[0], "pos_emb/kerple_log.yml"])
         read_sweep(paths[1])
     except BaseException:
         for path in paths:
             path.unlink(missing_ok=True)
         raise
-    print(f"{paths[0]}: one model, for example: kerple train {paths[0]} pos_emb/{options.methods[0]}.yml")
-    runs = len(options.methods) * len(options.seeds)
-    print(f"{paths[1]}: {runs} models and their comparison: kerple sweep {paths[1]}")
+    print(f"{paths[0]}: one model, for example: kerple train {paths[0]} pos_emb/kerple_log.yml")
+    print(f"{paths[1]}: four models and their comparison: kerple sweep {paths[1]}")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,16 +83,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("name", metavar="NAME", help="dataset that `kerple prepare NAME` has prepared")
     parser.add_argument(
         "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="its folder (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=["kerple_log", "alibi"],
-        metavar="METHOD",
-        help="positional methods to compare (default: kerple_log alibi)",
-    )
-    parser.add_argument(
-        "--seeds", nargs="+", type=integer(0), default=[1234, 1235], help="seeds of each method (default: 1234 1235)"
     )
     return parser.parse_args(argv)
 
@@ -129,12 +114,6 @@ def configuration(name: str, prefix: Path) -> str:
     return (
         templates("megatron.cli").get_template("init.yml.j2").render(**values, precision="bfloat16" if bf16 else "fp32")
     )
-
-
-def sweep(name: str, methods: Sequence[str], seeds: Sequence[int]) -> str:
-    """The sweep over methods and seeds, as commented YAML."""
-    template = templates("megatron.cli").get_template("init_sweep.yml.j2")
-    return template.render(name=name, methods=methods, seeds=seeds)
 
 
 def _split_tokens(files: IndexedFiles) -> list[int]:

@@ -30,18 +30,18 @@ def dataset(tmp_path, monkeypatch):
 def test_files(dataset, tmp_path, capsys):
     dataset(150_000)
     capsys.readouterr()
-    init.main(["mytext", "--methods", "kerple_log", "rotary", "--seeds", "1", "2"])
+    init.main(["mytext"])
     assert capsys.readouterr().out == (
         "mytext.yml: one model, for example: kerple train mytext.yml pos_emb/kerple_log.yml\n"
-        "mytext-sweep.yml: 4 models and their comparison: kerple sweep mytext-sweep.yml\n"
+        "mytext-sweep.yml: four models and their comparison: kerple sweep mytext-sweep.yml\n"
     )
     sweep = read_sweep("mytext-sweep.yml")
     configs = [sweep.configuration(choices) for choices in sweep.combinations()]
     assert [(config.model.pos_emb, config.training.seed) for config in configs] == [
-        ("kerple_log", 1),
-        ("kerple_log", 2),
-        ("rotary", 1),
-        ("rotary", 2),
+        ("kerple_log", 1234),
+        ("kerple_log", 1235),
+        ("alibi", 1234),
+        ("alibi", 1235),
     ]
     config = load_config(["mytext.yml", "pos_emb/kerple_log.yml"])
     text = (tmp_path / "mytext.yml").read_text()
@@ -86,7 +86,6 @@ def test_errors(dataset, tmp_path):
     assert_rejected("data/mytext/mytext_text_document", init.main, ["mytext"])
     dataset(10_000)
     assert_rejected("25,600.*512", init.main, ["mytext"])
-    assert_rejected(r"--methods kerple_lgo.*pos_emb/kerple_lgo\.yml", init.main, ["mytext", "--methods", "kerple_lgo"])
     assert not list(tmp_path.glob("*.yml"))
     (tmp_path / "mytext-sweep.yml").write_text("mine")
     assert_rejected(r"mytext-sweep\.yml", init.main, ["mytext"])
