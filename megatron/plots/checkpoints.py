@@ -120,7 +120,6 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
             continue
         num_layers, panels = len(panels), panels[:MAX_LAYERS]
         shown = [(table.label, table.distances, values) for table, values in panels]
-        num_heads = len(panels[0][1])
         caption = (
             f"The {long_name} of each head by distance (KERPLE, Figures 2 to 4). Dark lines: heads with the steepest "
             "decrease; light lines: flattest heads."
@@ -136,7 +135,6 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
             slug("kernels", name, quantity),
             f"{quantity.capitalize()} by distance: {model}",
             caption,
-            f"Line plot of the {long_name} by distance, one line for each of {num_heads} heads.",
             partial(distance_plot, quantity, shown),
         )
         figures.append(report_figure)
@@ -214,17 +212,12 @@ def effective_length_figure(
         limit: the effective length of heads whose bias never falls below the threshold.
         numbers: those of the line styles by label (default: in order).
     """
-    below = []
-    for label, head_lengths in lengths.items():
-        count = sum(length < limit for length in head_lengths)
-        below.append(f"{label}: {count} of {len(head_lengths)} heads below {limit:,}")
     return ReportFigure(
         slug("effective-lengths", name),
         f"Effective lengths: {model}",
         "Share of heads whose effective length is at most the value on the x axis (KERPLE, Figure 6: number). The "
         "effective length of a head is the smallest distance with a bias below -2. If a line ends below 1, the "
         f"effective lengths of the remaining heads are larger than {limit:,} tokens.",
-        "; ".join(below),
         partial(effective_length_plot, lengths, limit, numbers=numbers),
     )
 
@@ -315,7 +308,6 @@ def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequen
     """
     num_heads, length = scores.scores.shape
     heads = list(range(min(MAX_ADAPTIVE_HEADS, num_heads))) if heads is None else list(heads)
-    numbers = ", ".join(str(head + 1) for head in heads)
     rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
     shown = [(label, values) for label, values in rows if values is not None]
     return ReportFigure(
@@ -323,7 +315,6 @@ def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequen
         f"Scores and biases of one query: {model}",
         f"Attention scores of the query at position {length - 1:,} (DAPE, Figure 1): A, the scaled dot products of "
         "query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
-        f"{', '.join(label for label, _ in shown)}, over {length:,} keys, for heads {numbers}.",
         partial(adaptive_plot, shown, heads),
     )
 

@@ -44,12 +44,11 @@ PAGE_ZOOM = 1.2  # size of a figure in a wide browser window, relative to `SCREE
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """name: file name without extension. caption: printed below. description: alternative text. draw: in a style."""
+    """name: file name without extension. caption: printed below. draw: in a style."""
 
     name: str
     title: str
     caption: str
-    description: str
     draw: Callable[[Style], Figure]
 
     @cached_property
@@ -85,12 +84,10 @@ def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFEREN
         trained = f", trained at length {setting.train_length:,}" if setting.train_length else ""
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         caption += seeds_caption(group.num_seeds)
-        names = ", ".join(map(display_name, group.methods))
         figure = ReportFigure(
             f"extrapolation-{setting.name}",
             corpus_name(setting.corpus) + trained,
             caption,
-            f"Line plot of perplexity by sequence length for {names}.",
             partial(
                 perplexity_plot,
                 group,
@@ -275,7 +272,6 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
             means = group.frame[group.frame["method"] == method].groupby(["depth", "length"])["value"].mean()
             grid = means.unstack().reindex(index=depths, columns=lengths).to_numpy(dtype=float)
             grids[display_name(method)] = 100 * grid
-        averages = [f"{name} {np.nanmean(grid):.0f}%" for name, grid in grids.items() if np.isfinite(grid).any()]
         trained = f"trained at {setting.train_length:,}" if setting.train_length else ""
         parts = ["Passkey retrieval", corpus_name(setting.corpus), trained]
         report_figure = ReportFigure(
@@ -283,7 +279,6 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
             f"Passkey retrieval: {setting_title(setting)}",
             "Percentage of prompts answered with the complete pass key, by prompt length and depth of the pass key. "
             "Crosses: not available.",
-            f"Heat maps of the accuracy. Mean over lengths and depths: {', '.join(averages) or 'not available'}.",
             partial(passkey_plot, grids, depths, lengths, ", ".join(filter(None, parts))),
         )
         figures.append(report_figure)

@@ -68,7 +68,6 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
                 "Loss (nats per token) by method and inference mode, a panel per length; the lowest loss is framed. "
                 f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. {NOT_AVAILABLE}: the method "
                 f"does not support the mode; {NOT_MEASURED}: not measured.",
-                "Heat map of the loss by method and inference mode for each length.",
                 partial(heat_map, losses.select([setting]), setting),
             )
         )

@@ -75,7 +75,6 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
             f"{what.partition(' (')[0]} by position at length {length:,}: {corpus_name(setting.corpus)}",
             f"{what} by position in segments of {length:,} tokens, protocol {setting.protocol} (KERPLE, Figures 5 and "
             f"7).{notes}",
-            f"Line plot of the {what[0].lower() + what[1:]} by position for {', '.join(map(display_name, curves))}.",
             partial(
                 position_plot,
                 _by_mode(curves),

@@ -49,7 +49,7 @@ def test_page():
         Row((NASTY,), (Cell("3.40"), Cell(NASTY)), published=True),
     )
     table = Table("a-table", NASTY, (NASTY,), ("a", NASTY), lines, (NASTY, "Second."))
-    report_figure = ReportFigure("a-figure", NASTY, NASTY, NASTY, lambda style: new_figure(style)[0])
+    report_figure = ReportFigure("a-figure", NASTY, NASTY, lambda style: new_figure(style)[0])
     chapters = [
         Chapter("first", NASTY, NASTY, tables=[table], figures=[report_figure]),
         Chapter("empty", "Nothing to see"),
