@@ -76,14 +76,6 @@ class Table:
     lines: tuple[Row | Section, ...]
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if (len(row.labels), len(row.cells)) != (len(self.label_columns), len(self.columns)):
-                raise ValueError(
-                    f"table {self.name}: row {', '.join(row.labels)} has {len(row.labels)} labels and {len(row.cells)} "
-                    f"cells instead of {len(self.label_columns)} and {len(self.columns)}"
-                )
-
     @property
     def headers(self) -> tuple[str, ...]:
         return (*self.label_columns, *self.columns)

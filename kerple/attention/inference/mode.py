@@ -292,18 +292,6 @@ class Mode:
     def span(self) -> Span:
         return self.attention.span
 
-    def mean_keys(self, length: int) -> float:
-        """The mean number of keys per query in a segment of `length` tokens: the cost of attention per token."""
-        window, block = self.span.window, self.span.block
-        if block is not None:
-            full_blocks, rest = divmod(length, block)
-            keys_in_own_block = full_blocks * block * (block + 1) // 2 + rest * (rest + 1) // 2
-            return (keys_in_own_block + block * max(0, length - block)) / length
-        if window is None or window + self.span.sinks >= length:
-            return (length + 1) / 2
-        window += self.span.sinks
-        return window * (1 - (window - 1) / (2 * length))
-
 
 FULL_MODE = Mode("full")
 

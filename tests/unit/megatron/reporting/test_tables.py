@@ -75,8 +75,3 @@ def test_names_are_never_commands():
     assert r"\multicolumn{2}{l}{\textit{{*}a}} \\" in text
     assert r"\textbackslash{}input\{/etc/passwd\} & $-$1 \\" in text
     assert '{[}=cmd$|$"c"!A1 & 2' in text
-
-
-def test_rows_must_fit_the_columns():
-    with pytest.raises(ValueError, match=r"table n: row x .*1.*1.*1.*2"):
-        Table("n", "t", ("",), ("a", "b"), (Row(("x",), (Cell("1"),)),))
