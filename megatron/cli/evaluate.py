@@ -18,11 +18,8 @@ from megatron.checkpoint.inspection import positional_methods
 from megatron.cli.eval_tasks import evaluate_tasks, task_options
 from megatron.cli.evaluation_options import (
     add_options,
-    budget_of,
-    check_options,
-    lengths_of,
+    complete_options,
     plan_tasks,
-    protocols_of,
     tokenizer_of,
 )
 from megatron.cli.model_options import (
@@ -65,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoints on the same text and write one report. Raises UserError."""
     config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
     tasks = task_options(config, options)
-    check_options(options, config.model.seq_length, tasks=tasks is not None)
+    complete_options(options, config, tasks=tasks is not None)
     if tasks is not None and not first_process():
         return
     folders = checkpoint_folders(config, options)
@@ -126,10 +123,13 @@ def _evaluate(
     models = _read_models(folders, config, options)
 
     # Plan everything first: invalid options should fail before anything is measured.
-    _report_choices(config, options, report)
+    report(f"lengths: {' '.join(map(str, options.lengths))}")
+    for protocol in options.protocol:
+        if options.tokens is not None and not protocol.uses_budget:
+            report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
     text = _read_text(config, options, report)
     prompts = Prompts(tokenizer_of(config)) if options.passkey else None
-    planned, not_measured = _plan(models, text, prompts, config, options, report)
+    planned, not_measured = _plan(models, text, prompts, options, report)
     records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
     measurements(records, "extrapolation", "loss")  # rejects two checkpoints with the same method and seed
 
@@ -167,35 +167,26 @@ def _evaluate(
             _check_losses(results)
 
 
-def _report_choices(config: Config, options: argparse.Namespace, report: Callable[[str], None]) -> None:
-    """Report lengths that the options do not name, and protocols that ignore the number of tokens."""
-    if not options.lengths:
-        report(f"lengths: {' '.join(map(str, lengths_of(config, options)))}")
-    for protocol in protocols_of(options):
-        if budget_of(config, options) is not None and not protocol.uses_budget:
-            report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
-
-
 def _plan(
     models: Sequence[EvaluatedModel],
     text: Text,
     prompts: Prompts | None,
-    config: Config,
     options: argparse.Namespace,
     report: Callable[[str], None],
 ) -> tuple[list[list[EvalTask]], list[Record]]:
     """(the tasks of each model, the records of the modes that a model does not support)."""
-    lengths, protocols, budget = lengths_of(config, options), protocols_of(options), budget_of(config, options)
     planned: list[list[EvalTask]] = []
     not_measured: list[Record] = []
     configs = [model.saved for model in models]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
     for model, (modes, unsupported) in zip(models, supported, strict=True):
         source = model.provenance
-        planned.append(plan_tasks(text, prompts, [mode.name for mode in modes], source, config, options))
+        planned.append(plan_tasks(text, prompts, [mode.name for mode in modes], source, options))
         for name, reason in unsupported.items():
             report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
-            for task in plan_extrapolation(text, lengths, [name], protocols, budget, source, options.by_position):
+            for task in plan_extrapolation(
+                text, options.lengths, [name], options.protocol, options.tokens, source, options.by_position
+            ):
                 not_measured += task.not_measured(reason)
     return planned, not_measured
 
@@ -205,21 +196,16 @@ def _load_model(
 ) -> GPT:
     """The model. Raises UserError if it has invalid weights, or no embedding for a token of the text or prompts."""
     model, _ = load(step, config, options, check=check)
-    _check_weights(model, step)
-    text.check_ids(model.settings.padded_vocab_size)
-    if prompts is not None:
-        check_ids(prompts.token_ids, model.settings.padded_vocab_size)
-    return model
-
-
-def _check_weights(model: GPT, step: Path) -> None:
-    """Raises UserError if a weight is NaN or infinite."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(
                 f"{step}: weight {name} contains NaN or infinity, so no loss can be measured; choose an earlier "
                 "checkpoint (--iteration N), or train again with a lower learning rate"
             )
+    text.check_ids(model.settings.padded_vocab_size)
+    if prompts is not None:
+        check_ids(prompts.token_ids, model.settings.padded_vocab_size)
+    return model
 
 
 def _check_losses(results: ResultsFile) -> None:

@@ -12,7 +12,7 @@ from megatron.config import Config, UserError
 from megatron.evaluation.metrics.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.metrics.resolution import plan_resolution
 from megatron.evaluation.modes import parse_modes, supported_modes
-from megatron.evaluation.protocols import PROTOCOLS, Protocol, parse_protocol
+from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import (
     BATCH_TOKENS_CPU,
@@ -189,14 +189,14 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
         options = _parse_sweep_options(argv)
         if task_options(config, options) is not None:
             raise UserError(f"eval-tasks cannot be used: {NOT_IN_SWEEPS['--eval-tasks']} (set: {{eval-tasks: null}})")
-        check_options(options, config.model.seq_length, tasks=False)
+        complete_options(options, config, tasks=False)
         if options.label is not None and len(options.label) > 1:
             raise UserError(f"label must be a single label, not {len(options.label)}")
         [(modes, _)] = supported_modes([config], options.modes, skip_unsupported=True)
         text = _planned_text(config, options, has_data=has_data)
         prompts = Prompts(tokenizer_of(config)) if options.passkey and has_data else None
         source = Provenance(train_length=config.model.seq_length)
-        plan_tasks(text, prompts, [mode.name for mode in modes], source, config, options)
+        plan_tasks(text, prompts, [mode.name for mode in modes], source, options)
     except (argparse.ArgumentError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
 
@@ -213,15 +213,14 @@ def plan_tasks(
     prompts: Prompts | None,
     modes: Sequence[str],
     source: Provenance,
-    config: Config,
     options: argparse.Namespace,
 ) -> list[EvalTask]:
     """The measurements of one model that the options ask for, except effective lengths. Raises UserError if one of them
     cannot be measured. prompts: those of --passkey; None: do not measure it.
     """
-    lengths, budget = lengths_of(config, options), budget_of(config, options)
+    lengths = options.lengths
     tasks: list[EvalTask] = []
-    tasks += plan_extrapolation(text, lengths, modes, protocols_of(options), budget, source, options.by_position)
+    tasks += plan_extrapolation(text, lengths, modes, options.protocol, options.tokens, source, options.by_position)
     if options.resolution is not None:
         tasks += plan_resolution(text, lengths, modes, options.resolution, source)
     if prompts is not None:
@@ -255,8 +254,11 @@ def _parse_sweep_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def check_options(options: argparse.Namespace, train_length: int | None, *, tasks: bool) -> None:
-    """Raises UserError for unknown modes and protocols, and for options that exclude each other."""
+def complete_options(options: argparse.Namespace, config: Config, *, tasks: bool) -> None:
+    """Replace the names of protocols by protocols, and lengths and tokens that are not given by those of the
+    configuration. Raises UserError for unknown modes and protocols, and for options that exclude each other.
+    """
+    # Options that exclude each other.
     if tasks:
         parser = OptionParser()
         add_options(parser)
@@ -274,24 +276,13 @@ def check_options(options: argparse.Namespace, train_length: int | None, *, task
             raise UserError(f"{option_name(name)} requires --passkey; add it")
     if options.text is not None and options.split != "valid":
         raise UserError(f"--text {options.text}: cannot be combined with --split; remove one")
-    parse_modes(options.modes, train_length)
-    protocols_of(options)
 
-
-def lengths_of(config: Config, options: argparse.Namespace) -> list[int]:
-    """The lengths to evaluate, in tokens."""
+    # Their values.
+    parse_modes(options.modes, config.model.seq_length)
+    options.protocol = list(map(parse_protocol, options.protocol))
     default = [config.model.seq_length << power for power in range(MAX_LENGTH_FACTOR.bit_length())]
-    return unique_lengths(options.lengths or config.evaluation.lengths or default)
-
-
-def protocols_of(options: argparse.Namespace) -> list[Protocol]:
-    """The protocols with these names."""
-    return [parse_protocol(name) for name in options.protocol]
-
-
-def budget_of(config: Config, options: argparse.Namespace) -> int | None:
-    """Tokens to score; None: all."""
-    return options.tokens or config.evaluation.tokens
+    options.lengths = unique_lengths(options.lengths or config.evaluation.lengths or default)
+    options.tokens = options.tokens or config.evaluation.tokens
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

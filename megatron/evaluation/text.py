@@ -173,8 +173,11 @@ def evaluation_text(config: Config, tokenizer: Tokenizer | None = None, part: st
     tokenizer: that of the text, for bits per byte. Raises UserError if the data were built with another one.
     """
     prefixes, _ = evaluation_corpora(config, part)
-    is_known = _check_tokenizer(prefixes, tokenizer)
-    token_bytes = None if tokenizer is None else tokenizer.byte_lengths()
+    is_known = False
+    token_bytes: IntArray | None = None
+    if tokenizer is not None:
+        known = [check_tokenizer(prefix, tokenizer) for prefix in prefixes]
+        is_known, token_bytes = all(known), tokenizer.byte_lengths()
     offsets = np.concatenate(([0], np.cumsum(evaluation_lengths(config, part))))
     name, source = corpus_name(prefixes, part), text_source(config, part)
     return Text(evaluation_stream(config, part), offsets, token_bytes, name, is_known, source)
@@ -184,14 +187,6 @@ def text_source(config: Config, part: str = "valid") -> str:
     """The files of a part, and the split that selects it from them."""
     prefixes, split = evaluation_corpora(config, part)
     return visible(", ".join(prefixes)) + ("" if split is None else f", {part} part of split {split}")
-
-
-def _check_tokenizer(prefixes: Sequence[str], tokenizer: Tokenizer | None) -> bool:
-    """Whether all corpora name their tokenizer. Raises UserError if it is not this one."""
-    if tokenizer is None:
-        return False
-    known = [check_tokenizer(prefix, tokenizer) for prefix in prefixes]
-    return all(known)
 
 
 def evaluation_lengths(config: Config, part: str = "valid") -> IntArray:
