@@ -108,7 +108,7 @@ def perplexity_plot(
     pos_embs: Iterable[str] = (),
     reference: str = REFERENCE.pos_emb,
 ) -> Figure:
-    """One line per method and a panel per mode; a single method has one line per mode instead.
+    """One line per method and a panel per mode, for one setting; a single method has one line per mode instead.
 
     `seeds` draws the spread over the seeds. With one seed, the last panel shows the differences of the first panel's
     lines from a reference, paired by document. If large values make the axis logarithmic, a second panel shows the
@@ -119,39 +119,40 @@ def perplexity_plot(
         reference: the `pos-emb` to compare with; the first line if none has it.
     """
     # Each line has a name and a panel. With one panel, both go into the name.
-    curves = {line: perplexities.curve(*line) for line in perplexities.lines}
-    curves = {line: curve for line, curve in curves.items() if len(curve)}
-    labels = {line: _labels(*line, list(curves)) for line in curves}
+    (setting,) = perplexities.settings
+    curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
+    curves = {method: curve for method, curve in curves.items() if len(curve)}
+    labels = {}
+    for method in curves:
+        labels[method] = display_name(Method(method.pos_emb)), "" if method.mode == "full" else method.mode
     if any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
-        labels = {line: (", ".join(filter(None, parts)), "") for line, parts in labels.items()}
+        labels = {method: (", ".join(filter(None, parts)), "") for method, parts in labels.items()}
 
     # A panel per mode, and one for differences if there is one seed.
-    numbers = line_numbers({labels[line][0]: line[1].pos_emb for line in curves}, pos_embs)
+    numbers = line_numbers({labels[method][0]: method.pos_emb for method in curves}, pos_embs)
     ranges: dict[str, list[tuple[float, float]]] = {}
-    for line, curve in curves.items():
-        ranges.setdefault(labels[line][1], []).append((curve["mean"].min(), curve["mean"].max()))
-    first_mode = [line for line in curves if labels[line][1] == next(iter(ranges))]
-    compared, differences = _differences(first_mode, perplexities.lengths, paired, reference)
+    for method, curve in curves.items():
+        ranges.setdefault(labels[method][1], []).append((curve["mean"].min(), curve["mean"].max()))
+    first_mode = [method for method in curves if labels[method][1] == next(iter(ranges))]
+    compared, differences = _differences(setting, first_mode, perplexities.lengths, paired, reference)
     if perplexities.num_seeds > 1:
         differences = {}
     figure, panels, columns = _mode_panels(style, ranges or {"": []}, extra=bool(differences))
 
     # The axes, and the lines of each panel.
-    train_lengths = {setting.train_length for setting in perplexities.settings}
-    train_length = train_lengths.pop() if len(train_lengths) == 1 else None
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         length_ticks(axes, style, perplexities.lengths, columns)
     for index, (axes, mode) in enumerate(panels):
-        if train_length is not None:
-            mark_train_length(axes, style, train_length, label=index == 0)
-        for line, curve in curves.items():
-            label, line_mode = labels[line]
+        if setting.train_length is not None:
+            mark_train_length(axes, style, setting.train_length, label=index == 0)
+        for method, curve in curves.items():
+            label, line_mode = labels[method]
             if line_mode != mode:
                 continue
             style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
-            draw_seed_lines(axes, style, perplexities.by_seed(*line), style_kwargs["color"])
+            draw_seed_lines(axes, style, perplexities.by_seed(setting, method), style_kwargs["color"])
 
     # The last panel: differences from the reference, with their errors.
     if compared and differences:
@@ -163,8 +164,8 @@ def perplexity_plot(
             thousands(axes, "y")
         panel_title(axes, style, columns, f"minus {labels[compared][0]}")
         axes.axhline(0, color=GRAY, linewidth=0.1 * style.size)
-        for line, values in differences.items():
-            style_kwargs = line_style(style, numbers[labels[line][0]])
+        for method, values in differences.items():
+            style_kwargs = line_style(style, numbers[labels[method][0]])
             axes.errorbar(
                 list(values),
                 [difference.mean for difference in values.values()],
@@ -181,22 +182,22 @@ def perplexity_plot(
 
 
 def _differences(
-    lines: Sequence[tuple[Setting, Method]], lengths: Sequence[int], paired: PairedLosses, pos_emb: str
-) -> tuple[tuple[Setting, Method] | None, dict[tuple[Setting, Method], dict[int, Difference]]]:
-    """The line of the reference `pos_emb` (with or without a label), or else the first line; and line -> length -> the
-    loss of the line minus that of the reference, without lines that have none.
+    setting: Setting, methods: Sequence[Method], lengths: Sequence[int], paired: PairedLosses, pos_emb: str
+) -> tuple[Method | None, dict[Method, dict[int, Difference]]]:
+    """The reference `pos_emb` (with or without a label), or else the first method; and method -> length -> the loss of
+    the method minus that of the reference, without methods that have none.
     """
-    names = [line[1].pos_emb for line in lines]
+    names = [method.pos_emb for method in methods]
     matching = [name for name in names if name == pos_emb] or [name for name in names if name.split(" (")[0] == pos_emb]
-    if not lines:
+    if not methods:
         return None, {}
-    reference = lines[names.index(matching[0]) if matching else 0]
-    result: dict[tuple[Setting, Method], dict[int, Difference]] = {}
-    for line in lines:
-        for length in lengths:
-            difference = None if line == reference else paired.difference((*line, length), (*reference, length))
+    reference = methods[names.index(matching[0]) if matching else 0]
+    result: dict[Method, dict[int, Difference]] = {}
+    for method in methods:
+        for length in lengths if method != reference else ():
+            difference = paired.difference((setting, method, length), (setting, reference, length))
             if difference is not None:
-                result.setdefault(line, {})[length] = difference
+                result.setdefault(method, {})[length] = difference
     return reference, result
 
 
@@ -241,19 +242,6 @@ def _mode_panels(
         elif panel in zoomed:
             axes.set_ylim(low, high)
     return figure, [(axes, panel[0]) for axes, panel in zip(all_axes, panels, strict=True)], columns
-
-
-def _labels(setting: Setting, method: Method, lines: Sequence[tuple[Setting, Method]]) -> tuple[str, str]:
-    """(the method; its mode unless it is `full`), each with the parts of the setting that differ between the lines."""
-    parts = [display_name(Method(method.pos_emb))]
-    if setting.train_length is not None and len({setting.train_length for setting, _ in lines}) > 1:
-        parts.append(f"trained at {setting.train_length:,}")
-    modes = [method.mode] if method.mode != "full" else []
-    for part in ("protocol", "corpus", "size"):
-        if len({getattr(setting, part) for setting, _ in lines}) > 1:
-            value = corpus_name(setting.corpus) if part == "corpus" else getattr(setting, part)
-            modes.append(value or f"unknown {part}")
-    return ", ".join(parts), ", ".join(modes)
 
 
 # -- passkey retrieval ------------------------------------------------------------------------------------------------

@@ -1,44 +1,27 @@
-"""What evaluate.py shows of its records: tables in the terminal and as Markdown, and a plot of perplexity by length."""
+"""What evaluate.py shows of its records: tables in the terminal and as Markdown."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron.reporting.aggregate import AnyRecord, measurements
-from megatron.reporting.differences import PairedLosses
-from megatron.reporting.figures import perplexity_plot
-from megatron.reporting.modes import mode_figures
+from megatron.reporting.aggregate import AnyRecord
 from megatron.reporting.paper_tables import passkey_tables, perplexity_tables, resolution_tables
-from megatron.reporting.style import render
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import print_table
 from megatron.utils.files import write_atomically
 
 
-def write_summary(records: Sequence[AnyRecord], folder: Path, console: Console | None = None) -> list[Path]:
+def write_summary(records: Sequence[AnyRecord], folder: Path, console: Console | None = None) -> Path:
     """Print the tables of perplexities, attention resolutions and passkey accuracies, and write them as
-    `extrapolation.md`, the plot as `extrapolation.png`, and with several inference modes a heat map per setting as
-    `modes-SETTING.png`. Each file is replaced atomically.
-
-    Returns the paths. Raises UserError if a file cannot be written.
+    `extrapolation.md`. Returns its path. Raises UserError if it cannot be written.
     """
-    # The tables with their notes.
     console = console or Console()
     tables = perplexity_tables(records, papers=False) + resolution_tables(records) + passkey_tables(records)
     for table in tables:
         print_table(console, table)
         for note in table.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
-
-    # The files.
-    perplexities = measurements(records, "extrapolation", "perplexity")
-    contents = {
-        "extrapolation.md": "\n".join(markdown(table, heading="#") for table in tables).encode(),
-        "extrapolation.png": render(partial(perplexity_plot, perplexities, PairedLosses(records))),
-        **{f"{figure.name}.png": figure.png for figure in mode_figures(records)},
-    }
-    for name, content in contents.items():
-        write_atomically(folder / name, content)
-    return [folder / name for name in contents]
+    path = folder / "extrapolation.md"
+    write_atomically(path, "\n".join(markdown(table, heading="#") for table in tables).encode())
+    return path

@@ -69,9 +69,8 @@ def test_perplexity_by_length():
         (records_of({"learned": (None, None, None)}), 1, 0),
         (ONE_DIVERGES, 2, 3),
         (records_of({f"method {index}": (20 + index, 19, 18) for index in range(20)}), 1, 20),
-        (records_of({"a": (20, 20, 20)}, train_length=None) + records_of({"a": (20, 20, 20)}, train_length=64), 1, 2),
     ],
-    ids=["two", "none", "two panels", "many", "training lengths"],
+    ids=["two", "none", "two panels", "many"],
 )
 def test_shapes_of_results(records, panels, lines):
     figure = plot(records)
