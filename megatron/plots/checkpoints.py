@@ -65,7 +65,7 @@ class DistanceTable:
         distances: float32 [n].
         bias: float32 [h, n], added to the scores; None if the method has none.
         weight: float32 [h, n], multiplies the scores; None if the method has none.
-        effective_lengths: int64 [h], the smallest distance with a bias below -2, or the limit if there is none; None
+        effective_lengths: int64 [h], the smallest distance with a bias below -2, or LIMIT if there is none; None
             without a bias.
     """
 
@@ -79,13 +79,10 @@ class DistanceTable:
 
 @torch.no_grad()
 def distance_tables(
-    directory: str | Path, iteration: int | None = None, *, num_distances: int = 16_384, limit: int = LIMIT
+    directory: str | Path, iteration: int | None = None, *, num_distances: int = 16_384
 ) -> list[DistanceTable]:
     """The tables of a checkpoint for distances 0 to `num_distances` - 1, empty if its method has neither bias nor
     weight. Only the positional parameters are read. Raises CheckpointError if the checkpoint cannot be read.
-
-    Args:
-        limit: the largest effective length.
     """
     step = find_step(directory, iteration)
     config = checkpoint_config(step)
@@ -99,7 +96,7 @@ def distance_tables(
                 distances,
                 bias=method.bias(distances) if "bias" in method.hooks else None,
                 weight=method.weight(distances) if "weight" in method.hooks else None,
-                effective_lengths=method.effective_length(limit) if "bias" in method.hooks else None,
+                effective_lengths=method.effective_length(LIMIT) if "bias" in method.hooks else None,
             )
             tables.append(table)
     return tables
@@ -202,14 +199,12 @@ def effective_length_figure(
     *,
     model: str,
     name: str,
-    limit: int = LIMIT,
     numbers: Mapping[str, int] | None = None,
 ) -> ReportFigure:
     """The share of heads up to each effective length.
 
     Args:
         lengths: label -> effective lengths of all heads (of all layers, if the layers differ).
-        limit: the effective length of heads whose bias never falls below the threshold.
         numbers: those of the line styles by label (default: in order).
     """
     return ReportFigure(
@@ -217,27 +212,26 @@ def effective_length_figure(
         f"Effective lengths: {model}",
         "Share of heads whose effective length is at most the value on the x axis (KERPLE, Figure 6: number). The "
         "effective length of a head is the smallest distance with a bias below -2. If a line ends below 1, the "
-        f"effective lengths of the remaining heads are larger than {limit:,} tokens.",
-        partial(effective_length_plot, lengths, limit, numbers=numbers),
+        f"effective lengths of the remaining heads are larger than {LIMIT:,} tokens.",
+        partial(effective_length_plot, lengths, numbers=numbers),
     )
 
 
 def effective_length_plot(
     lengths: Mapping[str, Sequence[int]],
-    limit: int,
     style: Style = SCREEN,
     *,
     numbers: Mapping[str, int] | None = None,
 ) -> Figure:
     figure, (axes,) = new_figure(style)
     for index, (label, head_lengths) in enumerate(lengths.items()):
-        ends = sorted(length for length in head_lengths if length < limit)
-        distances = [0, *ends, limit]
+        ends = sorted(length for length in head_lengths if length < LIMIT)
+        distances = [0, *ends, LIMIT]
         shares = [count / len(head_lengths) for count in (*range(len(ends) + 1), len(ends))]
         style_kwargs = {**line_style(style, index if numbers is None else numbers[label]), "marker": None}
         axes.step(distances, shares, where="post", label=label, **style_kwargs)
     _symlog_distance(axes)
-    axes.set_xlim(0, limit)
+    axes.set_xlim(0, LIMIT)
     axes.set_ylim(0, 1.04)
     axes.set_xlabel("effective length (tokens)")
     axes.set_ylabel("share of heads")
@@ -250,7 +244,7 @@ def effective_length_plot(
 
 @dataclass(frozen=True)
 class QueryScores:
-    """The last query of a text in one layer, float32 [h, n] each, over its keys.
+    """The last query of a text in the first layer, float32 [h, n] each, over its keys.
 
     Attributes:
         scores: A, the scaled dot products.
@@ -264,18 +258,14 @@ class QueryScores:
 
 
 @torch.no_grad()
-def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
-    """A, B and f(A, B) of the last of the tokens (int64 [n]) in a layer.
+def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
+    """A, B and f(A, B) of the last of the tokens (int64 [n]) in the first layer of a model with DAPE.
 
-    f(A, B) is what `modify_scores` adds to A, minus B if the variant also adds B. Raises UserError if the method is not
-    DAPE or the model has no such layer.
+    f(A, B) is what `modify_scores` adds to A, minus B if the variant also adds B.
     """
-    if not 0 <= layer < len(model.blocks):
-        raise UserError(f"layer {layer}: the model has layers 0 to {len(model.blocks) - 1}")
-    attention = model.blocks[layer].attention
-    method = getattr(attention, "rpe", None)
-    if not isinstance(method, Adaptive):
-        raise UserError("the positional method is not DAPE, so there is no f(A, B)")
+    attention = model.blocks[0].attention
+    method = attention.rpe
+    assert isinstance(method, Adaptive)
     outputs: list[Tensor] = []
     hook = attention.query_key_value.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
@@ -301,13 +291,9 @@ def query_scores(model: GPT, tokens: Tensor, layer: int = 0) -> QueryScores:
     return QueryScores(scores[0, :, 0], static, adapted)
 
 
-def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequence[int] | None = None) -> ReportFigure:
-    """DAPE's Figure 1: a row for each of A, B and f(A, B), a column per head.
-
-    heads: indices from 0 (default: the first three); the figure shows them as heads 1, 2 ...
-    """
-    num_heads, length = scores.scores.shape
-    heads = list(range(min(MAX_ADAPTIVE_HEADS, num_heads))) if heads is None else list(heads)
+def adaptive_figure(scores: QueryScores, *, model: str, name: str) -> ReportFigure:
+    """DAPE's Figure 1: a row for each of A, B and f(A, B), a column for each of the first heads."""
+    length = scores.scores.shape[1]
     rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
     shown = [(label, values) for label, values in rows if values is not None]
     return ReportFigure(
@@ -315,24 +301,25 @@ def adaptive_figure(scores: QueryScores, *, model: str, name: str, heads: Sequen
         f"Scores and biases of one query: {model}",
         f"Attention scores of the query at position {length - 1:,} (DAPE, Figure 1): A, the scaled dot products of "
         "query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
-        partial(adaptive_plot, shown, heads),
+        partial(adaptive_plot, shown),
     )
 
 
-def adaptive_plot(rows: Sequence[tuple[str, Tensor]], heads: Sequence[int], style: Style = SCREEN) -> Figure:
+def adaptive_plot(rows: Sequence[tuple[str, Tensor]], style: Style = SCREEN) -> Figure:
     """Labels and values `[h, n]` as rows, heads as columns."""
-    length = rows[0][1].shape[1]
-    figure, panels = new_figure(style, len(rows) * len(heads), len(heads), sharex=True, sharey="row")
+    num_heads, length = rows[0][1].shape
+    columns = min(MAX_ADAPTIVE_HEADS, num_heads)
+    figure, panels = new_figure(style, len(rows) * columns, columns, sharex=True, sharey="row")
     for index, axes in enumerate(panels):
-        (label, values), head = rows[index // len(heads)], heads[index % len(heads)]
+        (label, values), head = rows[index // columns], index % columns
         line = values[head].cpu().numpy()
         axes.plot(range(length), line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096)
         axes.set_xlim(0, max(1, length - 1))
         axes.locator_params(axis="x", nbins=3)
         thousands(axes)
-        if index % len(heads) == 0:
+        if head == 0:
             axes.set_ylabel(label)
-        if index < len(heads):
+        if index < columns:
             axes.set_title(f"head {head + 1}", loc="left")
     figure.supxlabel("key position (tokens)")
     figure.align_ylabels()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.directory import weights_fingerprint
+from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.plots.checkpoints import (
     adaptive_figure,
     add_weight_figures,
@@ -93,21 +94,20 @@ def test_released_checkpoints(method):
 
 @pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_", "alibi"])
 def test_effective_lengths(method):
-    limit = 300
     formula = FORMULAS[method][1]
-    (table,) = distance_tables(RELEASE / f"{method}_checkpoints", num_distances=10, limit=limit)
-    below = formula(np.arange(limit, dtype=np.float64)) < -2
-    expected = [int(row.argmax()) if row.any() else limit for row in below]
+    (table,) = distance_tables(RELEASE / f"{method}_checkpoints", num_distances=10)
+    below = formula(np.arange(LIMIT, dtype=np.float64)) < -2
+    expected = [int(row.argmax()) if row.any() else LIMIT for row in below]
     assert table.effective_lengths.tolist() == expected
-    lengths = {"A": expected, "B": [5, limit, limit, 5]}
-    figure = effective_length_figure(lengths, model="x", name="x", limit=limit)
+    lengths = {"A": expected, "B": [5, LIMIT, LIMIT, 5]}
+    figure = effective_length_figure(lengths, model="x", name="x")
     (axes,) = figure.draw(SCREEN).axes
     for label, head_lengths in lengths.items():
         (line,) = (line for line in axes.lines if line.get_label() == label)
         assert line.get_drawstyle() == "steps-post"
         x, y = line.get_data()
-        for distance in (0, 4, 5, 6, 60, limit):
-            count = sum(length <= distance and length < limit for length in head_lengths)
+        for distance in (0, 4, 5, 6, 60, 300, LIMIT):
+            count = sum(length <= distance and length < LIMIT for length in head_lengths)
             assert y[np.searchsorted(x, distance, side="right") - 1] == count / 4, (label, distance)
 
 
@@ -197,20 +197,12 @@ def test_scores_of_the_first_layer(pos_emb, options):
     expected = rpe["second.weight"] @ hidden + rpe["second.bias"][:, None]
     np.testing.assert_allclose(parts.adapted.numpy(), expected, rtol=2e-4, atol=2e-4)
 
-    figure = adaptive_figure(parts, model="x", name="x", heads=[2, 0])
+    figure = adaptive_figure(parts, model="x", name="x")
     axes = figure.draw(SCREEN).axes
-    assert len(axes) == (6 if static is not None else 4)
-    assert [panel.get_title(loc="left") for panel in axes[:2]] == ["head 3", "head 1"]
-    for index, line in ((0, scores[2]), (1, scores[0]), (-2, expected[2]), (-1, expected[0])):
+    assert len(axes) == (9 if static is not None else 6)
+    assert [panel.get_title(loc="left") for panel in axes[:3]] == ["head 1", "head 2", "head 3"]
+    for index, line in ((0, scores[0]), (1, scores[1]), (-2, expected[1]), (-1, expected[2])):
         np.testing.assert_allclose(axes[index].lines[0].get_ydata(), line, rtol=2e-4, atol=2e-4)
-
-
-def test_other_methods_and_layers_are_rejected():
-    tokens = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(UserError, match="is not DAPE"):
-        query_scores(small_model("alibi"), tokens)
-    with pytest.raises(UserError, match="layer 2: the model has layers 0 to 1"):
-        query_scores(small_model("dape"), tokens, layer=2)
 
 
 def written_checkpoint(folder, iteration):
