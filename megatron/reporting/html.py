@@ -27,7 +27,7 @@ class Chapter:
         return not (self.tables or self.figures or self.notes)
 
 
-def render_page(title: str, lead: str, chapters: Sequence[Chapter]) -> str:
+def render_page(title: str, chapters: Sequence[Chapter]) -> str:
     """The complete document. Empty chapters are omitted. The template `report.html.j2` escapes all text."""
     environment = templates("megatron.reporting")
     environment.filters["latex"] = latex
@@ -35,7 +35,6 @@ def render_page(title: str, lead: str, chapters: Sequence[Chapter]) -> str:
     environment.tests["row"] = lambda line: isinstance(line, Row)
     return environment.get_template("report.html.j2").render(
         title=title,
-        lead=lead,
         chapters=[chapter for chapter in chapters if not chapter.empty],
         dagger=DAGGER,
         max_open_notes=MAX_OPEN_NOTES,

@@ -96,7 +96,7 @@ def write_report(
     source_notes = [*notes.values(), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
     source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
     path = folder / "report.html"
-    write_atomically(path, render_page(title, _lead(sources.records), [*chapters, source_chapter]).encode())
+    write_atomically(path, render_page(title, [*chapters, source_chapter]).encode())
     return path
 
 
@@ -139,19 +139,3 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
         Chapter("effective-lengths", "Effective lengths", figures=sources.length_figures),
         Chapter("speed", "Training time", tables=step_time_tables(step_times(records))),
     ]
-
-
-def _lead(records: Sequence[AnyRecord]) -> str:
-    """One sentence about what was evaluated."""
-    records = [record for record in records if record["kind"] == "extrapolation"]
-    if not records:
-        return "Kernels and training time."
-
-    def count(number: int, noun: str) -> str:
-        return f"{number} {noun}{'s' * (number != 1)}"
-
-    methods = count(len({record["pos_emb"] for record in records}), "positional method")
-    corpora = ", ".join(dict.fromkeys(corpus_name(record.get("corpus")) for record in records))
-    seeds = count(len({record.get("seed") for record in records}), "seed")
-    lengths = [record["length"] for record in records]
-    return f"{methods} on {corpora}, {seeds}, at {min(lengths):,} to {max(lengths):,} tokens."

@@ -55,7 +55,7 @@ def test_page():
         Chapter("empty", "Nothing to see"),
         Chapter("notes", "Notes", notes=[NASTY] * 9),
     ]
-    text = render_page(NASTY, NASTY, chapters)
+    text = render_page(NASTY, chapters)
     assert text.startswith("<!DOCTYPE html>\n")
     page = Page(text)
     assert all(resource.startswith(("data:", "#")) for resource in page.resources)

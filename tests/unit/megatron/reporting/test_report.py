@@ -33,7 +33,6 @@ def test_page(report):
     path, sources = report
     text = path.read_text()
     assert "<h1>A &lt;title&gt; &amp; more</h1>" in text
-    assert "3 positional methods on GitHub, 3 seeds, at 512 to 1,024 tokens." in text
     assert "<b>" not in text
     assert 'id="figure-kernels-A-b-checkpoint-bias"' in text
     assert text.count("<img ") == 3, "perplexity, kernels, effective lengths"
