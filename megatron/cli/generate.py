@@ -4,7 +4,8 @@ import argparse
 import codecs
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, saved = load(chosen_step(checkpoint_folders(config, options)[0], config, options), config, options)
     tokenizer = tokenizer_files(config, saved).build()
     check_rows(tokenizer, model.settings.padded_vocab_size)
-    generator = TextGenerator(model, tokenizer, settings, config.training.seed, options.batch_size, inference_mode)
+    texts = partial(continue_texts, model, tokenizer, settings, batch_size=options.batch_size, mode=inference_mode)
     if mode == "interactive":
-        interact(generator, settings.prompt_end)
+        interact(texts, settings.prompt_end, config.training.seed)
         return
 
     # Generate, and print or save the texts.
-    records = generator.generate(contexts, show_progress=True)
+    records = texts(contexts, seed=config.training.seed, show_progress=True)
     if output is None:
         print(readable(records), flush=True)
         return
@@ -173,86 +174,78 @@ def split_prompts(text: str, prompt_end: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-class TextGenerator:
-    """Continues texts with the configured sampling. Its records have the same fields as GPT-NeoX's."""
+def continue_texts(
+    model: GPT,
+    tokenizer: Tokenizer,
+    settings: GenerationConfig,
+    contexts: Sequence[str],
+    *,
+    seed: int,
+    batch_size: int,
+    mode: Mode = FULL_MODE,
+    show_progress: bool = False,
+) -> list[dict[str, Any]]:
+    """Continue texts with the configured sampling: one record per context, in order, with the fields of GPT-NeoX's. An
+    empty context starts with the end-of-document token. Raises UserError if the model does not support the mode.
+    """
+    reason = as_decoder(model).unsupported_reason(mode.attention)
+    if reason is not None:
+        raise UserError(f"inference mode {mode.name} {reason}")
+    prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        settings: GenerationConfig,
-        seed: int,
-        batch_size: int,
-        mode: Mode = FULL_MODE,
-    ):
-        self._model = model
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._seed = seed
-        self._batch_size = batch_size
-        self._mode = mode
-        reason = as_decoder(model).unsupported_reason(mode.attention)
-        if reason is not None:
-            raise UserError(f"inference mode {mode.name} {reason}")
+    # Progress is counted in texts, because their lengths are not known in advance.
+    with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:
+        completed = 0
 
-    def generate(self, contexts: Sequence[str], *, turn: int = 0, show_progress: bool = False) -> list[dict[str, Any]]:
-        """One record per context, in order. An empty context starts with the end-of-document token.
+        def update(index: int, generation: Generation) -> None:
+            nonlocal completed
+            completed += 1
+            progress.update(completed)
 
-        turn: added to the seed, so that repeating a prompt gives another text.
-        """
-        # The model needs at least one token.
-        settings, tokenizer = self._settings, self._tokenizer
-        prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
+        generations = generate(
+            model,
+            prompts,
+            maximum_tokens=settings.maximum_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            seed=seed,
+            eod=tokenizer.eod,
+            vocab_size=tokenizer.vocab_size,
+            batch_size=batch_size,
+            recompute=settings.recompute,
+            mode=mode.attention,
+            on_generation=update,
+        )
 
-        # Progress is counted in texts, because their lengths are not known in advance.
-        with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:
-            completed = 0
-
-            def update(index: int, generation: Generation) -> None:
-                nonlocal completed
-                completed += 1
-                progress.update(completed)
-
-            generations = generate(
-                self._model,
-                prompts,
-                maximum_tokens=settings.maximum_tokens,
-                temperature=settings.temperature,
-                top_k=settings.top_k,
-                top_p=settings.top_p,
-                seed=self._seed + turn,
-                eod=tokenizer.eod,
-                vocab_size=tokenizer.vocab_size,
-                batch_size=self._batch_size,
-                recompute=settings.recompute,
-                mode=self._mode.attention,
-                on_generation=update,
-            )
-
-        # Text and length do not include the prompt.
-        records = []
-        for context, generation in zip(contexts, generations, strict=True):
-            record: dict[str, Any] = {
-                "context": context,
-                "text": tokenizer.detokenize_continuation(generation.prompt, generation.tokens),
-                "length": len(generation.tokens),
-                "finished": generation.finished,
-                "message": generation.message,
-                "duration_seconds": round(generation.duration_seconds, 6),
-            }
-            records.append(record)
-        return records
+    # Text and length do not include the prompt.
+    records = []
+    for context, generation in zip(contexts, generations, strict=True):
+        record: dict[str, Any] = {
+            "context": context,
+            "text": tokenizer.detokenize_continuation(generation.prompt, generation.tokens),
+            "length": len(generation.tokens),
+            "finished": generation.finished,
+            "message": generation.message,
+            "duration_seconds": round(generation.duration_seconds, 6),
+        }
+        records.append(record)
+    return records
 
 
-def interact(generator: TextGenerator, prompt_end: str, source: IO[bytes] | None = None) -> None:
-    """Read prompts from standard input and continue each one, until the end of the input."""
+def interact(
+    texts: Callable[..., list[dict[str, Any]]], prompt_end: str, seed: int, source: IO[bytes] | None = None
+) -> None:
+    """Read prompts from standard input and continue each one, until the end of the input. Each has another seed, so
+    that repeating a prompt gives another text. texts: `continue_texts` with its first arguments.
+    """
     source = source or sys.stdin.buffer
     terminal = source.isatty()
     if terminal:
         print(f"Type a prompt, ended by {prompt_end!r}. Ctrl-D (end of input) quits.", flush=True)
     try:
         for turn, prompt in enumerate(_typed_prompts(source, prompt_end, ">>> " if terminal else "")):
-            record = generator.generate([prompt], turn=turn)[0]
+            (record,) = texts([prompt], seed=seed + turn)
             print(record["text"], flush=True)
             if record["message"] is not None:
                 print(f"note: {record['message']}", file=sys.stderr, flush=True)

@@ -3,11 +3,12 @@
 import io
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron.cli.generate import TextGenerator, interact, main, read_prompts, split_prompts
+from megatron.cli.generate import continue_texts, interact, main, read_prompts, split_prompts
 from megatron.config import Config, UserError
 from megatron.config.schema import GenerationConfig
 from megatron.inference.generation import Generation, generate
@@ -96,8 +97,8 @@ def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monk
         return [Generation(prompt, tokenizer.tokenize("Paris."), True, None, 0.1) for prompt in prompts]
 
     monkeypatch.setattr("megatron.cli.generate.generate", paris)
-    generator = TextGenerator(small_gpt("none"), tokenizer, GenerationConfig(), seed=1, batch_size=2)
-    records = generator.generate(["The capital is", ""])
+    contexts = ["The capital is", ""]
+    records = continue_texts(small_gpt("none"), tokenizer, GenerationConfig(), contexts, seed=1, batch_size=2)
     assert [record["text"] for record in records] == [" Paris.", "Paris."]
 
 
@@ -143,8 +144,8 @@ def test_interactive_reads_prompts_until_the_input_ends(configuration, trained, 
 
 def test_interactive_prompts_may_span_lines(configuration, trained, data, capsys):
     config = Config.from_flat(settings_of("kerple_log", data, **CHOICE))
-    generator = TextGenerator(trained[1], TOKENIZER, config.generation, seed=77, batch_size=1)
-    interact(generator, "###", io.BytesIO(b"def f():\n    return ###\nx = 1 ### y"))
+    texts = partial(continue_texts, trained[1], TOKENIZER, config.generation, batch_size=1)
+    interact(texts, "###", 77, io.BytesIO(b"def f():\n    return ###\nx = 1 ### y"))
     contexts = ["def f():\n    return ", "x = 1 ", " y"]
     texts = [expected(trained[1], [context], seed=77 + turn)[0] for turn, context in enumerate(contexts)]
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
