@@ -32,18 +32,11 @@ RESOLUTION_TEXTS = 8
 # Options that can be combined with tasks of lm-evaluation-harness.
 WITH_TASKS = (*TASK_OPTIONS, "modes", "skip_unsupported", "output", "batch_tokens")
 
-# Options that cannot be used in a sweep, and why.
-_SET_BY_SWEEP = "the sweep sets it for each run"
-NOT_IN_SWEEPS = {
-    "--checkpoint": _SET_BY_SWEEP,
-    "--iteration": "the sweep evaluates the last iteration",
-    "--output": _SET_BY_SWEEP,
-    "--eval-results-prefix": _SET_BY_SWEEP,
-    "--replace": _SET_BY_SWEEP,
-    "--skip-unsupported": "it is always set",
-    "--text": "a sweep measures on the dataset of its runs; evaluate its checkpoints with evaluate.py --text",
-    "--eval-tasks": "a sweep measures extrapolation; run tasks on its checkpoints with evaluate.py",
-}
+# Options that cannot be used in a sweep: it sets them, or measures extrapolation on the datasets of its runs.
+NOT_IN_SWEEPS = (
+    *("--checkpoint", "--iteration", "--output", "--eval-results-prefix", "--replace", "--skip-unsupported"),
+    *("--text", "--eval-tasks"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +181,7 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
     try:
         options = _parse_sweep_options(argv)
         if task_options(config, options) is not None:
-            raise UserError(f"eval-tasks cannot be used: {NOT_IN_SWEEPS['--eval-tasks']} (set: {{eval-tasks: null}})")
+            raise UserError("eval-tasks cannot be used in a sweep; remove it (set: {eval-tasks: null})")
         complete_options(options, config, tasks=False)
         if options.label is not None and len(options.label) > 1:
             raise UserError(f"label must be a single label, not {len(options.label)}")
@@ -244,7 +237,7 @@ def _parse_sweep_options(argv: Sequence[str]) -> argparse.Namespace:
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name in NOT_IN_SWEEPS:
-            raise UserError(f"{name.lstrip('-')} cannot be used in a sweep: {NOT_IN_SWEEPS[name]}; remove it")
+            raise UserError(f"{name.lstrip('-')} cannot be used in a sweep; remove it")
     parser = OptionParser(exit_on_error=False, add_help=False)
     add_checkpoint_options(parser, several=True)
     add_options(parser)
