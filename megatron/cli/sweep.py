@@ -112,7 +112,13 @@ def _run(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    statuses = [_status_or_untrained(run) for run in runs]
+    # The runner reports damaged files of a run.
+    statuses = []
+    for run in runs:
+        try:
+            statuses.append(run.status())
+        except UserError:
+            statuses.append(Status(State.TRAIN, 0, run.steps))
     unfinished = [run for run, status in zip(runs, statuses, strict=True) if status.state is not State.FINISHED]
     say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
     with Display(runs, statuses, console) as display:
@@ -129,14 +135,6 @@ def _run(
     if claimed_elsewhere:
         say(f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one reports on all runs")
     return 1 if runner.failures else 0
-
-
-def _status_or_untrained(run: SweepRun) -> Status:
-    """The status of a run; that of an untrained one if its files are damaged, which the runner then reports."""
-    try:
-        return run.status()
-    except UserError:
-        return Status(State.TRAIN, 0, run.steps)
 
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:

@@ -1,7 +1,6 @@
 """Reading `metrics.jsonl`, to which training appends a JSON object with metrics at each logged iteration."""
 
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -32,28 +31,18 @@ def parse_metrics(line: bytes, place: str) -> MetricsLine | None:
     return check_json(value, _METRICS_LINE, place)
 
 
-def metrics_lines(path: Path) -> Iterator[MetricsLine]:
-    """The lines of a metrics.jsonl. Incomplete ones are skipped: the last one may be being written, and killed runs may
-    have left others.
-
-    Raises UserError if the file cannot be read, a line is longer than MAX_LINE_BYTES, or as `parse_metrics`.
-    """
-    for number, line in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
-        content = parse_metrics(line, f"{path}, line {number}")
-        if content is not None:
-            yield content
-
-
 def read_log(path: Path) -> tuple[float, float] | None:
     """(seconds per step, tokens per second) from a `metrics.jsonl`; None if it has no steps.
 
     Both are medians over the lines of the log. The first line includes warm-up and is skipped if there are others.
-    Raises UserError if the file cannot be read or a value has a wrong type.
+    Incomplete lines are skipped: the last one may be being written, and killed runs may have left others. Raises
+    UserError if the file cannot be read or a value has a wrong type.
     """
     rates: list[float] = []
     tokens_per_step = 0.0
-    for line in metrics_lines(path):
-        if line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
+    for number, content in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
+        line = parse_metrics(content, f"{path}, line {number}")
+        if line and line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
             rates.append(line["train/tokens_per_second"])
             tokens_per_step = line["train/tokens"] / line["iteration"]
     if not rates:

@@ -2,17 +2,17 @@
 
 import pytest
 
-from megatron.reporting.training_log import metrics_lines, parse_metrics
+from megatron.reporting.training_log import parse_metrics, read_log
 from megatron.utils.errors import UserError
 from megatron.utils.files import METRICS
 
-LOSS = b'{"iteration": 4, "train/loss": NaN}\n'
+STEP = b'{"iteration": 4, "train/loss": NaN, "train/tokens": 8, "train/tokens_per_second": 4}\n'
 
 
 def test_incomplete_lines_are_skipped(tmp_path):
     path = tmp_path / METRICS
-    path.write_bytes(b'{"iteration": 2}\n{"itera{"iteration": 3}\n' + LOSS + LOSS[:-3])
-    assert list(metrics_lines(path)) == [{"iteration": 2}, {"iteration": 4}]
+    path.write_bytes(b'{"iteration": 2}\n{"itera{"iteration": 3}\n' + STEP + STEP[:-3])
+    assert read_log(path) == (0.5, 4.0)
 
 
 def test_values_of_a_wrong_type():
