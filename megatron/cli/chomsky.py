@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from kerple.positional.registry import primary_names
@@ -34,8 +33,8 @@ from megatron.reporting.style import render
 from megatron.reporting.tables import markdown
 from megatron.reporting.terminal import print_table
 from megatron.utils.command_line import OptionParser, integer, number, option_name
-from megatron.utils.environment import use_gpus
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.environment import choose_device
+from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, write_atomically
 from megatron.utils.processes import Lock
 from megatron.utils.progress import Progress
@@ -92,11 +91,7 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
     settings = options.settings
     for name in options.methods:
         check_method(name)
-    try:
-        device = torch.device(options.device or ("cuda" if use_gpus() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device {options.device} cannot be used: {first_line(error)}") from error
+    device = choose_device(options.device)
 
     # Experiments in chomsky.json are not run again.
     path = options.output / "chomsky.json"

@@ -12,12 +12,13 @@ from typing import Any
 from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.layers import DTYPES
-from megatron.cli.model_options import choose_device, chosen_step, overrides_of, saved_config, tokenizer_files
+from megatron.cli.model_options import chosen_step, overrides_of, saved_config, tokenizer_files
 from megatron.config import Config, UserError
 from megatron.evaluation.modes import supported_modes
 from megatron.evaluation.runner import BATCH_TOKENS_CPU, BATCH_TOKENS_GPU
 from megatron.inference.loading import load_model
 from megatron.utils.command_line import MAX_INT, integer, number, option_name, path_option
+from megatron.utils.environment import choose_device
 from megatron.utils.errors import install_command
 from megatron.utils.files import write_atomically
 

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kerple.positional import RANDOM_OPTIONS, method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
@@ -30,8 +28,8 @@ from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, extract_overrides, integer, path_option
-from megatron.utils.environment import slow_dtype_notice, use_gpus
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.environment import choose_device, slow_dtype_notice
+from megatron.utils.errors import UserError
 
 # Keys that the user's configuration decides, not the checkpoint's.
 RUNTIME_KEYS = ("attention_backend", "pos_emb_module", "release_bf16_distances")
@@ -249,25 +247,6 @@ def tokenizer_files(config: Config, saved: Config) -> TokenizerFiles:
     """The tokenizer that the user's configuration names, or else the checkpoint's."""
     configured = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
     return TokenizerFiles.of(config if configured else saved)
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The named device; by default, this process's GPU if there is one. `cuda` is the GPU of this rank, too. Raises
-    UserError for an invalid name, and for the name of a single GPU if there are several ranks.
-    """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if name is None and not use_gpus():
-        name = "cpu"
-    elif name is None or (name == "cuda" and ranks > 1):
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    elif name.startswith("cuda:") and ranks > 1:
-        raise UserError(f"--device {name}: {ranks} ranks would share this GPU; --device cuda gives each rank its own")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {first_line(error)}") from None
-    return device
 
 
 def first_process() -> bool:

@@ -124,6 +124,25 @@ def use_gpus() -> bool:
     )
 
 
+def choose_device(name: str | None) -> torch.device:
+    """The named device; by default, this process's GPU if there is one. `cuda` is the GPU of this rank, too. Raises
+    UserError for an invalid name, and for the name of a single GPU if there are several ranks.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if name is None and not use_gpus():
+        name = "cpu"
+    elif name is None or (name == "cuda" and ranks > 1):
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    elif name.startswith("cuda:") and ranks > 1:
+        raise UserError(f"--device {name}: {ranks} ranks would share this GPU; --device cuda gives each rank its own")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device {name}: {first_line(error)}") from None
+    return device
+
+
 def _evidence_of_gpus() -> str | None:
     """What says that there is a GPU for this process, as a clause; None if nothing does."""
     variables = os.environ

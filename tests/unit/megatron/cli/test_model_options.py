@@ -9,7 +9,6 @@ import torch
 
 from megatron.cli.model_options import (
     checkpoint_folders,
-    choose_device,
     chosen_step,
     first_process,
     load,
@@ -126,22 +125,6 @@ def test_another_model_is_rejected(run):
 def test_the_tokenizer_of_the_configuration_or_the_checkpoint():
     saved = configured()
     assert tokenizer_files(saved, saved).build().vocab_size == 512
-
-
-def test_devices():
-    assert choose_device("cpu") == torch.device("cpu")
-    assert_rejected("--device abacus", choose_device, "abacus")
-
-
-def test_every_rank_has_its_own_gpu(monkeypatch):
-    monkeypatch.setattr("megatron.cli.model_options.use_gpus", lambda: True)
-    monkeypatch.setattr("megatron.cli.model_options.torch.empty", lambda *_, **__: None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert [choose_device(name) for name in (None, "cuda")] == [torch.device("cuda:1")] * 2
-    assert_rejected("--device.*cuda:0.*2.*GPU", choose_device, "cuda:0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert choose_device("cuda:0") == torch.device("cuda:0")
 
 
 def test_ranks_of_slurm_with_only_a_checkpoint(run, monkeypatch):

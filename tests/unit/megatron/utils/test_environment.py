@@ -200,3 +200,19 @@ def test_renamed_parameters_are_an_error():
     check_parameters("Python", tarfile.TarInfo, "frombuf", "buf", "encoding")
     pattern = r"Python 3.*tarfile\.TarInfo\.frombuf.*buffer"
     assert_rejected(pattern, check_parameters, "Python", tarfile.TarInfo, "frombuf", "buffer")
+
+
+def test_devices():
+    assert environment.choose_device("cpu") == torch.device("cpu")
+    assert_rejected("--device abacus", environment.choose_device, "abacus")
+
+
+def test_every_rank_has_its_own_gpu(monkeypatch):
+    monkeypatch.setattr("megatron.utils.environment.use_gpus", lambda: True)
+    monkeypatch.setattr("megatron.utils.environment.torch.empty", lambda *_, **__: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert [environment.choose_device(name) for name in (None, "cuda")] == [torch.device("cuda:1")] * 2
+    assert_rejected("--device.*cuda:0.*2.*GPU", environment.choose_device, "cuda:0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert environment.choose_device("cuda:0") == torch.device("cuda:0")
