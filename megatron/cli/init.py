@@ -13,11 +13,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.config import load_config
 from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files
 from megatron.data.splits import split_spans
 from megatron.preparation.own_text import SPLIT
-from megatron.sweep.definition import read_sweep
 from megatron.utils.command_line import OptionParser
 from megatron.utils.environment import has_bf16_instructions, machine
 from megatron.utils.errors import UserError
@@ -65,15 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{path} exists; remove it to write it again")
     template = templates("megatron.cli").get_template("init_sweep.yml.j2")
     texts = configuration(options.name, prefix), template.render(name=options.name)
-    try:
-        for path, text in zip(paths, texts, strict=True):
-            write_atomically(path, text.encode())
-        load_config([paths[0], "pos_emb/kerple_log.yml"])
-        read_sweep(paths[1])
-    except BaseException:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        raise
+    for path, text in zip(paths, texts, strict=True):
+        write_atomically(path, text.encode())
     print(f"{paths[0]}: one model, for example: kerple train {paths[0]} pos_emb/kerple_log.yml")
     print(f"{paths[1]}: four models and their comparison: kerple sweep {paths[1]}")
 
