@@ -88,11 +88,9 @@ class Prompts:
             )
 
     def build(self, length: int, depth: float, trials: int) -> tuple[Tensor, list[int]]:
-        """(prompts followed by their answers, int64 `[trials, length + 1]`; number of answer tokens of each).
-
-        Raises UserError if the length is too short (see `check`).
+        """(prompts followed by their answers, int64 `[trials, length + 1]`; number of answer tokens of each). The
+        length must pass `check`.
         """
-        self.check(length, depth, trials)
         introduction, question, filler = self._pieces
         generator = self._generator(length, depth)
         rows, answer_lengths = [], []
