@@ -1,6 +1,5 @@
 """The figures of evaluation results: perplexity by length, and passkey accuracy."""
 
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -39,7 +38,6 @@ LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above wh
 MAX_LINEAR_DIFFERENCE = 1.0  # loss difference (nats) above which the axis is logarithmic, except near 0:
 SMALL_DIFFERENCE = 0.1
 ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel
-PAGE_ZOOM = 1.2  # size of a figure in a wide browser window, relative to `SCREEN`
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,6 @@ class ReportFigure:
     @property
     def pdf(self) -> bytes:
         return render(self.draw, format="pdf")
-
-    @property
-    def page_size(self) -> tuple[int, int]:
-        """Width and height on an HTML page, in CSS pixels."""
-        width, height = struct.unpack_from(">II", self.png, 16)
-        zoom = PAGE_ZOOM * 96 / SCREEN.dpi
-        return round(zoom * width), round(zoom * height)
 
 
 # -- perplexity by length ---------------------------------------------------------------------------------------------

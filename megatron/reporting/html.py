@@ -8,8 +8,6 @@ from megatron.reporting.figures import ReportFigure
 from megatron.reporting.tables import DAGGER, Row, Table, latex
 from megatron.utils.templates import templates
 
-MAX_OPEN_NOTES = 8  # longer lists are collapsed
-
 
 @dataclass(frozen=True)
 class Chapter:
@@ -37,5 +35,4 @@ def render_page(title: str, chapters: Sequence[Chapter]) -> str:
         title=title,
         chapters=[chapter for chapter in chapters if not chapter.empty],
         dagger=DAGGER,
-        max_open_notes=MAX_OPEN_NOTES,
     )

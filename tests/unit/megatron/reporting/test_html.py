@@ -64,12 +64,12 @@ def test_page():
     assert page.links == ["#first", "#notes"]
     (image,) = page.images
     assert image["src"].startswith("data:image/png;base64,iVBOR")
-    assert (image["alt"], image["width"], image["height"]) == (NASTY, "576", "413")
+    assert image["alt"] == NASTY
     assert '<th scope="row">512</th><td class="best"><strong>3.40 ± 0.20</strong></td><td>3.90<sup>†</sup></td>' in text
     assert '<tr class="published"><th scope="row">a &#34;b&#34;' in text
     assert text.count("<tbody>") == text.count("</tbody>") == 2
     assert "\\begin{tabular}" in text
-    assert "<details><summary>9 entries</summary>" in text, "long lists are collapsed"
+    assert "<details><summary>9 entries</summary>" in text
     assert "prefers-color-scheme: dark" in text
     assert 'http-equiv="Content-Security-Policy" content="default-src \'none\';' in text
     assert "script-src" not in text
