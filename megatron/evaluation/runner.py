@@ -49,6 +49,8 @@ class EvalContext:
 
     def share_note(self, note: str | None) -> str | None:
         """The note of the first rank that has one, on every rank."""
+        if self.world_size == 1:  # also in training, whose ranks measure different texts
+            return note
         return next((text for text in run_on_all_ranks(lambda: note) if text is not None), None)
 
     def sum_over_ranks(self, values: Tensor) -> None:
