@@ -24,7 +24,6 @@ from megatron.utils.processes import exit_with_parent
 # Minimum input per work item, so that sending it to a worker is cheap compared to tokenizing it.
 WORK_ITEM_BYTES = 1 << 19
 ITEMS_IN_FLIGHT_PER_WORKER = 3
-_MAX_WORKERS = 1024
 
 _LONG_TEXT = 1 << 20  # characters; longer texts are tokenized in pieces
 _MAX_LENGTH = np.iinfo(np.int32).max  # tokens of a document in an .idx
@@ -141,11 +140,6 @@ def work_items(source: ChunkSource, start: ReadPosition) -> Iterator[WorkItem]:
         yield WorkItem(chunks, source.position, source.bytes_read)
 
 
-def check_workers(workers: int) -> None:
-    if not 1 <= workers <= _MAX_WORKERS:
-        raise UserError(f"workers is {workers}; it must be at least 1 and at most {_MAX_WORKERS:,}")
-
-
 def encode_in_order(
     items: Iterator[WorkItem],
     tokenizer: Tokenizer,
@@ -162,7 +156,6 @@ def encode_in_order(
 
     Raises UserError if `encode_chunks` raises it, or if a worker process was killed.
     """
-    check_workers(workers)
     if workers == 1:
         for item in items:
             yield item, encode_chunks(item.chunks, tokenizer, options)

@@ -5,7 +5,7 @@
     .txt .md .rst .tex       one document; also .text, .markdown and names without extension
     .parquet                 a table, one document per row (needs pyarrow)
     .dat                     lm-dataformat's DatArchive: records of 16 decimal digits and that many bytes of text
-    .tar .zip                members of the types above, in archive order; no archives inside archives
+    .tar .zip                members of the types above except .parquet, in archive order; no archives inside archives
     .gz .zst .xz             compression of any of the above except .zip and .parquet
 
 In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files of other

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
 from megatron.preparation.decompression import BLOCK
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments
-from megatron.preparation.encoding import check_workers, encode_in_order, work_items
+from megatron.preparation.encoding import encode_in_order, work_items
 from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
@@ -73,7 +73,6 @@ def preprocess(
         KeyboardInterrupt: with a message about what was saved.
     """
     # Missing packages and tokenizer files fail here, not in a worker process.
-    check_workers(workers)
     if options.ftfy and importlib.util.find_spec("ftfy") is None:
         raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
     tokenizer = tokenizer_files.build()

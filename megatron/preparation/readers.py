@@ -7,14 +7,10 @@ process can feed many of them.
 
 import codecs
 import hashlib
-import io
 import json
 import lzma
-import shutil
 import struct
-import sys
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +24,6 @@ from megatron.utils.errors import UserError, first_line, import_package
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
-
-# Limit for one document (line, JSON list, or text) of a compressed file or archive, which may be far larger than the
-# file. A document of an uncompressed file is limited by the size of the file.
-MAX_COMPRESSED_DOCUMENT = 100 << 20
 
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
@@ -156,37 +148,32 @@ class FileCorpus:
             yield from self._document_chunks(raw, name, source)
             return
         for path, content in archive_members(raw, name, source, self._is_wanted):
-            member = PurePosixPath(path).name
-            for chunk in self._document_chunks(content, member, f"{source}:{path}", in_archive=True):
-                chunk.fraction_read = None  # it is a fraction of the member, not of the archive
-                yield chunk
+            member, source_of_member = PurePosixPath(path).name, f"{source}:{path}"
+            if file_format(member, self._suffixes) in (*ARCHIVE_FORMATS, "parquet"):
+                raise UserError(
+                    f"{source_of_member} cannot be read inside an archive; extract the outer archive, and "
+                    "pass its files"
+                )
+            yield from self._document_chunks(content, member, source_of_member)
 
     def _is_wanted(self, name: str) -> bool:
         """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
         return file_format(name, self._suffixes) is not None if self._suffixes else not is_hidden(name)
 
-    def _document_chunks(self, raw: BinaryIO, name: str, source: str, in_archive: bool = False) -> Iterator[TextChunk]:
+    def _document_chunks(self, raw: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
         format_name = file_format(name, self._suffixes)
         if format_name is None:
             raise UserError(f"{source} has an unsupported file type; supported: {READABLE}")
-        if format_name in ARCHIVE_FORMATS:
-            raise UserError(f"{source} is an archive inside an archive; extract the outer archive, and pass its files")
-        if format_name == "parquet" and in_archive:
-            with tempfile.TemporaryFile() as copy:  # the reader of tables needs a seekable file
-                shutil.copyfileobj(raw, copy)
-                yield from parquet_chunks(cast(BinaryIO, copy), source, self._columns)
-            return
         if format_name == "parquet":
             yield from parquet_chunks(raw, source, self._columns)
             return
         stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
-        limit = MAX_COMPRESSED_DOCUMENT if in_archive or stream is not raw else sys.maxsize
         if format_name == "text":
-            yield TextChunk(source, "text", 1, read_document(stream, source, limit))
+            yield TextChunk(source, "text", 1, stream.read())
         elif format_name == "dat":
-            yield from dat_chunks(stream, source, limit)
+            yield from dat_chunks(stream, source)
         else:
-            yield from line_chunks(stream, source, format_name == "json", limit)
+            yield from line_chunks(stream, source, format_name == "json")
 
 
 def archive_members(
@@ -240,70 +227,38 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
 
 
-def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"", size: int = sys.maxsize) -> bytes:
-    """Return `beginning` and the rest of the stream, or its next `size` bytes.
-
-    Raises UserError if these are more than `limit` bytes.
-    """
-    content = io.BytesIO()
-    content.write(beginning)
-    while content.tell() < size and (block := stream.read(min(BLOCK, size - content.tell()))):
-        content.write(block)
-        _check_document_size(content.tell(), source, limit)
-    return content.getvalue()  # without a copy
-
-
-def _check_document_size(size: int, source: str, limit: int) -> None:
-    if size > limit:
-        raise UserError(
-            f"{source}: a document has more than {limit >> 20} MiB, the limit in compressed files and archives; unpack "
-            "the file, or split the document"
-        )
-
-
-def line_chunks(stream: BinaryIO, source: str, may_be_list: bool, limit: int) -> Iterator[TextChunk]:
+def line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[TextChunk]:
     """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the file is `[`."""
-    pieces: list[bytes] = []  # the beginning of an incomplete line
-    size, line = 0, 1
+    pieces: list[bytes] = []  # of an incomplete line
+    line = 1
     while block := stream.read(BLOCK):
         if may_be_list and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            yield TextChunk(source, "list", 1, read_document(stream, source, limit, block))
+            yield TextChunk(source, "list", 1, block + stream.read())
             return
         may_be_list = False
         end = block.rfind(b"\n") + 1
-        size += len(block)
-        _check_document_size(size if end == 0 else len(block) - end, source, limit)
         if end == 0:
             pieces.append(block)
             continue
-        pieces.append(block[:end])
-        chunk = TextChunk(source, "lines", line, _join(pieces))
+        chunk = TextChunk(source, "lines", line, b"".join([*pieces, block[:end]]))
+        pieces = [block[end:]]
         line += block.count(b"\n")
         yield chunk
-        if end < len(block):
-            pieces.append(block[end:])
-        size = len(block) - end
-    if pieces:
-        yield TextChunk(source, "lines", line, _join(pieces))
+    if any(pieces):
+        chunk = TextChunk(source, "lines", line, b"".join(pieces))
+        pieces.clear()  # a long line is in memory once
+        yield chunk
 
 
-def _join(pieces: list[bytes]) -> bytes:
-    """Join the pieces and empty the list, so that a long line is in memory once."""
-    content = b"".join(pieces)
-    pieces.clear()
-    return content
-
-
-def dat_chunks(stream: BinaryIO, source: str, limit: int) -> Iterator[TextChunk]:
+def dat_chunks(stream: BinaryIO, source: str) -> Iterator[TextChunk]:
     record = 0
     while header := stream.read(16):
         record += 1
         if len(header) < 16 or not header.isdigit():
             raise UserError(f"{source}, record {record}: expected 16 digits, found {header!r}")
-        name = f"{source}, record {record}"
-        chunk = TextChunk(name, "text", 1, read_document(stream, name, limit, size=int(header)))
+        chunk = TextChunk(f"{source}, record {record}", "text", 1, stream.read(int(header)))
         if len(chunk.content) < int(header):
-            raise UserError(f"{name}: truncated, {len(chunk.content)} of {int(header)} bytes")
+            raise UserError(f"{chunk.source}: truncated, {len(chunk.content)} of {int(header)} bytes")
         yield chunk
 
 
