@@ -4,7 +4,6 @@
     .json                    the same, or a single JSON list (lm-dataformat's JSONArchive)
     .txt .md .rst .tex       one document; also .text, .markdown and names without extension
     .parquet                 a table, one document per row (needs pyarrow)
-    .dat                     lm-dataformat's DatArchive: records of 16 decimal digits and that many bytes of text
     .tar .zip                members of the types above except .parquet, in archive order; no archives inside archives
     .gz .zst .xz             compression of any of the above except .zip and .parquet
 
@@ -34,7 +33,6 @@ _FORMATS = {
     ".json": "json",
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst", ".tex", ""), "text"),
     ".parquet": "parquet",
-    ".dat": "dat",
     ".tar": "tar",
     ".zip": "zip",
 }
@@ -45,7 +43,7 @@ _SEEKABLE_FORMATS = ("zip", "parquet")  # reading these needs a seekable file, s
 # lm-dataformat writes its current archive under a name that starts with this.
 _UNFINISHED = "current_chunk"
 
-READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .dat, .tar (each also .gz, .zst, .xz), .parquet and .zip"
+READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .tar (each also .gz, .zst, .xz), .parquet and .zip"
 
 
 def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:

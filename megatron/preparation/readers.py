@@ -37,7 +37,7 @@ class TextChunk:
     """A piece of input, not yet parsed. It can be parsed once, because `take_content` frees the memory.
 
     Attributes:
-        source: the file, and the member or record of an archive.
+        source: the file, and the member of an archive.
         kind: "lines": complete JSON lines; "list": a JSON list of documents; "text": one document.
         first_line: number of its first line in the source, from 1.
         unit: what a line is called in messages: "line", or "row" of a table.
@@ -170,8 +170,6 @@ class FileCorpus:
         stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
         if format_name == "text":
             yield TextChunk(source, "text", 1, stream.read())
-        elif format_name == "dat":
-            yield from dat_chunks(stream, source)
         else:
             yield from line_chunks(stream, source, format_name == "json")
 
@@ -247,18 +245,6 @@ def line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[Te
     if any(pieces):
         chunk = TextChunk(source, "lines", line, b"".join(pieces))
         pieces.clear()  # a long line is in memory once
-        yield chunk
-
-
-def dat_chunks(stream: BinaryIO, source: str) -> Iterator[TextChunk]:
-    record = 0
-    while header := stream.read(16):
-        record += 1
-        if len(header) < 16 or not header.isdigit():
-            raise UserError(f"{source}, record {record}: expected 16 digits, found {header!r}")
-        chunk = TextChunk(f"{source}, record {record}", "text", 1, stream.read(int(header)))
-        if len(chunk.content) < int(header):
-            raise UserError(f"{chunk.source}: truncated, {len(chunk.content)} of {int(header)} bytes")
         yield chunk
 
 

@@ -58,9 +58,8 @@ def test_lm_dataformat_archive(tmp_path):
     assert read_inputs(tmp_path / "lmd") == TEXTS
 
 
-@pytest.mark.parametrize("archive_class", [lm_dataformat.DatArchive, lm_dataformat.JSONArchive])
-def test_other_lm_dataformat_archives(tmp_path, archive_class):
-    archive = archive_class(str(tmp_path / "lmd"))
+def test_lm_dataformat_archive_of_a_list(tmp_path):
+    archive = lm_dataformat.JSONArchive(str(tmp_path / "lmd"))
     for text in TEXTS:
         archive.add_data(text)
     archive.commit()
@@ -280,16 +279,3 @@ def test_tar_with_a_damaged_header(tmp_path):
 def test_concatenated_tars(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of({"a.jsonl": json_lines("one")}) + tar_of({"b.jsonl": json_lines("two")}))
     assert_rejected(r"a\.tar", read_inputs, tmp_path / "a.tar")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"%016d" % 3 + b"abc" + b"12x", "record 2: expected 16 digits"),
-        (b"%016d" % 3 + b"abc" + b"%016d" % 9 + b"ab", "record 2: truncated, 2 of 9 bytes"),
-    ],
-)
-def test_damaged_dat(tmp_path, content, message):
-    (tmp_path / "a.dat.zst").write_bytes(zstandard.compress(content))
-    with pytest.raises(UserError, match=rf"a.dat.zst, {message}"):
-        read_inputs(tmp_path / "a.dat.zst")
