@@ -43,13 +43,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         help=f"one of {', '.join(DATASETS)}, or a name for your own text (default: enwik8)",
     )
     parser.add_argument(
-        "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="output folder (default: %(default)s)"
+        "-d",
+        "--data-dir",
+        dest="directory",
+        type=Path,
+        default=Path("data"),
+        metavar="DIR",
+        help="output folder (default: %(default)s)",
     )
 
     # The tokenizer.
     parser.add_argument(
         "-t",
         "--tokenizer",
+        dest="tokenizer_type",
         metavar="TOKENIZER",
         help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {EMBEDDED} and your own text "
         "a BPE trained on it",
@@ -85,9 +92,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         metavar="URL[#sha256=...]",
         help="file to download to DIR/DATASET/downloads; interrupted downloads resume; may be repeated",
     )
-    parser.add_argument("--hf", metavar="NAME", help="dataset of the Hugging Face hub to stream (needs `datasets`)")
-    parser.add_argument("--hf-config", metavar="CONFIG", help="configuration of that dataset, if it has several")
-    parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="split to read (default: %(default)s)")
+    parser.add_argument(
+        "--hf", dest="hub_name", metavar="NAME", help="dataset of the Hugging Face hub to stream (needs `datasets`)"
+    )
+    parser.add_argument(
+        "--hf-config", dest="hub_config", metavar="CONFIG", help="configuration of that dataset, if it has several"
+    )
+    parser.add_argument(
+        "--hf-split", dest="hub_split", default="train", metavar="SPLIT", help="split to read (default: %(default)s)"
+    )
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSON or tables (default: %(default)s)"
     )
@@ -108,30 +121,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     )
     parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     add_bad_documents_argument(parser)
-    parser.add_argument("-f", "--force", action="store_true", help="rebuild the dataset even if it is up to date")
-
-    # The names that the preparation uses.
-    arguments = parser.parse_args(argv)
-    return PrepareOptions(
-        dataset=arguments.dataset,
-        directory=arguments.data_dir,
-        tokenizer_type=arguments.tokenizer,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-        vocab_size=arguments.vocab_size,
-        sources=tuple(arguments.sources),
-        urls=tuple(arguments.urls),
-        hub_name=arguments.hf,
-        hub_config=arguments.hf_config,
-        hub_split=arguments.hf_split,
-        text_key=arguments.text_key,
-        suffixes=tuple(split_words([arguments.suffixes])),
-        limit_mb=arguments.limit_mb,
-        workers=arguments.workers,
-        ftfy=arguments.ftfy,
-        skip_bad=arguments.bad_documents == "skip",
-        rebuild=arguments.force,
+    parser.add_argument(
+        "-f", "--force", dest="rebuild", action="store_true", help="rebuild the dataset even if it is up to date"
     )
+
+    # The options have the names that the preparation uses.
+    values = vars(parser.parse_args(argv))
+    values["sources"], values["urls"] = tuple(values["sources"]), tuple(values["urls"])
+    values["suffixes"] = tuple(split_words([values["suffixes"]]))
+    return PrepareOptions(skip_bad=values.pop("bad_documents") == "skip", **values)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

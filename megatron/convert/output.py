@@ -117,15 +117,6 @@ def rounded(model: GPT, dtype: torch.dtype) -> GPT:
     return copied
 
 
-def report_exact_distances(config: Config, name: str, report: Report) -> None:
-    """Say if the converted model cannot have the configuration's `release_bf16_distances`."""
-    if config.model.release_bf16_distances:
-        report(
-            f"{name}: release_bf16_distances is not exported; distances and biases are exact in the written model and "
-            "in the comparison"
-        )
-
-
 def check_same_logits(
     source: Logits, written: Logits, vocabulary: int, config: Config, name: str, report: Report
 ) -> None:

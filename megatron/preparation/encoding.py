@@ -68,7 +68,7 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
         texts = [document.texts[column] for document in documents]
         for document in documents:
             document.texts[column] = ""
-        encoded.text_bytes.append(sum(map(_utf8_bytes, texts)))
+        encoded.text_bytes.append(sum(len(text.encode("utf-8")) for text in texts))
 
         # Ids of all documents in a row. A document without text is dropped.
         tokens, lengths = bytearray(), []
@@ -108,13 +108,6 @@ def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[
     else:
         for ids in tokenizer.tokenize_batch(texts):
             yield [ids]
-
-
-def _utf8_bytes(text: str) -> int:
-    """The length of a text in UTF-8, without encoding a long text as a whole."""
-    if text.isascii():
-        return len(text)
-    return sum(len(text[start : start + _LONG_TEXT].encode("utf-8")) for start in range(0, len(text), _LONG_TEXT))
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,9 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
     elif not path.is_file():
         raise UserError(f"input {path} is not a regular file or a folder; write its content to a file first")
     else:
-        _check_format(str(path), suffixes)
+        if file_format(path.name, suffixes) is None:
+            supported = f"folders, archives, and files ending in {' or '.join(suffixes)}" if suffixes else READABLE
+            raise UserError(f"input {path} has an unsupported file type; supported: {supported}")
         paths = [path]
     statuses = [(path, path.stat()) for path in paths]
     return [InputFile(str(path), status.st_size, str(status.st_mtime_ns)) for path, status in statuses]
@@ -183,12 +185,7 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
         selected.sort(key=lambda name: PurePosixPath(name).parts)
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"
 
-    # Explain an empty selection, and name what was skipped.
-    if not selected and any(PurePosixPath(name).name.startswith(_UNFINISHED) for name in names):
-        raise UserError(
-            f"{folder} is an unfinished lm-dataformat archive: its only text is in {_UNFINISHED}_incomplete; complete "
-            "it with Archive.commit()"
-        )
+    # Name what was skipped.
     if not selected:
         raise UserError(f"{folder} contains no file {expected}")
     skipped = Counter(PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected))
@@ -196,9 +193,3 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
         types = ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common(10))
         _note(f"{folder}: skipped {_count(skipped.total())} that are hidden, named README or of other types ({types})")
     return selected
-
-
-def _check_format(name: str, suffixes: Sequence[str]) -> None:
-    if file_format(PurePosixPath(name).name, suffixes) is None:
-        supported = f"folders, archives, and files ending in {' or '.join(suffixes)}" if suffixes else READABLE
-        raise UserError(f"input {name} has an unsupported file type; supported: {supported}")

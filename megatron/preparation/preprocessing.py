@@ -47,8 +47,6 @@ def preprocess(
     names: Sequence[str] | None = None,
     workers: int = 1,
     limit_mb: float | None = None,
-    num_docs: int | None = None,
-    log_interval: int = 100,
 ) -> dict[str, Manifest]:
     """Tokenize `source` into `{output_prefix}_{key}_document.bin/.idx/.json` for every key in `options.keys`.
 
@@ -61,8 +59,6 @@ def preprocess(
         names: one name per key, used in file names in place of the key.
         workers: number of tokenizing processes. With 1, everything runs in this process.
         limit_mb: stop after the block of input (usually 1 MB) with which the text of the first key reaches this size.
-        num_docs: number of documents for the progress display, if known.
-        log_interval: documents between two updates of the progress display.
 
     Returns:
         the manifest written for each key.
@@ -102,8 +98,6 @@ def preprocess(
             inputs=list(inputs),
             workers=workers,
             limit_mb=limit_mb,
-            num_docs=num_docs,
-            log_interval=log_interval,
         )
         if not job.state.manifests:
             job.encode(source)
@@ -244,8 +238,6 @@ class _Job:
     inputs: list[str]
     workers: int
     limit_mb: float | None
-    num_docs: int | None
-    log_interval: int
 
     def __post_init__(self) -> None:
         outputs = [OutputState() for _ in self.prefixes]
@@ -311,9 +303,8 @@ class _Job:
         current = copy.deepcopy(self.state)
         first_output = current.outputs[0]
 
-        # Progress is shown, and state committed, at intervals.
+        # State is committed at intervals.
         display.restart(current.bytes_read, first_output.text_bytes / 1e6)
-        shown_documents = writers[0].documents
         committed_at = time.monotonic()
         limit = math.inf if self.limit_mb is None else self.limit_mb * 1e6
 
@@ -330,12 +321,8 @@ class _Job:
             current.position, current.bytes_read = item.position, item.bytes_read
 
             # Show progress.
-            documents = writers[0].documents
-            if documents - shown_documents >= self.log_interval or item.bytes_read == source.total_bytes:
-                shown_documents = documents
-                total = "" if self.num_docs is None else f"/{self.num_docs:,}"
-                status = f"{documents:,}{total} documents, {writers[0].tokens:,} tokens"
-                display.update(item.bytes_read, status, first_output.text_bytes / 1e6)
+            status = f"{writers[0].documents:,} documents, {writers[0].tokens:,} tokens"
+            display.update(item.bytes_read, status, first_output.text_bytes / 1e6)
 
             # Commit, and stop at the limit.
             del encoded  # before the next item is tokenized

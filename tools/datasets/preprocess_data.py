@@ -38,7 +38,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--jsonl-keys", nargs="+", default=["text"], help="keys to tokenize, each into its own dataset (default: text)"
     )
     add_limit_argument(data)
-    data.add_argument("--num-docs", type=integer(1), help="number of documents for the progress display, if known")
+    data.add_argument("--num-docs", type=integer(1), help="has no effect")
     data.add_argument("--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)")
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZER_TYPES)}")
@@ -53,9 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     execution.add_argument(
         "--workers", type=integer(1, 1024), default=1, help="number of tokenizing processes (default: 1)"
     )
-    execution.add_argument(
-        "--log-interval", type=integer(1), default=100, help="documents between progress updates (default: 100)"
-    )
+    execution.add_argument("--log-interval", type=integer(1), help="has no effect")
     return parser.parse_args(argv)
 
 
@@ -77,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs=inputs,
         workers=arguments.workers,
         limit_mb=arguments.limit_mb,
-        num_docs=arguments.num_docs,
-        log_interval=arguments.log_interval,
     )
     for key, manifest in manifests.items():
         print(summary(f"{arguments.output_prefix}_{key}_document", manifest))

@@ -2,7 +2,6 @@
 
 import os
 
-import lm_dataformat
 import pytest
 
 from megatron.preparation.input_files import file_format, find_files
@@ -28,11 +27,6 @@ from tests.support.errors import assert_rejected
 )
 def test_file_format(name, suffixes, expected):
     assert file_format(name, suffixes) == expected
-
-
-def test_an_unfinished_lm_dataformat_archive(tmp_path):
-    lm_dataformat.Archive(str(tmp_path / "lmd")).add_data("text")
-    assert_rejected("lmd.*current_chunk_incomplete", find_files, [tmp_path / "lmd"])
 
 
 def test_folders_are_sorted_by_path(tmp_path):
