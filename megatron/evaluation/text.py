@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,11 +57,6 @@ class Text:
             return protocol.plan(len(self.tokens), lengths, token_budget)
         except UserError as error:
             raise self.error(str(error)) from error
-
-    def _of_all_rows(self, segments: Segments) -> Segments:
-        """These segments of the first row, and the same of all others."""
-        rows = range(0, len(self.tokens), self.row)
-        return replace(segments, starts=[row + start for row in rows for start in segments.starts])
 
     def error(self, problem: str) -> UserError:
         """An error that names the source of this text and its size."""
