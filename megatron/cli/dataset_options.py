@@ -1,7 +1,6 @@
 """Command-line options shared by prepare_data.py and tools/datasets."""
 
 import argparse
-import os
 from collections.abc import Iterable
 
 from megatron.utils.command_line import OptionParser, number
@@ -10,14 +9,6 @@ from megatron.utils.command_line import OptionParser, number
 def split_words(values: Iterable[str]) -> list[str]:
     """Split values that are separated by commas as well as by spaces."""
     return [word for value in values for word in value.split(",") if word]
-
-
-def split_inputs(values: Iterable[str]) -> list[str]:
-    """Split --input like `split_words`, except values that exist as a file or folder whose name contains commas."""
-    names = []
-    for value in values:
-        names += [value] if os.path.exists(value) else split_words([value])
-    return names
 
 
 def new_parser(description: str | None) -> OptionParser:

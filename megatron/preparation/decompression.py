@@ -1,4 +1,4 @@
-"""Decompresses gzip, xz and Zstandard streams in limited memory."""
+"""Decompresses gzip, xz and Zstandard streams."""
 
 import gzip
 import io
@@ -10,57 +10,46 @@ from megatron.utils.errors import UserError, import_package
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
+_COMPRESSED_BYTES = 1 << 16
 _MAX_WINDOW = 1 << 28  # that of `zstd --long=28`
-# Bytes to decompress at a time. These expand to at most 32 MB and 1 MB.
-_ZSTANDARD_BYTES = 1 << 10
-_XZ_BYTES = 1 << 7
 
 
 def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
     """Return a stream of the decompressed content, or `raw` if `suffix` names no compression.
 
     Raises UserError if the package zstandard is not installed and, while reading, if a Zstandard or xz file is
-    truncated. For other damage, reading raises the exceptions of gzip and lzma, and ValueError for Zstandard.
+    truncated. For other damage, reading raises the exceptions of gzip, and ValueError for Zstandard and xz.
     """
     if suffix in (".gz", ".tgz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if suffix == ".xz":
         # Several xz streams in a file may have zeros between them.
-        blocks = _blocks(raw, source, _XZ_BYTES, lzma.LZMADecompressor, padding=b"\0")
+        blocks = _blocks(raw, source, lzma.LZMADecompressor, padding=b"\0")
     elif suffix == ".zst":
         zstandard = import_package("zstandard", "data", f"reading {source}")
         new_frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
-        blocks = _blocks(raw, source, _ZSTANDARD_BYTES, new_frame, errors=(zstandard.ZstdError,))
+        blocks = _blocks(raw, source, new_frame)
     else:
         return raw
     return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), BLOCK))
 
 
-def _blocks(
-    raw: BinaryIO,
-    source: str,
-    size: int,
-    new_frame: Callable[[], Any],
-    padding: bytes = b"",
-    errors: tuple[type[Exception], ...] = (),
-) -> Iterator[bytes]:
+def _blocks(raw: BinaryIO, source: str, new_frame: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
     """Yield the decompressed content of one or several frames, and detect a truncated file.
 
     zstandard's own reader does not detect it, and LZMAFile ignores damage after the first frame.
 
     Args:
-        size: compressed bytes to read at a time.
         new_frame: makes a decompressor of one frame.
         padding: bytes to skip before a frame.
-        errors: exceptions of the decompressor to replace by ValueError.
     """
     frame = None
-    while block := raw.read(size):
+    while block := raw.read(_COMPRESSED_BYTES):
         while block := block if frame else block.lstrip(padding):
             frame = frame or new_frame()
             try:
                 content = frame.decompress(block)
-            except errors as error:
+            except Exception as error:  # each library has its own
                 raise ValueError(str(error)) from error
             yield content
             block = frame.unused_data

@@ -19,7 +19,6 @@ from megatron.cli.dataset_options import (
     add_input_arguments,
     add_limit_argument,
     new_parser,
-    split_inputs,
     split_words,
 )
 from megatron.preparation.documents import DocumentOptions
@@ -59,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    inputs, suffixes = split_inputs(arguments.input), split_words(arguments.suffixes)
+    inputs, suffixes = split_words(arguments.input), split_words(arguments.suffixes)
     options = DocumentOptions(
         keys=tuple(dict.fromkeys(arguments.jsonl_keys)),
         subset=arguments.pile_subset,

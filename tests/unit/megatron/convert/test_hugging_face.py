@@ -186,6 +186,17 @@ def test_the_released_rotary_model_far_beyond_its_training_length(tmp_path):
 
 
 @torch.no_grad()
+def test_rounded_distances_are_not_exported(tmp_path):
+    model, config = make_model("kerple_log", release_bf16_distances=True)
+    messages = []
+    to_hugging_face(model, config, tmp_path / "out", report=messages.append)
+    assert "release_bf16_distances is not exported" in messages[0]
+    exact, _ = make_model("kerple_log")
+    tokens = random_tokens(1, LONG)
+    assert (load(tmp_path / "out")(tokens).logits - exact(tokens)).abs().max() < 1e-4
+
+
+@torch.no_grad()
 def test_half_precision_is_compared_with_rounded_weights(tmp_path):
     model, config = make_model("kerple_log")
     to_hugging_face(model, config, tmp_path / "hf", dtype=torch.bfloat16, report=quiet)

@@ -1,4 +1,4 @@
-"""Compressed input files: truncated ones, and those that need much memory."""
+"""Compressed input files: truncated ones, and those of several frames."""
 
 import gzip
 import lzma
