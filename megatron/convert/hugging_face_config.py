@@ -277,14 +277,7 @@ def _block_keys(theirs: Mapping[str, Any], gated: bool) -> dict[str, Any]:
         keys["intermediate_size"] *= 3
     if "attention_window" in theirs:
         keys["sliding_window_width"] = theirs["attention_window"] - 1
-    return {
-        **keys,
-        "use_bias_in_norms": theirs["norm_bias"],
-        "use_bias_in_attn_linear": theirs["attention_bias"],
-        "use_bias_in_attn_output": theirs["attention_output_bias"],
-        "use_bias_in_mlp": theirs["mlp_bias"],
-        "use_qk_layernorm": theirs["qk_norm"],
-    }
+    return keys | {ours: theirs[name] for ours, name in BLOCK_SETTINGS.items() if ours.startswith("use_")}
 
 
 def family_defaults(model_type: str) -> dict[str, Any]:

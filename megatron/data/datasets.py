@@ -21,7 +21,7 @@ from megatron.config import Config
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
-from megatron.data.index_cache import FileDataset, build_once, cache_folder, order_of
+from megatron.data.index_cache import FileDataset, build_once, cache_folder
 from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, open_indexed_files, read_manifest
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -315,8 +315,8 @@ def build_corpus_part(
     # Rank 0 builds the indices; the others wait for its files.
     folder = cache_folder(files, settings.cache_path, [first, last, part, sequence_length, settings.seed])
     build_once(folder, build)
-    size = last - first, tokens
-    return CorpusPart(dataset(_CachedDataset, str(folder)), name, size, samples, order_of(folder), settings)
+    size, order = (last - first, tokens), folder.name.removeprefix("samples-")
+    return CorpusPart(dataset(_CachedDataset, str(folder)), name, size, samples, order, settings)
 
 
 class _CachedDataset(GPTDataset):

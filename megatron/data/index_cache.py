@@ -35,11 +35,6 @@ def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence
     return parent / f"samples-{digest.hexdigest()[:32]}"
 
 
-def order_of(folder: Path) -> str:
-    """Identifies the order of the samples in a `cache_folder`."""
-    return folder.name.removeprefix("samples-")
-
-
 def build_once(folder: Path, build: Callable[[Path], object]) -> None:
     """Create `folder` by calling `build`, unless it exists. Every rank must call this.
 

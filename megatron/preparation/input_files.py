@@ -21,10 +21,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from megatron.utils.errors import UserError, visible
-from megatron.utils.files import open_file
 from megatron.utils.progress import readable_size
 
 _FORMATS = {
@@ -79,13 +77,6 @@ class InputFile:
     name: str
     size: int
     version: str
-
-    @property
-    def base_name(self) -> str:
-        return PurePosixPath(self.name).name
-
-    def open(self) -> BinaryIO:
-        return open_file(self.name)
 
 
 def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[InputFile]:

@@ -21,6 +21,7 @@ from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
 from megatron.preparation.decompression import BLOCK, decompress
 from megatron.preparation.input_files import ARCHIVE_FORMATS, READABLE, InputFile, file_format, is_hidden
 from megatron.utils.errors import UserError, first_line, import_package
+from megatron.utils.files import open_file
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
@@ -133,8 +134,8 @@ class FileCorpus:
     def _file_chunks(self, file: InputFile) -> Iterator[tuple[TextChunk, int]]:
         """Yield the chunks of a file, with the number of its bytes read so far."""
         try:
-            with file.open() as raw:
-                for chunk in self._stream_chunks(raw, file.base_name, file.name):
+            with open_file(file.name) as raw:
+                for chunk in self._stream_chunks(raw, PurePosixPath(file.name).name, file.name):
                     fraction = chunk.fraction_read
                     yield chunk, raw.tell() if fraction is None else int(fraction * file.size)
         except _DAMAGE_ERRORS as error:
