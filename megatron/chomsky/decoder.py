@@ -45,13 +45,13 @@ class DecoderExperiment(Experiment):
         return F.cross_entropy(self._logits(batch.tokens, scored), targets[scored])
 
     def test(self, report: Callable[[int, int], None]) -> Result:
-        accuracies, distances = {}, {}
-        for tested, length in enumerate(self.settings.test_lengths, start=1):
-            bins = distances[str(length)] = self.correct_by_distance(length)
-            correct, scored = map(sum, zip(*bins.values(), strict=True))
-            accuracies[str(length)] = correct / scored
-            report(tested, length)
-        return {**self.result(accuracies), "distances": distances}
+        self.distances: dict[str, dict[str, list[int]]] = {}
+        return {**super().test(report), "distances": self.distances}
+
+    def accuracy(self, length: int) -> float:
+        bins = self.distances[str(length)] = self.correct_by_distance(length)
+        correct, scored = map(sum, zip(*bins.values(), strict=True))
+        return correct / scored
 
     @torch.no_grad()
     def correct_by_distance(self, length: int) -> dict[str, list[int]]:

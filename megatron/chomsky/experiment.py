@@ -145,9 +145,19 @@ class Experiment:
         """The mean cross-entropy in nats of a training batch with inputs of this length."""
         raise NotImplementedError
 
+    def accuracy(self, length: int) -> float:
+        """The fraction of correct targets in test samples of this length."""
+        raise NotImplementedError
+
     def test(self, report: Callable[[int, int], None]) -> Result:
         """The accuracy at every test length. Calls `report(number of lengths tested, length)` after each."""
-        raise NotImplementedError
+        accuracies = {}
+        for tested, length in enumerate(self.settings.test_lengths, start=1):
+            accuracies[str(length)] = self.accuracy(length)
+            report(tested, length)
+        longer = [accuracy for length, accuracy in accuracies.items() if int(length) > self.settings.train_longest]
+        score = sum(longer) / len(longer)
+        return Result(task=self.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies)
 
     def train(self, report: Callable[[int, float], None]) -> None:
         """Train all steps. Calls `report(step, loss)` after every tenth step and the last."""
@@ -166,12 +176,6 @@ class Experiment:
             project(self.model)
             if (step + 1) % 10 == 0 or step + 1 == self.settings.steps:
                 report(step + 1, loss.item())
-
-    def result(self, accuracies: dict[str, float]) -> Result:
-        """The result with these accuracies by length."""
-        longer = [accuracy for length, accuracy in accuracies.items() if int(length) > self.settings.train_longest]
-        score = sum(longer) / len(longer)
-        return Result(task=self.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies)
 
     def random_seed(self, number: int) -> list[int]:
         """The seed of a batch of this experiment's task."""
@@ -197,13 +201,6 @@ class EncoderExperiment(Experiment):
     def loss(self, generator: np.random.Generator, length: int) -> Tensor:
         logits, targets, _ = self._forward(generator, self.settings.batch, length)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def test(self, report: Callable[[int, int], None]) -> Result:
-        accuracies = {}
-        for tested, length in enumerate(self.settings.test_lengths, start=1):
-            accuracies[str(length)] = self.accuracy(length)
-            report(tested, length)
-        return self.result(accuracies)
 
     @torch.no_grad()
     def accuracy(self, length: int) -> float:
