@@ -124,7 +124,6 @@ def generate(
     top_p: float = 0.0,
     seed: int = 1234,
     eod: int | None = None,
-    stop_at_eod: bool = True,
     vocab_size: int | None = None,
     batch_size: int = 32,
     recompute: bool = False,
@@ -141,7 +140,7 @@ def generate(
         prompts: token ids, at least one each (for an empty prompt, the end-of-document token).
         temperature, top_k, top_p: see `Sampling`.
         seed: row i samples from a random stream of (seed, i), independent of the other rows.
-        eod: the end-of-document token. A row that generates it is finished, unless `stop_at_eod` is False.
+        eod: the end-of-document token. A row that generates it is finished; None: no token ends a row.
         vocab_size: ids at and above it, which pad the vocabulary, are never sampled, and rejected in prompts.
         batch_size: largest number of rows computed at once.
         recompute: recompute the whole prefix for each token instead of using a cache.
@@ -185,13 +184,12 @@ def generate(
 
     # The order of batches may differ from that of the prompts.
     mode = mode.at_length(max(map(len, prompts), default=0) + maximum_tokens)
-    stop = eod if stop_at_eod else None
     results: dict[int, Generation] = {}
     with inference(model):
         for indices in _batches(prompts, batch_size, maximum_tokens):
             rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in indices]
             logits = _NextTokenLogits(decoder, rows, maximum_tokens, model_device(model), recompute, mode)
-            for index, generation in _continue(logits, rows, sampling, maximum_tokens, stop):
+            for index, generation in _continue(logits, rows, sampling, maximum_tokens, eod):
                 results[index] = generation
                 if on_generation is not None:
                     on_generation(index, generation)
@@ -227,7 +225,7 @@ def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: 
 
 
 def _continue(
-    logits: "_NextTokenLogits", rows: list[_Row], sampling: Sampling, maximum_tokens: int, stop: int | None
+    logits: "_NextTokenLogits", rows: list[_Row], sampling: Sampling, maximum_tokens: int, eod: int | None
 ) -> Iterator[tuple[int, Generation]]:
     """Continue the rows of one batch. Yields (index, result) when a row is complete."""
     start = time.perf_counter()
@@ -251,7 +249,7 @@ def _continue(
         remaining = []
         for index, row in enumerate(rows):
             count = len(row.text) - len(row.prompt)
-            if count > 0 and row.text[-1] == stop:
+            if count > 0 and row.text[-1] == eod:
                 yield result(row, finished=True)
             elif count == maximum_tokens:
                 yield result(row)

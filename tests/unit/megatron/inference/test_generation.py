@@ -110,8 +110,8 @@ def test_the_end_of_document_token_ends_a_row():
     assert all(row.message is None and row.duration_seconds > 0 for row in results)
 
 
-def test_the_end_of_document_token_without_stopping():
-    results = generate(counting_up, [[7]], maximum_tokens=6, eod=10, stop_at_eod=False, recompute=True)[0]
+def test_without_an_end_of_document_token():
+    results = generate(counting_up, [[7]], maximum_tokens=6, recompute=True)[0]
     assert (results.tokens, results.finished) == ([8, 9, 10, 11, 12, 13], False)
 
 
