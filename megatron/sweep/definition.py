@@ -1,17 +1,4 @@
-"""The sweep file: base configuration, axes, and the evaluation of every run.
-
-config-dir: configs                     # default: the working directory, or this project's own files
-output: runs/sweeps/kerple
-base: [small_bf16.yml]                  # configuration files of all runs
-axes:                                   # the runs are all combinations; the last axis varies fastest
-  dataset: [datasets/github.yml, datasets/arxiv.yml]
-  pos_emb: [pos_emb/kerple_log.yml, pos_emb/alibi.yml]
-  seed: [{seed: 1235}, {seed: 1236}]    # a choice is a file, a list of files, or keys
-set: {train-iters: 50000}               # overrides all files; nested keys with dots
-evaluation: {lengths: [512, 1024], modes: [full, window@512], tokens: 1000000}   # options of evaluate.py; a list of
-                                        # such mappings calls it once for each
-title: KERPLE                           # of the report
-"""
+"""The sweep file (docs/experiments.md): base configuration, axes, and the evaluation of every run."""
 
 import itertools
 import json
