@@ -1,7 +1,6 @@
 """The options of evaluate.py, and their checks."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -175,8 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
     """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run of a sweep with this
-    configuration. has_data: whether its dataset exists; otherwise the amount of text and passkey prompts are not
-    checked.
+    configuration. has_data: whether its dataset exists; otherwise what depends on the text is not checked.
     """
     try:
         options = _parse_sweep_options(argv)
@@ -186,19 +184,19 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
         if options.label is not None and len(options.label) > 1:
             raise UserError(f"label must be a single label, not {len(options.label)}")
         [(modes, _)] = supported_modes([config], options.modes, skip_unsupported=True)
-        text = _planned_text(config, options, has_data=has_data)
-        prompts = Prompts(tokenizer_of(config)) if options.passkey and has_data else None
-        source = Provenance(train_length=config.model.seq_length)
-        plan_tasks(text, prompts, [mode.name for mode in modes], source, options)
+        if has_data:
+            text = _planned_text(config, options.split)
+            prompts = Prompts(tokenizer_of(config)) if options.passkey else None
+            source = Provenance(train_length=config.model.seq_length)
+            plan_tasks(text, prompts, [mode.name for mode in modes], source, options)
     except (argparse.ArgumentError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
 
 
-def _planned_text(config: Config, options: argparse.Namespace, *, has_data: bool) -> PlannedText:
-    """The size of the text that evaluate.py would read. Without data, a text that is long enough for everything."""
-    available = int(evaluation_lengths(config, options.split).sum()) if has_data else sys.maxsize
-    tokens = torch.empty(available, dtype=torch.int8, device="meta")
-    return PlannedText(tokens, source=text_source(config, options.split))
+def _planned_text(config: Config, part: str) -> PlannedText:
+    """The size of the text that evaluate.py would read."""
+    tokens = torch.empty(int(evaluation_lengths(config, part).sum()), dtype=torch.int8, device="meta")
+    return PlannedText(tokens, source=text_source(config, part))
 
 
 def plan_tasks(
