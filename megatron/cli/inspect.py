@@ -40,7 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = options.directory if is_step else find_step(options.directory, options.iteration)
     if options.accept:
         accept(step)
-    description = describe_with_config(step, options.pos_emb_module)
+    try:
+        module = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else None
+        model = checkpoint_config(step, module).model
+    except CheckpointError as error:
+        description = {**describe(step), "configuration": str(error)}
+    else:
+        description = describe(step, model)
     print(json.dumps(description, indent=2) if options.json else readable(description))
     return 0 if description["manifest"] in ("whole", "none") else 1
 
@@ -54,15 +60,6 @@ def accept(step: Path) -> None:
     for path in sorted(step.glob("[!.]*.pt")):
         load_file(path)
     write_manifest_of_folder(step, iteration_of(step))
-
-
-def describe_with_config(step: Path, pos_emb_module: str | None = None) -> dict[str, Any]:
-    """`describe`, with the positional parameters if the checkpoint has a usable configuration."""
-    try:
-        config = checkpoint_config(step, {"pos_emb_module": pos_emb_module} if pos_emb_module else None)
-    except CheckpointError as error:
-        return {**describe(step), "configuration": str(error)}
-    return describe(step, config.model)
 
 
 def readable(description: dict[str, Any]) -> str:

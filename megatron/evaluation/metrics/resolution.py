@@ -209,15 +209,12 @@ class ScoreRecorder:
         return (near * (near - far)).sum(dim=-1) / near.sum(dim=-1) ** 2
 
     def _reserve(self, query: Tensor, distances: int) -> None:
-        """Extend the sums to at least `distances`, by doubling."""
-        reserved = self._sums.shape[-1]
-        if distances > reserved:
-            size = max(distances, 2 * reserved)
-            sums = query.new_zeros(*query.shape[:2], size, dtype=torch.float64)
-            counts = query.new_zeros(size, dtype=torch.float64)
-            if reserved:
-                sums[..., :reserved], counts[:reserved] = self._sums, self._counts
-            self._sums, self._counts = sums, counts
+        """Extend the sums to at least `distances`."""
+        if not len(self._counts):
+            self._sums = query.new_zeros(*query.shape[:2], 0, dtype=torch.float64)
+            self._counts = query.new_zeros(0, dtype=torch.float64)
+        missing = max(0, distances - len(self._counts))
+        self._sums, self._counts = F.pad(self._sums, (0, missing)), F.pad(self._counts, (0, missing))
 
 
 def sum_by_distance(values: Tensor) -> Tensor:
