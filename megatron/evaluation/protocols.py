@@ -33,6 +33,10 @@ class Segments:
         """The segments of one rank: `rank`, `rank + ranks`, `rank + 2 * ranks`, ..."""
         return replace(self, starts=self.starts[rank::ranks])
 
+    def cut(self, length: int) -> "Segments":
+        """The same text in segments of a length that divides this one."""
+        return Segments(length, [start + offset for start in self.starts for offset in range(0, self.length, length)])
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -96,14 +100,8 @@ class NonOverlapping(Protocol):
                 f"{common:,}, but only {limit:,} tokens can be scored; choose lengths that divide the longest, or more "
                 "tokens"
             )
-        if token_budget is None or token_budget >= available - 1:
-            return [Segments(length, range(0, limit // common * common, length)) for length in lengths]
-        pieces = _spread(available - 1, common, common, limit // common)
-        plans = []
-        for length in lengths:
-            starts = [piece + start for piece in pieces for start in range(0, common, length)]
-            plans.append(Segments(length, starts))
-        return plans
+        pieces = Segments(common, _spread(available - 1, common, common, limit // common))
+        return [pieces.cut(length) for length in lengths]
 
 
 class Kerple(Protocol):
@@ -163,7 +161,10 @@ class LastK(Protocol):
                 )
             count = min(count, token_budget // self.size)
         starts = _spread(available - 1, longest, stride, count)
-        return [Segments(length, _shifted(starts, longest - length), length - self.size) for length in lengths]
+        plans = []
+        for length in lengths:
+            plans.append(Segments(length, [start + longest - length for start in starts], length - self.size))
+        return plans
 
 
 class Sliding(LastK):
@@ -204,12 +205,6 @@ def _spread(available: int, size: int, stride: int, count: int) -> Sequence[int]
     if count >= most:
         return range(0, most * stride, stride)
     return [index * (available - size + stride) // count for index in range(count)]
-
-
-def _shifted(starts: Sequence[int], offset: int) -> Sequence[int]:
-    if isinstance(starts, range):
-        return range(starts.start + offset, starts.stop + offset, starts.step)
-    return [start + offset for start in starts]
 
 
 def _stream_too_short(available: int, length: int) -> UserError:

@@ -77,11 +77,7 @@ class Share(NonOverlapping):
     def plan(self, available: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
         (pieces,) = super().plan(available, [math.lcm(*lengths)], token_budget)
         share = pieces.shard(self.rank, self.ranks)
-        plans = []
-        for length in lengths:
-            starts = [piece + offset for piece in share.starts for offset in range(0, share.length, length)]
-            plans.append(Segments(length, starts))
-        return plans
+        return [share.cut(length) for length in lengths]
 
 
 class ExtrapolationCurves:
