@@ -21,7 +21,7 @@ from megatron.reporting.style import (
     SCREEN,
     SMALL,
     Style,
-    draw_seed_lines,
+    draw_band,
     legend_above,
     length_ticks,
     line_style,
@@ -101,7 +101,7 @@ def perplexity_plot(
 ) -> Figure:
     """One line per method and a panel per mode, for one setting; a single method has one line per mode instead.
 
-    `seeds` draws the spread over the seeds. With one seed, the last panel shows the differences of the first panel's
+    Bands show the spread over the seeds. With one seed, the last panel shows the differences of the first panel's
     lines from a reference, paired by document. If large values make the axis logarithmic, a second panel shows the
     lowest lines on a linear axis. The legend has the order of the measurements.
 
@@ -128,7 +128,7 @@ def perplexity_plot(
     compared, differences = _differences(setting, first_mode, perplexities.lengths, paired, reference)
     if perplexities.num_seeds > 1:
         differences = {}
-    figure, panels, columns = _mode_panels(style, ranges or {"": []}, extra=bool(differences))
+    figure, panels, columns = _mode_panels(style, ranges or {"": [(1.0, 1.0)]}, extra=bool(differences))
 
     # The axes, and the lines of each panel.
     handles: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def perplexity_plot(
                 continue
             style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
-            draw_seed_lines(axes, style, perplexities.by_seed(setting, method), style_kwargs["color"])
+            draw_band(axes, perplexities.by_seed(setting, method), style_kwargs["color"])
 
     # The last panel: differences from the reference, with their errors.
     if compared and differences:
@@ -204,35 +204,33 @@ def _mode_panels(
 
     Returns the figure, the panels with their modes, and the number of columns.
     """
-    every = [bound for lines in ranges.values() for line in lines for bound in line] or [1.0]
-    logarithmic = max(every) > LOG_AXIS_RATIO * min(every)
-    panels: list[tuple[str, float, float, bool]] = []  # mode, smallest and largest perplexity, logarithmic
-    zoomed: list[tuple[str, float, float, bool]] = []
+    every = [bound for lines in ranges.values() for line in lines for bound in line]
+    panels: list[tuple[str, tuple[float, float] | None]] = []  # mode, limits of the axis if zoomed
     for mode, lines in ranges.items():
-        low, high = min((low for low, _ in lines), default=1.0), max((high for _, high in lines), default=1.0)
-        panels.append((mode, min(every), max(every), logarithmic))
+        panels.append((mode, None))
+        low, high = min(low for low, _ in lines), max(high for _, high in lines)
         lowest = [high for _, high in lines if high <= ZOOM_RATIO * low]
         if high > LOG_AXIS_RATIO * low and len(lowest) > 1:
             margin = 0.12 * (max(lowest) - low) or 0.05 * low
-            panels.append((mode, low - margin, max(lowest) + 2 * margin, False))
-            zoomed.append(panels[-1])
+            panels.append((mode, (low - margin, max(lowest) + 2 * margin)))
+
+    # The axes of the panels.
     columns = style.columns(len(panels) + extra)
     figure, all_axes = new_figure(style, len(panels) + extra, columns, sharex=True)
     all_axes = all_axes[: len(panels)]
-    for axes, panel in zip(all_axes, panels, strict=True):
-        mode, low, high, logarithmic = panel
-        if panel not in zoomed and axes is not all_axes[0]:
+    for axes, (mode, zoom) in zip(all_axes, panels, strict=True):
+        if zoom is None and axes is not all_axes[0]:
             axes.sharey(all_axes[0])
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         thousands(axes, "y")
         axes.set_ylabel("perplexity")
-        titles = [(mode or "full") if len(ranges) > 1 else "", "zoom" if panel in zoomed else ""]
+        titles = [(mode or "full") if len(ranges) > 1 else "", "zoom" if zoom else ""]
         panel_title(axes, style, columns, ", ".join(filter(None, titles)))
-        if logarithmic:
-            log_perplexity_axis(axes, low, high)
-        elif panel in zoomed:
-            axes.set_ylim(low, high)
-    return figure, [(axes, panel[0]) for axes, panel in zip(all_axes, panels, strict=True)], columns
+        if zoom is not None:
+            axes.set_ylim(*zoom)
+        elif max(every) > LOG_AXIS_RATIO * min(every):
+            log_perplexity_axis(axes, min(every), max(every))
+    return figure, [(axes, mode) for axes, (mode, _) in zip(all_axes, panels, strict=True)], columns
 
 
 # -- passkey retrieval ------------------------------------------------------------------------------------------------

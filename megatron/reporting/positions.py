@@ -16,7 +16,7 @@ from megatron.reporting.published import corpus_name, display_name, line_numbers
 from megatron.reporting.style import (
     SCREEN,
     Style,
-    draw_seed_lines,
+    draw_band,
     legend_above,
     line_style,
     mark_train_length,
@@ -155,7 +155,7 @@ def position_plot(
             name = names[title, method]
             style_kwargs = {**line_style(style, numbers[name]), "marker": None}
             (handles[name],) = axes.plot(curve.index, curve.mean(axis=1), label=name, zorder=3, **style_kwargs)
-            draw_seed_lines(axes, style, curve, style_kwargs["color"])
+            draw_band(axes, curve, style_kwargs["color"])
         panel_title(axes, style, columns, title)
         thousands(axes)
         axes.set_xlim(0, length)

@@ -24,7 +24,6 @@ MARKERS = (("o", 0.6), ("s", 0.55), ("^", 0.65), ("D", 0.5), ("v", 0.65), ("P", 
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 GRAY = "#666666"
 
-MIN_SEEDS = 3  # of a band
 SMALL = 0.9  # size of panel titles, tick labels and legends relative to other text
 CHARACTER = 0.6  # width of a character, in em
 PANEL = 14.0  # the narrowest panel, in em
@@ -140,26 +139,19 @@ def fill_band(axes: Axes, x: Sequence[float], mean: Sequence[float], deviation: 
     axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0, zorder=2)
 
 
-def draw_seed_lines(axes: Axes, style: Style, values: DataFrame, color: str) -> None:
-    """A band of ± one standard deviation over the seeds if there are at least MIN_SEEDS, otherwise a thin line for each
-    of two.
+def draw_band(axes: Axes, values: DataFrame, color: str) -> None:
+    """A band of ± one standard deviation over the seeds, if there are several.
 
     values: a row per point, indexed by its x coordinate, and a column per seed.
     """
-    if values.shape[1] >= MIN_SEEDS:
+    if values.shape[1] > 1:
         deviation = values.std(axis=1).fillna(0.0)
         fill_band(axes, values.index.tolist(), values.mean(axis=1).tolist(), deviation.tolist(), color)
-    elif values.shape[1] == 2:
-        axes.plot(values.index, values.to_numpy(), color=color, linewidth=0.06 * style.size, alpha=0.7, zorder=2.5)
 
 
 def seeds_caption(number: int) -> str:
-    """What `seeds` draws around the lines; empty with one seed."""
-    if number < 2:
-        return ""
-    if number < MIN_SEEDS:
-        return f" Lines: mean of {number} seeds; thin lines: each seed."
-    return f" Lines: mean; bands: ± one standard deviation, over {number} seeds."
+    """What `draw_band` draws around the lines; empty with one seed."""
+    return f" Lines: mean; bands: ± one standard deviation, over {number} seeds." if number > 1 else ""
 
 
 def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float = 5.0) -> None:

@@ -80,16 +80,6 @@ def test_shapes_of_results(records, panels, lines):
     assert len(plotted) == lines
 
 
-def test_two_seeds_are_lines():
-    records = [*seeds("alibi", 128, [20.0, 22.0]), *seeds("alibi", 256, [21.0, 25.0]), record("rpe", 128, 20.0)]
-    (figure,) = figures.perplexity_figures(records)
-    (axes,) = figure.draw(SCREEN).axes
-    assert not axes.collections
-    thin = [list(line.get_ydata()) for line in axes.lines if line.get_label().startswith("_child")]
-    assert thin[-2:] == [[20.0, 21.0], [22.0, 25.0]]
-    assert figure.caption.endswith("Lines: mean of 2 seeds; thin lines: each seed.")
-
-
 def test_lines_differ_in_grayscale():
     (axes,) = plot(records_of({f"method {index}": (20, 19, 18) for index in range(7)})).axes
     lines = [line for line in axes.lines if line.get_label().startswith("method")]
