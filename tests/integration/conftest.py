@@ -1,6 +1,5 @@
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,8 @@ def data_path(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """Two rank processes, shared by all tests: their imports take longer than most trainings."""
-    with Ranks(2) as two_ranks:
-        yield two_ranks
+def ranks(fork_server) -> Ranks:
+    return Ranks(fork_server, 2)
 
 
 @pytest.fixture(scope="session")

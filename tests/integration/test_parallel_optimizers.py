@@ -7,14 +7,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.layers import merge_shards, open_layers
-from tests.support.layouts import VOCABULARY
+from tests.support.layouts import VOCABULARY, slow
 from tests.support.ranks import Ranks
 from tests.support.runs import copy_checkpoint, metrics, training_settings
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
 
 OTHER_OPTIMIZERS: dict[str, dict[str, object]] = {
     "lion": {"optimizer": {"type": "lion", "params": {"lr": 0.001}}},
@@ -120,12 +115,11 @@ def test_other_optimizers_in_every_layout(name, source, target, precision, optim
     ],
 )
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_whole_parameters_on_four_ranks(name, layout, optimizer_run, data_path, tmp_path):
+def test_whole_parameters_on_four_ranks(name, layout, optimizer_run, fork_server, data_path, tmp_path):
     """Two kinds of parallelism, and several exchanges of parameters per step."""
     keys = {"padded_vocab_size": VOCABULARY, "num_gpus": 4, **OTHER_OPTIMIZERS[name], **OPTIMIZER_KEYS, **layout}
-    with Ranks(4) as four_ranks:
-        constants = {"megatron.optimizers.whole_parameters:EXCHANGED_AT_ONCE": 10_000}
-        output = four_ranks.train(training_settings(tmp_path, data_path, **keys), constants)
+    constants = {"megatron.optimizers.whole_parameters:EXCHANGED_AT_ONCE": 10_000}
+    output = Ranks(fork_server, 4).train(training_settings(tmp_path, data_path, **keys), constants)
     assert "4 ranks on cpu" in output
     is_fp32 = "precision" not in layout
     one = optimizer_run(name, "one", "fp32" if is_fp32 else "bfloat16")

@@ -84,11 +84,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def start_orphan(
-    words: Sequence[str],
-    directory: str,
-    environment: Mapping[str, str],
-    new_session: bool,
-    streams: Sequence[int],
+    words: Sequence[str], directory: str, environment: Mapping[str, str], new_session: bool, streams: Sequence[int]
 ) -> int:
     """Run `python WORDS` in a fork of a fork that ends at once, so that the process that asked for it adopts it."""
     reader, writer = os.pipe()

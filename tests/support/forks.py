@@ -9,6 +9,7 @@ import ctypes
 import gc
 import importlib
 import inspect
+import json
 import os
 import resource
 import runpy
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _original_environment = dict(os.environ)
+# The environment variable with constants for a script and those that it starts, as JSON: "module:NAME" -> value.
+CONSTANTS = "TESTED_CONSTANTS"
 _POPEN_PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 
 
@@ -127,6 +130,9 @@ def fork_script(
             os.chdir(cwd)
         if environment is not None:
             _replace_environment(environment)
+        for path, value in json.loads(os.environ.get(CONSTANTS, "{}")).items():
+            module, _, name = path.partition(":")
+            setattr(importlib.import_module(module), name, value)
         if prepare is not None:
             prepare()
         sys.stdin = os.fdopen(0, closefd=False)
@@ -257,7 +263,7 @@ def start_run(
 
     Args:
         words: the path of the script, relative to the root of the project, and its options.
-        constants: "module:NAME" -> value, replaced in the process.
+        constants: see `CONSTANTS`.
         memory: bytes that the script may allocate on top of what this process has mapped.
         prepare: called in the fork.
     """
@@ -269,13 +275,11 @@ def start_run(
         if memory is not None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + memory,) * 2)
-        for path, value in constants.items():
-            module, _, name = path.partition(":")
-            setattr(importlib.import_module(module), name, value)
         prepare()
         os.close(started)
 
     words = [str(ROOT / words[0]), *words[1:]]
+    environment = {**(os.environ if environment is None else environment), CONSTANTS: json.dumps(dict(constants))}
     with open(os.devnull) as null, open(log, "a") as output:
         streams = (null.fileno(), output.fileno(), output.fileno())
         pid = fork_script(words, log.parent, environment, streams, (started,), prepare_fork)

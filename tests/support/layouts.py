@@ -34,6 +34,11 @@ ONE_RANK = Layout(
 Trained = Callable[..., str]
 
 
+def slow(*values: object) -> object:
+    """A slow case of a test."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def assert_same_metrics(folder: Path, expected: Path, *names: str, after: int = 0) -> None:
     for name in names:
         values = {step: value for step, value in metrics(expected, name).items() if step > after}
