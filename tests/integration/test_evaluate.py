@@ -6,7 +6,6 @@ import io
 import multiprocessing
 import os
 import re
-import socket
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from megatron.cli.model_options import load
 from megatron.evaluation import PROTOCOLS, read_results
 from megatron.evaluation.records import KINDS
 from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.processes import free_ports
 from tests.support.runs import run, training_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,10 +61,8 @@ def run_rank(folder, words, rendezvous, rank, expected_error):
 
 def run_ranks(folder, words, expected_error=None):
     """evaluate.py on two ranks; returns their outputs. Forked processes have all modules imported."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    (port,) = free_ports(1)
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     fork = multiprocessing.get_context("fork")
     arguments = [(folder, words, rendezvous, rank, expected_error) for rank in range(2)]
     processes = [fork.Process(target=run_rank, args=rank_arguments) for rank_arguments in arguments]

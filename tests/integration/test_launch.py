@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import pytest
 
 from megatron.launcher.commands import signal_command
 from megatron.launcher.node import KILL_SIGNAL, Node, run_node
+from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
 MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
@@ -90,7 +90,7 @@ def test_two_ranks_compute_and_save_after_sigterm(tmp_path, forked_scripts):
     process = start_deepy(tmp_path, "script.py", "model", "--set", "num_gpus=2", "seed=7", "--lengths", "8", "16")
     process.stdin.write("typed\n")
     process.stdin.flush()
-    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    wait_for(lambda: len(list(tmp_path.glob("ready?"))) == 2)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (9, "SIGTERM: asked 2 process(es) to save and exit; repeat to kill them\n")
@@ -173,9 +173,9 @@ def test_second_signal_kills(tmp_path, capfd, monkeypatch, second):
     monkeypatch.chdir(tmp_path)
 
     def interrupt_twice() -> None:
-        wait_for(tmp_path / "pid")
+        wait_for((tmp_path / "pid").exists)
         os.kill(os.getpid(), signal.SIGINT)
-        wait_for(tmp_path / "signalled")
+        wait_for((tmp_path / "signalled").exists)
         os.kill(os.getpid(), second)
 
     thread = threading.Thread(target=interrupt_twice)
@@ -226,13 +226,6 @@ def has_ended(pid: int) -> bool:
     except psutil.TimeoutExpired:
         return process.status() == psutil.STATUS_ZOMBIE
     return True
-
-
-def wait_for(*paths: Path, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < end, f"{paths} did not appear"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("argument", "status"), [("{prefix}", -signal.SIGTERM), ("another program", 0)])

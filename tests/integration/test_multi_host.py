@@ -6,8 +6,6 @@
 import json
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,27 +14,15 @@ import pytest
 from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.hosts import (
-    HOSTS,
-    MPI_HOSTS,
-    Cluster,
-    free_ports,
-    kill_trees,
-    processes_in,
-    rank_process,
-    wait_for_none,
-)
+from tests.support.hosts import HOSTS, MPI_HOSTS, Cluster, kill_trees, processes_in, rank_process, wait_for_none
+from tests.support.processes import free_ports, wait_for
 from tests.support.runs import ROOT, metrics, training_settings
 from tests.support.sweeps import run_sweep, write_sweep
 
 pytestmark = pytest.mark.slow
 
 KEYS = {"save_interval": None, "eval_iters": 0}
-LAUNCHERS = {
-    "pdsh": {},
-    "openmpi": {"launcher": "openmpi"},
-    "slurm": {"launcher": "slurm"},
-}
+LAUNCHERS = ("pdsh", "openmpi", "slurm")
 IGNORES_SIGTERM = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -87,7 +73,8 @@ class Run:
         first, second = MPI_HOSTS if launcher == "openmpi" else HOSTS
         (folder / "hostfile").write_text(f"{first} slots=1\n{second_host or f'{second} slots=1'}\n")
         (port,) = free_ports(1)
-        settings = {"train_iters": 100_000, **KEYS, "hostfile": "hostfile", "master_port": port, **LAUNCHERS[launcher]}
+        settings = {"train_iters": 100_000, **KEYS, "hostfile": "hostfile", "master_port": port}
+        settings |= {"launcher": launcher} if launcher != "pdsh" else {}
         if launcher != "slurm":
             settings["master_addr"] = HOSTS[0]
         settings = training_settings(folder, data_path, **settings)
@@ -131,14 +118,6 @@ def start(cluster, tmp_path, data_path):
         if run.process.poll() is None:
             kill_trees(run.process.pid, *[process.pid for process in processes_in(run.folder)])
             print(run.output + run.process.communicate()[0])
-
-
-def wait_for(*conditions: Path | Callable[[], bool], seconds: float = 240) -> None:
-    """Wait until all paths exist and all functions return True."""
-    end = time.monotonic() + seconds
-    while not all(each.exists() if isinstance(each, Path) else each() for each in conditions):
-        assert time.monotonic() < end, conditions
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -217,9 +196,9 @@ def test_ranks_save_when_deepy_is_killed(launcher, start):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_second_signal_kills_ranks_that_do_not_stop(launcher, start):
     run = start(launcher, script=IGNORES_SIGTERM)
-    wait_for(run.folder / "ready0", run.folder / "ready1")
+    wait_for(lambda: len(list(run.folder.glob("ready?"))) == 2)
     run.process.send_signal(signal.SIGINT)
-    wait_for(run.folder / "signalled0", run.folder / "signalled1")
+    wait_for(lambda: len(list(run.folder.glob("signalled?"))) == 2)
     run.process.send_signal(signal.SIGINT)
     assert run.finish() != 0
     assert "SIGINT again: killing all processes" in run.output

@@ -6,13 +6,13 @@ test_multi_host.py (slow) covers other hosts, test_preprocessing.py the workers 
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
+from tests.integration.test_launch import start_deepy
+from tests.support.processes import wait_for
 from tests.support.runs import ROOT, environment, training_settings
 from tests.support.sweeps import write_sweep
 
@@ -37,13 +37,6 @@ while True:
 """
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def kill_and_wait(process: subprocess.Popen, seconds: float = 20) -> None:
     """kill -9 a process, and wait until all its descendants have ended."""
     descendants = psutil.Process(process.pid).children(recursive=True)
@@ -57,7 +50,7 @@ def kill_and_wait(process: subprocess.Popen, seconds: float = 20) -> None:
 
 
 @pytest.mark.parametrize(
-    ("delay", "handler", "wait_for", "saved"),
+    ("delay", "handler", "sign", "saved"),
     [
         (0, "save", "ready", True),
         # As in a collective that never returns.
@@ -67,18 +60,10 @@ def kill_and_wait(process: subprocess.Popen, seconds: float = 20) -> None:
     ],
     ids=["saves", "hangs", "starts"],
 )
-def test_deepy(delay, handler, wait_for, saved, tmp_path, forked_scripts):
+def test_deepy(delay, handler, sign, saved, tmp_path, forked_scripts):
     (tmp_path / "script.py").write_text(SCRIPT.format(delay=delay, handler=handler))
-    (tmp_path / "model.yml").write_text(
-        '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
-    )
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "deepy.py"), "script.py", "model", "--set", "num_gpus=2"],
-        cwd=tmp_path,
-        env={**environment(), "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.DEVNULL,
-    )
-    wait_until(lambda: (tmp_path / f"{wait_for}0").exists() and (tmp_path / f"{wait_for}1").exists())
+    process = start_deepy(tmp_path, "script.py", "model", "--set", "num_gpus=2")
+    wait_for(lambda: len(list(tmp_path.glob(f"{sign}?"))) == 2)
     kill_and_wait(process)
     assert [(tmp_path / f"saved{rank}").exists() for rank in (0, 1)] == [saved] * 2
 
@@ -95,7 +80,7 @@ def test_data_workers(tmp_path, data_path, forked_scripts):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    wait_until(lambda: len(psutil.Process(process.pid).children()) >= 2)
+    wait_for(lambda: len(psutil.Process(process.pid).children()) >= 2)
     kill_and_wait(process, seconds=4)  # PyTorch's own check is made every five seconds
 
 
@@ -112,6 +97,6 @@ def test_sweep(tmp_path, forked_scripts):
     )
     run = tmp_path / "out" / "runs" / "kerple_log"
     log = run / "logs" / "metrics.jsonl"
-    wait_until(lambda: log.is_file() and log.stat().st_size)
+    wait_for(lambda: log.is_file() and log.stat().st_size)
     kill_and_wait(process)
     assert saved_iterations(run / "checkpoints")

@@ -6,22 +6,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
 from megatron.checkpoint.directory import find_damage, find_step
 from megatron.evaluation.records import read_results
 from megatron.sweep.runner import CLAIM, RUN_VARIABLE, find_processes, last_lines, start_process
+from tests.support.processes import wait_for
 from tests.support.runs import ROOT
 from tests.support.sweeps import kill_all, logged_iterations, run_sweep, start_sweep, write_sweep
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.ci

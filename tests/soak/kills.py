@@ -43,7 +43,7 @@ class Command:
 
     Attributes:
         prepare: writes the input files to a folder, and returns the script and its options.
-        constants: "module:NAME" -> value, replaced in the process and its forks.
+        constants: "module:NAME" -> value, replaced in the process and the scripts that it starts.
     """
 
     prepare: Callable[[Path], list[str]]

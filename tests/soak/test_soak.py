@@ -17,9 +17,11 @@ from tests.soak.files import GROUPS
 from tests.soak.kills import commands
 from tests.support.runs import ROOT, training_settings
 
-LONG = ("ZeRO 3", "preprocessing", "evaluation")
-TRIALS = [("configs", 4, ""), ("files", 4, ""), ("kills", 1, "training, workers, validation")]
-TRIALS += [pytest.param("kills", 4, only, marks=pytest.mark.slow) for only in LONG]
+TRIALS = [
+    *(("configs", 4, ""), ("files", 4, ""), ("kills", 1, "training, workers, validation")),
+    ("kills", 3, "preprocessing"),
+    *(pytest.param("kills", 4, only, marks=pytest.mark.slow) for only in ("ZeRO 3", "evaluation")),
+]
 
 
 @pytest.mark.ci

@@ -8,7 +8,6 @@ import contextlib
 import getpass
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.processes import free_ports
 from tests.support.runs import environment
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -157,14 +157,6 @@ class Cluster:
                 logs = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
                 raise AssertionError(f"{checks[0]}: {result.stderr}\n{logs}")
             time.sleep(0.2)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def kill_trees(*pids: int) -> None:
