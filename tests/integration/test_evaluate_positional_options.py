@@ -6,14 +6,7 @@ import torch
 from megatron.cli.evaluate import main
 from megatron.evaluation.records import extrapolation_records, read_results
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import (
-    TRAIN_LENGTH,
-    VOCABULARY,
-    settings_of,
-    write_checkpoint,
-    write_corpus,
-    write_yaml,
-)
+from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY, settings_of, write_checkpoint, write_corpus, write_yaml
 from tests.support.corpora import part_tokens
 from tests.support.language_models import direct_losses, small_gpt
 

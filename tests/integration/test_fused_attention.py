@@ -93,11 +93,7 @@ def test_a_model_has_the_same_loss_and_gradients_as_with_chunked(pos_emb, option
     runs = []
     for backend in ("fused", "chunked"):
         model = small_gpt(
-            pos_emb,
-            hidden_size=16,
-            num_attention_heads=2,
-            attention_backend=backend,
-            pos_emb_options=options,
+            pos_emb, hidden_size=16, num_attention_heads=2, attention_backend=backend, pos_emb_options=options
         )
         torch.manual_seed(0)
         for method in model.positional_methods().values():

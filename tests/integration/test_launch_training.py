@@ -43,12 +43,8 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_script
 @pytest.mark.ci
 def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
     """It stops on all ranks with one message, and the first run is not affected. After kill -9, the folder is free."""
-    keys = {
-        "eval_iters": 0,
-        "num_gpus": 2,
-        "save": str(tmp_path / "checkpoints"),
-        "load": str(tmp_path / "checkpoints"),
-    }
+    checkpoints = str(tmp_path / "checkpoints")
+    keys = {"eval_iters": 0, "num_gpus": 2, "save": checkpoints, "load": checkpoints}
     first = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, save_interval=None, **keys))
     for line in first.stdout:
         if "iteration 1/" in line:

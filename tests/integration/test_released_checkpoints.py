@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.storage import CheckpointError, load_file
@@ -16,6 +15,7 @@ from megatron.data.datasets import build_datasets
 from megatron.inference import load_model
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training.loop import train
+from tests.support.attention import LargestStorage
 from tests.support.release import METHODS, checkpoints
 from tests.support.released_runs import released_settings, write_release_corpus, write_tokenizer
 from tests.support.runs import metrics, weights
@@ -143,25 +143,9 @@ def test_sizes_are_compared_before_the_model_is_built(corpus, tmp_path, monkeypa
         train(Config.from_flat(released_settings(tmp_path, corpus, hidden_size=64)))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor in memory."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if torch.is_tensor(tensor) and not tensor.is_meta:
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("method", ["kerple_log", "learned"])
 def test_the_size_check_of_a_huge_model_uses_no_memory(method, corpus, tmp_path):
     sizes = {"num_layers": 96, "hidden_size": 9216, "num_attention_heads": 72, "max_position_embeddings": 131_072}
-    with (
-        LargestTensor() as watched,
-        pytest.raises(CheckpointError, match=r"6.*100"),
-    ):
+    with LargestStorage() as watched, pytest.raises(CheckpointError, match=r"6.*100"):
         train(Config.from_flat(released_settings(tmp_path, corpus, method, **sizes)))
     assert 0 < watched.elements < 10_000

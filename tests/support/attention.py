@@ -195,7 +195,7 @@ def assert_is_formula(
 
 
 class LargestStorage(TorchDispatchMode):
-    """Records the largest storage of any operation's result, in float32 elements."""
+    """Records the largest storage in memory of any operation's result, in float32 elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class LargestStorage(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(results):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self.elements = max(self.elements, leaf.untyped_storage().nbytes() // 4)
         return results
 

@@ -41,20 +41,9 @@ aten = torch.ops.aten
 # Operations that return a view or an uninitialized tensor: they launch no kernel.
 NO_KERNEL = {
     *("alias", "as_strided", "detach", "expand", "narrow", "permute", "reshape", "_reshape_alias", "select", "slice"),
-    *(
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "_unsafe_view",
-    ),
+    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "is_same_size"),
-    *("chunk", "diagonal", "view_as_real", "view_as_complex", "_has_same_storage_numel"),
+    *("_unsafe_view", "chunk", "diagonal", "view_as_real", "view_as_complex", "_has_same_storage_numel"),
     *("_efficientzerotensor", "to"),  # `to` calls `_to_copy` if necessary
 }
 # Operations whose output size depends on data: the host waits for the device.

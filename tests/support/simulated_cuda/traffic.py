@@ -15,15 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 # Operators that do not read the tensor they overwrite.
 OVERWRITES = {
-    "copy_",
-    "_foreach_copy_",
-    "zero_",
-    "fill_",
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "exponential_",
-    "_foreach_zero_",
+    *("copy_", "_foreach_copy_", "zero_", "_foreach_zero_", "fill_"),
+    *("normal_", "uniform_", "bernoulli_", "exponential_"),
 }
 # Operators that read only as many elements of their first tensor as they return.
 LOOKUPS = {"gather", "index", "index_select", "embedding", "take_along_dim"}
