@@ -3,15 +3,14 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from experiments import pictures
 from experiments.pictures import distance_curves, initial_methods, main, method_picture, trained_methods
 from kerple.positional import primary_names
-from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
+from tests.support.errors import assert_rejected
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -62,7 +61,5 @@ def test_curves():
 def test_two_checkpoints_of_one_method_are_rejected(tmp_path):
     for folder in ("first", "second"):
         write_checkpoint(tmp_path / folder, "alibi", "nowhere")
-    with pytest.raises(UserError, match=r"second: .*alibi"):
-        trained_methods([tmp_path / "first", tmp_path / "second"])
-    with pytest.raises(UserError, match="missing"):
-        trained_methods([tmp_path / "missing"])
+    assert_rejected(r"second: .*alibi", trained_methods, [tmp_path / "first", tmp_path / "second"])
+    assert_rejected("missing", trained_methods, [tmp_path / "missing"])

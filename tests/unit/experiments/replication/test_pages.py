@@ -2,11 +2,9 @@
 
 import json
 
-import pytest
-
 from experiments.replication import pages
 from megatron.evaluation.records import read_results
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.records import positions, stored_record
 
 
@@ -36,5 +34,4 @@ def test_blocks_are_replaced_and_unknown_ones_named(tmp_path, monkeypatch):
     expected = f"before\n{block.format(chr(10) + '42' + chr(10) * 2)}\nafter\n"
     assert pages.texts(tmp_path) == {tmp_path / "README.md": expected}
     (tmp_path / "README.md").write_text(block.replace("answer", "question"))
-    with pytest.raises(UserError, match=r"README\.md"):
-        pages.texts(tmp_path)
+    assert_rejected(r"README\.md", pages.texts, tmp_path)

@@ -25,13 +25,7 @@ from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
 from kerple.positional import ModelShape, PositionalMethod, XPos, build
 from kerple.positional.wrappers import _sample
-from tests.support.attention import (
-    DecayingXPos,
-    attend_arguments,
-    attended,
-    run_attend,
-    upstream_gradient,
-)
+from tests.support.attention import DecayingXPos, attend_arguments, attended, run_attend, upstream_gradient
 from tests.support.methods import non_finite_gradients
 
 SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)

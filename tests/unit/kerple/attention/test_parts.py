@@ -18,13 +18,7 @@ from kerple.attention import (
     position_tables,
 )
 from kerple.positional import ModelShape, XPos, build, decay_sums, primary_names
-from tests.support.attention import (
-    DecayingXPos,
-    attend_arguments,
-    dense_attention,
-    upstream_gradient,
-    visible_pairs,
-)
+from tests.support.attention import DecayingXPos, attend_arguments, dense_attention, upstream_gradient, visible_pairs
 from tests.support.attention import random_states as float64_states
 from tests.support.methods import VARIANTS
 

@@ -184,10 +184,7 @@ def test_the_same_generator_draws_the_same_parameters_in_any_dtype():
 
 def test_statistics_are_the_values_used():
     method = filled(KerplePower(5), [("bias_", "power", 1)])
-    expected = {
-        "bias_a": torch.tensor([0.3, 0.9, 0.01, 0.01, 1.7]),
-        "bias_p": torch.tensor([0.4, 1.0, 2.0, 2.0, 0.01]),
-    }
+    expected = {"bias_a": torch.tensor([0.3, 0.9, 0.01, 0.01, 1.7]), "bias_p": torch.tensor([0.4, 1.0, 2.0, 2.0, 0.01])}
     statistics = method.statistics()
     for name, values in expected.items():
         assert torch.equal(statistics[name], values)

@@ -76,8 +76,7 @@ def test_buckets_of_both_directions_are_those_of_transformers(buckets, furthest)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}, {"num_buckets": 33, "bidirectional": True}],
+    "options", [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}, {"num_buckets": 33, "bidirectional": True}]
 )
 def test_invalid_buckets_are_rejected(options):
     with pytest.raises(ValueError, match=r"num_buckets.*2"):

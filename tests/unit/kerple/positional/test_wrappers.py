@@ -127,8 +127,7 @@ def test_attention_at_sampled_positions(name, causal):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "name",
-    ["fire", "dape_kerple", "dape_rotary", "transformer_xl", "dape_v2_kerple", "dape_v2_fire"],
+    "name", ["fire", "dape_kerple", "dape_rotary", "transformer_xl", "dape_v2_kerple", "dape_v2_fire"]
 )
 def test_scores_of_methods_that_modify_them(name):
     """Values, and gradients of states and parameters."""

@@ -6,7 +6,7 @@ import torch
 from kerple.positional import Chunk, ModelShape, build
 from megatron.chomsky.encoder import Encoder, check_method, scores_from_both_sides
 from megatron.cli.chomsky import METHODS
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.methods import methods_and_variants
 
 
@@ -92,5 +92,4 @@ def test_every_method_trains(pos_emb):
 def test_unknown_methods():
     for name in METHODS:
         check_method(name)
-    with pytest.raises(UserError, match="kerple_log"):
-        check_method("kerple_lgo")
+    assert_rejected("kerple_log", check_method, "kerple_lgo")

@@ -61,8 +61,7 @@ def test_training_learns_the_task():
     ],
 )
 def test_invalid_settings(settings, message):
-    with pytest.raises(UserError, match=message):
-        ExperimentSettings(**{**vars(TINY), **settings})
+    assert_rejected(message, ExperimentSettings, **{**vars(TINY), **settings})
 
 
 def test_doublings_of_the_training_length_are_tested():

@@ -22,11 +22,19 @@ TINY = {
     "hidden_size": 16,
     "num_heads": 2,
 }
+DECODER = {
+    **{"architecture": "decoder", "train_longest": 40, "test_longest": 80, "hidden_size": 16, "num_heads": 2},
+    **{"steps": 3, "batch": 2, "test_samples": 4},
+}
 
 
-def arguments(folder, *words, **settings):
-    options = [word for name, value in {**TINY, **settings}.items() for word in (f"--{name}", str(value))]
+def arguments(folder, *words, settings=TINY):
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return ["--output", str(folder), *options, *words]
+
+
+def decoder_words(folder, *words):
+    return arguments(folder, *words, settings=DECODER)
 
 
 def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
@@ -46,19 +54,7 @@ def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
     assert "4 of them already finished" in capsys.readouterr().out
     assert json.loads((tmp_path / "chomsky.json").read_text()) == stored
 
-    with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):
-        main(arguments(tmp_path, *words, steps=7))
-
-
-DECODER = {
-    **{"architecture": "decoder", "train_longest": 40, "test_longest": 80, "hidden_size": 16, "num_heads": 2},
-    **{"steps": 3, "batch": 2, "test_samples": 4},
-}
-
-
-def decoder_words(folder, *words):
-    options = [word for name, value in DECODER.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return ["--output", str(folder), *options, *words]
+    assert_rejected(r"other settings \(steps 6, not 7\)", main, arguments(tmp_path, *words, "--steps", "7"))
 
 
 @pytest.mark.ci

@@ -27,11 +27,6 @@ METHODS = ("kerple_log", "alibi", "learned")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, data):
     """Method -> (folder, model)."""
     folders = {method: tmp_path_factory.mktemp(method) for method in METHODS}
@@ -160,8 +155,7 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
 def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=message):
-        main([configuration(**keys), *words, "--output", "report"])
+    assert_rejected(message, main, [configuration(**keys), *words, "--output", "report"])
     assert not (tmp_path / "report").exists()
 
 

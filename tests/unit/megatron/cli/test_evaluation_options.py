@@ -8,6 +8,7 @@ from megatron.config import Config
 from megatron.evaluation.records import read_results
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.errors import assert_rejected
 
 
 def test_options_are_checked_without_a_checkpoint(tmp_path):
@@ -31,8 +32,7 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
         (["--lengths", "32", "--resolution", "100000"], "--resolution 100000: the text has only"),
         (["--lengths", "32", "--passkey"], "tokenizer-type GPT2BPETokenizer needs vocab-file"),
     ):
-        with pytest.raises(UserError, match=message):
-            check_run(words, config, "sweep.yml", has_data=True)
+        assert_rejected(message, check_run, words, config, "sweep.yml", has_data=True)
 
 
 @pytest.mark.ci

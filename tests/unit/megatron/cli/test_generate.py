@@ -9,21 +9,17 @@ from pathlib import Path
 import pytest
 
 from megatron.cli.generate import continue_texts, interact, main, read_prompts, split_prompts
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.config.schema import GenerationConfig
 from megatron.inference.generation import Generation, generate
 from megatron.tokenizer.tokenizer import build_tokenizer
-from tests.support.checkpoints import settings_of, write_checkpoint, write_corpus, write_yaml
+from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
+from tests.support.errors import assert_rejected
 from tests.support.language_models import small_gpt
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
 
 TOKENIZER = build_tokenizer("CharLevelTokenizer")
 CHOICE = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "maximum_tokens": 48}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +125,7 @@ def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
     main([*words, "temperature=0.5", "maximum-tokens=20", "seed=3"])
     alone = generate(model, [[0]], maximum_tokens=20, temperature=0.5, seed=3, eod=0)[0]
     assert read_records(output)[0]["text"] == TOKENIZER.detokenize(alone.tokens)
-    with pytest.raises(UserError, match="temprature"):
-        main([*words, "temprature=0.5"])
+    assert_rejected("temprature", main, [*words, "temprature=0.5"])
 
 
 def test_interactive_reads_prompts_until_the_input_ends(configuration, trained, monkeypatch, capsys):
@@ -188,8 +183,7 @@ def test_splitting_prompts(text, prompt_end, prompts):
 def test_bad_prompt_files(tmp_path, content, message):
     if content is not None:
         (tmp_path / "p.txt").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_prompts(tmp_path / "p.txt", "\n")
+    assert_rejected(message, read_prompts, tmp_path / "p.txt", "\n")
 
 
 @pytest.mark.parametrize(
@@ -209,8 +203,7 @@ def test_bad_prompt_files(tmp_path, content, message):
 )
 def test_invalid_requests(tmp_path, monkeypatch, configuration, keys, words, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        main([configuration(**keys), *words])
+    assert_rejected(message, main, [configuration(**keys), *words])
     assert [path.name for path in tmp_path.iterdir()] == ["all.yml"]
 
 
@@ -218,8 +211,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
     folder = tmp_path / "small"
     write_checkpoint(folder, "none", data, vocabulary=384)
     (tmp_path / "p.txt").write_text("a")
-    with pytest.raises(UserError, match=r"512.*384"):
-        main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
+    assert_rejected(r"512.*384", main, ["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
 
 
 def test_the_default_type(tmp_path, configuration, capsys):

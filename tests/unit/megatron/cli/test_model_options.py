@@ -16,7 +16,7 @@ from megatron.cli.model_options import (
     saved_config,
     tokenizer_files,
 )
-from megatron.config import Config, UserError
+from megatron.config import Config
 from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
 from tests.support.errors import assert_rejected
 
@@ -88,8 +88,7 @@ def test_the_folder_with_a_checkpoint(run, tmp_path):
     options = argparse.Namespace(checkpoint=[], iteration=None)
     assert checkpoint_folders(configured(load=str(tmp_path), save=str(run)), options) == [run]
     assert_rejected("--checkpoint DIR", checkpoint_folders, configured(), options)
-    with pytest.raises(UserError, match="no checkpoint in "):
-        checkpoint_folders(configured(save=str(tmp_path)), options)
+    assert_rejected("no checkpoint in ", checkpoint_folders, configured(save=str(tmp_path)), options)
 
 
 def test_the_chosen_step_is_loaded_although_latest_changes(tmp_path, capsys):

@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
 from megatron.cli.report import main
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 from tests.support.records import record, seeds, stored_record
 
@@ -35,8 +32,7 @@ def test_a_folder_that_is_not_writable_is_found_before_results_are_read(tmp_path
 
 def test_invalid_arguments_and_results_are_rejected(tmp_path):
     output = ["--output", str(tmp_path / "out")]
-    with pytest.raises(UserError, match="nothing to report"):
-        main(output)
+    assert_rejected("nothing to report", main, output)
     (tmp_path / "empty").mkdir()
     assert_rejected(r"empty.*results\.jsonl", main, [str(tmp_path / "empty"), *output])
     write_results(tmp_path / "bad", [])

@@ -175,8 +175,7 @@ def test_overrides(write):
     ],
 )
 def test_bad_overrides(write, override, message):
-    with pytest.raises(UserError, match=message):
-        load(write, MODEL, '{"seed": 1}', overrides=[override])
+    assert_rejected(message, load, write, MODEL, '{"seed": 1}', overrides=[override])
 
 
 def test_placeholders(flat):
@@ -225,8 +224,7 @@ def test_paths_that_cannot_be_expanded(write, monkeypatch):
     ],
 )
 def test_bad_placeholders(flat, path, message):
-    with pytest.raises(UserError, match=f'"save": .*{message}'):
-        Config.from_flat({**flat, "save": path})
+    assert_rejected(f'"save": .*{message}', Config.from_flat, {**flat, "save": path})
 
 
 @pytest.mark.parametrize(
@@ -297,8 +295,7 @@ def test_secrets_in_values_that_are_passed_on_are_rejected(flat, write):
         ("eval_include_path", ["a", "https://user:word@host/b"], "eval_include_path.1"),
         ("comment", "--export WANDB_API_KEY=abcdefg", "comment"),
     ):
-        with pytest.raises(UserError, match=f'^here: "{name}" looks like a secret'):
-            Config.from_flat({**flat, key: value}, source="here")
+        assert_rejected(f'^here: "{name}" looks like a secret', Config.from_flat, {**flat, key: value}, source="here")
     with pytest.raises(UserError, match=r'^--set: "deepspeed_extra_args\.comet\.api_key"'):
         load(write, MODEL, overrides=["deepspeed_extra_args.comet.api_key=abc"])
     Config.from_flat({**flat, "deepspeed_extra_args": {"comet": {"enabled": False, "api_key": None}}})

@@ -151,8 +151,7 @@ def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
     assert config.model.pos_emb == "alibi"
     assert config.notices[0] == f"demo.yml, pos_emb/alibi.yml: this project's own, from {PACKAGED}"
     assert_rejected(r"pos_emb/alibbi.*alibi\.yml", find_file, "pos_emb/alibbi")
-    with pytest.raises(UserError, match="demo: no such file"):
-        find_file("demo", tmp_path)
+    assert_rejected("demo: no such file", find_file, "demo", tmp_path)
     write("demo.yml", f"{{{MODEL}}}")  # one in the working directory comes first
     assert find_file("demo") == Path("demo.yml")
 
@@ -160,16 +159,13 @@ def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
 def test_missing_file(write, tmp_path):
     write("small_bf16.yml", "{}")
     assert_rejected(r"smal_bf16.*small_bf16\.yml", load_config, ["smal_bf16"], tmp_path)
-    with pytest.raises(UserError, match="no such file, and no folder"):
-        load_config(["a.yml"], tmp_path / "nowhere")
-    with pytest.raises(UserError, match=f"searched {tmp_path}, which have 1 YAML files"):
-        load_config(["qqqqqq"], tmp_path)
+    assert_rejected("no such file, and no folder", load_config, ["a.yml"], tmp_path / "nowhere")
+    assert_rejected(f"searched {tmp_path}, which have 1 YAML files", load_config, ["qqqqqq"], tmp_path)
 
 
 def test_names_that_no_file_has(tmp_path):
     for name, message in [("a" * 300, "File name too long"), (".", "not a regular file")]:
-        with pytest.raises(UserError, match=message):
-            find_file(name, tmp_path)
+        assert_rejected(message, find_file, name, tmp_path)
     os.mkfifo(tmp_path / "pipe.yml")
     assert_rejected(r"pipe\.yml", find_file, "pipe.yml", tmp_path)
     assert_rejected(r"pipe\.yml", read_file, tmp_path / "pipe.yml")

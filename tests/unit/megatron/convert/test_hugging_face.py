@@ -9,13 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPTNeoXForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from kerple.attention import AttentionMode, LogLength
 from kerple.positional import primary_names
@@ -32,14 +26,11 @@ from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY, Exploit
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model
+from tests.support.exported import load
 from tests.support.release import checkpoints
 from tests.support.texts import KINDS
 
 CHARACTERS = TokenizerFiles("CharLevelTokenizer")
-
-
-def load(folder) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
 
 
 # Methods of each kind, whose models are also tested with left padding.

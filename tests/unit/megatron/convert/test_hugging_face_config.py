@@ -3,12 +3,7 @@
 import pytest
 
 from megatron.checkpoint.storage import CheckpointError
-from megatron.convert.hugging_face_config import (
-    config_from,
-    self_contained_config,
-    stock_config,
-    stock_type,
-)
+from megatron.convert.hugging_face_config import config_from, self_contained_config, stock_config, stock_type
 from tests.support.conversion import make_model
 
 NEOX = {

@@ -150,10 +150,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     name = "model.layers.1.self_attn.k_proj.weight"
     for changed, message in (
         ({**tensors, "model.layers.0.mlp.experts.0.w1.weight": torch.ones(1)}, r"contains model.layers.0.mlp.experts"),
-        (
-            {**tensors, name: torch.ones(3, 32)},
-            r"k_proj.weight has shape \(3, 32\), but config.json implies \(32, 32\)",
-        ),
+        ({**tensors, name: torch.ones(3, 32)}, r"k_proj.weight has shape \(3, 32\).*config.json.* \(32, 32\)"),
         ({other: tensor for other, tensor in tensors.items() if other != name}, rf"lacks {name}$"),
         ({**tensors, name: tensors[name] / 0}, r"k_proj.weight contains values that are not finite"),
     ):

@@ -102,11 +102,7 @@ def test_special_tokens_of_a_chat_model(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>", "<pad>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    values = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<pad>",
-    }
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
     (tmp_path / "hf").mkdir()
     ids = write_tokenizer(TokenizerFiles("HFTokenizer", str(tmp_path / "tokenizer.json")), tmp_path / "hf", 8)

@@ -24,6 +24,7 @@ from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.splits import Blend
 from megatron.utils.errors import UserError
 from tests.support.corpora import manifest_of
+from tests.support.errors import assert_rejected
 
 LENGTHS = (32, 32, 32)
 
@@ -233,8 +234,7 @@ def test_data_of_another_tokenizer_are_rejected(configuration, corpus, tmp_path,
     message = r"other was tokenized with HFTokenizer with 2,000 ids .* and not with HFTokenizer with 600 ids"
     separate = {"train_data_paths": [corpus], "valid_data_paths": [other]}
     for keys in ({"data_path": other, "split": "1"}, separate):
-        with pytest.raises(UserError, match=message):
-            build_datasets(configuration(**keys), tokenizer, 32, (10, 0, 0))
+        assert_rejected(message, build_datasets, configuration(**keys), tokenizer, 32, (10, 0, 0))
     write_manifest(other, replace(manifest, tokenizer_fingerprint=tokenizer.fingerprint))
     assert len(build_datasets(configuration(data_path=other, split="1"), tokenizer, 32, (10, 0, 0)).train) == 10
 

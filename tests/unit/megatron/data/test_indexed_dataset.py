@@ -63,13 +63,11 @@ def test_both_missing(tmp_path, pair):
 @pytest.mark.parametrize("ending", ["bin", "idx"])
 def test_one_missing(pair, ending):
     pair.with_suffix(f".{ending}").unlink()
-    with pytest.raises(UserError, match=rf"pair\.{ending} missing"):
-        open_indexed_files(pair)
+    assert_rejected(rf"pair\.{ending} missing", open_indexed_files, pair)
 
 
 def test_prefix_with_extension(pair):
-    with pytest.raises(UserError, match=r"give the prefix without the extension: .*pair$"):
-        open_indexed_files(f"{pair}.bin")
+    assert_rejected(r"give the prefix without the extension: .*pair$", open_indexed_files, f"{pair}.bin")
 
 
 def test_truncated_bin(pair):
@@ -106,15 +104,13 @@ def test_damaged_idx(pair, offset, content, message, monkeypatch):
     monkeypatch.setattr("megatron.data.indexed_dataset._VALIDATION_BLOCK", 1)
     open_indexed_files(pair)
     _edit(f"{pair}.idx", offset, content)
-    with pytest.raises(UserError, match=message):
-        open_indexed_files(pair)
+    assert_rejected(message, open_indexed_files, pair)
 
 
 def test_empty_dataset(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"))
     builder.finalize(str(tmp_path / "a.idx"))
-    with pytest.raises(UserError, match=r"a is empty: .* 0 sequences and no tokens"):
-        open_indexed_files(tmp_path / "a")
+    assert_rejected(r"a is empty: .* 0 sequences and no tokens", open_indexed_files, tmp_path / "a")
 
 
 # --- manifests

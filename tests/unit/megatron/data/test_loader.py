@@ -17,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.loader import Loader, rank_samples
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 @pytest.fixture
@@ -126,8 +127,7 @@ def test_a_negative_id(tmp_path, settings, negative):
     builder.add_document(torch.tensor([5, 3] * 10 + [negative]), [21])
     builder.finalize(str(tmp_path / "a.idx"))
     train = datasets_from_split(str(tmp_path / "a"), "1", (20, 20, 20), (1, 0, 0), settings).train
-    with pytest.raises(UserError, match=rf"a\.bin.*token id {negative}"):
-        take(train, 1, micro_batch_size=1)
+    assert_rejected(rf"a\.bin.*token id {negative}", take, train, 1, micro_batch_size=1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

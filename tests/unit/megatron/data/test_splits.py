@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +11,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     parse_and_normalize_split,
 )
 from megatron.data.splits import part_span, split_spans
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
 # --- splits
@@ -38,5 +36,4 @@ def test_part_span():
     assert part_span("9,1,0", "valid", 20, "c") == (18, 20)
     assert part_span(None, "valid", 20, "c") == (0, 20)
     assert_rejected("'9,1,0'.*20", part_span, "9,1,0", "test", 20, "c")
-    with pytest.raises(UserError, match="leaves no documents for valid"):
-        part_span("999,1", "valid", 20, "c")
+    assert_rejected("leaves no documents for valid", part_span, "999,1", "valid", 20, "c")

@@ -7,7 +7,6 @@ import torch
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.streams import document_lengths, evaluation_stream
 from megatron.preparation.indexed_writer import IndexedWriter
-from megatron.utils.errors import UserError
 from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
 
@@ -47,10 +46,8 @@ def test_stream_contains_no_training_document(numbered):
 
 
 def test_errors(numbered, tmp_path):
-    with pytest.raises(UserError, match=r"leaves no documents for test"):
-        part_tokens(numbered, "9,1,0", "test")
-    with pytest.raises(UserError, match=r"no data at .*absent"):
-        part_tokens(str(tmp_path / "absent"))
+    assert_rejected(r"leaves no documents for test", part_tokens, numbered, "9,1,0", "test")
+    assert_rejected(r"no data at .*absent", part_tokens, str(tmp_path / "absent"))
 
 
 def test_stream_of_a_configuration(configuration, numbered, corpus):

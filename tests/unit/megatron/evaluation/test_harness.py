@@ -12,6 +12,7 @@ from megatron.evaluation.harness import find_tasks, harness_model
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from tests.support.conversion import make_model
+from tests.support.errors import assert_rejected
 from tests.support.harness_tasks import TASKS, write_tasks
 from tests.support.texts import PYTHON
 
@@ -43,14 +44,12 @@ def test_a_model_in_half_precision():
     ],
 )
 def test_models_that_cannot_be_exported(pos_emb, options, message):
-    with pytest.raises(UserError, match=message):
-        model_of(pos_emb, pos_emb_options=options)
+    assert_rejected(message, model_of, pos_emb, pos_emb_options=options)
 
 
 def test_an_export_that_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(UserError, match=r"eval_tasks.*temporary folder.*missing failed: .*TMPDIR"):
-        model_of("rotary")
+    assert_rejected(r"eval_tasks.*temporary folder.*missing failed: .*TMPDIR", model_of, "rotary")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
@@ -59,8 +58,7 @@ def test_a_full_disk(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(hugging_face, "save_file", save_file)
-    with pytest.raises(UserError, match=r"eval_tasks.*temporary folder.*No space left.*TMPDIR"):
-        model_of("rotary")
+    assert_rejected(r"eval_tasks.*temporary folder.*No space left.*TMPDIR", model_of, "rotary")
 
 
 @pytest.mark.ci

@@ -5,7 +5,7 @@ import pytest
 from kerple.attention import parse_mode
 from megatron.evaluation.modes import UNSUPPORTED_NOTE, parse_modes
 from megatron.inference.decoder import as_decoder
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.language_models import small_gpt
 
 
@@ -15,8 +15,7 @@ def test_each_mode_is_listed_once():
 
 
 def test_invalid_names():
-    with pytest.raises(UserError, match="choose full, window@W"):
-        parse_modes(["sliding"])
+    assert_rejected("choose full, window@W", parse_modes, ["sliding"])
 
 
 @pytest.mark.parametrize(

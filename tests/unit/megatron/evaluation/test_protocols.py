@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.evaluation.protocols import Segments, parse_protocol
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 def plan(protocol: str, *arguments) -> list[Segments]:
@@ -67,14 +67,12 @@ def test_ranks_share_the_segments():
     ],
 )
 def test_rejected_plans(name, available, lengths, budget, message):
-    with pytest.raises(UserError, match=message):
-        plan(name, available, lengths, budget)
+    assert_rejected(message, plan, name, available, lengths, budget)
 
 
 @pytest.mark.parametrize("name", ["overlapping", "last-k@0", "non-overlapping@3"])
 def test_unknown_names(name):
-    with pytest.raises(UserError, match=f"'{name}'.*non-overlapping, kerple"):
-        parse_protocol(name)
+    assert_rejected(f"'{name}'.*non-overlapping, kerple", parse_protocol, name)
 
 
 @pytest.mark.parametrize(("name", "pieces"), [("non-overlapping", 6), ("last-k@8", 50), ("sliding@8", 50)])

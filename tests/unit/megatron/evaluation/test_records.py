@@ -47,8 +47,7 @@ def test_a_bad_line_is_named(tmp_path, line):
         results.add(stored_record())
     with (tmp_path / RESULTS).open("a") as file:
         file.write(line + "\n" + json.dumps(positions()) + "\n")
-    with pytest.raises(UserError, match=f"results.jsonl, line 2: .*{BAD_LINES[line]}"):
-        read_results(tmp_path)
+    assert_rejected(f"results.jsonl, line 2: .*{BAD_LINES[line]}", read_results, tmp_path)
     with pytest.raises(UserError, match="line 2: "):
         ResultsFile(tmp_path, ["aa"]).__enter__()
 
@@ -56,8 +55,7 @@ def test_a_bad_line_is_named(tmp_path, line):
 def test_folders_without_results(tmp_path):
     assert_rejected(r"results\.jsonl", read_results, tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file is a file; give the folder"):
-        read_results(tmp_path / "file")
+    assert_rejected("file is a file; give the folder", read_results, tmp_path / "file")
     with pytest.raises(UserError, match="cannot write results to"):
         ResultsFile(tmp_path / "file" / "x", ["aa"]).__enter__()
 

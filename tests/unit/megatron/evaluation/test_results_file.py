@@ -5,6 +5,7 @@ import pytest
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.evaluation.results_file import ResultsFile
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.records import stored_record
 
 
@@ -80,6 +81,5 @@ def test_an_evaluation_whose_lock_file_was_removed_writes_nothing_more(tmp_path)
         (tmp_path / "results.jsonl.lock").unlink()
         with ResultsFile(tmp_path, ["aa"]) as second:
             second.add(stored_record(16))
-            with pytest.raises(UserError, match=r"results\.jsonl\.lock"):
-                first.add(stored_record(32))
+            assert_rejected(r"results\.jsonl\.lock", first.add, stored_record(32))
         assert [stored["length"] for stored in read_results([tmp_path])] == [16]

@@ -10,9 +10,9 @@ from megatron.data.streams import evaluation_stream
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.text import Text, as_text, check_ids, corpus_name, evaluation_text
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
-from megatron.utils.errors import UserError
 from tests.support.checkpoints import settings_of, write_corpus
 from tests.support.corpora import manifest_of
+from tests.support.errors import assert_rejected
 
 
 def test_as_text_accepts_tensors_arrays_and_lists():
@@ -27,8 +27,7 @@ def test_as_text_accepts_tensors_arrays_and_lists():
 
 def test_as_text_rejects_other_values():
     for tokens in ([[1]], [True], [0.5]):
-        with pytest.raises(UserError, match="torch"):
-            as_text(tokens)
+        assert_rejected("torch", as_text, tokens)
 
 
 @pytest.mark.parametrize(("tokens", "invalid"), [([3, 4, 0], 4), ([-1, 3, 0], -1)])
@@ -39,15 +38,13 @@ def test_ids_outside_the_vocabulary(tokens, invalid):
     if invalid == -1:
         text.check_ids(4)  # not read
     text.digest(Segments(2, [0]))
-    with pytest.raises(UserError, match=f"token id {invalid} is outside the vocabulary of 4"):
-        text.check_ids(4)
+    assert_rejected(f"token id {invalid} is outside the vocabulary of 4", text.check_ids, 4)
 
 
 def test_ids_without_a_vocabulary():
     check_ids(torch.tensor([], dtype=torch.int64), 1)
     check_ids(torch.tensor([10**6]), None)
-    with pytest.raises(UserError, match="token id -2 is outside the vocabulary: the text"):
-        check_ids(torch.tensor([-2]), None)
+    assert_rejected("token id -2 is outside the vocabulary: the text", check_ids, torch.tensor([-2]), None)
 
 
 def test_digests_identify_what_is_scored():
@@ -93,8 +90,7 @@ def test_the_tokenizer_of_the_text(tmp_path):
     assert evaluation_text(config, tokenizer).tokenizer_is_known
     write_manifest(prefix, manifest_of(files, 255, "other"))
     assert evaluation_text(config, None).token_bytes is None
-    with pytest.raises(UserError, match=r"text_document.*HFTokenizer.*CharLevel"):
-        evaluation_text(config, tokenizer)
+    assert_rejected(r"text_document.*HFTokenizer.*CharLevel", evaluation_text, config, tokenizer)
 
 
 def test_the_tokenizer_of_every_corpus_is_checked(tmp_path):
@@ -107,8 +103,7 @@ def test_the_tokenizer_of_every_corpus_is_checked(tmp_path):
     config = Config.from_flat(keys)
     assert not evaluation_text(config, CharLevelTokenizer()).tokenizer_is_known
     write_manifest(prefixes[1], manifest_of(open_indexed_files(prefixes[1]), 255, "other"))
-    with pytest.raises(UserError, match=r"other/text_document.*HFTokenizer"):
-        evaluation_text(config, CharLevelTokenizer())
+    assert_rejected(r"other/text_document.*HFTokenizer", evaluation_text, config, CharLevelTokenizer())
 
 
 def test_evaluation_text(tmp_path):

@@ -9,7 +9,7 @@ from kerple.positional import PositionsExceeded
 from kerple.positional.distance_maps import Clip
 from megatron.evaluation.runner import evaluate_extrapolation
 from megatron.inference.decoder import CallableDecoder, NativeDecoder, TransformersDecoder, as_decoder, inference
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.language_models import VOCABULARY, direct_losses, random_tokens, small_gpt
 
 
@@ -157,8 +157,7 @@ def test_models_that_see_later_tokens_are_rejected(model_type):
     def reversed_counts(tokens):
         return nn.functional.one_hot(tokens, VOCABULARY).float().cumsum(1).flip(1)
 
-    with pytest.raises(UserError, match="is not causal"):
-        evaluate(reversed_counts if model_type == "function" else tiny_model(model_type))
+    assert_rejected("is not causal", evaluate, reversed_counts if model_type == "function" else tiny_model(model_type))
     if model_type == "bert":
         assert evaluate(tiny_model("bert", is_decoder=True))["loss"] > 0
 
@@ -167,8 +166,7 @@ def test_models_with_an_encoder_and_a_decoder_are_rejected():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    with pytest.raises(UserError, match="T5ForConditionalGeneration"):
-        evaluate(T5ForConditionalGeneration(config))
+    assert_rejected("T5ForConditionalGeneration", evaluate, T5ForConditionalGeneration(config))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gptj", "codegen", "ctrl"])

@@ -13,6 +13,7 @@ from megatron.inference.generation import Sampling, generate
 from megatron.model.attention import KVCache
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 
 # Two of the same length, a single token, a long one.
@@ -48,8 +49,7 @@ def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
 def test_dynamic_scaling_needs_the_complete_text():
     options = {"scaling": "dynamic", "factor": 2, "trained_length": 16}
     model = small_gpt("rotary", pos_emb_options=options).double()
-    with pytest.raises(UserError, match=r"pos_emb rotary \(scaling dynamic.*recompute"):
-        generate(model, PROMPTS, maximum_tokens=20)
+    assert_rejected(r"pos_emb rotary \(scaling dynamic.*recompute", generate, model, PROMPTS, maximum_tokens=20)
     expected = [one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)]
     recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True)
     assert [generation.tokens for generation in recomputed] == expected
@@ -170,8 +170,7 @@ def test_dropout_is_off_and_the_mode_is_restored():
 )
 def test_invalid_arguments(keywords, message):
     arguments = {"prompts": [[1]], "maximum_tokens": 3, "recompute": True, **keywords}
-    with pytest.raises(UserError, match=message):
-        generate(counting_up, arguments.pop("prompts"), **arguments)
+    assert_rejected(message, generate, counting_up, arguments.pop("prompts"), **arguments)
 
 
 # -- sampling
@@ -200,12 +199,7 @@ def distribution(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    seed=st.integers(0, 10_000),
-    temperature=st.floats(0.05, 5),
-    top_k=st.integers(0, 25),
-    top_p=st.floats(0, 1),
-)
+@given(seed=st.integers(0, 10_000), temperature=st.floats(0.05, 5), top_k=st.integers(0, 25), top_p=st.floats(0, 1))
 def test_distribution_equals_its_definition(seed, temperature, top_k, top_p):
     logits = np.random.default_rng(seed).normal(size=(3, 20)) * 3
     results = distribution(Sampling(temperature, top_k, top_p), torch.tensor(logits))
@@ -285,8 +279,7 @@ def test_logits_that_are_not_finite(logit, temperature):
     ],
 )
 def test_values_out_of_range(values, message):
-    with pytest.raises(UserError, match=message):
-        Sampling(**values)
+    assert_rejected(message, Sampling, **values)
 
 
 SINKS = Span(window=6, sinks=2)

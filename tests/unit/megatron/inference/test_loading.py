@@ -9,10 +9,10 @@ import torch
 from kerple.positional import PositionalMethod
 from megatron.checkpoint.directory import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
-from megatron.config import UserError
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from tests.support.checkpoints import Exploit
+from tests.support.errors import assert_rejected
 from tests.support.release import checkpoints, reference, split_for_ranks
 
 
@@ -124,20 +124,14 @@ def test_differences_from_the_configuration_are_named(key, value, message, copy)
 
 
 def test_missing_files_are_named(copy, tmp_path):
-    with pytest.raises(UserError, match="no such folder"):
-        load_model(tmp_path / "nothing")
+    assert_rejected("no such folder", load_model, tmp_path / "nothing")
     folder, step = copy()
-    with pytest.raises(UserError, match=r"7.*0, 300"):
-        load_model(folder, iteration=7)
+    assert_rejected(r"7.*0, 300", load_model, folder, iteration=7)
     (folder / "latest").write_text("global_step9")
-    with pytest.raises(UserError, match="global_step9"):
-        load_model(folder)
+    assert_rejected("global_step9", load_model, folder)
     (folder / "latest").unlink()
-    with pytest.raises(UserError, match="latest"):
-        load_model(folder)
+    assert_rejected("latest", load_model, folder)
     (step / "layer_03-model_00-model_states.pt").unlink()
-    with pytest.raises(UserError, match=r"layer 3|layer_03"):
-        load_model(folder, iteration=300)
+    assert_rejected(r"layer 3|layer_03", load_model, folder, iteration=300)
     shutil.rmtree(step / "configs")
-    with pytest.raises(UserError, match="configs"):
-        load_model(folder, iteration=300)
+    assert_rejected("configs", load_model, folder, iteration=300)

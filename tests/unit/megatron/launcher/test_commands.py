@@ -22,6 +22,7 @@ from megatron.launcher.commands import (
 from megatron.launcher.node import Node, decode_nodes
 from megatron.launcher.resources import Resources
 from megatron.launcher.script_arguments import decode_config
+from tests.support.errors import assert_rejected
 
 KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 TWO_HOSTS = Resources({"n1": [0, 1], "n2": [0, 1]}, "hostfile", on_cpu=False)
@@ -88,8 +89,7 @@ def test_forwarded_variables(tmp_path, monkeypatch):
     expected |= {"MINE": "x=y", "PYTHONPATH": "/q", "A": "b c", "B": '"'}
     assert forwarded_variables(environment) == expected
     (tmp_path / ".deepspeed_env").write_text("A=/q:$PYTHONPATH\nB=\"${A}/b $ 1\"\nC='$PATH'\nD=$UNSET1\n")
-    with pytest.raises(UserError, match=r"deepspeed_env: the value of D (?!.*UNSET1)"):
-        forwarded_variables(environment)
+    assert_rejected(r"deepspeed_env: the value of D (?!.*UNSET1)", forwarded_variables, environment)
     (tmp_path / ".deepspeed_env").write_text("A=/q:$PYTHONPATH\nB=\"${A}/b $ 1\"\nC='$PATH'\n")
     values = forwarded_variables(environment)
     assert (values["A"], values["B"], values["C"]) == ("/q:/p", "/q:/p/b $ 1", "$PATH")
@@ -101,17 +101,14 @@ def test_forwarded_variables(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="DS_ENV_FILE is nowhere, but there is no such file"):
         forwarded_variables({"DS_ENV_FILE": "nowhere"})
     (tmp_path / "other").write_bytes(b"NCCL_X=\xff")
-    with pytest.raises(UserError, match="other: not UTF-8; it must be a text file"):
-        forwarded_variables({"DS_ENV_FILE": "other"})
+    assert_rejected("other: not UTF-8; it must be a text file", forwarded_variables, {"DS_ENV_FILE": "other"})
 
 
 def test_secrets_are_recognized():
     variables = {"WANDB_API_KEY": "1", "HF_TOKEN": "2", "WANDB_BASE_URL": "https://me:pw@host", "HF_HOME": "/x"}
     assert split_secrets(variables) == ({"HF_HOME": "/x"}, ["WANDB_API_KEY", "HF_TOKEN", "WANDB_BASE_URL"])
-    names = (
-        "MLFLOW_TRACKING_TOKEN HUGGINGFACE_TOKEN AWS_SESSION_TOKEN AZURE_STORAGE_KEY AZURE_STORAGE_CONNECTION_STRING"
-    )
-    names += " MYSQL_PWD DB_PASS SSH_PASSPHRASE AWS_CREDENTIALS JWT PGPASSWORD"
+    names = "MLFLOW_TRACKING_TOKEN HUGGINGFACE_TOKEN AWS_SESSION_TOKEN AZURE_STORAGE_KEY MYSQL_PWD DB_PASS"
+    names += " AZURE_STORAGE_CONNECTION_STRING SSH_PASSPHRASE AWS_CREDENTIALS JWT PGPASSWORD"
     assert split_secrets(dict.fromkeys(names.split(), "1")) == ({}, names.split())
     harmless = dict.fromkeys(["TOKENIZERS_PARALLELISM", "PWD", "AWS_TOKEN_FILE", "NCCL_IB_PKEY", "SSH_ASKPASS"], "1")
     assert split_secrets(harmless) == (harmless, [])

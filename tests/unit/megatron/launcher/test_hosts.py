@@ -7,6 +7,7 @@ import pytest
 from megatron.config import UserError
 from megatron.launcher import hosts
 from megatron.launcher.hosts import Failure, check_hosts, parse_failure
+from tests.support.errors import assert_rejected
 
 ANSWERS = {
     "good": (0, "10.0.0.7 172.17.0.1\n", ""),
@@ -53,8 +54,7 @@ def test_every_host_that_fails_is_named(commands):
 
 def test_without_ssh(commands, monkeypatch):
     monkeypatch.setattr(hosts.shutil, "which", lambda program: None)
-    with pytest.raises(UserError, match="ssh is not installed here"):
-        check_hosts(["good"], "/w", [], {})
+    assert_rejected("ssh is not installed here", check_hosts, ["good"], "/w", [], {})
     assert commands == []
 
 

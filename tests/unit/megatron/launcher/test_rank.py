@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.launcher import rank
 from megatron.launcher.node import LAUNCHER_VARIABLE
 from megatron.launcher.rank import first_host, follow_launcher, set_rank_variables
+from tests.support.errors import assert_rejected
 
 KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 
@@ -45,8 +46,7 @@ def test_existing_ranks_are_not_changed():
 
 def test_several_processes_require_an_address():
     config = Config.from_flat({**KEYS, "launcher": "slurm"})
-    with pytest.raises(UserError, match=r"8.*0.*master_addr"):
-        set_rank_variables(config, dict(SLURM))
+    assert_rejected(r"8.*0.*master_addr", set_rank_variables, config, dict(SLURM))
 
 
 def test_a_single_process_needs_no_port():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
 from tests.support.errors import assert_rejected
 
@@ -42,8 +42,7 @@ def test_this_machine_without_gpu(gpus):
     gpus(0)
     assert find_resources(make_config()) == Resources({"localhost": [0]}, None, on_cpu=True)
     assert find_resources(make_config(num_gpus=3)).world_size == 3
-    with pytest.raises(UserError, match="include and exclude"):
-        find_resources(make_config(include="localhost:0"))
+    assert_rejected("include and exclude", find_resources, make_config(include="localhost:0"))
 
 
 def test_this_machine_with_gpus(gpus):
@@ -58,8 +57,7 @@ def test_this_machine_with_gpus(gpus):
         ({"include": "elsewhere:0"}, "include: 'elsewhere' is not a host of this machine, which has localhost"),
         ({"exclude": "localhost"}, "exclude localhost leaves no slot of this machine"),
     ):
-        with pytest.raises(UserError, match=message):
-            find_resources(make_config(**keys))
+        assert_rejected(message, find_resources, make_config(**keys))
 
 
 def test_a_missing_hostfile(gpus, capsys):
@@ -68,8 +66,7 @@ def test_a_missing_hostfile(gpus, capsys):
     assert capsys.readouterr().out.startswith("deepy: hostfile /mock_path does not exist; using only this machine")
     for keys in ({"num_nodes": 2}, {"force_multi": True}, {"launcher": "slurm"}):
         assert_rejected("/mock_path", find_resources, make_config(hostfile="/mock_path", **keys))
-    with pytest.raises(UserError, match="hostfile nowhere: No such file or directory"):
-        find_resources(make_config(hostfile="nowhere"))
+    assert_rejected("hostfile nowhere: No such file or directory", find_resources, make_config(hostfile="nowhere"))
 
 
 def test_visible_devices_are_respected(gpus):
@@ -78,8 +75,7 @@ def test_visible_devices_are_respected(gpus):
     assert find_resources(make_config(num_gpus=1)).slots == {"localhost": [2]}
     assert find_resources(make_config()).describe() == "2 processes on GPU 2, 5 of this machine"
     gpus(1, visible="GPU-5ebe9f43")
-    with pytest.raises(UserError, match="accepts only GPU indices"):
-        find_resources(make_config())
+    assert_rejected("accepts only GPU indices", find_resources, make_config())
 
 
 def test_a_hostfile_of_this_machine(gpus, tmp_path):
@@ -94,8 +90,7 @@ def test_a_hostfile_of_this_machine(gpus, tmp_path):
     assert (resources.slots, resources.on_cpu) == ({"localhost": [2, 5, 6]}, False)
     assert find_resources(make_config(**keys, include="localhost:2")).slots == {"localhost": [6]}
     gpus(2, visible="2,5")
-    with pytest.raises(UserError, match=r"slot 2 of localhost.*2 GPU"):
-        find_resources(make_config(**keys))
+    assert_rejected(r"slot 2 of localhost.*2 GPU", find_resources, make_config(**keys))
 
 
 def test_hostfile(hostfile, monkeypatch):
@@ -123,8 +118,7 @@ def test_hostfile(hostfile, monkeypatch):
     ],
 )
 def test_hostfile_without_the_requested_slots(hostfile, keys, message):
-    with pytest.raises(UserError, match=message):
-        find_resources(make_config(hostfile=hostfile, **keys))
+    assert_rejected(message, find_resources, make_config(hostfile=hostfile, **keys))
 
 
 @pytest.mark.parametrize(
@@ -138,8 +132,7 @@ def test_hostfile_without_the_requested_slots(hostfile, keys, message):
 )
 def test_bad_hostfile(hostfile, text, message):
     Path(hostfile).write_text(text)
-    with pytest.raises(UserError, match=message):
-        find_resources(make_config(hostfile=hostfile))
+    assert_rejected(message, find_resources, make_config(hostfile=hostfile))
 
 
 def test_other_hosts(tmp_path):
@@ -163,8 +156,7 @@ def test_check_launcher(tmp_path, hostfile, monkeypatch):
         check_launcher(config, find_resources(config))
 
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(UserError, match="launcher pdsh"):
-        check()
+    assert_rejected("launcher pdsh", check)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     check(include="worker-1:1@worker-2:0,3")
     check(launcher="openmpi", num_gpus=2, num_nodes=1)

@@ -6,6 +6,7 @@ import pytest
 from megatron.cli import evaluate, generate
 from megatron.config import Config, UserError
 from megatron.launcher.script_arguments import decode_config, encode_config, parse_arguments
+from tests.support.errors import assert_rejected
 
 KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 
@@ -84,8 +85,7 @@ def test_encoded_configuration_is_safe_in_shells():
 
 @pytest.mark.parametrize("word", ["abc", "eJwrSS0uAQAEXQHB", "é"])
 def test_other_words_are_rejected(word):
-    with pytest.raises(UserError, match=r"deepy\.py"):
-        decode_config(word)
+    assert_rejected(r"deepy\.py", decode_config, word)
 
 
 def test_no_files_is_a_usage_error(capsys):

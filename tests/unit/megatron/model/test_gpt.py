@@ -174,8 +174,7 @@ TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 
 @pytest.mark.parametrize(
-    "pos_emb",
-    [pytest.param(name, marks=() if name in TRAINED else pytest.mark.ci) for name in primary_names()],
+    "pos_emb", [pytest.param(name, marks=() if name in TRAINED else pytest.mark.ci) for name in primary_names()]
 )
 def test_training_lowers_the_loss(pos_emb):
     """From a uniform distribution over 128 symbols to below the entropy of their frequencies, and the method's own

@@ -8,9 +8,9 @@ from torch import nn
 
 from kerple.attention import Attention, Requirements, self_check
 from kerple.attention.self_check import Verdict
-from megatron.config import UserError
 from megatron.model import fused_block, kernel_check, loss
 from megatron.model.kernel_check import check_kernels
+from tests.support.errors import assert_rejected
 from tests.support.language_models import small_gpt
 
 DEVICE = torch.device("cuda")
@@ -80,8 +80,7 @@ def test_a_failure_of_the_loss_kernel_on_any_rank_counts_on_all(ranks):
 
 def test_the_configured_backend_fails_on_all_ranks(ranks):
     ranks([PASSED], [FAILED])
-    with pytest.raises(UserError, match=r"'fused'.*self-check.*H100"):
-        run(small_gpt("kerple_log", attention_backend="fused"))
+    assert_rejected(r"'fused'.*self-check.*H100", run, small_gpt("kerple_log", attention_backend="fused"))
 
 
 def test_a_stage_without_blocks_takes_part(ranks):

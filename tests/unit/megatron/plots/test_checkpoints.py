@@ -20,8 +20,8 @@ from megatron.plots.checkpoints import (
 )
 from megatron.reporting.report import Sources
 from megatron.reporting.style import SCREEN
-from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
+from tests.support.errors import assert_rejected
 from tests.support.language_models import VOCABULARY, small_gpt, with_repeated_heads
 from tests.support.records import record
 from tests.support.release import RELEASE
@@ -253,5 +253,4 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
 
 
 def test_a_named_checkpoint_without_a_kernel_is_rejected():
-    with pytest.raises(UserError, match="rotary_checkpoints"):
-        add_weight_figures(Sources([], [RELEASE / "rotary_checkpoints"]))
+    assert_rejected("rotary_checkpoints", add_weight_figures, Sources([], [RELEASE / "rotary_checkpoints"]))

@@ -4,13 +4,10 @@ import shutil
 import sys
 from types import SimpleNamespace
 
-import pytest
-
 from megatron.preparation import corpora
 from megatron.preparation.corpora import HubCorpus, StdlibCorpus, source_pieces
 from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.readers import ReadPosition
-from megatron.utils.errors import UserError
 from tests.support.corpora import TEXTS
 from tests.support.errors import assert_rejected
 
@@ -58,8 +55,7 @@ def test_pieces_of_a_file():
 
 def test_interpreter_without_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(UserError, match="contains no Python sources"):
-        StdlibCorpus()
+    assert_rejected("contains no Python sources", StdlibCorpus)
 
 
 # --- the Hugging Face hub

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments, parse_documents
 from megatron.preparation.readers import TextChunk
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
 
@@ -51,8 +50,7 @@ BAD_LINES = [
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_bad_line(line, message):
     content = b'{"text": "good"}\n\n' + line + b'\n{"text": "too"}'
-    with pytest.raises(UserError, match=rf"shard.jsonl, {message}.*--bad-documents skip"):
-        parse(content, first_line=40)
+    assert_rejected(rf"shard.jsonl, {message}.*--bad-documents skip", parse, content, first_line=40)
     skipped = SkippedDocuments()
     assert parse(content, first_line=40, skipped=skipped, skip_bad=True) == [["good"], ["too"]]
     assert skipped.bad == 1

@@ -89,8 +89,7 @@ def test_file_of_the_user(tmp_path, server):
     (tmp_path / "a b.jsonl.zst").write_bytes(b"mine")
     assert download(server.url, tmp_path).read_bytes() == b"mine"
     assert server.requests == []
-    with pytest.raises(UserError, match=rf"a b.jsonl.zst exists.*{SHA256}"):
-        download(f"{server.url}#sha256={SHA256}", tmp_path)
+    assert_rejected(rf"a b.jsonl.zst exists.*{SHA256}", download, f"{server.url}#sha256={SHA256}", tmp_path)
 
 
 @pytest.mark.parametrize("checksum", ["", f"#sha256={SHA256}"])
@@ -109,8 +108,7 @@ def test_failed_downloads(tmp_path, server, capsys):
     assert "secret" not in str(error.value) + capsys.readouterr().err
     server.breaks = [100_000] * (1 + RETRIES)
     assert_rejected("a%20b", download, server.url, tmp_path)
-    with pytest.raises(UserError, match=SHA256):
-        download(f"{server.url}#sha256={'0' * 64}", tmp_path)
+    assert_rejected(SHA256, download, f"{server.url}#sha256={'0' * 64}", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,8 +135,7 @@ def test_file_on_the_hub(tmp_path, monkeypatch):
     ],
 )
 def test_invalid_urls(tmp_path, url, message):
-    with pytest.raises(UserError, match=message):
-        download(url, tmp_path)
+    assert_rejected(message, download, url, tmp_path)
 
 
 def test_redact_url():

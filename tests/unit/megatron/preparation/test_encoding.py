@@ -11,8 +11,8 @@ from megatron.preparation.encoding import encode_chunks, encode_in_order, work_i
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus, TextChunk
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
-from megatron.utils.errors import UserError
 from tests.support.corpora import BYTE_TOKENIZER, ExitingTokenizerFiles, json_lines
+from tests.support.errors import assert_rejected
 from tests.support.texts import KINDS
 
 TOKENIZER = CharLevelTokenizer()
@@ -87,5 +87,4 @@ def test_results_of_workers_are_in_order(corpus):
 
 
 def test_killed_worker(corpus):
-    with pytest.raises(UserError, match="worker process"):
-        process(corpus, 2, ExitingTokenizerFiles("CharLevelTokenizer"))
+    assert_rejected("worker process", process, corpus, 2, ExitingTokenizerFiles("CharLevelTokenizer"))

@@ -12,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation.indexed_writer import IndexedWriter, is_resumable, publish
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 @settings(max_examples=40, deadline=None)
@@ -68,8 +69,7 @@ def test_damage_on_disk_is_detected(tmp_path):
         with open(tmp_path / "a.partial.bin", "r+b") as stream:
             stream.seek(4)
             stream.write(b"\x09")
-        with pytest.raises(UserError, match="reads back differently"):
-            writer.finish()
+        assert_rejected("reads back differently", writer.finish)
     assert os.listdir(tmp_path) == []
 
 
@@ -81,8 +81,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
-            writer.finish()
+        assert_rejected(r"cannot write .*a.*: No space left on device", writer.finish)
     assert os.listdir(tmp_path) == []
 
 
@@ -95,8 +94,7 @@ def test_writing_nothing(tmp_path):
 def test_ids_beyond_the_vocabulary_are_rejected(tmp_path):
     with IndexedWriter(tmp_path / "a", 100) as writer:
         writer.add(np.array([3, 100], dtype=np.uint16), np.array([2]))
-        with pytest.raises(UserError, match=r"100.*99"):
-            writer.finish()
+        assert_rejected(r"100.*99", writer.finish)
     assert os.listdir(tmp_path) == []
 
 

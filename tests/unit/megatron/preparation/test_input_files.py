@@ -7,7 +7,6 @@ import pytest
 
 from megatron.preparation.input_files import file_format, find_files
 from megatron.preparation.readers import FileCorpus
-from megatron.utils.errors import UserError
 from tests.support.corpora import read_inputs
 from tests.support.errors import assert_rejected
 
@@ -54,12 +53,10 @@ def test_urls_of_downloads_are_skipped(tmp_path):
 
 def test_errors(tmp_path):
     (tmp_path / "a.orc").touch()
-    with pytest.raises(UserError, match=r"no input files given"):
-        find_files([])
+    assert_rejected(r"no input files given", find_files, [])
     assert_rejected(r"absent\.jsonl", find_files, [tmp_path / "absent.jsonl"])
     assert_rejected(r"a\.orc", find_files, [tmp_path / "a.orc"])
-    with pytest.raises(UserError, match=r"contains no file of a supported type"):
-        find_files([tmp_path])
+    assert_rejected(r"contains no file of a supported type", find_files, [tmp_path])
 
 
 # --- trees of source code
@@ -84,13 +81,11 @@ def test_source_tree(tree):
 
 @pytest.mark.parametrize("suffix", ["c", "*.c", ".tar.gz"])
 def test_invalid_suffixes(tree, suffix):
-    with pytest.raises(UserError, match="is not a file extension"):
-        find_files([tree], (suffix,))
+    assert_rejected("is not a file extension", find_files, [tree], (suffix,))
 
 
 def test_source_tree_without_matching_files(tree):
-    with pytest.raises(UserError, match=r"contains no file whose name ends in .rs or .go"):
-        find_files([tree], (".rs", ".go"))
+    assert_rejected(r"contains no file whose name ends in .rs or .go", find_files, [tree], (".rs", ".go"))
     assert_rejected(r"data\.json", find_files, [tree / "data.json"], (".c",))
 
 
@@ -102,8 +97,7 @@ def test_inputs_that_are_not_regular_files(tmp_path, capsys):
     """Nothing waits for a FIFO or reads a device without end."""
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/zero", "/dev/stdin"):
-        with pytest.raises(UserError, match="is not a regular file"):
-            find_files([path])
+        assert_rejected("is not a regular file", find_files, [path])
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "broken.txt").symlink_to("absent")
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -146,5 +140,4 @@ def test_folder_that_cannot_be_read(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", fail)
-    with pytest.raises(UserError, match=r"cannot read input .*private: Permission denied"):
-        find_files([tmp_path])
+    assert_rejected(r"cannot read input .*private: Permission denied", find_files, [tmp_path])

@@ -78,15 +78,12 @@ def test_merging_the_parts_of_a_corpus(tmp_path_factory, parts, block):
 def test_errors(tmp_path):
     a, b = build(tmp_path, "a", "one two"), build(tmp_path, "b", "three")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UserError, match="at least two"):
-        merge([a], str(tmp_path / "out"))
-    with pytest.raises(UserError, match="is one of the inputs"):
-        merge([a, b], f"{tmp_path}/../{tmp_path.name}/a_text_document")
+    assert_rejected("at least two", merge, [a], str(tmp_path / "out"))
+    assert_rejected("is one of the inputs", merge, [a, b], f"{tmp_path}/../{tmp_path.name}/a_text_document")
     assert_rejected("a_text_document", merge, [a, b, a], str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"a_text_document is given twice"):
         merge([a, f"{tmp_path}/../{tmp_path.name}/a_text_document"], str(tmp_path / "out"))
-    with pytest.raises(UserError, match="no data at"):
-        merge([a, str(tmp_path / "absent")], str(tmp_path / "out"))
+    assert_rejected("no data at", merge, [a, str(tmp_path / "absent")], str(tmp_path / "out"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     manifest = read_manifest(b)
     write_manifest(b, replace(manifest, tokenizer_fingerprint="another"))

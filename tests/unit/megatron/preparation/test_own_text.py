@@ -12,6 +12,7 @@ from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 BOOK = "".join(f"Paragraph {number}.\n" + "Some words of a long book. " * 30 + "\n\n" for number in range(200))
 
@@ -109,5 +110,4 @@ def test_errors(tmp_path, capsys):
         prepare(PrepareOptions("../up", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),)))
     (tmp_path / "empty.txt").write_bytes(b"good\n" * 1000 + b"\xff")
     options = PrepareOptions("mytext", tmp_path / "data", sources=(str(tmp_path / "empty.txt"),))
-    with pytest.raises(UserError, match=r"empty\.txt.*1001"):
-        prepare(options)
+    assert_rejected(r"empty\.txt.*1001", prepare, options)

@@ -190,8 +190,7 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("dataset", [name for name, known in KNOWN_DATASETS.items() if known.url is None])
 def test_missing_source(tmp_path, dataset):
     message = rf"{dataset} needs a source: pass --from .* --url .* --hf NAME .* available as: \w+"
-    with pytest.raises(UserError, match=message):
-        prepare(options_for(dataset, tmp_path))
+    assert_rejected(message, prepare, options_for(dataset, tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

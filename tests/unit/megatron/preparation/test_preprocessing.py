@@ -100,8 +100,7 @@ def test_failure_keeps_the_previous_output(tmp_path, shard):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
     assert len(before) == 3
     shard.write_text("broken\n")
-    with pytest.raises(UserError, match="not JSON"):
-        run(shard, tmp_path / "out")
+    assert_rejected("not JSON", run, shard, tmp_path / "out")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")} == before
 
 
@@ -296,18 +295,14 @@ def test_resume_with_skip_bad_after_a_bad_document(tmp_path, shared_input, expec
 
 def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small_items, monkeypatch, capsys):
     interrupt(shared_input, tmp_path / "out", monkeypatch, calls=150)
-    with pytest.raises(UserError, match="line 57: not JSON"):
-        build(shared_input, tmp_path / "out", STRICT_OPTIONS)
-    assert (
-        "journal ignored: the earlier run skipped bad documents; starting from the beginning" in capsys.readouterr().out
-    )
+    assert_rejected("line 57: not JSON", build, shared_input, tmp_path / "out", STRICT_OPTIONS)
+    assert "journal ignored: the earlier run skipped bad documents; starting from" in capsys.readouterr().out
 
 
 def test_only_bad_documents(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"broken\n\n[]\n" + json_lines(""))
     expected = r"no text to write: 2 documents are unreadable, 1 are empty; the first unreadable one: .*, line 1: not"
-    with pytest.raises(UserError, match=expected):
-        run(tmp_path / "a.jsonl", tmp_path / "out", skip_bad=True)
+    assert_rejected(expected, run, tmp_path / "a.jsonl", tmp_path / "out", skip_bad=True)
 
 
 @pytest.mark.parametrize("damage", ["removed", "truncated", "unreadable journal", "edited journal"])
@@ -338,8 +333,7 @@ def test_damaged_file_of_an_unfinished_run(tmp_path, shared_input, expected, sma
     content = bytearray(partial.read_bytes())
     content[10] ^= 1
     partial.write_bytes(content)
-    with pytest.raises(UserError, match="reads back differently from what was written"):
-        build(shared_input, tmp_path / "out")
+    assert_rejected("reads back differently from what was written", build, shared_input, tmp_path / "out")
     build(shared_input, tmp_path / "out")  # the damaged file is gone, so this run starts from the beginning
     assert contents(tmp_path / "out") == expected
 

@@ -20,7 +20,6 @@ from megatron.preparation.documents import DocumentOptions, read_texts
 from megatron.preparation.encoding import work_items
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus, ReadPosition
-from megatron.utils.errors import UserError
 from tests.support.archives import tar_of, zip_of
 from tests.support.corpora import TEXTS, json_lines, read_inputs
 from tests.support.errors import assert_rejected
@@ -169,8 +168,7 @@ def test_archive_in_an_archive(tmp_path, inner, suffixes):
     for name in ("a.tar", "a.zip"):
         chunks = FileCorpus(find_files([tmp_path / name], suffixes), suffixes).chunks()
         assert next(chunks).content == b"text"
-        with pytest.raises(UserError, match=rf"{name}:x/{inner} .*extract"):
-            next(chunks)
+        assert_rejected(rf"{name}:x/{inner} .*extract", next, chunks)
 
 
 def test_hidden_members(tmp_path):
@@ -250,8 +248,7 @@ def test_pyarrow_missing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.xz", "a.tar", "a.zip"])
 def test_content_does_not_match_the_extension(tmp_path, name):
     (tmp_path / name).write_bytes(b"plain text, not an archive " * 40)
-    with pytest.raises(UserError, match=rf"(cannot read .*{name}|{name} is damaged)"):
-        read_inputs(tmp_path / name)
+    assert_rejected(rf"(cannot read .*{name}|{name} is damaged)", read_inputs, tmp_path / name)
 
 
 def test_truncated_tar(tmp_path):

@@ -17,6 +17,7 @@ from megatron.reporting.aggregate import (
     significantly_better,
 )
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.records import passkey_record, record, seeds
 
 
@@ -66,16 +67,14 @@ def test_two_checkpoints_with_the_same_seed_are_rejected():
     first = record("alibi", 512, 4.0)
     elsewhere = {**first["checkpoint"], "path": "elsewhere"}
     second = record("alibi", 512, 4.1, checkpoint={**elsewhere, "iteration": 20, "fingerprint": "different"})
-    with pytest.raises(UserError, match=r"nowhere/alibi/1.*10.*20"):
-        measurements([first, second], "extrapolation", "perplexity")
+    assert_rejected(r"nowhere/alibi/1.*10.*20", measurements, [first, second], "extrapolation", "perplexity")
     retrained = record("alibi", 512, 4.0, checkpoint={**first["checkpoint"], "fingerprint": "retrained"})
     with pytest.raises(UserError, match="two checkpoints have results for alibi"):
         measurements([first, retrained], "extrapolation", "perplexity")
     moved = record("alibi", 512, 4.0, checkpoint=elsewhere)
     assert measurements([first, moved], "extrapolation", "perplexity").num_seeds == 1
     more_tokens = record("alibi", 512, 4.1, measurement="more tokens")
-    with pytest.raises(UserError, match=r"nowhere/alibi/1.*10.*512"):
-        measurements([first, more_tokens], "extrapolation", "perplexity")
+    assert_rejected(r"nowhere/alibi/1.*10.*512", measurements, [first, more_tokens], "extrapolation", "perplexity")
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.05, 0.2, 1.0])

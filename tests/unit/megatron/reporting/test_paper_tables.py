@@ -226,7 +226,4 @@ def test_passkey_accuracies():
         ("KERPLE (log)", "n/a", "–"),
         ("ALiBi", "85% ± 7%", "85% ± 7%"),
     ]
-    assert table.notes[1:] == (
-        "Mean ± standard deviation over 2 seeds.",
-        "n/a: KERPLE (log) at 512: no such position.",
-    )
+    assert table.notes[1:] == ("Mean ± standard deviation over 2 seeds.", "n/a: KERPLE (log) at 512: no such position.")

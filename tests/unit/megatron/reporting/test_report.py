@@ -7,7 +7,7 @@ import pytest
 
 from megatron.plots.checkpoints import add_weight_figures
 from megatron.reporting.report import Sources, write_report
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.records import record, seeds
 from tests.support.release import RELEASE
 
@@ -66,6 +66,5 @@ def test_aliases_are_the_same_method():
 
 
 def test_invalid_sources_are_rejected(tmp_path):
-    with pytest.raises(UserError, match="there are no results to report"):
-        write_report(Sources([]), tmp_path / "out")
+    assert_rejected("there are no results to report", write_report, Sources([]), tmp_path / "out")
     assert not (tmp_path / "out").exists()

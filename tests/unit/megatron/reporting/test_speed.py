@@ -6,8 +6,8 @@ import pytest
 
 from megatron.reporting.speed import step_time_tables, step_times
 from megatron.reporting.training_log import read_log
-from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_checkpoint
+from tests.support.errors import assert_rejected
 from tests.support.records import record
 
 
@@ -60,7 +60,6 @@ def test_published_step_times(tmp_path):
 def test_wrong_values_in_a_log(tmp_path, text, message):
     log = tmp_path / "metrics.jsonl"
     log.write_text(f"{line(5, 128.0)}\n{text}\n")
-    with pytest.raises(UserError, match=message):
-        read_log(log)
+    assert_rejected(message, read_log, log)
     log.write_text(f'{line(5, 128.0)}\n{{"iter\n{{"iteration": 3, "train/loss": NaN}}\n')
     assert read_log(log) == (2.0, 128.0)

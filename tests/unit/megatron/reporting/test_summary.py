@@ -2,11 +2,10 @@
 
 import io
 
-import pytest
 from rich.console import Console
 
 from megatron.reporting.summary import write_summary
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.records import passkey_record, record
 
 LENGTHS = (512, 1024)
@@ -42,5 +41,4 @@ def test_the_file(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/extrapolation\.md"):
-        write_summary(records(), tmp_path / "file")
+    assert_rejected(r"file/extrapolation\.md", write_summary, records(), tmp_path / "file")

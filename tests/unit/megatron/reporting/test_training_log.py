@@ -1,10 +1,8 @@
 """Reading metrics.jsonl."""
 
-import pytest
-
 from megatron.reporting.training_log import parse_metrics, read_log
-from megatron.utils.errors import UserError
 from megatron.utils.files import METRICS
+from tests.support.errors import assert_rejected
 
 STEP = b'{"iteration": 4, "train/loss": NaN, "train/tokens": 8, "train/tokens_per_second": 4}\n'
 
@@ -16,5 +14,4 @@ def test_incomplete_lines_are_skipped(tmp_path):
 
 
 def test_values_of_a_wrong_type():
-    with pytest.raises(UserError, match="here: iteration must be an integer, not '4'"):
-        parse_metrics(b'{"iteration": "4"}', "here")
+    assert_rejected("here: iteration must be an integer, not '4'", parse_metrics, b'{"iteration": "4"}', "here")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.config import UserError
 from megatron.sweep.definition import read_sweep, run_name
+from tests.support.errors import assert_rejected
 from tests.support.sweeps import write_sweep
 
 
@@ -39,8 +39,7 @@ def test_the_last_axis_varies_fastest(tmp_path):
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):
-    with pytest.raises(UserError, match=message):
-        read_sweep(write_sweep(tmp_path, **keys))
+    assert_rejected(message, read_sweep, write_sweep(tmp_path, **keys))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +54,7 @@ def test_errors_name_the_place(tmp_path, keys, message):
 def test_axes_that_set_the_same_key_are_an_error(first, second, tmp_path):
     sweep = read_sweep(write_sweep(tmp_path, axes={"a": [first], "b": [second]}, set={"pos-emb": "alibi"}))
     (choices,) = sweep.combinations()
-    with pytest.raises(UserError, match=r"sweep\.yml"):
-        sweep.configuration(choices)
+    assert_rejected(r"sweep\.yml", sweep.configuration, choices)
 
 
 def test_characters_beyond_16_bits(tmp_path):
@@ -68,5 +66,4 @@ def test_characters_beyond_16_bits(tmp_path):
 
 def test_required_keys(tmp_path):
     (tmp_path / "sweep.yml").write_text('{"output": "x", "base": [], "axes": {"a": [{"seed": 1}]}}')
-    with pytest.raises(UserError, match="'evaluation'"):
-        read_sweep(tmp_path / "sweep.yml")
+    assert_rejected("'evaluation'", read_sweep, tmp_path / "sweep.yml")

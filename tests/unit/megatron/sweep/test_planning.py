@@ -92,8 +92,7 @@ def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
     ],
 )
 def test_other_checkpoints_to_start_from_are_an_error(keys, message, tmp_path):
-    with pytest.raises(UserError, match=rf"sweep\.yml: run kerple_log/7: .*{message}"):
-        plan(read_sweep(write_sweep(tmp_path, set=keys)))
+    assert_rejected(rf"sweep\.yml: run kerple_log/7: .*{message}", plan, read_sweep(write_sweep(tmp_path, set=keys)))
     # As in configurations that resume from the folder that they save to.
     plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron.tokenizer import hugging_face
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, split_text, train_bpe
 from megatron.tokenizer.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 from tests.support.texts import KINDS, UNICODE
 
@@ -138,8 +137,7 @@ def test_only_a_token_at_the_start_is_added(tokenizer_file, tmp_path, kind):
 )
 def test_unsupported_post_processors(tokenizer_file, tmp_path, post_processor, message):
     path, _ = _with_post_processor(tokenizer_file, tmp_path, post_processor)
-    with pytest.raises(UserError, match=f"tokenizer.json.*{message}"):
-        build_tokenizer("HFTokenizer", path)
+    assert_rejected(f"tokenizer.json.*{message}", build_tokenizer, "HFTokenizer", path)
 
 
 def test_a_long_text_of_a_tokenizer_that_appends(tokenizer_file, tmp_path, monkeypatch):
@@ -184,8 +182,7 @@ def test_tokenizer_json_as_gpt2_vocabulary(tokenizer_file, tmp_path):
     ],
 )
 def test_bad_merges(tmp_path, merges, message):
-    with pytest.raises(UserError, match=message):
-        build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path, merges=merges))
+    assert_rejected(message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, merges=merges))
 
 
 @pytest.mark.parametrize(
@@ -197,8 +194,7 @@ def test_bad_merges(tmp_path, merges, message):
     ],
 )
 def test_bad_vocabulary(tmp_path, vocabulary, message):
-    with pytest.raises(UserError, match=message):
-        build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path, vocabulary))
+    assert_rejected(message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, vocabulary))
 
 
 # --- GPT-2: parity with the published algorithm, written here in plain Python
@@ -363,14 +359,12 @@ def _read_with_normalizer(normalizer, folder) -> HuggingFaceTokenizer:
     ],
 )
 def test_errors_of_the_library(normalizer, tmp_path):
-    with pytest.raises(UserError, match=re.escape(str(tmp_path / "tokenizer.json"))):
-        _read_with_normalizer(normalizer, tmp_path)
+    assert_rejected(re.escape(str(tmp_path / "tokenizer.json")), _read_with_normalizer, normalizer, tmp_path)
 
 
 def test_panics_of_the_library(tmp_path):
     tokenizer = _read_with_normalizer({"type": "Replace", "pattern": {"Regex": "\\K"}, "content": "x" * 100}, tmp_path)
-    with pytest.raises(UserError, match="cannot encode the text"):
-        tokenizer.tokenize("some text")
+    assert_rejected("cannot encode the text", tokenizer.tokenize, "some text")
 
 
 def test_special_tokens_in_text_are_ordinary_text(tokenizer):

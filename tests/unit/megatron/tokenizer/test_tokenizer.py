@@ -5,7 +5,6 @@ import json
 import pytest
 
 from megatron.tokenizer.tokenizer import CharLevelTokenizer, SpecialTokens, build_tokenizer, padded_vocab_size
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 from tests.support.texts import KINDS
 
@@ -34,8 +33,7 @@ def test_char_level_tokenizer_vocabulary():
 
 @pytest.mark.parametrize("name", ["TiktokenTokenizer", "HFLlamaTokenizer", "HFGPT2Tokenizer"])
 def test_unsupported_types_name_an_alternative(name):
-    with pytest.raises(UserError, match=f"{name} is not supported: .*use "):
-        build_tokenizer(name, "vocab")
+    assert_rejected(f"{name} is not supported: .*use ", build_tokenizer, name, "vocab")
 
 
 def test_missing_files(tmp_path):
@@ -72,5 +70,4 @@ def test_tokens_as_text_and_as_dictionaries(tmp_path):
 @pytest.mark.parametrize("text", ["[1]", "{", '"a"', '{"added_tokens_decoder": {"x": 1}}'])
 def test_other_files_are_rejected(text, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
-        SpecialTokens.next_to(tmp_path / "tokenizer.json")
+    assert_rejected(r"tokenizer_config\.json", SpecialTokens.next_to, tmp_path / "tokenizer.json")

@@ -130,10 +130,7 @@ def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
         check()
 
     monkeypatch.setattr(startup, "run_on_all_ranks", on_a_host_with_a_folder_of_its_own)
-    with (
-        contextlib.ExitStack() as resources,
-        pytest.raises(UserError, match="rank 0"),
-    ):
+    with contextlib.ExitStack() as resources, pytest.raises(UserError, match="rank 0"):
         startup.lock_save_folder(str(tmp_path), resources)
 
 

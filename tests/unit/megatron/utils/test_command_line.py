@@ -6,14 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.yaml_files import parse_override
-from megatron.utils.command_line import (
-    TRACEBACK_VARIABLE,
-    OptionParser,
-    extract_overrides,
-    integer,
-    run_main,
-)
+from megatron.utils.command_line import TRACEBACK_VARIABLE, OptionParser, extract_overrides, integer, run_main
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 @pytest.fixture
@@ -71,8 +66,7 @@ def test_subcommands():
     ],
 )
 def test_options_that_set_keys_require_values(words, message):
-    with pytest.raises(UserError, match=message):
-        extract_overrides(words)
+    assert_rejected(message, extract_overrides, words)
 
 
 def test_extract_overrides():

@@ -5,6 +5,7 @@ import pytest
 
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, read_lines, sync_folder, write_atomically
+from tests.support.errors import assert_rejected
 
 
 def test_content_is_replaced(tmp_path):
@@ -23,8 +24,7 @@ def test_old_content_survives_an_error(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(UserError, match=r"cannot write .*file: No space left on device"):
-        write_atomically(path, b"new")
+    assert_rejected(r"cannot write .*file: No space left on device", write_atomically, path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -46,8 +46,7 @@ def test_a_folder_is_writable(tmp_path):
         "file/folder": "Not a directory",
         "link": "No such file or directory",
     }.items():
-        with pytest.raises(UserError, match=rf"^log-dir: .*: {reason}"):
-            check_writable(tmp_path / folder, "log-dir")
+        assert_rejected(rf"^log-dir: .*: {reason}", check_writable, tmp_path / folder, "log-dir")
 
 
 def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
@@ -55,8 +54,7 @@ def test_a_full_disk_is_not_writable(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"save: .*: No space left on device"):
-        check_writable(tmp_path, "save")
+    assert_rejected(r"save: .*: No space left on device", check_writable, tmp_path, "save")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,21 +62,16 @@ def test_read_file_accepts_only_small_regular_files(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     assert read_file(path, 5) == b"12345"
-    with pytest.raises(UserError, match="file is larger than 4 bytes"):
-        read_file(path, 4)
+    assert_rejected("file is larger than 4 bytes", read_file, path, 4)
     os.mkfifo(tmp_path / "fifo")
     for name in (tmp_path / "fifo", "/dev/zero"):
-        with pytest.raises(UserError, match="is not a regular file"):
-            read_file(name, 4)
-    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
-        read_file(tmp_path, 4)
-    with pytest.raises(UserError, match=r"cannot read .*missing: No such file"):
-        read_file(tmp_path / "missing", 4)
+        assert_rejected("is not a regular file", read_file, name, 4)
+    assert_rejected(r"cannot read .*: Is a directory", read_file, tmp_path, 4)
+    assert_rejected(r"cannot read .*missing: No such file", read_file, tmp_path / "missing", 4)
 
 
 def test_lines_of_limited_length(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"ab\n\n" + b"c" * 9)
     assert list(read_lines(path, 9)) == [b"ab\n", b"\n", b"c" * 9]
-    with pytest.raises(UserError, match="line 3 is longer than 8 bytes"):
-        list(read_lines(path, 8))
+    assert_rejected("line 3 is longer than 8 bytes", list, read_lines(path, 8))

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.utils.errors import UserError
 from megatron.utils.processes import Lock, LockBusyError
+from tests.support.errors import assert_rejected
 
 
 @pytest.fixture
@@ -84,11 +85,9 @@ def test_a_removed_file_is_a_lost_lock(tmp_path):
     first, second = Lock(path, "busy"), Lock(path, "busy")
     first.acquire()
     path.unlink()
-    with pytest.raises(UserError, match=str(path)):
-        first.check()
+    assert_rejected(str(path), first.check)
     second.acquire()
-    with pytest.raises(UserError, match=rf"{path}: .*held by process {os.getpid()} on"):
-        first.check()
+    assert_rejected(rf"{path}: .*held by process {os.getpid()} on", first.check)
     first.release()
     second.check()
     second.release()

@@ -4,8 +4,8 @@ import pytest
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from megatron.utils.errors import UserError
 from megatron.utils.typed_json import Count, Float, Text, parse_json
+from tests.support.errors import assert_rejected
 
 
 class Values(TypedDict):
@@ -35,5 +35,4 @@ def test_a_document():
     ],
 )
 def test_wrong_documents(content, message):
-    with pytest.raises(UserError, match=message):
-        parse_json(content, VALUES, "x.json")
+    assert_rejected(message, parse_json, content, VALUES, "x.json")

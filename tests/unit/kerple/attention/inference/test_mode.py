@@ -92,10 +92,7 @@ def test_names():
     assert parse_mode("blockwise@512", train_length=128).span == Span(block=256)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["window", "window@0", "window@-3", "window@1.5", "Full", "blockwise@", "sinks@0+4"],
-)
+@pytest.mark.parametrize("name", ["window", "window@0", "window@-3", "window@1.5", "Full", "blockwise@", "sinks@0+4"])
 def test_unknown_names(name):
     with pytest.raises(ValueError, match=f"'{re.escape(name)}' .*window@W"):
         parse_mode(name)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.config import Config, UserError
+from megatron.config import Config
+from tests.support.errors import assert_rejected
 
 
 @pytest.mark.parametrize(
@@ -30,8 +31,7 @@ from megatron.config import Config, UserError
     ],
 )
 def test_wrong_types(flat, keys, message):
-    with pytest.raises(UserError, match=f"^here: {message}"):
-        Config.from_flat({**flat, **keys}, source="here")
+    assert_rejected(f"^here: {message}", Config.from_flat, {**flat, **keys}, source="here")
 
 
 def test_conversions(flat):

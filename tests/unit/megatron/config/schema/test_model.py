@@ -4,6 +4,7 @@ from kerple.positional import build
 from megatron.config import Config, UserError
 from megatron.model.attention import SelfAttention
 from megatron.model.settings import ModelSettings
+from tests.support.errors import assert_rejected
 
 
 def test_derived_sizes(flat):
@@ -46,8 +47,7 @@ def test_windows_per_layer(flat):
         (True, "must be an integer"),
         ([7, None, 7], "sliding_window_width has 3 entries, but num_layers is 2"),
     ):
-        with pytest.raises(UserError, match=message):
-            Config.from_flat({**flat, "sliding-window-width": value})
+        assert_rejected(message, Config.from_flat, {**flat, "sliding-window-width": value})
 
 
 def test_the_bias_of_the_output_projection_follows_that_of_the_others(flat):

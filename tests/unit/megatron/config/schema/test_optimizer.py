@@ -1,6 +1,7 @@
 import pytest
 
 from megatron.config import Config, UserError
+from tests.support.errors import assert_rejected
 
 
 @pytest.mark.parametrize(
@@ -29,8 +30,7 @@ def test_precision(flat, keys, dtype):
     ],
 )
 def test_contradictory_precision(flat, keys):
-    with pytest.raises(UserError, match="contradictory precision"):
-        Config.from_flat({**flat, **keys})
+    assert_rejected("contradictory precision", Config.from_flat, {**flat, **keys})
 
 
 @pytest.mark.parametrize(

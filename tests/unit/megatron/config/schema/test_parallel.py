@@ -2,6 +2,7 @@ import pytest
 
 from megatron.config.schema import BatchConfig, ParallelConfig
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,5 @@ def batch(global_batch, micro_batch, accumulation) -> BatchConfig:
 def test_data_parallel_size():
     parallel = ParallelConfig(pipe_parallel_size=2, model_parallel_size=2)
     assert parallel.data_parallel_size(8) == 2
-    with pytest.raises(UserError, match=r"6 process.*4"):
-        parallel.data_parallel_size(6)
-    with pytest.raises(UserError, match="use a multiple of 4"):
-        parallel.data_parallel_size(2)
+    assert_rejected(r"6 process.*4", parallel.data_parallel_size, 6)
+    assert_rejected("use a multiple of 4", parallel.data_parallel_size, 2)

@@ -1,7 +1,8 @@
 import pytest
 
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.config.schema.training import TrainingConfig
+from tests.support.errors import assert_rejected
 
 
 def test_extrapolation_budget():
@@ -49,12 +50,10 @@ def test_complete_schedules(flat, keys):
     ],
 )
 def test_wrong_schedules(flat, keys, message):
-    with pytest.raises(UserError, match=message):
-        Config.from_flat({**flat, "seq_length": 8, "curriculum_learning": {**DISCRETE, **keys}})
+    assert_rejected(message, Config.from_flat, {**flat, "seq_length": 8, "curriculum_learning": {**DISCRETE, **keys}})
 
 
 @pytest.mark.parametrize("key", ["torch_compile", "enable_cuda_graph"])
 def test_keys_that_need_a_constant_length(flat, key):
     keys = {key: True, "precision": "bfloat16", "curriculum_learning": LINEAR, "seq_length": 8}
-    with pytest.raises(UserError, match=f"{key}.*curriculum_learning"):
-        Config.from_flat({**flat, **keys})
+    assert_rejected(f"{key}.*curriculum_learning", Config.from_flat, {**flat, **keys})

@@ -13,6 +13,7 @@ from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
 from megatron.evaluation.text import Text
 from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.language_models import random_tokens, small_gpt, with_repeated_heads
 
 STREAM = random_tokens(200)
@@ -89,10 +90,7 @@ def test_of_grouped_heads(method):
         assert grouped["resolution"] == pytest.approx(repeated["resolution"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["kerple_log", "kerple_power_ap_ap", "xpos", "dape_kerple", "learned", "forgetting"],
-)
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap", "xpos", "dape_kerple", "learned", "forgetting"])
 @torch.no_grad()
 @pytest.mark.quick(3)
 def test_against_every_pair(method):
@@ -139,7 +137,6 @@ def test_without_a_resolution():
     assert (beyond["resolution"], beyond["layers"], beyond["texts"]) == (None, [], 0)
     assert "16" in beyond["note"]
     assert "fewer than two distances" in measure(small_gpt("alibi"), ["window@1"])[0]["note"]
-    with pytest.raises(UserError, match=r"--resolution 9.*4.*48"):
-        measure(small_gpt("alibi"), ["full"], texts=9)
+    assert_rejected(r"--resolution 9.*4.*48", measure, small_gpt("alibi"), ["full"], texts=9)
     with pytest.raises(UserError, match="needs access to attention scores"):
         measure(lambda tokens: torch.zeros(*tokens.shape, 61), ["full"])

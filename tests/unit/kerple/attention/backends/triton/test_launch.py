@@ -8,12 +8,7 @@ pytest.importorskip("triton")
 from kerple.attention import Attention, Span, attend
 from kerple.attention.backends.triton import launch
 from kerple.positional import ModelShape, TableJacobian, build
-from tests.support.attention import (
-    float64_arguments,
-    random_attend_arguments,
-    run_attend,
-    upstream_gradient,
-)
+from tests.support.attention import float64_arguments, random_attend_arguments, run_attend, upstream_gradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=40)
