@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.tokenizer.hugging_face import MAX_BYTES, byte_level_tokenizer
+from megatron.tokenizer.hugging_face import byte_level_tokenizer
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
@@ -84,7 +84,7 @@ def _write_config(files: TokenizerFiles, folder: Path, tokenizer_class: str, eos
     if files.tokenizer_type in ("HFTokenizer", "SPMTokenizer") and os.path.isfile(original):
         for name in OTHER_FILES:
             if os.path.isfile(original.parent / name):
-                (folder / name).write_bytes(read_file(original.parent / name, MAX_BYTES))
+                (folder / name).write_bytes(read_file(original.parent / name))
         values = read_json(original)
         values.pop("auto_map", None)  # names code, which is not copied
         values.pop("add_eos_token", None)
@@ -99,7 +99,7 @@ def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Pa
     """Copy the model, which transformers reads with its LlamaTokenizer; return that."""
     import sentencepiece
 
-    (folder / "tokenizer.model").write_bytes(read_file(str(files.vocab_file), MAX_BYTES))
+    (folder / "tokenizer.model").write_bytes(read_file(str(files.vocab_file)))
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     keys: dict[str, Any] = {"add_bos_token": tokenizer.bos is not None, "add_eos_token": False, "legacy": False}
     keys["unk_token"] = processor.id_to_piece(processor.unk_id())
@@ -164,7 +164,7 @@ def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> 
             "convert without a tokenizer: --no-tokenizer"
         )
     for name in (*files.values(), *(other for other in OTHER_FILES if os.path.lexists(source / other))):
-        (folder / name).write_bytes(read_file(source / name, MAX_BYTES))
+        (folder / name).write_bytes(read_file(source / name))
     copied = TokenizerFiles(tokenizer_type, **{key: folder / name for key, name in files.items()})
     check_rows(copied.build(), vocabulary)
     return {"tokenizer_type": tokenizer_type, **{key: str(final / name) for key, name in files.items()}}

@@ -302,7 +302,6 @@ class Manifest:
 
 
 _MANIFEST = TypeAdapter(Manifest)
-_MANIFEST_LIMIT = 64 << 20  # bytes; `inputs` can be long
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -316,7 +315,7 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
 def read_manifest(prefix: str | Path) -> Manifest | None:
     """Read the manifest of `prefix`. Returns None if it is missing or unreadable, as for data from other software."""
     try:
-        return _MANIFEST.validate_json(read_file(manifest_path(prefix), _MANIFEST_LIMIT), strict=True)
+        return _MANIFEST.validate_json(read_file(manifest_path(prefix)), strict=True)
     except (UserError, ValueError):
         return None
 

@@ -312,7 +312,7 @@ def _rebuild_reason(
 ) -> str | None:
     """Return why the dataset must be rebuilt, an empty string if it does not exist, or None if it is up to date."""
     try:
-        present = json.loads(read_file(_recipe_path(prefix.parent), 1 << 20))
+        present = json.loads(read_file(_recipe_path(prefix.parent)))
     except (UserError, ValueError, RecursionError):
         return ""
     if not isinstance(present, dict):

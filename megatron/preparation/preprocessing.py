@@ -163,7 +163,6 @@ class JournalContent:
 
 
 _JOURNAL = TypeAdapter(JournalContent)
-_JOURNAL_LIMIT = 64 << 20  # bytes
 
 
 class Journal:
@@ -201,7 +200,7 @@ class Journal:
         if not self.exists:
             return None
         try:
-            checksum, _, content = read_file(self._path, _JOURNAL_LIMIT).partition(b"\n")
+            checksum, _, content = read_file(self._path).partition(b"\n")
             if checksum.decode() != hashlib.sha256(content).hexdigest():
                 raise ValueError("the checksum is wrong")
             stored = _JOURNAL.validate_json(content, strict=True)

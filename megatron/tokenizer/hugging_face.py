@@ -18,8 +18,6 @@ from megatron.utils.files import read_file
 _MAX_CHARACTERS = 1 << 20
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 
-MAX_BYTES = 1 << 26  # a tokenizer file with 260,000 tokens has 35 MB
-
 # 256 byte symbols and the end-of-document token.
 MIN_VOCAB_SIZE = 257
 
@@ -90,7 +88,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     name = "HFTokenizer"
 
     def __init__(self, path: Path):
-        content = read_file(path, MAX_BYTES)
+        content = read_file(path)  # a tokenizer file with 260,000 tokens has 35 MB
         with _library_errors(f"the tokenizers library cannot read {path} as a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
         tokenizer.no_truncation()
@@ -105,8 +103,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             raise UserError(
                 f"{path} has no {END_OF_DOCUMENT} token, which marks the end of a document (its special tokens: "
                 f"{', '.join(special) if special else 'none'}), and no {TOKENIZER_CONFIG} in its folder names another "
-                "(eos_token); add it with add_special_tokens of the tokenizers library, or train a tokenizer with "
-                "tools/datasets/train_tokenizer.py"
+                "(eos_token); add it with add_special_tokens of the tokenizers library"
             )
         super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
 
@@ -123,7 +120,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: Path, merge_file: Path):
-        content = read_file(vocab_file, MAX_BYTES) + b"\0" + read_file(merge_file, MAX_BYTES)
+        content = read_file(vocab_file) + b"\0" + read_file(merge_file)
         with _library_errors(
             f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its JSON of tokens and "
             "ids; for a tokenizer.json use tokenizer-type HFTokenizer"

@@ -9,8 +9,6 @@ from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, SpecialTokens, Tokeniz
 from megatron.utils.errors import UserError, first_line, is_library_error
 from megatron.utils.files import read_file
 
-MAX_BYTES = 1 << 26  # the model of 256,000 pieces has 4 MB
-
 
 class SPMTokenizer(Tokenizer):
     """A SentencePiece model. Special tokens in a text are not recognized: `</s>` becomes ordinary pieces.
@@ -26,7 +24,7 @@ class SPMTokenizer(Tokenizer):
     name = "SPMTokenizer"
 
     def __init__(self, path: Path):
-        content = read_file(path, MAX_BYTES)
+        content = read_file(path)
         self._processor = _read(content, path)
         self.vocab_size = self._processor.get_piece_size()
         eod = self._processor.piece_to_id(END_OF_DOCUMENT)

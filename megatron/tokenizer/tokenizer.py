@@ -200,7 +200,6 @@ def padded_vocab_size(vocab_size: int, divisor: int = 128, model_parallel_size: 
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-MAX_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class SpecialTokens:
         if not os.path.isfile(file):
             return cls()
         try:
-            values = json.loads(read_file(file, MAX_BYTES))
+            values = json.loads(read_file(file))
             added = [int(number) for number in values.get("added_tokens_decoder") or {}]
             bos, eos, pad = (_text(values.get(name)) for name in ("bos_token", "eos_token", "pad_token"))
             adds_bos = bool(values.get("add_bos_token"))

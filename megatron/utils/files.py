@@ -51,7 +51,7 @@ def open_file(path: str | Path) -> BufferedReader:
     return stream
 
 
-def read_file(path: str | Path, limit: int) -> bytes:
+def read_file(path: str | Path, limit: int = 1 << 26) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Use it for files from outside that are parsed as a whole. Raises UserError if the file is larger, or as `open_file`.
