@@ -22,7 +22,6 @@ from megatron.tokenizer.hugging_face import train_bpe
 from megatron.utils.command_line import integer, number, run_main
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, write_atomically
-from megatron.utils.progress import Progress
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,15 +49,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
     corpus = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, options.keys)
-    display = Progress("reading", corpus.total_bytes, unit="MB")
     rejected = SkippedDocuments()
     texts = filter(None, read_texts(corpus.chunks(), options, rejected))
     first = next(texts, None)
     if first is None:
         reason = f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})" if rejected.bad else ""
         raise UserError(f"there is nothing to train on: the input contains no text{reason}")
-    limited = limit_texts(itertools.chain([first], texts), corpus, display, arguments.max_megabytes)
-    # After reading, the library shows its own progress bar for the merges.
+    limited = limit_texts(itertools.chain([first], texts), arguments.max_megabytes)
     tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.output, tokenizer.to_str(pretty=True).encode())
@@ -71,18 +68,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{arguments.output}: {vocab_size:,} ids{note}")
 
 
-def limit_texts(
-    texts: Iterator[str], corpus: FileCorpus, display: Progress, max_megabytes: float | None
-) -> Iterator[str]:
-    """Yield texts up to `max_megabytes` and update the display, which is removed after the last text."""
+def limit_texts(texts: Iterator[str], max_megabytes: float | None) -> Iterator[str]:
+    """Yield texts up to `max_megabytes`."""
     text_bytes = 0
-    with display:
-        for documents, text in enumerate(texts, start=1):
-            text_bytes += len(text.encode("utf-8"))
-            display.update(corpus.bytes_read, f"{documents:,} documents", text_bytes / 1e6)
-            yield text
-            if max_megabytes is not None and text_bytes >= max_megabytes * 1e6:
-                break
+    for text in texts:
+        text_bytes += len(text.encode("utf-8"))
+        yield text
+        if max_megabytes is not None and text_bytes >= max_megabytes * 1e6:
+            break
 
 
 if __name__ == "__main__":
