@@ -39,7 +39,7 @@ from megatron.convert.output import (
     write_checkpoint,
 )
 from megatron.convert.sources import load_modeling_file, self_contained_files, unload_package
-from megatron.convert.tokenizer_files import copy_tokenizer, special_ids, write_tokenizer
+from megatron.convert.tokenizer_files import SPECIAL_IDS, copy_tokenizer, write_tokenizer
 from megatron.convert.weights import (
     SAFETENSORS,
     cast,
@@ -114,7 +114,7 @@ def to_hugging_face(
             values.update(ids)
             write_json(folder / "generation_config.json", ids)
         else:
-            values.update(dict.fromkeys(special_ids(0, 0)))
+            values.update(dict.fromkeys(SPECIAL_IDS))
         write_json(folder / "config.json", values)
         tensors = hugging_face_tensors(model, dtype, stock or "kerple")
         if stock is None:

@@ -16,9 +16,11 @@ from megatron.utils.files import read_file
 # The character that represents byte 0 in GPT-2's byte-level alphabet.
 NUL = "\u0100"
 
-
 # A SentencePiece model is only exported if transformers gives the same ids for this text.
 SAMPLE = "def main(count=10):\n\treturn [x * 3.14 for x in range(count)]  # naïve – 東京 🙂\n\n  The  end."
+
+# Special tokens in config.json and generation_config.json.
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # Files of a Hugging Face tokenizer that `copy_tokenizer` copies along with the vocabulary.
 OTHER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
@@ -65,10 +67,11 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
 def _with_own_tokens(
     files: TokenizerFiles, tokenizer: Tokenizer, id_of: Callable[[str], int | None]
 ) -> dict[str, int | list[int]]:
-    """`special_ids`, with the padding token and a further end token (of a chat model, say) of the tokenizer_config.json
-    next to the vocabulary file.
+    """The special tokens, with the padding token and a further end token (of a chat model, say) of the
+    tokenizer_config.json next to the vocabulary file.
     """
-    ids: dict[str, int | list[int]] = {**special_ids(tokenizer.eod, tokenizer.first)}
+    ids: dict[str, int | list[int]] = dict.fromkeys(SPECIAL_IDS, tokenizer.eod)
+    ids["bos_token_id"] = tokenizer.first
     if files.tokenizer_type in ("HFTokenizer", "SPMTokenizer"):
         special = SpecialTokens.next_to(Path(files.vocab_file or ""))
         pad = None if special.pad is None else id_of(special.pad)
@@ -168,8 +171,3 @@ def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> 
     copied = TokenizerFiles(tokenizer_type, **{key: folder / name for key, name in files.items()})
     check_rows(copied.build(), vocabulary)
     return {"tokenizer_type": tokenizer_type, **{key: str(final / name) for key, name in files.items()}}
-
-
-def special_ids(eod: int, bos: int) -> dict[str, int]:
-    """Special tokens in config.json and generation_config.json."""
-    return {"bos_token_id": bos, "eos_token_id": eod, "pad_token_id": eod}

@@ -204,10 +204,8 @@ def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
     # The header.
     with open_file(index) as stream:
         header = stream.read(HEADER.size)
-    if not header.startswith(MAGIC[: len(header)]) or not header:
-        raise UserError(f"{index} is not a Megatron index: it does not start with MMIDIDX; {_REBUILD_HINT}")
-    if len(header) < HEADER.size:
-        raise UserError(f"{index} is truncated: {len(header)} bytes are less than its header; {_REBUILD_HINT}")
+    if not header.startswith(MAGIC) or len(header) < HEADER.size:
+        raise UserError(f"{index} is not a Megatron index (MMIDIDX), or it is truncated; {_REBUILD_HINT}")
     version, code, sequences, entries = (int(field) for field in HEADER.unpack(header)[1:])
     if version != VERSION:
         raise UserError(f"{index} has format version {version}; only version {VERSION} exists")
@@ -253,12 +251,9 @@ def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
     # The .bin.
     expected_size, binary_size = tokens * dtype.itemsize, binary.stat().st_size
     if binary_size != expected_size:
-        if binary_size < expected_size:
-            problem = f"{binary} is truncated (or {index.name} belongs to another file)"
-        else:
-            problem = f"{index} belongs to another file (or describes only a part of {binary.name})"
         raise UserError(
-            f"{problem}: the .idx describes {expected_size:,} bytes, but the .bin has {binary_size:,}; {_REBUILD_HINT}"
+            f"{binary} is truncated, or {index} belongs to another file: the .idx describes {expected_size:,} bytes, "
+            f"but the .bin has {binary_size:,}; {_REBUILD_HINT}"
         )
     if tokens == 0:
         raise UserError(f"{str(binary)[:-4]} is empty: its .idx lists {sequences:,} sequences and no tokens")
