@@ -293,20 +293,21 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 
 
 def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None]) -> Text:
-    """The text of --text, or of the split."""
+    """The text of --text, or of the split. Its `bos` is that of --bos."""
     tokenizer = None
     try:
         tokenizer = tokenizer_of(config)
     except UserError as error:
-        if options.text is not None:
+        if options.text is not None or options.bos == "always":
             raise
         report(f"bits per byte is not measured: {error}")
+    bos = None
+    if tokenizer is not None and options.bos != "never":
+        bos = tokenizer.first if options.bos == "always" else tokenizer.bos
     if options.text is not None:
         assert tokenizer is not None
-        text = _text_of_file(options.text, tokenizer)
-    else:
-        text = evaluation_text(config, tokenizer, options.split)
-    return text if tokenizer is None else replace(text, bos=tokenizer.bos)
+        return replace(_text_of_file(options.text, tokenizer), bos=bos)
+    return replace(evaluation_text(config, tokenizer, options.split), bos=bos)
 
 
 def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:

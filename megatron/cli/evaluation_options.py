@@ -90,6 +90,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measurement.add_argument(
         "--split", choices=("valid", "test"), default="valid", help="split of the dataset (default: %(default)s)"
     )
+    measurement.add_argument(
+        "--bos",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="replace the first token of each text, which is not scored, by the beginning-of-text token; auto: if the "
+        "tokenizer adds one; always: otherwise by the end-of-document token (default: %(default)s)",
+    )
 
     # Other measures than the perplexity.
     further = parser.add_argument_group("further measures")

@@ -66,8 +66,8 @@ class Record(TypedDict):
         environment: None if it is not known, e.g. for results of `evaluate_extrapolation`.
         complete_segments: why a transformers model read complete segments instead of chunks through its KV cache; the
             key is missing otherwise.
-        bos: the tokenizer's beginning-of-text token, at the start of each segment and passkey prompt; None if there
-            was none. Files of earlier versions lack the key in this case.
+        bos: the token that `--bos` put at the start of each segment, or the tokenizer at the start of each passkey
+            prompt; None if there was none. Files of earlier versions lack the key in this case.
     """
 
     kind: Name

@@ -370,11 +370,14 @@ def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
 
 
 def test_the_token_at_the_beginning(tmp_path, monkeypatch):
+    """Without a token of the tokenizer, `always` chooses its end-of-document token."""
     train_bpe(["a text"] * 3, 270).save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
     monkeypatch.setattr(evaluate, "tokenizer_of", lambda config: tokenizer)
     (tmp_path / "text.txt").write_text("a text")
-    for bos in (5, None):
+    eod = tokenizer.eod
+    for bos, choices in ((5, {"auto": 5, "always": 5, "never": None}), (None, {"always": eod})):
         tokenizer.bos = bos
-        options = argparse.Namespace(text=tmp_path / "text.txt")
-        assert evaluate._read_text(None, options, print).bos == bos
+        for choice, token in choices.items():
+            options = argparse.Namespace(text=tmp_path / "text.txt", bos=choice)
+            assert evaluate._read_text(None, options, print).bos == token
