@@ -115,7 +115,7 @@ def _evaluate(
     folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, rank: int, world_size: int
 ) -> None:
     """Measure what the output folder has no results for, then print and write the report."""
-    # These import pandas, which is slow.
+    # These import pandas and matplotlib, which is slow.
     from megatron.reporting.aggregate import measurements
     from megatron.reporting.summary import write_summary
 
@@ -162,7 +162,8 @@ def _evaluate(
             for record in not_measured:
                 if results.find(record) is None:
                     results.add(record)
-            report(str(write_summary(results.records, output)))
+            for path in write_summary(results.records, output):
+                report(str(path))
             _check_losses(results)
 
 

@@ -36,6 +36,8 @@ QUERY_CHUNK = 512
 LOSS_NOTE = "the loss is"  # nan or inf: the start of the note of such a record
 # Larger batches do not fit into a CPU's caches; smaller ones do not keep a GPU busy.
 BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
+# For the time left only: attention over this many keys is assumed to cost as much as the rest of a small model.
+KEYS_PER_UNIT_COST = 8192
 
 
 @dataclass(frozen=True)
@@ -205,20 +207,27 @@ def run_eval_tasks(
 
     shares = [task.segments.shard(rank, world_size) for task in tasks]
 
+    # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments are cheap.
+    costs = []
+    for task in tasks:
+        span, length = task.mode.span, task.segments.length
+        costs.append(1 + min(length, span.window or length, span.block or length) / KEYS_PER_UNIT_COST)
+    total = sum(cost * share.targets for cost, share in zip(costs, shares, strict=True))
+
     # Run the tasks. All ranks have the same tasks, and share the segments of each.
-    completed, total = 0, sum(share.targets for share in shares)
+    completed = 0.0
     records: list[Record] = []
     display = Progress(name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0)
     with inference(model), display:
-        for task, share in zip(tasks, shares, strict=True):
+        for task, share, cost in zip(tasks, shares, costs, strict=True):
             display.description = f"{name} {task.mode.name} {share.length:,}"
             display.restart(completed)
             tokens = 0
 
-            def advance(count: int, completed: int = completed) -> None:
+            def advance(count: int, completed: float = completed, cost: float = cost) -> None:
                 nonlocal tokens
                 tokens += count
-                display.update(completed + tokens, amount=world_size * tokens)
+                display.update(completed + cost * tokens, amount=world_size * tokens)
 
             results = task.run(context, share, advance)
             if decoder.complete_segments is not None:
@@ -228,7 +237,7 @@ def run_eval_tasks(
             if on_record is not None:
                 for record in results:
                     on_record(record)
-            completed += share.targets
+            completed += cost * share.targets
             display.update(completed, amount=world_size * tokens)
             display.print(_result_line(name, results[0], display.rate_text))
     return records

@@ -31,6 +31,7 @@ RUN_VARIABLE = "SWEEP_RUN"
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
+EVALUATION_SHARE = 0.1  # in the progress, an evaluation counts as this share of the run's training steps
 
 
 @dataclass
@@ -61,7 +62,8 @@ class Failure:
 class Display:
     """Progress of a sweep: a line that changes on a terminal, lines elsewhere. A context manager.
 
-    The percentage counts training steps. The time left is estimated from the pace so far.
+    The percentage counts training steps, and the evaluation of a run as `EVALUATION_SHARE` of its steps. The time left
+    is estimated from the pace so far.
     """
 
     def __init__(self, runs: Sequence[SweepRun], statuses: Sequence[Status], console: Console):
@@ -69,10 +71,13 @@ class Display:
         self._finished = sum(status.state is State.FINISHED for status in statuses)
         self._failed = 0
         self._steps_left = {run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)}
-        self._steps_done = dict.fromkeys(self._steps_left, 0)
+        self._done = dict.fromkeys(self._steps_left, 0.0)
         self._refreshed_at = time.monotonic()
-        total = sum(self._steps_left.values())
-        self._progress = Progress("sweep", total, log_interval=LOG_INTERVAL, console=console)
+        self._work: dict[str, float] = dict(self._steps_left)
+        for run, status in zip(runs, statuses, strict=True):
+            if status.state is not State.FINISHED:
+                self._work[run.name] += EVALUATION_SHARE * run.steps
+        self._progress = Progress("sweep", sum(self._work.values()), log_interval=LOG_INTERVAL, console=console)
 
     def __enter__(self) -> "Display":
         self._progress.__enter__()
@@ -86,12 +91,12 @@ class Display:
 
     def finished(self, run: SweepRun, how: str) -> None:
         self._finished += 1
-        self._steps_done[run.name] = self._steps_left[run.name]
+        self._done[run.name] = self._work[run.name]
         self.print(f"[{self._counts()}] {run.name}: finished {how}")
 
     def failed(self, failure: Failure) -> None:
         self._failed += 1
-        self._steps_done[failure.run.name] = self._steps_left[failure.run.name]
+        self._done[failure.run.name] = self._work[failure.run.name]
         text = f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} ({failure.error}); the sweep continues"
         if failure.log is None:
             self.print(text)
@@ -113,12 +118,12 @@ class Display:
             if job.task == "training":
                 iteration = run.logged_iteration()
                 trained = iteration - (run.steps - steps_left)
-                self._steps_done[run.name] = min(max(trained, 0), steps_left)
+                self._done[run.name] = min(max(trained, 0), steps_left)
                 text += f" ({iteration:,}/{run.steps:,})"
             elif job.task == "evaluation":
-                self._steps_done[run.name] = steps_left
+                self._done[run.name] = steps_left
             texts.append(text)
-        self._progress.update(sum(self._steps_done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
+        self._progress.update(sum(self._done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
 
     def _counts(self) -> str:
         return f"{self._finished}/{self._total}" + (f", {self._failed} failed" if self._failed else "")

@@ -76,7 +76,9 @@ def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
         known = {key: row[key] for key in ("pos_emb", "seed", "train_length", "tokens")}
         assert known == {"pos_emb": "kerple_log", "seed": 77, "train_length": TRAIN_LENGTH, "tokens": 768}
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
+        f"extrapolation-text-2x32-{TRAIN_LENGTH}-non-overlapping.png",
         "extrapolation.md",
+        f"modes-text-2x32-{TRAIN_LENGTH}-non-overlapping.png",
         "results.jsonl",
     ]
     assert "KERPLE (log)" in output.out

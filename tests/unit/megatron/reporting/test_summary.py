@@ -2,6 +2,7 @@
 
 import io
 
+import matplotlib.image
 from rich.console import Console
 
 from megatron.reporting.summary import write_summary
@@ -27,16 +28,23 @@ def test_printed_tables(tmp_path):
         assert expected in text
 
 
-def test_the_file(tmp_path):
+def test_files(tmp_path):
     modes = [record("kerple_log", length, 3.4, mode="window@512") for length in LENGTHS]
-    path = write_summary([*records(), *modes], tmp_path)
-    assert list(tmp_path.iterdir()) == [path], "no temporary files are left"
-    text = path.read_text()
+    paths = write_summary([*records(), *modes], tmp_path)
+    assert [path.name for path in paths] == [
+        "extrapolation.md",
+        "extrapolation-github-12x768-512-non-overlapping.png",
+        "modes-github-12x768-512-non-overlapping.png",
+    ]
+    assert sorted(tmp_path.iterdir()) == sorted(paths), "no temporary files are left"
+    text = paths[0].read_text()
     titles = [line for line in text.splitlines() if line.startswith("# ")]
     assert len(titles) == 3, "perplexity, attention resolution, passkey retrieval"
     assert "| **GitHub, window@512** |  |  |" in text
     assert "| learned | **3.250** | n/a |" in text
     assert "paper |" not in text.partition(titles[1])[0], "published values are only in the report"
+    for path in paths[1:]:
+        assert matplotlib.image.imread(path).shape[1] > 900
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):
