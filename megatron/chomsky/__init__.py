@@ -5,7 +5,3 @@ model is the encoder with which DAPE (arXiv 2405.14722) compares positional meth
 
 `length_tasks` and `decoder` are tests of recall at controlled lengths, for decoders.
 """
-
-from megatron.chomsky.tasks import TASKS, Batch, Task
-
-__all__ = ["TASKS", "Batch", "Task"]

@@ -62,8 +62,8 @@ class ReportFigure:
 
 
 def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFERENCE) -> list[ReportFigure]:
-    """Perplexity by length: a figure per corpus, model size, training length and protocol. The methods are in the order
-    of the tables.
+    """Perplexity by length: a figure per corpus, model size, training length and protocol with a value. The methods are
+    in the order of the tables.
     """
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     order = {method: index for index, method in enumerate(load_published("kerple-3").ordered(map(Method, pos_embs)))}
@@ -72,6 +72,8 @@ def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFEREN
     figures = []
     for setting in perplexities.settings:
         group = perplexities.select([setting])
+        if not group.num_seeds:
+            continue
         trained = f", trained at length {setting.train_length:,}" if setting.train_length else ""
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         caption += seeds_caption(group.num_seeds)
@@ -79,13 +81,7 @@ def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFEREN
             f"extrapolation-{setting.name}",
             corpus_name(setting.corpus) + trained,
             caption,
-            partial(
-                perplexity_plot,
-                group,
-                paired,
-                pos_embs=pos_embs,
-                reference=reference.pos_emb,
-            ),
+            partial(perplexity_plot, group, paired, pos_embs=pos_embs, reference=reference.pos_emb),
         )
         figures.append(figure)
     return figures
@@ -128,7 +124,7 @@ def perplexity_plot(
     compared, differences = _differences(setting, first_mode, perplexities.lengths, paired, reference)
     if perplexities.num_seeds > 1:
         differences = {}
-    figure, panels, columns = _mode_panels(style, ranges or {"": [(1.0, 1.0)]}, extra=bool(differences))
+    figure, panels, columns = _mode_panels(style, ranges, extra=bool(differences))
 
     # The axes, and the lines of each panel.
     handles: dict[str, Any] = {}
@@ -146,7 +142,7 @@ def perplexity_plot(
             draw_band(axes, perplexities.by_seed(setting, method), style_kwargs["color"])
 
     # The last panel: differences from the reference, with their errors.
-    if compared and differences:
+    if differences:
         axes = figure.axes[len(panels)]
         axes.set_ylabel("loss difference (nats)\n± 2 standard errors")
         means = [difference.mean for values in differences.values() for difference in values.values()]
@@ -166,22 +162,17 @@ def perplexity_plot(
             )
     figure.supxlabel("sequence length (tokens)")
     legend_above(figure, style, [handles[label] for label in numbers])
-    if not curves:
-        axes = figure.axes[0]
-        axes.text(0.5, 0.5, "no perplexity available", transform=axes.transAxes, ha="center", va="center")
     return figure
 
 
 def _differences(
     setting: Setting, methods: Sequence[Method], lengths: Sequence[int], paired: PairedLosses, pos_emb: str
-) -> tuple[Method | None, dict[Method, dict[int, Difference]]]:
+) -> tuple[Method, dict[Method, dict[int, Difference]]]:
     """The reference `pos_emb` (with or without a label), or else the first method; and method -> length -> the loss of
     the method minus that of the reference, without methods that have none.
     """
     names = [method.pos_emb for method in methods]
     matching = [name for name in names if name == pos_emb] or [name for name in names if name.split(" (")[0] == pos_emb]
-    if not methods:
-        return None, {}
     reference = methods[names.index(matching[0]) if matching else 0]
     result: dict[Method, dict[int, Difference]] = {}
     for method in methods:

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from megatron.chomsky import TASKS
+from megatron.chomsky.tasks import TASKS
 
 LENGTHS = [1, 2, 3, 4, 5, 6, 40, 41]
 

@@ -66,11 +66,10 @@ def test_perplexity_by_length():
     ("records", "panels", "lines"),
     [
         (TWO_METHODS, 1, 2),
-        (records_of({"learned": (None, None, None)}), 1, 0),
         (ONE_DIVERGES, 2, 3),
         (records_of({f"method {index}": (20 + index, 19, 18) for index in range(20)}), 1, 20),
     ],
-    ids=["two", "none", "two panels", "many"],
+    ids=["two", "two panels", "many"],
 )
 def test_shapes_of_results(records, panels, lines):
     figure = plot(records)
@@ -78,6 +77,10 @@ def test_shapes_of_results(records, panels, lines):
     assert len(figure.axes) == panels
     plotted = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
     assert len(plotted) == lines
+
+
+def test_a_setting_without_a_value_has_no_figure():
+    assert not figures.perplexity_figures(records_of({"learned": (None, None, None)}))
 
 
 def test_lines_differ_in_grayscale():
