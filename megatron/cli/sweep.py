@@ -1,13 +1,11 @@
 """`kerple sweep`: trains, evaluates and reports a sweep."""
 
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,11 +13,11 @@ from rich.text import Text
 from megatron.cli.evaluation_options import check_modes, check_run
 from megatron.config import UserError
 from megatron.evaluation.records import read_results
+from megatron.launcher.resources import visible_gpus
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
 from megatron.utils.command_line import OptionParser, integer
-from megatron.utils.environment import use_gpus
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock, LockBusyError
 
@@ -81,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _select_devices(jobs: int | None, runs: Sequence[SweepRun]) -> list[str]:
     """GPU indices; on a CPU, one empty string per parallel run."""
-    devices = _visible_gpus()
+    devices = list(map(str, visible_gpus() or ()))
     if jobs is not None and devices:
         raise UserError(
             f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them with "
@@ -95,13 +93,6 @@ def _select_devices(jobs: int | None, runs: Sequence[SweepRun]) -> list[str]:
                 f"run {run.name} requires {run.num_gpus} GPUs (num_gpus), but only {len(devices)} are available"
             )
     return devices
-
-
-def _visible_gpus() -> list[str]:
-    if not use_gpus():
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _run(

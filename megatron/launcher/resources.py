@@ -170,7 +170,7 @@ def _on_this_machine(resources: Resources) -> Resources:
     """The GPUs that slots of a hostfile stand for on this machine: slot i is the i-th visible one. Without a GPU, they
     are processes on the CPU. Raises UserError if there are fewer GPUs.
     """
-    gpus = _visible_gpus()
+    gpus = visible_gpus()
     if gpus is None:
         return dataclasses.replace(resources, on_cpu=True)
     ((host, slots),) = resources.slots.items()
@@ -211,7 +211,7 @@ def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[st
 
 def _resources_of_this_machine(config: Config) -> Resources:
     launcher = config.launcher
-    gpus = _visible_gpus()
+    gpus = visible_gpus()
     if gpus is None:
         if launcher.include or launcher.exclude:
             raise UserError("include and exclude select GPUs, but this machine has none; use num_gpus")
@@ -224,7 +224,7 @@ def _resources_of_this_machine(config: Config) -> Resources:
     return Resources({"localhost": gpus}, None, on_cpu=False)
 
 
-def _visible_gpus() -> list[int] | None:
+def visible_gpus() -> list[int] | None:
     """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None to use the CPU."""
     import torch
 

@@ -21,7 +21,7 @@ def test_errors_before_anything_is_started(sweep, monkeypatch):
     with pytest.raises(SystemExit):
         sweep("--jobs", "0")
     assert_rejected(r"nowhere\.idx", sweep, set={"data-path": "nowhere"})
-    monkeypatch.setattr(command, "_visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(command, "visible_gpus", lambda: [0, 1])
     with pytest.raises(UserError, match=r"kerple_log/7.*4 GPUs.*2"):
         sweep(set={"num-gpus": 4, "train-batch-size": 8, "train_micro_batch_size_per_gpu": 2})
     assert_rejected("--jobs", sweep, "--jobs", "2")

@@ -115,7 +115,7 @@ def test_several_evaluations_run_one_after_the_other(sweep):
 
 
 def test_every_run_has_a_gpu_of_its_own(sweep, monkeypatch):
-    monkeypatch.setattr(command, "_visible_gpus", lambda: ["0", "2", "5"])
+    monkeypatch.setattr(command, "visible_gpus", lambda: [0, 2, 5])
     axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": seed} for seed in range(4)]}
     sweep(axes=axes)
     used = [sweep.output_lines(f"alibi/{seed}")[0].rpartition(" ")[2] for seed in range(4)]
