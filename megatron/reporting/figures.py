@@ -10,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements, method_of
-from megatron.reporting.differences import Difference, PairedLosses
+from megatron.reporting.aggregate import AnyRecord, Measurements, Method, measurements, method_of
 from megatron.reporting.formatting import slug
-from megatron.reporting.paper_tables import REFERENCE, setting_title
+from megatron.reporting.paper_tables import setting_title
 from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
     CHARACTER,
@@ -35,8 +34,6 @@ from megatron.reporting.style import (
 )
 
 LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
-MAX_LINEAR_DIFFERENCE = 1.0  # loss difference (nats) above which the axis is logarithmic, except near 0:
-SMALL_DIFFERENCE = 0.1
 ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel
 
 
@@ -61,14 +58,14 @@ class ReportFigure:
 # -- perplexity by length ---------------------------------------------------------------------------------------------
 
 
-def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFERENCE) -> list[ReportFigure]:
+def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     """Perplexity by length: a figure per corpus, model size, training length and protocol with a value. The methods are
     in the order of the tables.
     """
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     order = {method: index for index, method in enumerate(load_published("kerple-3").ordered(map(Method, pos_embs)))}
     records = sorted(records, key=lambda record: order[Method(method_of(record).pos_emb)])
-    perplexities, paired = measurements(records, "extrapolation", "perplexity"), PairedLosses(records)
+    perplexities = measurements(records, "extrapolation", "perplexity")
     figures = []
     for setting in perplexities.settings:
         group = perplexities.select([setting])
@@ -81,29 +78,17 @@ def perplexity_figures(records: Sequence[AnyRecord], reference: Method = REFEREN
             f"extrapolation-{setting.name}",
             corpus_name(setting.corpus) + trained,
             caption,
-            partial(perplexity_plot, group, paired, pos_embs=pos_embs, reference=reference.pos_emb),
+            partial(perplexity_plot, group, pos_embs=pos_embs),
         )
         figures.append(figure)
     return figures
 
 
-def perplexity_plot(
-    perplexities: Measurements,
-    paired: PairedLosses,
-    style: Style = SCREEN,
-    *,
-    pos_embs: Iterable[str] = (),
-    reference: str = REFERENCE.pos_emb,
-) -> Figure:
+def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_embs: Iterable[str] = ()) -> Figure:
     """One line per method and a panel per mode, for one setting; a single method has one line per mode instead.
 
-    Bands show the spread over the seeds. With one seed, the last panel shows the differences of the first panel's
-    lines from a reference, paired by document. If large values make the axis logarithmic, a second panel shows the
-    lowest lines on a linear axis. The legend has the order of the measurements.
-
-    Args:
-        pos_embs: see `line_numbers`.
-        reference: the `pos-emb` to compare with; the first line if none has it.
+    Bands show the spread over the seeds. If large values make the axis logarithmic, a second panel shows the lowest
+    lines on a linear axis. The legend has the order of the measurements. pos_embs: see `line_numbers`.
     """
     # Each line has a name and a panel. With one panel, both go into the name.
     (setting,) = perplexities.settings
@@ -115,16 +100,12 @@ def perplexity_plot(
     if any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
         labels = {method: (", ".join(filter(None, parts)), "") for method, parts in labels.items()}
 
-    # A panel per mode, and one for differences if there is one seed.
+    # A panel per mode.
     numbers = line_numbers({labels[method][0]: method.pos_emb for method in curves}, pos_embs)
     ranges: dict[str, list[tuple[float, float]]] = {}
     for method, curve in curves.items():
         ranges.setdefault(labels[method][1], []).append((curve["mean"].min(), curve["mean"].max()))
-    first_mode = [method for method in curves if labels[method][1] == next(iter(ranges))]
-    compared, differences = _differences(setting, first_mode, perplexities.lengths, paired, reference)
-    if perplexities.num_seeds > 1:
-        differences = {}
-    figure, panels, columns = _mode_panels(style, ranges, extra=bool(differences))
+    figure, panels, columns = _mode_panels(style, ranges)
 
     # The axes, and the lines of each panel.
     handles: dict[str, Any] = {}
@@ -140,60 +121,19 @@ def perplexity_plot(
             style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
             draw_band(axes, perplexities.by_seed(setting, method), style_kwargs["color"])
-
-    # The last panel: differences from the reference, with their errors.
-    if differences:
-        axes = figure.axes[len(panels)]
-        axes.set_ylabel("loss difference (nats)\n± 2 standard errors")
-        means = [difference.mean for values in differences.values() for difference in values.values()]
-        if max(map(abs, means)) > MAX_LINEAR_DIFFERENCE:
-            axes.set_yscale("symlog", linthresh=SMALL_DIFFERENCE, linscale=0.5)
-            thousands(axes, "y")
-        panel_title(axes, style, columns, f"minus {labels[compared][0]}")
-        axes.axhline(0, color=GRAY, linewidth=0.1 * style.size)
-        for method, values in differences.items():
-            style_kwargs = line_style(style, numbers[labels[method][0]])
-            axes.errorbar(
-                list(values),
-                [difference.mean for difference in values.values()],
-                [2 * (difference.stderr or 0.0) for difference in values.values()],
-                capsize=0.25 * style.size,
-                **style_kwargs,
-            )
     figure.supxlabel("sequence length (tokens)")
     legend_above(figure, style, [handles[label] for label in numbers])
     return figure
 
 
-def _differences(
-    setting: Setting, methods: Sequence[Method], lengths: Sequence[int], paired: PairedLosses, pos_emb: str
-) -> tuple[Method, dict[Method, dict[int, Difference]]]:
-    """The reference `pos_emb` (with or without a label), or else the first method; and method -> length -> the loss of
-    the method minus that of the reference, without methods that have none.
-    """
-    names = [method.pos_emb for method in methods]
-    matching = [name for name in names if name == pos_emb] or [name for name in names if name.split(" (")[0] == pos_emb]
-    reference = methods[names.index(matching[0]) if matching else 0]
-    result: dict[Method, dict[int, Difference]] = {}
-    for method in methods:
-        for length in lengths if method != reference else ():
-            difference = paired.difference((setting, method, length), (setting, reference, length))
-            if difference is not None:
-                result.setdefault(method, {})[length] = difference
-    return reference, result
-
-
 def _mode_panels(
-    style: Style, ranges: Mapping[str, Sequence[tuple[float, float]]], extra: bool
+    style: Style, ranges: Mapping[str, Sequence[tuple[float, float]]]
 ) -> tuple[Figure, list[tuple[Axes, str]], int]:
     """A figure with a panel per mode. If the lines are far apart, the perplexity axis is logarithmic and a second panel
     shows the lowest lines on a linear axis. The other panels share their perplexity axis.
 
-    Args:
-        ranges: mode -> (smallest, largest perplexity) of each line.
-        extra: whether the figure has another panel, which is the last one and not among those returned.
-
-    Returns the figure, the panels with their modes, and the number of columns.
+    ranges: mode -> (smallest, largest perplexity) of each line. Returns the figure, the panels with their modes, and
+    the number of columns.
     """
     every = [bound for lines in ranges.values() for line in lines for bound in line]
     panels: list[tuple[str, tuple[float, float] | None]] = []  # mode, limits of the axis if zoomed
@@ -206,9 +146,8 @@ def _mode_panels(
             panels.append((mode, (low - margin, max(lowest) + 2 * margin)))
 
     # The axes of the panels.
-    columns = style.columns(len(panels) + extra)
-    figure, all_axes = new_figure(style, len(panels) + extra, columns, sharex=True)
-    all_axes = all_axes[: len(panels)]
+    columns = style.columns(len(panels))
+    figure, all_axes = new_figure(style, len(panels), columns, sharex=True)
     for axes, (mode, zoom) in zip(all_axes, panels, strict=True):
         if zoom is None and axes is not all_axes[0]:
             axes.sharey(all_axes[0])

@@ -108,7 +108,7 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
             "Perplexity by length",
             "Perplexity at the training length and beyond. Lower is better.",
             tables=perplexity_tables(records, reference) + difference_tables(records, reference),
-            figures=perplexity_figures(records, reference),
+            figures=perplexity_figures(records),
         ),
         Chapter(
             "modes",

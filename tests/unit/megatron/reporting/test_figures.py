@@ -6,10 +6,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megatron.evaluation.statistics import standard_error
 from megatron.reporting import figures
 from megatron.reporting.aggregate import measurements
-from megatron.reporting.differences import PairedLosses
 from megatron.reporting.style import SCREEN
 from tests.support.records import passkey_record, record, seeds
 
@@ -30,7 +28,7 @@ ONE_DIVERGES = records_of({"a": (20, 19, 18), "b": (21, 20, 19), "rotary": (25, 
 
 
 def plot(records):
-    return figures.perplexity_plot(measurements(records, "extrapolation", "perplexity"), PairedLosses(records))
+    return figures.perplexity_plot(measurements(records, "extrapolation", "perplexity"))
 
 
 def data(axes):
@@ -107,24 +105,6 @@ def test_modes_are_panels_in_which_methods_look_the_same():
     assert len(looks) == 3
     assert len(set(looks)) == 1
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["T5", "ALiBi", "Rotary"]
-
-
-def test_with_one_seed_differences_are_paired_by_document():
-    tokens = [100, 300]
-    records = []
-    for name, losses in {"rotary": [2.5, 3.5], "kerple_log": [2.0, 3.2]}.items():
-        keys = {"loss": float(np.average(losses, weights=tokens)), "groups": {"tokens": tokens, "losses": losses}}
-        records += [record(name, length, 20.0, targets="ab", **keys) for length in (128, 256)]
-    first, second = plot(records).axes
-    assert not first.collections
-    (container,) = second.containers
-    np.testing.assert_allclose(container.lines[0].get_ydata(orig=False), [0.35, 0.35])  # (0.5 * 100 + 0.3 * 300) / 400
-    low, high = container.lines[2][0].get_segments()[0][:, 1]
-    error = standard_error(np.array([0.5, 0.3]) * tokens, np.array(tokens))
-    assert (low, high) == (pytest.approx(0.35 - 2 * error), pytest.approx(0.35 + 2 * error))
-    assert "KERPLE (log)" in second.get_title(loc="left")
-    several = records + [{**each, "seed": 2} for each in records]
-    assert len(plot(several).axes) == 1
 
 
 def test_passkey_heat_maps():
