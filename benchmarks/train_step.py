@@ -4,7 +4,7 @@
 
 The model has 4 layers, hidden size 256, 4 heads, sequence length 512, batch size 4 and vocabulary 8,192. A step is
 forward, loss, backward and fused AdamW. The limits are 1.10 times the plain decoder's time without a bias and 1.25
-times with one. One row compiles the blocks (`torch-compile`), which requires a C++ compiler.
+times with one.
 
 A second set of tables compares the model with the same model computed as in the original KERPLE's configuration, at
 lengths 512 and 2,048 with the same number of tokens: all scores in memory, bias and weight evaluated for every pair
@@ -27,7 +27,6 @@ from benchmarks.support.materialized import MATERIALIZED, use_materialized_logit
 from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import dispatch
-from megatron.model.compiled import compile_blocks
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.training.optimizer import parameter_groups
@@ -36,7 +35,7 @@ from megatron.utils.command_line import run_main
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCABULARY = 4, 256, 4, 512, 4, 8192
 LIMITS = {
     **dict.fromkeys(("none", "sinusoidal", "rotary"), 1.10),
-    **dict.fromkeys(("alibi", "rpe", "kerple_log", "kerple_power_ap_", "kerple_log, compiled"), 1.25),
+    **dict.fromkeys(("alibi", "rpe", "kerple_log", "kerple_power_ap_"), 1.25),
 }
 PLAIN = "plain PyTorch"
 AS_ORIGINAL, THIS_PROJECT = "as in the original", "this project"
@@ -73,10 +72,7 @@ def plain_decoder_table(rounds: int, clock: Callable[[], float]) -> dict[str, li
     plain = PlainDecoder(VOCABULARY, LAYERS, HIDDEN, HEADS)
     steps = {PLAIN: training_step(plain, [{"params": list(plain.parameters())}], tokens, labels)}
     for name in LIMITS:
-        pos_emb, _, compiled = name.partition(", ")
-        model = bench_model(pos_emb)
-        if compiled:
-            compile_blocks(model, torch.device("cpu"))
+        model = bench_model(name)
         steps[name] = training_step(model, parameter_groups(model, 0.0), tokens, labels)
     title = (
         f"training step, {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, sequence {LENGTH}, batch {BATCH}, "

@@ -4,11 +4,10 @@
 
 The model has 162M parameters (12 layers, hidden size 768, 12 heads, vocabulary 50,304). Sequence length 512,
 micro-batch size 32, bfloat16 weights with float32 master weights, gradient clipping at 1.0 and fused AdamW, in a loop
-that needs only PyTorch and Triton. Every method runs with the backend that `auto` selects, and five of them also with
-CUDA graphs (`enable-cuda-graph`) and compiled blocks (`torch-compile`). Without `--quick`, two also run with
-materialized attention as in the original. The baseline is a plain GPT of the same size without positions. MFU counts
-6 x parameters outside the input embedding + 6 x layers x hidden size x length per token, relative to the dense bf16
-peak; recomputation is not counted.
+that needs only PyTorch and Triton. Every method runs with the backend that `auto` selects. Without `--quick`, two also
+run with materialized attention as in the original. The baseline is a plain GPT of the same size without positions. MFU
+counts 6 x parameters outside the input embedding + 6 x layers x hidden size x length per token, relative to the dense
+bf16 peak; recomputation is not counted.
 """
 
 import sys
@@ -24,7 +23,6 @@ from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
-from megatron.model.compiled import capture, compile_blocks
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 from megatron.utils.command_line import run_main
@@ -90,15 +88,14 @@ def main() -> int:
         return 1
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
 
-    # Each method, then other ways to run and to compute a few of them.
+    # Each method, then another way to compute a few of them.
     quick = bench.options.quick
     methods = QUICK_METHODS if quick else METHODS
     cases = [("plain GPT", None), *((method, "auto") for method in methods)]
-    cases += [(method, backend) for backend in ("graphs", "compiled") for method in QUICK_METHODS]
     cases += [] if quick else [(method, "materialized") for method in COMPARED]
     baseline: dict[str, float] = {}
-    if bench.dry:  # graphs need a GPU
-        cases = [*cases[:3], ("kerple_log", "compiled")]
+    if bench.dry:
+        cases = cases[:3]
 
     # The plain GPT comes first, as the others are compared with it.
     for name, backend in cases:
@@ -122,12 +119,6 @@ def main() -> int:
                 outside = sum(parameter.numel() for name, parameter in named if not name.startswith("embedding"))
             else:
                 model = initialized_gpt(settings).to(bench.device)
-                if backend == "compiled":
-                    torch._dynamo.reset()  # it limits how often one function is recompiled
-                    compile_blocks(model, bench.device)
-                if backend == "graphs":
-                    capture(model.bfloat16(), [text[:, :-1].contiguous(), text[:, 1:].contiguous()])
-                    model.loss = model.forward
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
 
             # Steps with the optimizer, for about three seconds.

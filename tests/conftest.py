@@ -31,19 +31,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="module")
-def empty_inductor_cache(tmp_path_factory):
-    """The tests of a module share a cache of torch.compile that is empty at first, except that torch has asked the C++
-    compiler which vector instructions it knows; that takes 10 seconds of CPU time, and is cached for all processes.
-    """
-    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-
-    valid_vec_isa_list()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
-
-
 @pytest.fixture(scope="session")
 def fork_server():
     """Runs scripts as forks of a process that has imported their modules."""

@@ -346,12 +346,6 @@ class Attention:
             return f"{plain} (auto: fastest on {device.type} for this method)"
         return f"{plain}, and {other} for windows and for fewer queries than keys (auto: fastest for each)"
 
-    def training_backend(self, device: torch.device, head_size: int, dropout: bool, *, windowed: bool = False) -> str:
-        """The backend for a training step, in a dtype that it supports. windowed: its calls have a window."""
-        if self.backend != "auto":
-            return self.backend
-        return self._fastest(2, not windowed, dropout=dropout, device=device, head_size=head_size)
-
     def runs_fused(
         self, device: torch.device, dtype: torch.dtype, shape: Sequence[int], *, plain: bool = False
     ) -> bool:

@@ -31,7 +31,6 @@ def validate(config: "Config") -> Iterator[str]:
     yield from _tensor_parallelism(config)
     yield from _pipeline(config)
     yield from _positional_method(config)
-    yield from _compiled_steps(config)
     yield from _curriculum(config)
     yield from _training_length(config)
     for key in _keys_that_split_the_model(config) if config.training.extrapolation_lengths else ():
@@ -148,29 +147,6 @@ def _positional_method(config: "Config") -> Iterator[str]:
                 )
 
 
-def _compiled_steps(config: "Config") -> Iterator[str]:
-    training, model = config.training, config.model
-    splits = _keys_that_split_the_model(config)
-    for key in splits if training.torch_compile else ():
-        yield (
-            f"torch_compile with {key} is not supported: its communication between ranks cannot be "
-            "compiled; remove one of the two keys"
-        )
-    if not training.enable_cuda_graph:
-        return
-    # The host decides in every step what the device computes, or this is not tested in graphs.
-    zero_stage, dtype = config.optimizer.zero_stage, config.precision.dtype
-    conflicts = {
-        f"zero_optimization.stage {zero_stage}": zero_stage == 2,
-        f"{dtype} (only bf16 is)": dtype != "bf16",
-        f"attention_dropout {model.attention_dropout}": model.attention_dropout > 0,
-        "random positions (random_range)": "random_range" in str(model.positional_options),
-        "reset_attention_mask": config.data.reset_attention_mask,
-    }
-    for key in [*splits, *(key for key, conflict in conflicts.items() if conflict)]:
-        yield f"enable_cuda_graph with {key} is not supported; remove one of the two keys"
-
-
 def _keys_that_split_the_model(config: "Config") -> list[str]:
     """The keys, with their values, that split the model over ranks."""
     parallel, stage = config.parallel, config.optimizer.zero_stage
@@ -192,10 +168,6 @@ def _curriculum(config: "Config") -> Iterator[str]:
             f"{length}, the length of the sequences in the data; set both to the last length of "
             "the schedule"
         )
-    for name in ("torch_compile", "enable_cuda_graph"):
-        if getattr(config.training, name):
-            problem = "with curriculum_learning is not supported: it needs a constant length"
-            yield f"{name} {problem}; remove one of the two"
 
 
 def _training_length(config: "Config") -> Iterator[str]:

@@ -216,8 +216,8 @@ class SelfAttention(nn.Module):
         decay: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. `compiled.py` excludes this part from
-        compilation. decay: `[b, h, s]`, if the positional method has it.
+        """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. decay: `[b, h, s]`, if the positional method
+        has it.
         """
         # Queries, keys and values. Logit scaling needs the queries' positions in the text.
         span = mode.span.within(self.window)

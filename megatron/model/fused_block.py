@@ -47,7 +47,7 @@ class Update(NamedTuple):
 
 def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
     """Whether `run_blocks` can run blocks like this one, with these hidden states."""
-    if block.compiled or block.attention.decays or not (block.training and torch.is_grad_enabled()):
+    if block.attention.decays or not (block.training and torch.is_grad_enabled()):
         return False
     weight = cast(Tensor, block.attention.dense.weight)
     # ZeRO 3 gathers parameters only during the call of their module.

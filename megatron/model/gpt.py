@@ -32,10 +32,8 @@ class TransformerBlock(nn.Module):
     """Layers 2 ... L+1: pre-norm attention and MLP, `[b, s, e] -> [b, s, e]`.
 
     The residuals are sequential, or parallel as in GPT-J: attention and MLP then read the same input. In training on a
-    GPU, `fused_block.py` computes the same with fewer kernels unless the block is compiled.
+    GPU, `fused_block.py` computes the same with fewer kernels.
     """
-
-    compiled = False
 
     def __init__(self, settings: ModelSettings, positional: PositionalMethod, layer: int = 0):
         """layer: the index of the block."""

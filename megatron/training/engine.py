@@ -59,8 +59,8 @@ class GPTWithLoss(GPT):
 def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]) -> "Engine":
     """Build and initialize the model, the optimizer and DeepSpeed's engine. `report` prints once per run.
 
-    Raises UserError if the batch sizes do not fit the layout, or if a requirement of the configuration is not
-    installed (apex, a compiler for torch.compile).
+    Raises UserError if the batch sizes do not fit the layout, the device does not support the configured attention
+    backend, or apex is required but not installed.
     """
     settings = ModelSettings(config.model, padded_vocab_size, layout.tensor_parallel)
     deepspeed_settings = deepspeed_dict(config, layout.data_size)
@@ -68,7 +68,11 @@ def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report:
         num_pp=layout.pipeline_size, num_mp=layout.tensor_size, num_dp=layout.data_size
     )
     model = _build_model(config, settings, layout, topology)
-    _prepare_for_device(model, config, layout.device, report)
+    dtype = DTYPES[config.precision.dtype]
+    if notice := slow_dtype_notice(layout.device, dtype):
+        report(notice)
+    documents = config.data.reset_attention_mask
+    check_kernels(model, layout.device, dtype, training=True, documents=documents, report=report)
     if deepspeed_settings["zero_optimization"]["stage"] != config.optimizer.zero_stage:
         report(
             f"ZeRO stage 1 is used instead of 0, because training is in {config.precision.dtype} "
@@ -116,30 +120,6 @@ def _build_model(
     if isinstance(model, GPTPipeline):
         model.synchronize_shared()
     return model
-
-
-def _prepare_for_device(
-    model: "GPTWithLoss | GPTPipeline", config: Config, device: torch.device, report: Callable[[str], None]
-) -> None:
-    """Check the kernels that the model uses, and compile its blocks if the configuration says so.
-
-    Raises UserError if the device does not support what the configuration needs.
-    """
-    dtype = DTYPES[config.precision.dtype]
-    if notice := slow_dtype_notice(device, dtype):
-        report(notice)
-    documents = config.data.reset_attention_mask
-    check_kernels(model, device, dtype, training=True, documents=documents, report=report)
-    if config.training.torch_compile:
-        from megatron.model.compiled import compile_blocks  # imports torch's compiler, which is slow
-
-        try:
-            whole = compile_blocks(model, device, documents=documents)
-        except RuntimeError as error:
-            raise UserError(f"torch_compile: {error}; install them, or remove torch_compile") from error
-        report(f"torch.compile: blocks are compiled for training{'' if whole else ', except attention'}")
-    if config.training.enable_cuda_graph and device.type != "cuda":
-        raise UserError(f"enable_cuda_graph needs a GPU, but training runs on {device.type}; remove the key")
 
 
 def _wrap_with_deepspeed(
@@ -197,7 +177,6 @@ class Engine:
         self.zero_stage: int = deepspeed_settings["zero_optimization"]["stage"]
         self.data_failure: str | None = None  # why a data worker of this rank has ended
         self._curriculum = CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
-        self._needs_capture = config.training.enable_cuda_graph
 
     # -- training and validation --------------------------------------------------------------------------------------
 
@@ -243,16 +222,8 @@ class Engine:
         total = torch.zeros((), device=self.layout.device)
         for _ in range(self.accumulation):
             inputs, documents = self._to_device(next(batches))
-            if self._needs_capture and isinstance(self.model, GPT):
-                from megatron.model.compiled import capture  # imports torch's compiler, which is slow
-
-                capture(self.model, inputs)
-                self._needs_capture = False
             loss = self.deepspeed(*inputs, **documents)
             self.deepspeed.backward(loss)
-            if self.config.training.enable_cuda_graph:
-                # The graph overwrites the gradients in the next micro-batch, so the optimizer must have read them.
-                assert all(parameter.grad is None for parameter in self.model.parameters())
             self.deepspeed.step()
             total += loss.detach()
         return self.mean_over_replicas(total / self.accumulation)

@@ -3,10 +3,8 @@
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from benchmarks.step_counts import StepCounter, count_step, rows
-from megatron.training.deepspeed_setup import PatchedBF16Optimizer
 from tests.support.runs import ROOT
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.training import SimulatedTraining, process_group
@@ -60,41 +58,6 @@ def test_zero_2_and_3(stage):
     # DeepSpeed compares the lengths of lists across ranks, with a collective that does nothing here.
     with patch("deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks"):
         assert third_step("small_bf16.yml", *overrides).kernels["triton.forward_kernel"]
-
-
-def test_cuda_graphs():
-    """The graphs contain the forward and backward pass, and nothing that waits for the device or copies from the host.
-    A step launches them and the optimizer's kernels.
-    """
-    overrides = ("enable-cuda-graph=true", "gradient_accumulation_steps=2", "train_micro_batch_size_per_gpu=16")
-    device = third_step("small_bf16.yml", *overrides)
-    assert device.capture_errors == []
-    assert len(device.captured) == 2
-    assert all(device.captured)
-    assert device.kernels["graph"] == 2 * 2
-    assert device.kernels["mm"] == device.kernels["triton.norm_kernel"] == 0
-    assert device.synchronizations == []
-
-
-@pytest.mark.ci
-def test_a_graph_never_adds_to_its_own_gradients(monkeypatch):
-    """An optimizer that leaves the gradients of a micro-batch where the graph overwrites them is an error."""
-    monkeypatch.setattr(PatchedBF16Optimizer, "update_hp_grads", lambda *_, **__: None)
-    with pytest.raises(AssertionError):
-        third_step("small_bf16.yml", "enable-cuda-graph=true")
-
-
-def test_what_a_graph_must_not_contain():
-    """The simulation itself."""
-    with SimulatedCuda() as device:
-        ones = torch.ones(3, device="cuda")
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            ones.add_(1)
-        assert (device.captured, device.capture_errors) == ([1], [])
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            ones.sum().item()
-            ones.add_(torch.zeros(3).to("cuda"))
-        assert len(device.capture_errors) == 2
 
 
 @pytest.mark.ci

@@ -38,18 +38,6 @@ class TrainingConfig(ConfigSection):
         False, "True: activation checkpointing, which recomputes each block in the backward pass to save memory."
     )
     checkpoint_num_layers: Int = field(1, "Blocks per checkpointed chunk.", ge=1)
-    torch_compile: bool = field(
-        False,
-        """True: compile the blocks with torch.compile, including attention if its backend is fused or sdpa and the
-        positional method does not rotate queries and keys. Needs a C++ compiler (on a GPU also Triton) and takes up
-        to a minute at startup. Not with a pipeline, tensor parallelism or ZeRO 3.""",
-    )
-    enable_cuda_graph: bool = field(
-        False,
-        """True: run the forward and backward pass as CUDA graphs, which launch with little overhead. Needs bf16 and
-        a GPU. Not with a pipeline, tensor parallelism, ZeRO 2 or 3, torch_compile, checkpoint_activations,
-        attention_dropout or random positions. Not measured on a GPU yet.""",
-    )
     exit_interval: Int | None = field(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
     steps_per_print: Int = field(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
     wall_clock_breakdown: bool = field(
@@ -68,9 +56,6 @@ class TrainingConfig(ConfigSection):
         return self.extrapolation_tokens or max((EXTRAPOLATION_TOKENS, *(self.extrapolation_lengths or ())))
 
     def contradictions(self) -> Iterator[str]:
-        for name in ("checkpoint_activations", "torch_compile"):
-            if self.enable_cuda_graph and getattr(self, name):
-                yield f"enable_cuda_graph with {name} true is not supported; remove one of the two keys"
         if self.extrapolation_lengths is None:
             if self.extrapolation_tokens is not None:
                 yield "extrapolation_tokens is set, but extrapolation_lengths is not; set both or neither"

@@ -104,8 +104,6 @@ class SimulatedCuda(TorchDispatchMode):
         blocking_copies: host-to-device copies that block the host (pageable memory or non_blocking=False).
         scalar: what `item()` returns.
         allocated, peak: bytes of the tensors in the device's memory now, and at most since `reset`.
-        captured: the number of kernels in each captured CUDA graph. `reset` keeps it, and capture_errors.
-        capture_errors: what a captured graph must not contain, like an entry of synchronizations or a host copy.
     """
 
     def __init__(self, capability: tuple[int, int] = (9, 0)):
@@ -116,9 +114,6 @@ class SimulatedCuda(TorchDispatchMode):
         self._storages: dict[int, weakref.finalize] = {}
         self.scalar = 1
         self.allocated = 0
-        self.captured: list[int] = []
-        self.capture_errors: list[str] = []
-        self._is_capturing = False
         self.reset()
 
     supports_higher_order_operators = True
@@ -188,9 +183,6 @@ class SimulatedCuda(TorchDispatchMode):
         yield torch.Tensor, "record_stream", lambda *_: None
         yield torch.Tensor, "pin_memory", _pinned
         yield torch.Tensor, "is_pinned", lambda tensor, *_: hasattr(tensor, "simulated_pinned")
-        yield torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.kernels.update(["graph"]))
-        yield torch.cuda, "graph", self._capture
-        yield torch.cuda.graphs, "graph_pool_handle", lambda: None
         # A function, not a bound method, so that the class passes the kernel.
         yield JITFunction, "run", lambda kernel, *args, **options: self._launch_triton(kernel, *args, **options)
         yield torch.nn.functional, "scaled_dot_product_attention", _cuda_sdpa
@@ -278,23 +270,9 @@ class SimulatedCuda(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)
 
-    @contextlib.contextmanager
-    def _capture(self, graph: object, pool: object = None) -> Iterator[None]:
-        """Record what a CUDA graph must not contain: anything that waits for the device or copies from the host."""
-        before = len(self.synchronizations), len(self.blocking_copies)
-        kernels = self.kernels.total()
-        self._is_capturing = True
-        yield
-        self._is_capturing = False
-        self.captured.append(self.kernels.total() - kernels)
-        self.capture_errors += self.synchronizations[before[0] :] + self.blocking_copies[before[1] :]
-
     def _record_host_copy(self, source: Tensor, non_blocking: bool) -> None:
-        copy = f"{(*source.shape,)} {source.dtype} {_project_frames()}"
         if not (non_blocking and source.is_pinned()):
-            self.blocking_copies.append(copy)
-        elif self._is_capturing:
-            self.capture_errors.append(copy)
+            self.blocking_copies.append(f"{(*source.shape,)} {source.dtype} {_project_frames()}")
 
     def _track_memory(self, result: Any) -> None:
         for leaf in tensors_in(result):

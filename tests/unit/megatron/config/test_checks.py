@@ -59,21 +59,6 @@ from tests.support.errors import assert_rejected
                 (0, "zero_hpz_partition_size", 4),
             )
         ),
-        ({"torch-compile": True, "pipe-parallel-size": 2}, "torch_compile.*pipe_parallel_size 2"),
-        *(
-            (
-                {"enable-cuda-graph": True, "precision": "bfloat16", **keys},
-                f"enable_cuda_graph with {message} .*remove one",
-            )
-            for keys, message in (
-                ({"pipe-parallel-size": 2}, "pipe_parallel_size 2"),
-                ({"precision": "fp32"}, "fp32"),
-                ({"checkpoint-activations": True}, "checkpoint_activations true"),
-                ({"attention-dropout": 0.1}, "attention_dropout 0.1"),
-                ({"pos-emb": "rotary", "pos-emb-options": {"random_range": 64}}, "random positions"),
-                ({"reset-attention-mask": True}, "reset_attention_mask"),
-            )
-        ),
         ({"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}}, r'"use_bnb_optimizer".*optimizer\.type.*lion'),
         (
             {"use_bnb_optimizer": True, "optimizer": {"params": {"adam_w_mode": False}}},

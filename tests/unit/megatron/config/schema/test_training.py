@@ -51,9 +51,3 @@ def test_complete_schedules(flat, keys):
 )
 def test_wrong_schedules(flat, keys, message):
     assert_rejected(message, Config.from_flat, {**flat, "seq_length": 8, "curriculum_learning": {**DISCRETE, **keys}})
-
-
-@pytest.mark.parametrize("key", ["torch_compile", "enable_cuda_graph"])
-def test_keys_that_need_a_constant_length(flat, key):
-    keys = {key: True, "precision": "bfloat16", "curriculum_learning": LINEAR, "seq_length": 8}
-    assert_rejected(f"{key}.*curriculum_learning", Config.from_flat, {**flat, **keys})
