@@ -190,7 +190,7 @@ class Unsupported:
     def is_off(self, value: Any) -> bool:
         """True for the values that mean "off", an empty mapping, and a mapping with `enabled: false`."""
         if isinstance(value, dict):
-            return not value or value.get("enabled") is False
+            return not value or value.get("enabled") is False or value in self.off
         return any(type(value) is type(off) and value == off for off in (None, *self.off))
 
 

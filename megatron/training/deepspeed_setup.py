@@ -7,9 +7,7 @@ source of a new version before updating.
 
 import contextlib
 import io
-import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -23,9 +21,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.timer import STEP_GLOBAL_TIMER
 
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.utils.environment import check_parameters, check_version
 
 check_version("deepspeed")
@@ -40,22 +37,12 @@ def disable_shared_memory_collectives() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-@contextlib.contextmanager
-def startup_messages(shown: bool) -> Iterator[None]:
-    """Show DeepSpeed's messages up to level INFO within the block, or hide what it prints.
+def hidden_messages() -> contextlib.redirect_stdout[io.StringIO]:
+    """Hide what is printed within the block.
 
     Upstream: PipelineModule's constructor prints the layers of every stage to standard output.
     """
-    level = deepspeed.utils.logger.level
-    try:
-        if shown:
-            deepspeed.utils.logger.setLevel(logging.INFO)
-            yield
-        else:
-            with contextlib.redirect_stdout(io.StringIO()):
-                yield
-    finally:
-        deepspeed.utils.logger.setLevel(level)
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
@@ -82,8 +69,6 @@ class PatchedEngine(DeepSpeedEngine):
         """
         with patch.object(bf16_optimizer, "see_memory_usage"):
             super().__init__(*args, **keywords)
-        self._timed_steps = 0
-        self._log_timers, self.timers.log = self.timers.log, self._log_times
         optimizer = self.optimizer
         if type(optimizer) is BF16_Optimizer:
             on_device = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
@@ -104,23 +89,6 @@ class PatchedEngine(DeepSpeedEngine):
             return
         with patch.object(accelerator, "is_fp16_supported", lambda: True):
             super()._do_sanity_check()
-
-    def _take_model_step(self, *args: Any, **keywords: Any) -> None:
-        super()._take_model_step(*args, **keywords)
-        self._timed_steps += 1
-
-    def _log_times(self, names: list[str], **options: Any) -> None:
-        """For `wall_clock_breakdown`: print mean times per step, once in `steps_per_print` steps.
-
-        Upstream: without a pipeline, prints two lines per micro-batch and another one per step; with one, three lines
-        with sums over the steps.
-        """
-        if STEP_GLOBAL_TIMER not in names:
-            for name in names:
-                self.timers(name).reset()
-        elif self.global_steps % self.steps_per_print() == 0:
-            self._log_timers(names, normalizer=self._timed_steps)
-            self._timed_steps = 0
 
     def allreduce_and_copy(
         self, small_bucket: list[torch.Tensor], dp_group: dist.ProcessGroup, dp_world_size: float | None = None
@@ -283,8 +251,7 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
 def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     """The configuration for DeepSpeed's engine, without optimizer and learning-rate schedule, which we build ourselves.
 
-    Raises UserError if the batch sizes do not fit `data_parallel_size` replicas, or if `deepspeed_extra_args` contains
-    a key that is set here.
+    Raises UserError if the batch sizes do not fit `data_parallel_size` replicas.
     """
     # Batch sizes, clipping, logging and ZeRO have the same meaning as in DeepSpeed.
     micro_batch, accumulation, global_batch = config.batch.resolve(data_parallel_size)
@@ -298,11 +265,11 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": optimizer.gradient_clipping,
-        "steps_per_print": config.training.steps_per_print,
-        "dump_state": config.training.dump_state,
-        "wall_clock_breakdown": config.training.wall_clock_breakdown,
+        "steps_per_print": config.training.log_interval,
         "zero_optimization": {"stage": stage, **zero},
         "zero_allow_untested_optimizer": True,  # ZeRO requires it for optimizers that are not DeepSpeed's own
+        # DeepSpeed's timer would wait for the device before and after every micro-batch. Our log has its own.
+        "timers": {"throughput": {"enabled": False}},
     }
 
     # Keys that depend on others. Absent keys leave DeepSpeed's defaults.
@@ -325,18 +292,6 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.pipe_parallel_size > 1:
         settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-
-    # Keys of the user go through unchanged, unless they are set from other keys.
-    reserved = {*settings, "optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "curriculum_learning"}
-    # Without pipeline parallelism, DeepSpeed takes any key in pipeline and uses none. The data loader here is our own.
-    reserved |= {"pipeline", "data_efficiency"}
-    for key, value in config.training.deepspeed_extra_args.items():
-        if key in reserved:
-            raise UserError(f'"deepspeed_extra_args.{key}": remove it; it is set from other keys, or not supported')
-        settings[key] = value
-
-    # DeepSpeed's throughput timer would wait for the device before and after every micro-batch. Our log has its own.
-    settings.setdefault("timers", {"throughput": {"enabled": False}})
     return settings
 
 

@@ -7,7 +7,7 @@ Legend: b batch, s tokens, v padded vocabulary.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from megatron.training.deepspeed_setup import (
     PatchedPipelineEngine,
     deepspeed_curriculum,
     deepspeed_dict,
-    startup_messages,
+    hidden_messages,
 )
 from megatron.training.optimizer import attach, configure_optimizer, project_masters
 from megatron.utils.environment import slow_dtype_notice
@@ -99,7 +99,7 @@ def _build_model(
     checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
     model: GPTWithLoss | GPTPipeline
     if layout.pipeline_size > 1:
-        with startup_messages(training.dump_state):
+        with hidden_messages():
             model = GPTPipeline(
                 settings,
                 topology=topology,
@@ -137,14 +137,14 @@ def _wrap_with_deepspeed(
     else:
         engine_class = PatchedEngine
         grid = PipelineParallelGrid(topology=topology) if layout.tensor_size > 1 else None
-    with startup_messages(config.training.dump_state):
+    with hidden_messages():
         deepspeed: DeepSpeedEngine = engine_class(
             args=None,
             model=model,
             optimizer=optimizer,
             mpu=grid,
             config=settings,
-            config_class=_checked_by_deepspeed(settings, config.training.deepspeed_extra_args, grid),
+            config_class=_checked_by_deepspeed(settings, grid),
             dist_init_required=False,
         )
     if settings["zero_optimization"]["stage"] == 3:
@@ -335,56 +335,13 @@ class Engine:
         return describe_backends(self.model, self.layout.device, dtype, documents=documents)
 
 
-class _RecordedKeys(dict[str, Any]):
-    """A mapping, also of mappings, that collects in `read` the keys that the reader of it or of a copy asks for."""
-
-    def __init__(self, values: dict[str, Any]):
-        super().__init__()
-        self.read: set[str] = set()
-        for name, value in values.items():
-            self[name] = _RecordedKeys(value) if isinstance(value, dict) else value
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.read.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        return self  # so that `key in settings.keys()` is recorded, too
-
-    def unread(self, path: str, names: Iterable[str]) -> Iterator[str]:
-        """The path of each of these keys, and of those in it, that was not asked for."""
-        for name in names:
-            value = dict.__getitem__(self, name)
-            if name not in self.read:
-                yield f"{path}.{name}"
-            # Sections of which no key was read are parsed by pydantic, which rejects unknown keys itself.
-            elif isinstance(value, _RecordedKeys) and value.read:
-                yield from value.unread(f"{path}.{name}", list(value))
-
-
-def _checked_by_deepspeed(
-    settings: dict[str, Any], extra: Iterable[str], grid: PipelineParallelGrid | None
-) -> DeepSpeedConfig:
-    """DeepSpeed's own configuration. Raises UserError for values of zero_optimization and deepspeed_extra_args that it
-    rejects, and for `extra`, the keys of deepspeed_extra_args, if it does not read one.
-    """
-    recorded = _RecordedKeys(settings)
+def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid | None) -> DeepSpeedConfig:
+    """DeepSpeed's own configuration. Raises UserError for keys and values of zero_optimization that it rejects."""
     try:
-        result = DeepSpeedConfig(recorded, grid)
+        return DeepSpeedConfig(settings, grid)
     except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
         problem = shortened(" ".join(str(error).split()), 500)
-        raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
-    for path in recorded.unread("deepspeed_extra_args", extra):
-        raise UserError(f'"{path}": DeepSpeed has no such key; correct or remove it')
-    return result
+        raise UserError(f"DeepSpeed rejects zero_optimization: {problem}") from error
 
 
 def _register_positional_parameters(model: nn.Module) -> None:

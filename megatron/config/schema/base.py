@@ -105,7 +105,6 @@ Paths = Annotated[tuple[PathText, ...], Field(strict=False), _one_is_enough]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
-NullIsEmpty = BeforeValidator(lambda x: {} if x is None else x)  # for mappings
 CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)
 
 

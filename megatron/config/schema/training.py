@@ -5,9 +5,9 @@ text generation.
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from megatron.config.schema.base import ConfigSection, Int, Ints, NullIsEmpty, Paths, PathText, Texts, field
+from megatron.config.schema.base import ConfigSection, Int, Ints, Paths, PathText, Texts, field
 from megatron.utils.command_line import MAX_INT
 
 EXTRAPOLATION_TOKENS = 65_536
@@ -39,16 +39,6 @@ class TrainingConfig(ConfigSection):
     )
     checkpoint_num_layers: Int = field(1, "Blocks per checkpointed chunk.", ge=1)
     exit_interval: Int | None = field(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
-    steps_per_print: Int = field(10, "Optimizer steps between DeepSpeed's own log lines.", ge=1)
-    wall_clock_breakdown: bool = field(
-        False, "True: print the mean times of forward, backward and optimizer once in steps_per_print steps."
-    )
-    dump_state: bool = field(False, "True: print DeepSpeed's messages at startup, with its configuration and state.")
-    deepspeed_extra_args: Annotated[dict[str, Any], NullIsEmpty] = field(
-        {},
-        """Further keys of DeepSpeed's configuration, passed unchanged. Keys derived from other keys here, such as
-        train_batch_size, are an error.""",
-    )
 
     @property
     def extrapolation_budget(self) -> int:

@@ -21,7 +21,6 @@ def full_settings(folder, data_path, **keys):
             "train_iters": 2,
             "save_interval": 1,
             "eval_iters": 0,
-            "deepspeed_extra_args": {"comet": {"enabled": False}},
             **keys,
         },
     )
@@ -34,7 +33,8 @@ def trained_run(tmp_path_factory, data_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_API_KEY", "wandb-secret-value")
         config = Config.from_flat(full_settings(folder, data_path))
-        config._flat["deepspeed_extra_args"]["comet"]["api_key"] = "other-secret-value"  # not accepted from users
+        # Not accepted from users.
+        config._flat["csv_monitor"] = {"enabled": False, "api_key": "other-secret-value"}
         train(config)
     return folder
 

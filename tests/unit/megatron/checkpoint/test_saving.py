@@ -27,7 +27,7 @@ def test_no_file_contains_a_secret(trained_run):
         if path.is_file():
             assert b"secret-value" not in path.read_bytes(), path
     saved = json.loads((step / "configs" / "config.yml").read_text())
-    assert saved["deepspeed_extra_args"]["comet"] == {"enabled": False}
+    assert saved["csv_monitor"] == {"enabled": False}
     assert saved["tokenizer_type"] == "CharLevelTokenizer"
 
 

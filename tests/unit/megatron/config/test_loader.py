@@ -289,16 +289,16 @@ def test_the_value_of_a_secret_environment_variable_is_rejected(write, monkeypat
 def test_secrets_in_values_that_are_passed_on_are_rejected(flat, write):
     extra = {"wandb": {"enabled": True, "api_key": "abcdefg"}}
     for key, value, name in (
-        ("deepspeed_extra_args", extra, "deepspeed_extra_args.wandb.api_key"),
+        ("zero_optimization", extra, "zero_optimization.wandb.api_key"),
         ("wandb_host", "https://user:word@host", "wandb_host"),
         ("data-path", "https://user:word@host/data", "data-path"),
         ("eval_include_path", ["a", "https://user:word@host/b"], "eval_include_path.1"),
         ("comment", "--export WANDB_API_KEY=abcdefg", "comment"),
     ):
         assert_rejected(f'^here: "{name}" looks like a secret', Config.from_flat, {**flat, key: value}, source="here")
-    with pytest.raises(UserError, match=r'^--set: "deepspeed_extra_args\.comet\.api_key"'):
-        load(write, MODEL, overrides=["deepspeed_extra_args.comet.api_key=abc"])
-    Config.from_flat({**flat, "deepspeed_extra_args": {"comet": {"enabled": False, "api_key": None}}})
+    with pytest.raises(UserError, match=r'^--set: "zero_optimization\.comet\.api_key"'):
+        load(write, MODEL, overrides=["zero_optimization.comet.api_key=abc"])
+    Config.from_flat({**flat, "zero_optimization": {"comet": {"enabled": False, "api_key": None}}})
 
 
 def nested(key: str, value: object) -> dict:
