@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     busy_message = (
         f"{options.output}: another process is using this folder; wait until it ends, or choose another --output"
     )
-    with Lock(options.output / "chomsky.lock", busy_message) as lock:
-        _run_experiments(options, lock)
+    with Lock(options.output / "chomsky.lock", busy_message):
+        _run_experiments(options)
 
 
-def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
+def _run_experiments(options: argparse.Namespace) -> None:
     # Check the methods and the device before the first experiment.
     settings = options.settings
     for name in options.methods:
@@ -111,7 +111,6 @@ def _run_experiments(options: argparse.Namespace, lock: Lock) -> None:
         kind = DecoderExperiment if settings.architecture == DECODER else EncoderExperiment
         experiment = kind(task, method, seed, settings, device)
         results.append(_run(experiment, title, console))
-        lock.check()
         write_chomsky_results(path, settings, results)
 
     # Tables of the requested experiments.

@@ -91,9 +91,8 @@ class ResultsFile:
     def add(self, record: Record) -> None:
         """Append a record and flush it to disk.
 
-        Raises UserError if it is not valid or cannot be written, or if the lock file was removed.
+        Raises UserError if it is not valid or cannot be written.
         """
-        self._lock.check()
         line = json.dumps(record).encode() + b"\n"
         parse_record(line[:-1], f"cannot write {self.path}")  # never write what cannot be read
         try:

@@ -236,7 +236,6 @@ class Runner:
             if job.signals_sent < len(self._signals):
                 job.process.send_signal(signal.SIGTERM)  # the launcher kills its processes at the second signal
                 job.signals_sent += 1
-            job.claim.check()
             return
         job.process = None
         if self._signals:  # a training that was asked to stop exits with 0 before its last iteration

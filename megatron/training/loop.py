@@ -36,7 +36,6 @@ from megatron.training.startup import (
     lock_save_folder,
 )
 from megatron.training.validation import ExtrapolationCurves, Validator
-from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_rank_0
 
 
@@ -75,14 +74,12 @@ class Start:
     Attributes:
         source: the configuration that says which weights to load; that of the run, unless it resumes from `save`.
         checkpoint: the folder of one iteration; None: initial weights.
-        lock: of the folder `save`; None if the run does not save.
     """
 
     source: Config
     checkpoint: Path | None
     iteration: int
     vocab_size: int
-    lock: Lock | None
 
     def lineage_of(self, state: TrainingState) -> list[int] | None:
         """The earlier iterations of the run of the loaded state; None if this is a new run."""
@@ -125,9 +122,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     schedule = _build_schedule(config, state, report)
     logger.start_metrics(state.iteration)
     batch = _finite_check_batch(engine, tokenizer.vocab_size)
-    return Trainer(
-        config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, start.lock, outside, batch
-    )
+    return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside, batch)
 
 
 def _build_tokenizer(config: Config) -> Tokenizer:
@@ -152,7 +147,7 @@ def _find_start(
     )
     report(str(config.batch.resolve(layout.data_size)))
     check_attention(config, layout.device)
-    source, lock = _lock_and_resume(config, resources, report)
+    source = _lock_and_resume(config, resources, report)
 
     # The checkpoint fits the configuration.
     checkpoint = locate_checkpoint(source, layout, report)
@@ -171,25 +166,23 @@ def _find_start(
             f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of {checkpoint}; raise "
             "train-iters to continue it, or set train-iters: 0 to evaluate it"
         )
-    return Start(source, checkpoint, iteration, vocab_size, lock)
+    return Start(source, checkpoint, iteration, vocab_size)
 
 
-def _lock_and_resume(
-    config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]
-) -> tuple[Config, Lock | None]:
-    """Lock `save` if the run trains. Returns the configuration that names the weights, and the lock."""
+def _lock_and_resume(config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]) -> Config:
+    """Lock `save` if the run trains. Returns the configuration that names the weights."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if save is None or config.schedule.train_iters == 0:
-        return config, None
-    lock = lock_save_folder(save, resources)
+        return config
+    lock_save_folder(save, resources)
     resumed = resumable_config(config)
     if resumed is None:
-        return config, lock
+        return config
     report(
         f"save: {save} already contains checkpoints of this run, which resumes from them; to start again from "
         f"{f'load: {load}' if load else 'scratch'}, choose another folder"
     )
-    return resumed, lock
+    return resumed
 
 
 def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], None]) -> int:
@@ -218,8 +211,9 @@ def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> 
         is_planned = config.checkpoint.saves(iteration) or _is_due(iteration, config.training.exit_interval)
         return is_ahead and (is_planned or iteration == last_iteration)
 
-    if start.lock is not None:
-        run_on_rank_0(lambda: check_not_replaced(Path(config.checkpoint.save or ""), saves, start.lineage_of(state)))
+    folder = config.checkpoint.save
+    if folder is not None and last_iteration > 0:
+        run_on_rank_0(lambda: check_not_replaced(Path(folder), saves, start.lineage_of(state)))
     return state
 
 
@@ -305,7 +299,6 @@ class Trainer:
     """A training run on this rank: data, engine, state, checkpoints and log. `build_trainer` builds it.
 
     Attributes:
-        lock: of the folder `save`; None if the run does not save.
         outside_embedding: the number of parameters outside the input embedding, for the MFU.
         finite_check_batch: tokens on which the weights are checked before they are saved, int64 [micro-batch, s + 1].
     """
@@ -319,7 +312,6 @@ class Trainer:
     validator: Validator
     curves: ExtrapolationCurves | None
     checkpointer: Checkpointer | None
-    lock: Lock | None
     outside_embedding: int
     finite_check_batch: Tensor
 
@@ -424,10 +416,7 @@ class Trainer:
         self.state.evaluated_at = self.state.iteration
 
     def _save(self) -> None:
-        """Save a checkpoint. Raises UserError if the lock file in `save` was removed."""
         if self.checkpointer is not None:
-            if self.lock is not None:
-                run_on_rank_0(self.lock.check)
             self.checkpointer.save(self.state)
 
     def evaluate_at_end(self) -> None:

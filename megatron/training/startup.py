@@ -37,7 +37,7 @@ def lock_log_folders(config: Config, resources: contextlib.ExitStack) -> None:
             run_on_rank_0(lock.acquire)
 
 
-def lock_save_folder(save: str, resources: contextlib.ExitStack) -> Lock:
+def lock_save_folder(save: str, resources: contextlib.ExitStack) -> None:
     """Check that all ranks can write to the folder, and lock it until `resources` are released. Every rank must call
     this.
 
@@ -53,7 +53,6 @@ def lock_save_folder(save: str, resources: contextlib.ExitStack) -> Lock:
     run_on_rank_0(lambda: _clean_up(Path(save)))
     run_on_all_ranks(lambda: check_writable(save, "save"))
     _check_that_all_hosts_share(Path(save))
-    return lock
 
 
 def _clean_up(folder: Path) -> None:

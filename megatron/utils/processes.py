@@ -77,7 +77,6 @@ class Lock:
         self._path = Path(path)
         self._busy_message = busy_message
         self._lock = filelock.FileLock(self._path, timeout=0, thread_local=False, fallback_to_soft=False)
-        self._file: os.stat_result | None = None  # the file that was locked
         self._created_folder = False
 
     def acquire(self) -> None:
@@ -92,7 +91,6 @@ class Lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-            self._file = self._path.stat()
         except filelock.Timeout:
             raise LockBusyError(self._busy_message + self._holder()) from None
         except OSError as error:
@@ -102,31 +100,16 @@ class Lock:
                 "flock"
             ) from error
 
-    def check(self) -> None:
-        """Raises UserError if the lock file was removed. Does nothing if this object does not hold the lock."""
-        if self._lock.is_locked and not self._has_file():
-            raise UserError(
-                f"{self._path}: this process has lost the lock{self._holder()}, because the file was removed; it stops"
-            )
-
     def release(self) -> None:
         """Remove the file and release the lock. Does nothing if this object does not hold the lock."""
         if not self._lock.is_locked:
             return
-        if self._has_file():
-            # Safe while locked: filelock does not accept a file that was removed between its open() and flock().
-            self._path.unlink(missing_ok=True)
+        # Safe while locked: filelock does not accept a file that was removed between its open() and flock().
+        self._path.unlink(missing_ok=True)
         self._lock.release(force=True)
         if self._created_folder:
             with contextlib.suppress(OSError):
                 self._path.parent.rmdir()
-
-    def _has_file(self) -> bool:
-        """Whether the path is still the file that was locked."""
-        try:
-            return self._file is not None and os.path.samestat(self._path.stat(), self._file)
-        except OSError:
-            return False
 
     def _holder(self) -> str:
         """ " (held by process 123 on host)"; empty if the file does not say."""

@@ -5,7 +5,6 @@ import pytest
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.evaluation.results_file import ResultsFile
 from megatron.utils.errors import UserError
-from tests.support.errors import assert_rejected
 from tests.support.records import stored_record
 
 
@@ -74,12 +73,3 @@ def test_replacing_results_loses_none_if_the_disk_is_full(tmp_path, monkeypatch)
     with pytest.raises(UserError, match="No space left"):
         ResultsFile(tmp_path, ["bb"], replace=True).__enter__()
     assert (tmp_path / RESULTS).read_bytes() == before
-
-
-def test_an_evaluation_whose_lock_file_was_removed_writes_nothing_more(tmp_path):
-    with ResultsFile(tmp_path, ["aa"]) as first:
-        (tmp_path / "results.jsonl.lock").unlink()
-        with ResultsFile(tmp_path, ["aa"]) as second:
-            second.add(stored_record(16))
-            assert_rejected(r"results\.jsonl\.lock", first.add, stored_record(32))
-        assert [stored["length"] for stored in read_results([tmp_path])] == [16]

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from megatron.checkpoint.directory import saved_iterations
 from megatron.config import Config, UserError
 from megatron.training import loop, startup
 from megatron.training.loop import train
@@ -95,28 +94,6 @@ def test_the_lock_is_released_after_success_and_failure(tmp_path, data_path):
     with pytest.raises(UserError, match="not finite"):
         train(Config.from_flat(training_settings(tmp_path / "failed", data_path, **keys)))
     assert not (tmp_path / "failed" / "checkpoints").exists()
-
-
-def test_a_run_whose_lock_file_was_removed_saves_nothing_more(tmp_path, data_path, monkeypatch):
-    path = tmp_path / "checkpoints" / "run.lock"
-    step = loop.Engine.train_step
-
-    def with_another_run(engine, batches, learning_rate, iteration):
-        if iteration == 4:
-            path.unlink()
-            other.acquire()
-        return step(engine, batches, learning_rate, iteration)
-
-    monkeypatch.setattr(loop.Engine, "train_step", with_another_run)
-    other = Lock(path, "busy")
-    with pytest.raises(UserError, match=r"run\.lock"):
-        train(Config.from_flat(training_settings(tmp_path, data_path)))
-    assert saved_iterations(tmp_path / "checkpoints") == [3]
-    other.check()
-    other.release()
-    monkeypatch.undo()
-    train(Config.from_flat(training_settings(tmp_path, data_path)))
-    assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
 
 
 def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
