@@ -43,9 +43,6 @@ EXIT_STATUS_OF_UNEXPECTED_ERROR = 70  # EX_SOFTWARE of <sysexits.h>
 # What shells report for a process that SIGINT or SIGPIPE ended: 128 + the signal's number.
 EXIT_STATUS_OF_INTERRUPT = 130
 EXIT_STATUS_OF_BROKEN_PIPE = 141
-# Every entry point accepts it. The environment variable passes it on to the processes that the entry point starts.
-TRACEBACK_OPTION = "--traceback"
-TRACEBACK_VARIABLE = "KERPLE_TRACEBACK"
 # In the messages of gloo and NCCL after another rank has ended.
 _LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exit", re.I)
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|Unable to allocate", re.I)
@@ -59,8 +56,7 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        epilog = f"{TRACEBACK_OPTION} prints the traceback of an unexpected error instead of writing it to a file."
-        super().__init__(*args, **{"allow_abbrev": False, "epilog": epilog, **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         super().error(visible(redact(message)))
@@ -178,16 +174,11 @@ def run_main(main: Callable[[], int | None]) -> int:
     - In a rank, a lost connection to another rank: status 3.
     - KeyboardInterrupt: status 130. If its only argument is a string, the line contains it.
     - The reader of standard output has exited, as in `... | head`: no line, status 141.
-    - Any other: status 70. The traceback is written to a file, or printed with the option --traceback, which is removed
-      from sys.argv.
+    - Any other: status 70. The traceback is written to a file, which the line names.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names in messages may be invalid UTF-8
-    options = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
-    if TRACEBACK_OPTION in options[1:]:
-        sys.argv.remove(TRACEBACK_OPTION)
-        os.environ[TRACEBACK_VARIABLE] = "1"
     try:
         status = main() or 0
         if sys.stdout is not None:
@@ -209,7 +200,7 @@ def run_main(main: Callable[[], int | None]) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """The exit status for an exception, and the line to print, if any. Writes or prints an unexpected traceback."""
+    """The exit status for an exception, and the line to print, if any. Writes the log of an unexpected error."""
     if isinstance(error, UserError):
         return EXIT_STATUS_OF_USER_ERROR, str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -229,13 +220,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         problem = f"the input is nested too deeply ({problem})"
     text = f"{Path(sys.argv[0]).name} failed: {redact(problem)[:_MAX_LINE]}"
     report = _error_report(error)
-    if os.environ.get(TRACEBACK_VARIABLE):
-        with contextlib.suppress(OSError):
-            print(report, file=sys.stderr)
-        return EXIT_STATUS_OF_UNEXPECTED_ERROR, text
     path = _write_error_log(report)
-    place = f"traceback: {path} ({TRACEBACK_OPTION} prints it)" if path else f"{TRACEBACK_OPTION} prints the traceback"
-    return EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{text}; {place}"
+    return EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{report}\n{text}" if path is None else f"{text}; traceback: {path}"
 
 
 def _stdout_has_no_reader() -> bool:

@@ -23,7 +23,7 @@ from tests.support.forks import Run, start_run
 MEMORY_ALLOWANCE = 500 << 20
 TRACEBACK = "Traceback (most recent call last)"
 # In the line that `run_main` prints for an exception that nothing else has caught.
-LAST_RESORT = "--traceback prints"
+LAST_RESORT = "; traceback: "
 SECONDS = 60.0
 # The command may map this much before an allocation fails, so that a case cannot exhaust the machine's memory.
 ADDRESS_SPACE = 6000 << 20

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.yaml_files import parse_override
-from megatron.utils.command_line import TRACEBACK_VARIABLE, OptionParser, extract_overrides, integer, run_main
+from megatron.utils import command_line
+from megatron.utils.command_line import OptionParser, extract_overrides, integer, run_main
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
@@ -118,7 +119,6 @@ def test_an_error_that_another_rank_prints_is_not_repeated(capsys):
 def no_rank(monkeypatch, tmp_path):
     """Run outside of a launcher, in an empty folder."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv(TRACEBACK_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "a.yml", "--set", "wandb_api_key=abc123def"])
 
@@ -181,7 +181,7 @@ def test_unexpected_errors_are_one_line_a_log_and_status_70(no_rank, capsys, err
     (log,) = Path().glob("error-*.log")
     line = capsys.readouterr().err
     assert line.startswith(f"error: train.py failed: {text}")
-    assert line.endswith(f"; traceback: {log} (--traceback prints it)\n")
+    assert line.endswith(f"; traceback: {log}\n")
     assert line.count("\n") == 1
     report = log.read_text()
     assert "in fail\n    raise error" in report
@@ -191,18 +191,13 @@ def test_unexpected_errors_are_one_line_a_log_and_status_70(no_rank, capsys, err
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_traceback_prints_it_instead(no_rank, capsys, monkeypatch):
+def test_the_traceback_is_printed_if_no_log_can_be_written(no_rank, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "2")
-    sys.argv += ["--traceback", "--", "--traceback"]
-    monkeypatch.setenv(TRACEBACK_VARIABLE, "")  # restored after the test
+    monkeypatch.setattr(command_line, "_write_error_log", lambda report: None)
     assert run_main(raising(KeyError("x"))) == 70
-    assert sys.argv[-2:] == ["--", "--traceback"]
-    assert sys.argv.count("--traceback") == 1
-    assert os.environ[TRACEBACK_VARIABLE]  # the started processes inherit it
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "error on rank 2: train.py failed: KeyError: 'x'"
+    assert lines[-1] == "train.py failed: KeyError: 'x'"
     assert "Traceback (most recent call last):" in lines
-    assert not list(Path().glob("error-*.log"))
 
 
 def test_a_reader_that_stops_early_is_no_error(no_rank, capfd, monkeypatch):
