@@ -31,8 +31,8 @@ def train() -> int:
 
 
 def check_script(program: Sequence[str], config: Config, options: Sequence[str], world_size: int) -> list[str]:
-    """Check the options of train.py, the parallel sizes and batch sizes for this number of processes, the data keys and
-    the backend. Returns the prefixes of the local datasets.
+    """Check the options of train.py, the parallel sizes and batch sizes for this number of processes, and the data
+    keys. Returns the prefixes of the local datasets.
 
     Other scripts check their own command lines. Raises UserError, or prints the usage and exits with status 2.
     """
@@ -47,11 +47,6 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str],
     data_parallel_size = config.parallel.data_parallel_size(world_size)
     if config.batch.is_set:
         config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
-    backend = config.parallel.distributed_backend
-    if backend not in (None, "nccl"):  # without a GPU, gloo replaces nccl
-        from megatron.training.distributed import check_backend
-
-        check_backend(backend)
     prefixes = [config.data.data_path or ""]
     if (blends := config_blends(config)) is not None:
         prefixes = [prefix for blend in blends if blend is not None for prefix in blend.prefixes]

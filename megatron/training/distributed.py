@@ -51,7 +51,6 @@ def initialize(config: Config) -> Layout:
         backend = "gloo"
         if int(os.environ.get("RANK", "0")) == 0:
             print("distributed-backend: nccl requires a GPU, but none is available; using gloo", flush=True)
-    check_backend(backend)
 
     # Without a launcher, this process is a group of its own.
     if not dist.is_initialized():
@@ -72,19 +71,14 @@ def initialize(config: Config) -> Layout:
 
     # Divide the ranks among pipeline stages, replicas and tensor parallelism.
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    data_size = config.parallel.data_parallel_size(world_size)
     pipeline_size, tensor_size = max(1, config.parallel.pipe_parallel_size), config.parallel.model_parallel_size
-    if world_size % (pipeline_size * tensor_size):
-        raise UserError(
-            f"{world_size} ranks cannot be divided into pipe-parallel-size {pipeline_size} x model-parallel-size "
-            f"{tensor_size}; start a multiple of {pipeline_size * tensor_size} ranks (num_gpus) or change these keys"
-        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_size, pipeline_model_parallel_size=pipeline_size
         )
 
     # A rank's place follows from the order of the dimensions.
-    data_size = world_size // (pipeline_size * tensor_size)
     return Layout(
         rank=rank,
         world_size=world_size,
@@ -96,15 +90,6 @@ def initialize(config: Config) -> Layout:
         tensor_rank=rank % tensor_size,
         device=torch.device(get_accelerator().device_name(local_rank) if on_gpu else "cpu"),
     )
-
-
-def check_backend(backend: str) -> None:
-    """Raises UserError if torch.distributed lacks a backend."""
-    if not dist.is_backend_available(backend):
-        raise UserError(
-            f"distributed_backend {backend} is not available: this PyTorch was built without it; remove the key (nccl "
-            "on GPUs, gloo on CPUs)"
-        )
 
 
 def _check_address(name: str) -> None:

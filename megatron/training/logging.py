@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_handler
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
@@ -374,8 +374,7 @@ def profiled_steps(
     Yields a function to call after every training step, the first of which follows `iteration` earlier steps. The step
     before the profiled ones is a warm-up, if there is one.
 
-    Every rank writes its trace to `tensorboard_dir` (or `log_dir`), rank_N.TIME.pt.trace.json. On a GPU, the same steps
-    are also marked for `nsys profile --capture-range=cudaProfilerApi`.
+    Every rank writes its trace to `tensorboard_dir` (or `log_dir`), rank_N.TIME.pt.trace.json.
     """
     # There may be nothing to profile.
     settings = config.logging
@@ -391,12 +390,9 @@ def profiled_steps(
     # One trace per rank.
     folder = Path(settings.tensorboard_dir or settings.log_dir or ".")
     write_trace = tensorboard_trace_handler(str(folder), worker_name=f"rank_{layout.rank}")
-    on_gpu = layout.device.type == "cuda"
 
     # After the last step.
     def write(profiler: Any) -> None:
-        if on_gpu:
-            torch.cuda.profiler.stop()
         write_trace(profiler)
         end = iteration + profiler.step_num
         report(f"profile: iterations {first + 1:,} to {end:,}; traces are in {folder}")
@@ -404,14 +400,7 @@ def profiled_steps(
     # A resumed run may start right at the first profiled step, without a warm-up.
     warmup = min(first - iteration, 1)
     plan = schedule(wait=first - iteration - warmup, warmup=warmup, active=last - first, repeat=1)
-
-    # What the profiler does in the step that follows `step` steps of this process.
-    def action(step: int) -> ProfilerAction:
-        if on_gpu and step == first - iteration:
-            torch.cuda.profiler.start()
-        return plan(step)
-
     with profile(
-        schedule=action, on_trace_ready=write, record_shapes=True, profile_memory=True, with_flops=True
+        schedule=plan, on_trace_ready=write, record_shapes=True, profile_memory=True, with_flops=True
     ) as profiler:
         yield profiler.step

@@ -105,8 +105,7 @@ class LoggingConfig(ConfigSection):
     wandb_host: str = field("https://api.wandb.ai", "Weights & Biases: address of the server.")
     profile: bool = field(
         False,
-        """True: profile some steps with torch.profiler. Every rank writes a trace to tensorboard_dir (or log_dir).
-        On a GPU, also for nsys with --capture-range=cudaProfilerApi.""",
+        "True: profile some steps with torch.profiler. Every rank writes a trace to tensorboard_dir (or log_dir).",
     )
     profile_step_start: Int = field(10, "Number of steps before the first profiled one.", ge=0)
     profile_step_stop: Int = field(12, "Number of steps up to and including the last profiled one.", ge=1)

@@ -15,7 +15,7 @@ class ParallelConfig(ConfigSection):
         ge=0,
     )
     model_parallel_size: Int = field(1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1)
-    distributed_backend: Literal["nccl", "gloo", "mpi", "ccl"] | None = field(
+    distributed_backend: Literal["nccl", "gloo"] | None = field(
         None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
     fp32_allreduce: bool = field(False, "True: average gradients over the data-parallel ranks in float32.")

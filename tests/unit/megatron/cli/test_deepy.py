@@ -28,7 +28,7 @@ def start(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--set", "data-path=elsewhere"], r"no data at elsewhere: elsewhere\.bin and elsewhere\.idx missing; .*"),
-        (["--set", "distributed_backend=mpi"], "distributed_backend mpi is not available: .*; remove the key .*"),
+        (["--set", "distributed_backend=mpi"], '--set: "distributed_backend": must be .nccl. or .gloo., not .mpi.'),
         (["--fallback", "other.yml"], r"other\.yml: configuration files come before the options of train\.py"),
         (["--set", "num_gpus=3", "model-parallel-size=2"], r"3 process\(es\) cannot be divided into replicas of 2: .*"),
         (["--fallback", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
