@@ -7,17 +7,13 @@ key/value heads as query heads and with half as many (grouped-query attention): 
 (`kerple.attention.self_check`), and the chunked backend for methods that they do not support.
 Without a GPU, the chunked and sdpa backends are checked. The exit status is 1 if a check fails.
 Most of the time is compilation, which --jobs processes share.
-The output contains no environment variables, paths or host names.
 """
 
 import argparse
 import contextlib
-import importlib.metadata
 import itertools
 import json
 import multiprocessing
-import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.collect_env import get_pretty_env_info
 
+from kerple import __version__
 from kerple.attention import Attention, Requirements, position_tables, self_check
 from kerple.attention.call import AttentionCall
 from kerple.attention.dispatch import BACKENDS
@@ -38,7 +36,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEADS = 4
 KV_HEADS = (HEADS, HEADS // 2)
 Result = TypeVar("Result")
-PACKAGES = ("kerple-neox", "torch", "triton", "deepspeed", "megatron-core")
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,8 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
         parser.error(f"--json: there is no folder {options.json.parent}")
 
     # Describe the machine, for bug reports.
-    machine = describe_machine()
-    for title, lines in machine.items():
-        print(title)
-        for name, value in lines.items():
-            print(f"  {name:<14} {value}")
+    machine = f"kerple-neox version: {__version__}\n{get_pretty_env_info()}"
+    print(machine)
     devices = _devices()
     if devices == [torch.device("cpu")]:
         print(
@@ -142,59 +136,6 @@ def _devices() -> list[torch.device]:
     return list(kinds.values())
 
 
-# -- the machine ------------------------------------------------------------------------------------------------------
-
-
-def describe_machine() -> dict[str, dict[str, str]]:
-    """Section -> name -> value: versions and GPUs."""
-    versions = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    versions["CUDA"] = torch.version.cuda or "torch is built without CUDA"
-    versions["driver"] = _driver_version() or "not found"
-    versions["NCCL"] = _nccl_version()
-    return {"versions": versions, "GPUs": _describe_gpus()}
-
-
-def _driver_version() -> str | None:
-    """The version of NVIDIA's driver; without its file, as in WSL, the CUDA version that it supports."""
-    try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        found = None
-    if found is not None:
-        return found[0]
-    version = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return str(version()) if version is not None and torch.cuda.is_available() else None
-
-
-def _nccl_version() -> str:
-    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
-        return "torch is built without NCCL"
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _describe_gpus() -> dict[str, str]:
-    if not torch.cuda.is_available():
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
-            return {"none": str(error).splitlines()[0]}
-        return {"none": "no GPU"}
-    gpus = {}
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        gpus[f"cuda:{index}"] = (
-            f"{properties.name}, sm_{properties.major}{properties.minor}, "
-            f"{properties.multi_processor_count} multiprocessors, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
-        )
-    return gpus
-
-
 # -- the checks -------------------------------------------------------------------------------------------------------
 
 
@@ -219,14 +160,8 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
     method = build(name, ModelShape(HEADS, head_size, HEADS * head_size, 2, KV_LEN))
     method.reset_parameters(torch.Generator().manual_seed(0))
     method = method.to(device)
-    requirements = Requirements(
-        weight="weight" in method.hooks,
-        modify_scores="modify_scores" in method.hooks,
-        training=True,
-        dtype=dtype,
-        head_size=head_size,
-        batch_heads=HEADS,
-        device=device,
+    requirements = Requirements.of(
+        method, training=True, dtype=dtype, head_size=head_size, batch_heads=HEADS, device=device
     )
 
     # The backends that `auto` can choose.

@@ -10,13 +10,13 @@ heads, p coefficients per head; c queries, l keys.
 import contextlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kerple.attention.tables import NO_TABLES, Documents, PositionTables
-from kerple.positional import Chunk, append_decay
+from kerple.positional import Chunk, PositionalMethod, append_decay
 
 # A positional method's `final_scores`.
 ModifyScores = Callable[[Chunk], Tensor]
@@ -125,6 +125,13 @@ class Requirements:
     value_size: int | None = None
     batch_heads: int | None = None
     device: torch.device | None = None
+
+    @classmethod
+    def of(cls, *methods: PositionalMethod, **others: Any) -> "Requirements":
+        """Those of positional methods, and others."""
+        hooks = {hook for method in methods for hook in method.hooks}
+        needs = {name: name in hooks for name in ("weight", "modify_scores", "decay")}
+        return cls(**needs, **others)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

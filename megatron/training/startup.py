@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from kerple import positional
 from kerple.attention import Requirements, check_backend
 from megatron.checkpoint.directory import clean_up
 from megatron.checkpoint.layers import DTYPES
@@ -91,12 +90,8 @@ def _check_that_all_hosts_share(folder: Path) -> None:
 def check_attention(config: Config, device: torch.device) -> None:
     """Raises UserError if the attention backend cannot train on this device."""
     model = config.model
-    with torch.device("meta"):
-        methods = positional.build_layers(model.pos_emb, model.shape, **model.positional_options)
-    requirements = Requirements(
-        weight=any("weight" in method.hooks for method in methods),
-        modify_scores=any("modify_scores" in method.hooks for method in methods),
-        decay=any("decay" in method.hooks for method in methods),
+    requirements = Requirements.of(
+        *model.build_on_meta(),
         dropout=model.attention_dropout > 0,
         training=True,
         dtype=DTYPES[config.precision.dtype],

@@ -266,12 +266,7 @@ class ModelConfig(ConfigSection):
             return
         try:
             methods = self.build_on_meta()
-            requirements = Requirements(
-                weight=any("weight" in method.hooks for method in methods),
-                modify_scores=any("modify_scores" in method.hooks for method in methods),
-                dropout=self.attention_dropout > 0,
-                head_size=self.head_size,
-            )
+            requirements = Requirements.of(*methods, dropout=self.attention_dropout > 0, head_size=self.head_size)
             check_backend(self.attention_backend, requirements)
         except (ValueError, NotImplementedError) as error:
             yield f"pos_emb {self.pos_emb}: {error}"
