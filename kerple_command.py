@@ -66,12 +66,8 @@ def main() -> int:
     if extra is None:
         return load(command)() or 0
     import check_megatron  # noqa: F401
+    from megatron.utils.command_line import run_main
 
-    try:
-        from megatron.utils.command_line import run_main
-    except ModuleNotFoundError as error:
-        print(f"error: {missing(name, extra, error)}", file=sys.stderr)
-        return 2
     return run_main(lambda: run(name, command, extra))
 
 
@@ -97,19 +93,14 @@ def load(command: Command) -> Callable[[], int | None]:
 
 def run(name: str, command: Command, extra: str) -> int | None:
     """Run a command of `megatron`. Raises UserError if a package that it needs is not installed."""
-    from megatron.utils.errors import UserError
+    from megatron.utils.errors import UserError, install_command
 
     try:
         return load(command)()
     except ModuleNotFoundError as error:
-        raise UserError(missing(name, extra, error)) from error
-
-
-def missing(name: str, extra: str, error: ModuleNotFoundError) -> str:
-    """The message for a package that is not installed."""
-    from megatron.utils.errors import install_command
-
-    return f"kerple {name} needs the module {error.name}, which is not installed: {install_command(extra)}"
+        raise UserError(
+            f"kerple {name} needs the module {error.name}, which is not installed: {install_command(extra)}"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from megatron.launcher.hosts import check_hosts, run_job, run_pdsh
 from megatron.launcher.node import Node, run_node
 from megatron.launcher.rank import DEFAULT_PORT
 from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
-from megatron.launcher.script_arguments import STRICT_OPTION, print_notices
+from megatron.launcher.script_arguments import print_notices
 from megatron.utils.command_line import extract_overrides
 from megatron.utils.errors import UserError
 
@@ -34,7 +34,6 @@ Start SCRIPT once per GPU (without a GPU: on the CPU), on this machine or on the
                         megatron.launcher.script_arguments
   -d, --conf-dir DIR    folder of the configuration files
   a.yml b.yml ...       configuration files to merge; .yml may be omitted; a later file overrides an earlier one
-  --strict              reject keys that appear in two files
   --set key=value ...   override keys (nested ones with dots: optimizer.params.lr=1e-3); repeatable
   -H, --hostfile FILE, --wandb-group NAME, --wandb-team NAME, --wandb-run-name NAME
                         the same as --set hostfile=FILE, wandb_group=NAME ...
@@ -55,7 +54,6 @@ class DeepyArguments:
     files: list[str]
     config_dir: str | None
     overrides: list[str]
-    strict: bool
     script_options: list[str]
 
 
@@ -71,13 +69,10 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
     overrides, words = extract_overrides(words)
     files: list[str] = []
     config_dir = None
-    strict = False
-    while words and (not words[0].startswith("-") or words[0] == STRICT_OPTION or _CONF_DIR.fullmatch(words[0])):
+    while words and (not words[0].startswith("-") or _CONF_DIR.fullmatch(words[0])):
         word = words.pop(0)
         match = _CONF_DIR.fullmatch(word)
-        if word == STRICT_OPTION:
-            strict = True
-        elif match is None:
+        if match is None:
             files.append(word)
         elif folder := match["short"] or match["long"]:
             config_dir = folder
@@ -90,7 +85,7 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
     if not files:
         name = Path(program[0]).name if len(program) == 1 else program[-1]
         raise UserError(f"no configuration files were given for {name}; they come before the other options")
-    return DeepyArguments(list(program), files, config_dir, overrides, strict, list(words))
+    return DeepyArguments(list(program), files, config_dir, overrides, list(words))
 
 
 def _find_script(name: str) -> Path:
@@ -120,7 +115,7 @@ def main(
     if arguments is None:
         print(USAGE)
         return 0
-    config = load_config(arguments.files, arguments.config_dir, arguments.overrides, strict=arguments.strict)
+    config = load_config(arguments.files, arguments.config_dir, arguments.overrides)
     print_notices(config)
     resources = find_resources(config)
     on_other_hosts = uses_other_hosts(config, resources)

@@ -21,7 +21,6 @@ from megatron.utils.command_line import OptionParser, add_key_options, extract_o
 from megatron.utils.errors import UserError
 
 MERGED_CONFIG_OPTION = "--neox-config"
-STRICT_OPTION = "--strict"
 
 
 def parse_arguments(
@@ -51,7 +50,7 @@ def parse_arguments(
     else:
         if not options.files:
             parser.error("no configuration files were given")
-        config = load_config(options.files, options.conf_dir, overrides, strict=options.strict)
+        config = load_config(options.files, options.conf_dir, overrides)
         if os.environ.get("RANK", "0") == "0":
             print_notices(config)
     if options.fallback:
@@ -75,7 +74,6 @@ def make_parser(
     parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
     parser.add_argument("-d", "--conf-dir", type=path_option, metavar="DIR", help="folder of the configuration files")
     add_key_options(parser)
-    parser.add_argument(STRICT_OPTION, action="store_true", help="reject keys that appear in two configuration files")
     parser.add_argument(MERGED_CONFIG_OPTION, help=argparse.SUPPRESS)
     parser.add_argument(
         "--fallback", action="store_true", help="if the checkpoint is damaged, load the newest intact one"
@@ -88,14 +86,13 @@ def make_parser(
 
 
 def reject_config_options(options: argparse.Namespace) -> None:
-    """Raises UserError if the options of a script that deepy.py starts contain one that deepy.py itself reads, but only
-    before the first option of the script.
+    """Raises UserError if the options of a script that deepy.py starts contain -d, which deepy.py itself reads before
+    the first option of the script.
     """
-    for name, value in (("-d", options.conf_dir), (STRICT_OPTION, options.strict)):
-        if value:
-            raise UserError(
-                f"{name} comes directly after the script or the configuration files; move it before the other options"
-            )
+    if options.conf_dir:
+        raise UserError(
+            "-d comes directly after the script or the configuration files; move it before the other options"
+        )
 
 
 def print_notices(config: Config) -> None:

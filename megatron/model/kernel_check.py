@@ -71,22 +71,14 @@ def check_kernels(
 
     # All ranks decide alike: the first failure on any rank counts.
     results = run_on_all_ranks(lambda: (check_attention(), loss.kernel_failure(device, dtype), check_block()))
-    block_failure = next((failure for *_, failure in results if failure is not None), None)
-    if block_failure is not None:
-        fused_block.reject_kernels(device)
-        report(
-            f"self-check of the kernels for transformer blocks FAILED: {block_failure}; PyTorch operations compute "
-            f"the blocks instead, which is slower; {self_check.HOW_TO_REPORT}"
-        )
-
-    # The loss kernel.
-    loss_failure = next((failure for _, failure, _ in results if failure is not None), None)
-    if loss_failure is not None:
-        loss.reject_kernel(device)
-        report(
-            f"self-check of the loss kernel FAILED: {loss_failure}; PyTorch operations compute the loss instead, "
-            f"which is slower; {self_check.HOW_TO_REPORT}"
-        )
+    for index, (kernels, what) in enumerate(((loss, "the loss"), (fused_block, "transformer blocks")), start=1):
+        failure = next((rank[index] for rank in results if rank[index] is not None), None)
+        if failure is not None:
+            kernels.reject_kernels(device)
+            report(
+                f"self-check of the kernels for {what} FAILED: {failure}; PyTorch operations replace them, which is "
+                f"slower; {self_check.HOW_TO_REPORT}"
+            )
 
     # The attention kernels. Report a failure, or else one of the checks that passed.
     verdicts = [verdict for rank, *_ in results for verdict in rank]

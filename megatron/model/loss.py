@@ -302,7 +302,7 @@ def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def reject_kernel(device: torch.device) -> None:
+def reject_kernels(device: torch.device) -> None:
     """Do not use the kernel on this type of device in this process."""
     KERNEL_DEVICES.remove(device.type)
 

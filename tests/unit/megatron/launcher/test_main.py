@@ -25,8 +25,6 @@ def test_command_line(tmp_path, monkeypatch):
     arguments_of_neox = parse_command_line(words)
     assert arguments_of_neox.overrides == ['wandb_group="12"', 'wandb_team="t"', 'hostfile="hosts"']
     assert (arguments_of_neox.files, arguments_of_neox.script_options) == (["a", "b"], ["--eval_tasks", "piqa"])
-    assert not arguments.strict
-    assert parse_command_line(["mine.py", "a", "--strict", "b"]).strict
     assert parse_command_line([]) is None
     assert parse_command_line(["--help"]) is None
     assert parse_command_line(["mine.py", "--help"]) is None
@@ -37,8 +35,8 @@ def test_command_line(tmp_path, monkeypatch):
     "words", [["-d", "configs"], ["--conf-dir", "configs"], ["--conf_dir=configs"], ["-dconfigs"], ["-d=configs"]]
 )
 def test_folder_of_the_configuration_files(words):
-    arguments = parse_command_line(["train.py", *words, "demo.yml", "--strict", "--fallback"])
-    assert (arguments.config_dir, arguments.files, arguments.strict) == ("configs", ["demo.yml"], True)
+    arguments = parse_command_line(["train.py", *words, "demo.yml", "--fallback"])
+    assert (arguments.config_dir, arguments.files) == ("configs", ["demo.yml"])
     assert arguments.script_options == ["--fallback"]
 
 

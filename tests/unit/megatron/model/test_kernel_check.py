@@ -73,7 +73,7 @@ def test_a_failure_on_any_rank_counts_on_all(ranks, own, other):
 def test_a_failure_of_the_loss_kernel_on_any_rank_counts_on_all(ranks):
     ranks([], [], "the gradient has a relative error of 1.0")
     (line,) = run(small_gpt("kerple_log"))
-    assert line.startswith("self-check of the loss kernel FAILED: the gradient has")
+    assert line.startswith("self-check of the kernels for the loss FAILED: the gradient has")
     assert loss.KERNEL_DEVICES == []
     assert not is_rejected()
 

@@ -127,7 +127,7 @@ def test_the_self_check_fails(launch, message, kernel, monkeypatch):
     monkeypatch.setattr(loss, "_launch", launch)
     failure = kernel_failure(torch.device("cpu"), torch.float32)
     assert re.match(message, failure)
-    loss.reject_kernel(torch.device("cpu"))
+    loss.reject_kernels(torch.device("cpu"))
     assert kernel_failure(torch.device("cpu"), torch.float32) is None
     linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]), None)
 
