@@ -15,31 +15,12 @@ T = TypeVar("T")
 
 
 def run_on_rank_0(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 while the other ranks wait, and return its (picklable) value on every rank.
-
-    Raises:
-        Exception: what `function` raised, on rank 0. The other ranks raise the same UserError (or subclass), or a
-            UserError with the first line of any other exception.
+    """Call `function` on rank 0 while the other ranks wait, and return its (picklable) value on every rank. Raises what
+    `run_on_all_ranks` raises.
     """
-    if not _distributed():
-        return function()
-    # A broadcast and not only a barrier: the other ranks must not continue if rank 0 failed.
-    message: list[tuple[T | None, UserError | None]] = [(None, None)]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            message = [(function(), None)]
-        except Exception as error:
-            failure = error
-            message = [(None, _as_user_error(error))]
-    dist.broadcast_object_list(message, src=0)
-    value, reported = message[0]
-    if failure is not None:
-        raise failure
-    if reported is not None:
-        reported.printed_by_other_rank = True
-        raise reported
-    return value  # type: ignore[return-value]  # not None unless `function` returned None
+    is_called = not _distributed() or dist.get_rank() == 0
+    values = run_on_all_ranks(lambda: function() if is_called else None)
+    return values[0]  # type: ignore[return-value]  # not None unless `function` returned None
 
 
 def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
@@ -47,7 +28,8 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
 
     Raises:
         Exception: if `function` raised on any rank. A rank whose own call failed raises that exception; the others
-            raise the UserError of the first rank that failed (see `run_on_rank_0`).
+            raise the same UserError (or subclass) as the first rank that failed, or a UserError with the first line of
+            any other exception.
     """
     if not _distributed():
         return [function()]

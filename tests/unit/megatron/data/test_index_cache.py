@@ -58,21 +58,13 @@ def test_cache_folder_that_cannot_be_written(corpus, tmp_path):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """as_rank(0), then as_rank(1), run the same code on two simulated ranks. Rank 1 receives what rank 0 broadcast.
-    Both are the first rank of their machine.
+    """as_rank(0), then as_rank(1), run the same code on two simulated ranks. Both are the first rank of their
+    machine.
     """
-    broadcasts: list[bytes] = []
     state = SimpleNamespace(rank=0)
-
-    def broadcast(message, src):
-        if state.rank == 0:
-            broadcasts.append(pickle.dumps(message))
-        else:
-            message[:] = pickle.loads(broadcasts.pop(0))
 
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: state.rank)
-    monkeypatch.setattr(ranks.dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(
         ranks.dist, "all_gather_object", lambda outcomes, outcome: outcomes.__setitem__(slice(None), [outcome])

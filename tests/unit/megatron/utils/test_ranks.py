@@ -25,11 +25,6 @@ def as_rank(monkeypatch):
     """Returns as_rank(rank), which makes the process that rank of a group of two; rank 0 must run first."""
     sent = {}
 
-    def broadcast(message, src):
-        if src == sent["rank"]:
-            sent["message"] = pickle.dumps(message)
-        message[:] = pickle.loads(sent["message"])
-
     def all_gather(outcomes, outcome):
         sent[sent["rank"]] = pickle.dumps(outcome)
         outcomes[:] = [pickle.loads(sent.get(rank, pickle.dumps((None, None)))) for rank in range(2)]
@@ -37,7 +32,6 @@ def as_rank(monkeypatch):
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: sent["rank"])
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(ranks.dist, "broadcast_object_list", broadcast)
     monkeypatch.setattr(ranks.dist, "all_gather_object", all_gather)
     return lambda rank: sent.__setitem__("rank", rank)
 
