@@ -4,6 +4,7 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 """
 
 import itertools
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -162,7 +163,8 @@ def _checked_choice(call: AttentionCall, backend: str) -> str:
     if chosen == "fused":
         verdict = _check_fused(call)
         if verdict is not None:
-            self_check.announce(verdict)
+            if verdict.failure is not None:
+                print(verdict, file=sys.stderr, flush=True)
             chosen = _choose(call, requirements, backend)
             check_backend(chosen, requirements)
     return chosen
@@ -329,22 +331,19 @@ class Attention:
         options: dict[str, Any] = {"device": device, "dtype": dtype, "head_size": head_size}
         usual, has_tables = self._requirements(**options), self.has_bias or self.has_weight
         if documents:
-            chosen = _fastest_for_documents(usual, 2, packed=True)
-            return f"{chosen} (auto: fastest on {device.type} for documents and this method)"
-        plain, other = self._fastest(2, not windowed, **options), self._fastest(2, False, **options)
-        if plain == other == "fused":
-            return (
-                f"fused (auto: fastest on cuda for this method; {'chunked' if has_tables else 'sdpa'} for calls that "
-                "fused does not support: attention dropout, float64, head sizes above 128, single-token decoding)"
-            )
+            plain = other = _fastest_for_documents(usual, 2, packed=True)
+        else:
+            plain, other = self._fastest(2, not windowed, **options), self._fastest(2, False, **options)
+
+        # Why, and for which calls.
+        reason = f"fastest on {device.type} for this method"
+        unsupported = _unsupported_reason("fused", usual) if has_tables and device.type == "cuda" else None
         if self_check.failure(usual) is not None:
-            return f"{plain} (auto: the fused kernels failed their self-check)"
-        reason = _unsupported_reason("fused", usual)
-        if has_tables and device.type == "cuda" and reason is not None:
-            return f"{plain} (auto: fused {reason})"
-        if plain == other:
-            return f"{plain} (auto: fastest on {device.type} for this method)"
-        return f"{plain}, and {other} for windows and for fewer queries than keys (auto: fastest for each)"
+            reason = "the fused kernels failed their self-check"
+        elif unsupported is not None:
+            reason = f"fused {unsupported}"
+        others = "" if plain == other else f", and {other} for windows and for fewer queries than keys"
+        return f"{plain}{others} (auto: {reason})"
 
     def runs_fused(
         self, device: torch.device, dtype: torch.dtype, shape: Sequence[int], *, plain: bool = False

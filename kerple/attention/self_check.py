@@ -10,7 +10,6 @@ After a failure, `dispatch` does not choose the kernels in this process for the 
 Legend: b batch, s query length, t key length, h heads, d head size, p coefficients per head, n distances.
 """
 
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -186,12 +185,6 @@ def ensure_checked(
         forward = variant._replace(directions=(0, 0), gradients=False)
         _passed.update({(device, variant), (device, forward)})
     return verdict
-
-
-def announce(verdict: Verdict) -> None:
-    """Print a failure."""
-    if verdict.failure is not None:
-        print(verdict, file=sys.stderr, flush=True)
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
