@@ -5,6 +5,7 @@ the names of variables only, and pdsh, which has no other way to pass variables,
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from megatron.config import Config
 from megatron.launcher import node
 from megatron.launcher.node import Node
 from megatron.launcher.resources import Resources
-from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, encode_config
+from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION
 from megatron.utils.errors import UserError
 from megatron.utils.secrets import contains_secret, is_secret_name
 
@@ -48,7 +49,7 @@ def rank_command(config: Config, program: Sequence[str], options: Sequence[str])
     Args:
         program: an absolute path of a script, and words that precede its options.
     """
-    return [sys.executable, "-u", *program, MERGED_CONFIG_OPTION, encode_config(config), *options]
+    return [sys.executable, "-u", *program, MERGED_CONFIG_OPTION, node.encode(config.to_flat()), *options]
 
 
 def local_environment(resources: Resources, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -171,7 +172,7 @@ def node_command(nodes: Sequence[Node], pid_file: str, command: Sequence[str], v
     start = (
         f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*assignments, sys.executable, '-u', node.__file__])}"
     )
-    end = shlex.join([node.encode_nodes(nodes), pid_file, *command])
+    end = shlex.join([node.encode([dataclasses.asdict(each) for each in nodes]), pid_file, *command])
     escaped = [text.replace("%", "%%") for text in (start, end)]
     return " %n ".join(escaped)
 

@@ -24,6 +24,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 # The process id of deepy.py or node.py, in the environment of its ranks. A rank stops when this is not its parent.
 LAUNCHER_VARIABLE = "LAUNCHER_PID"
@@ -77,15 +78,17 @@ class Node:
         }
 
 
-def encode_nodes(nodes: Sequence[Node]) -> str:
-    """All nodes as one word, compressed: Linux limits a word to 128 KiB, and pdsh sends all nodes to each host."""
-    text = json.dumps([dataclasses.asdict(node) for node in nodes])
+def encode(value: Any) -> str:
+    """A JSON value as one word that is safe in any shell: letters, digits, `-`, `_` and `=`. It is compressed, because
+    Linux limits a word to 128 KiB.
+    """
+    text = json.dumps(value, separators=(",", ":"))
     return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def decode_nodes(word: str) -> list[Node]:
-    """The inverse of `encode_nodes`."""
-    return [Node(**node) for node in json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))]
+def decode(word: str) -> Any:
+    """The inverse of `encode`. Raises ValueError or zlib.error for any other word."""
+    return json.loads(zlib.decompress(base64.urlsafe_b64decode(word.encode())))
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -270,7 +273,7 @@ def _copy(source: int, target: int) -> None:
 def main(words: Sequence[str]) -> int:
     """Run the ranks of this host for pdsh."""
     index, nodes, pid_file, *command = words
-    node, pid_path = decode_nodes(nodes)[int(index)], Path(pid_file + index)
+    node, pid_path = Node(**decode(nodes)[int(index)]), Path(pid_file + index)
     environment = dict(os.environ)
     if environment.get("DS_ACCELERATOR") != "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.slots))

@@ -7,15 +7,13 @@ WORD is the merged configuration, so the started processes do not read the files
 """
 
 import argparse
-import base64
-import binascii
-import json
 import os
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 
 from megatron.config import Config, load_config
+from megatron.launcher.node import decode
 from megatron.launcher.rank import follow_launcher, set_rank_variables
 from megatron.utils.command_line import OptionParser, add_key_options, extract_overrides, path_option
 from megatron.utils.errors import UserError
@@ -101,16 +99,10 @@ def print_notices(config: Config) -> None:
         print(f"note: {notice}", flush=True)
 
 
-def encode_config(config: Config) -> str:
-    """The keys that were set, as one word that is safe in any shell: letters, digits, `-`, `_` and `=`."""
-    text = json.dumps(config.to_flat(), separators=(",", ":"))
-    return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
-
-
 def decode_config(word: str) -> Config:
-    """The inverse of `encode_config`. Raises UserError for any other word."""
+    """The configuration whose keys deepy.py has encoded. Raises UserError for any other word."""
     try:
-        flat = json.loads(zlib.decompress(base64.urlsafe_b64decode(word.encode())))
-    except (binascii.Error, zlib.error, ValueError) as error:
+        flat = decode(word)
+    except (zlib.error, ValueError) as error:
         raise UserError(f"{MERGED_CONFIG_OPTION}: not written by deepy.py; give configuration files instead") from error
     return Config.from_flat(flat, source=MERGED_CONFIG_OPTION)

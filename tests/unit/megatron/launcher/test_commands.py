@@ -19,7 +19,7 @@ from megatron.launcher.commands import (
     reserved_port,
     split_secrets,
 )
-from megatron.launcher.node import Node, decode_nodes
+from megatron.launcher.node import Node, decode
 from megatron.launcher.resources import Resources
 from megatron.launcher.script_arguments import decode_config
 from tests.support.errors import assert_rejected
@@ -70,7 +70,7 @@ def test_pdsh_and_node_command(tmp_path, monkeypatch):
     assert [python, unbuffered, Path(program).name, index] == [sys.executable, "-u", "node.py", "1"]
     assert rest == ["/tmp/x.", "python", "100%"]
     expected = [Node("n1", [0, 1], 0, 3, "10.0.0.1", 29500), Node("n2", [3], 2, 3, "10.0.0.1", 29500)]
-    assert decode_nodes(nodes) == expected
+    assert [Node(**each) for each in decode(nodes)] == expected
 
 
 def test_a_thousand_hosts_fit_into_a_command_line():

@@ -1,6 +1,7 @@
 """The variables and messages of the ranks of one host (tests/integration/test_launch.py starts ranks)."""
 
 import socket
+from dataclasses import asdict
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_ranks_on_the_cpu_of_a_host_share_its_cores(tmp_path, monkeypatch):
     environments = []
     monkeypatch.setattr(node, "run_node", lambda node, command, environment, *_: environments.append(environment) or 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    words = ["1", node.encode_nodes([Node("n1", [0], 0, 3, "n1", 1), NODE]), f"{tmp_path}/pid.", "python"]
+    words = ["1", node.encode([{}, asdict(NODE)]), f"{tmp_path}/pid.", "python"]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     for threads in (None, "3"):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -5,7 +5,8 @@ import pytest
 
 from megatron.cli import evaluate, generate
 from megatron.config import Config, UserError
-from megatron.launcher.script_arguments import decode_config, encode_config, parse_arguments
+from megatron.launcher.node import encode
+from megatron.launcher.script_arguments import decode_config, parse_arguments
 from tests.support.errors import assert_rejected
 
 KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
@@ -64,7 +65,7 @@ def test_notices_come_from_rank_0_only(folder, capsys, monkeypatch):
 def test_command_line_from_deepy(folder, capsys):
     config, _ = parse_arguments("a test", ["-d", str(folder), "model", "seed"])
     capsys.readouterr()
-    words = ["--local_rank=1", "--neox-config", encode_config(config), "--lengths", "8"]
+    words = ["--local_rank=1", "--neox-config", encode(config.to_flat()), "--lengths", "8"]
     decoded, options = parse_arguments("a test", words, add_options=add_own_options)
     assert decoded.model_dump() == config.model_dump()
     assert decoded.to_flat() == config.to_flat()
@@ -77,7 +78,7 @@ def test_command_line_from_deepy(folder, capsys):
 
 
 def test_encoded_configuration_is_safe_in_shells():
-    word = encode_config(Config.from_flat({**KEYS, "prompt_end": "é\"' \n$`", "save": "a b"}))
+    word = encode(Config.from_flat({**KEYS, "prompt_end": "é\"' \n$`", "save": "a b"}).to_flat())
     assert set(word) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
     assert decode_config(word).generation.prompt_end == "é\"' \n$`"
 
