@@ -35,7 +35,7 @@ from kerple.positional.dape import (
 )
 from kerple.positional.decay import Cable, Forgetting, append_decay, decay_sums
 from kerple.positional.fire import Fire
-from kerple.positional.kernels import is_cpd, lemma_constant
+from kerple.positional.kernels import is_cpd
 from kerple.positional.kerple import (
     KerpleBiasWeight,
     KerpleGaussian,
@@ -119,7 +119,6 @@ __all__ = [
     "build_layers",
     "decay_sums",
     "is_cpd",
-    "lemma_constant",
     "load_plugin",
     "method_class",
     "outermost",

@@ -14,8 +14,7 @@ The first four are CPD (Corollary 1 and Fact 2 of the paper). The last two are p
 definite. Kernels with an exponent above 2 are not CPD; `is_cpd` shows this numerically:
 
     method = KerpleLog(num_heads=12)
-    is_cpd(method.bias, range(100))             # bool [12]
-    lemma_constant(method.bias, range(100))     # float64 [12]
+    is_cpd(method.bias, range(100))  # bool [12]
 
 Legend: h heads (or any leading dimensions), n points.
 """
@@ -30,7 +29,6 @@ from torch import Tensor
 
 MIN_SCALAR = 0.01
 MAX_EXPONENT = 2.0
-MAX_LEMMA_CONSTANT = 2.0**40
 
 
 class Scalar(NamedTuple):
@@ -113,47 +111,19 @@ def parse_sum(text: str) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-# Lemma 1 of the paper: a kernel k is CPD on points x_1 ... x_n if sum_ij v_i v_j k(|x_i - x_j|) >= 0 for all v with sum
-# 0. Adding a large enough constant then makes it positive definite, and the softmax cancels that constant.
+# A kernel k is CPD on points x_1 ... x_n if sum_ij v_i v_j k(|x_i - x_j|) >= 0 for all v with sum 0. Adding a large
+# enough constant then makes it positive definite (Lemma 1 of the paper), and the softmax cancels that constant.
 
 DistanceKernel = Callable[[Tensor], Tensor]
 
 
+@torch.no_grad()
 def is_cpd(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
     """For each head, whether the kernel is CPD on the points, up to the rounding of the kernel's values: bool `[h]`.
 
     kernel: float64 distances `[n, n]` -> `[h, n, n]` or `[n, n]`, such as a method's `bias`. Raises ValueError for
     fewer than two points, duplicate points, and values that are not finite.
     """
-    gram, rounding = _gram(kernel, points)
-    return _min_eigenvalue(_change_basis(gram)[..., 1:, 1:]) >= -rounding
-
-
-def lemma_constant(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
-    """For each head, the first c in 0, 1, 2, 4, 8 ... for which c + k is positive semidefinite: float64 `[h]`.
-
-    Raises ValueError if the kernel is not CPD on the points, or if no constant up to 2^40 suffices: for -δ^2 on three
-    points of a line there is none.
-    """
-    gram, rounding = _gram(kernel, points)
-    if not bool(is_cpd(kernel, points).all()):
-        raise ValueError(
-            "the kernel is not conditionally positive definite on these points, so no constant is sufficient"
-        )
-    constant = torch.zeros(gram.shape[:-2], dtype=torch.float64)
-    while (too_small := ~_is_semidefinite(gram, constant, rounding)).any():
-        constant = torch.where(too_small, (2 * constant).clamp(min=1.0), constant)
-        if constant.max() > MAX_LEMMA_CONSTANT:
-            raise ValueError(
-                f"no constant up to {MAX_LEMMA_CONSTANT:.0e} makes the kernel positive definite on these points, "
-                "although it is conditionally positive definite: it is a limiting case, like -distance^2"
-            )
-    return constant
-
-
-@torch.no_grad()
-def _gram(kernel: DistanceKernel, points: Iterable[float]) -> tuple[Tensor, Tensor]:
-    """k(|x_i - x_j|), float64 `[h, n, n]`, and a bound on the rounding errors of its eigenvalues, `[h]`."""
     x = torch.as_tensor([float(point) for point in points], dtype=torch.float64)
     if len(x) < 2 or len(x.unique()) < len(x):
         raise ValueError(f"at least two points are needed, all different; got {len(x)}")
@@ -162,33 +132,10 @@ def _gram(kernel: DistanceKernel, points: Iterable[float]) -> tuple[Tensor, Tens
         raise ValueError("the kernel is not finite at the distances of these points")
     gram = values.double().cpu()
     rounding = len(x) * torch.finfo(values.dtype).eps * gram.abs().amax(dim=(-2, -1))
-    return gram, rounding
 
-
-def _change_basis(gram: Tensor) -> Tensor:
-    """The Gram matrix in an orthonormal basis whose first vector is constant."""
-    n = gram.shape[-1]
-    vectors = torch.eye(n, dtype=torch.float64)
+    # In an orthonormal basis whose first vector is constant, the other vectors span the v with sum 0.
+    vectors = torch.eye(len(x), dtype=torch.float64)
     vectors[:, 0] = 1.0
-    basis: Tensor = torch.linalg.qr(vectors).Q
-    return basis.T @ gram @ basis
-
-
-def _is_semidefinite(gram: Tensor, constant: Tensor, rounding: Tensor) -> Tensor:
-    """Whether constant + k has no negative eigenvalue, bool `[h]`.
-
-    In the new basis, the constant c adds n c to the first diagonal element. Dividing the first row and column by
-    sqrt(max(1, n c)) changes no eigenvalue's sign and keeps the rounding error independent of c.
-    """
-    matrix = _change_basis(gram)
-    added = gram.shape[-1] * constant
-    scale = added.clamp(min=1.0).rsqrt()
-    matrix[..., 0, 0] += added
-    matrix[..., 0, :] *= scale[..., None]
-    matrix[..., :, 0] *= scale[..., None]
-    return _min_eigenvalue(matrix) >= -rounding
-
-
-def _min_eigenvalue(matrix: Tensor) -> Tensor:
-    eigenvalues: Tensor = torch.linalg.eigvalsh(matrix)
-    return eigenvalues[..., 0]
+    basis: Tensor = torch.linalg.qr(vectors).Q[:, 1:]
+    eigenvalues: Tensor = torch.linalg.eigvalsh(basis.T @ gram @ basis)
+    return eigenvalues[..., 0] >= -rounding

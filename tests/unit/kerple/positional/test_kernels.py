@@ -1,10 +1,9 @@
 """The kernels, expressions of them, and the numerical check that they are conditionally positive definite."""
 
-import numpy as np
 import pytest
 import torch
 
-from kerple.positional import is_cpd, lemma_constant
+from kerple.positional import is_cpd
 from kerple.positional.kernels import KERNELS, parse_sum
 
 
@@ -14,30 +13,9 @@ def test_kernels_with_an_exponent_above_2_are_not_cpd():
         for name, scalars in (("power", (1.0, exponent)), ("gaussian3", (1.0, 1.0, exponent))):
             kernel = KERNELS[name].value
             assert not is_cpd(lambda distance: kernel(distance, *scalars), points)  # noqa: B023
-            with pytest.raises(ValueError, match="conditionally positive definite"):
-                lemma_constant(lambda distance: kernel(distance, *scalars), points)  # noqa: B023
         assert is_cpd(lambda distance: KERNELS["power"].value(distance, 1.0, 2.0), points)
     assert not is_cpd(lambda distance: -KERNELS["gaussian"].value(distance, 1.0, 1.0), points)
     assert not is_cpd(lambda distance: distance, points)
-
-
-def test_the_lemma_constant_is_the_first_sufficient_power_of_two():
-    """By hand: -d on 0 and 1 has eigenvalues -1 and 1, and c adds 2c to the first."""
-    assert lemma_constant(lambda distance: -distance, [0, 1]) == 1.0
-    assert lemma_constant(lambda distance: -5.0 * distance, [0, 1]) == 4.0
-    kernel = KERNELS["power"].value
-    points = torch.arange(30.0)
-    scales = torch.tensor([0.5, 1.0, 3.0]).reshape(-1, 1, 1).double()
-    constants = lemma_constant(lambda distance: kernel(distance, scales, 1.3), points)
-    gram = kernel((points[:, None] - points).abs().double(), scales, 1.3)
-    for head, c in enumerate(constants.tolist()):
-        assert np.linalg.eigvalsh(c + gram[head].numpy())[0] > -1e-9
-        assert np.linalg.eigvalsh(c / 2 + gram[head].numpy())[0] < -1e-9
-
-
-def test_no_constant_exists_for_the_square_of_the_distance():
-    with pytest.raises(ValueError, match="a limiting case"):
-        lemma_constant(lambda distance: -distance.square(), range(3))
 
 
 @pytest.mark.parametrize(
