@@ -28,6 +28,7 @@ from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.training.loop import train
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
+from tests.support.errors import assert_rejected
 from tests.support.release import checkpoints
 from tests.support.runs import ROOT, environment, training_settings
 from tests.support.texts import KINDS, PYTHON
@@ -213,8 +214,7 @@ def test_a_rejected_archive_leaves_no_files(tmp_path, monkeypatch):
     state["mlp.dense_h_to_4h.weight"][3, 4] = float("nan")
     torch.save(state, path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=path.name):
-        import_release.main([str(zipped(tmp_path / "source", tmp_path / "bad.zip"))])
+    assert_rejected(path.name, import_release.main, [str(zipped(tmp_path / "source", tmp_path / "bad.zip"))])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.zip", "source"]
 
 

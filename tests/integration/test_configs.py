@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kerple.positional import ModelShape, build
-from megatron.config import UserError, load_config
+from megatron.config import load_config
+from tests.support.errors import assert_rejected
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 METHODS = sorted(path.stem for path in (CONFIGS / "pos_emb").glob("*.yml"))
@@ -126,8 +127,7 @@ def test_the_later_of_two_methods_is_used(tmp_path):
     places = [notice.split(" overrides ")[0].rsplit("/")[-1] for notice in notices]
     assert places == ['rotary.yml:5: "pos-emb"', 'more.yml:1: "pos-emb"', "more.yml"]
     assert all(text in notices[2] for text in ("small_bf16.yml", '"hidden-dropout" (2)', '"seq-length" (3)'))
-    with pytest.raises(UserError, match=r'rotary\.yml:5: "pos-emb".*alibi\.yml:2'):
-        load_config(files, CONFIGS, strict=True)
+    assert_rejected(r'rotary\.yml:5: "pos-emb".*alibi\.yml:2', load_config, files, CONFIGS, strict=True)
 
 
 @pytest.mark.parametrize("name", NEOX_SIZES)

@@ -6,12 +6,10 @@ from transformers import AutoModelForCausalLM
 from kerple.positional import registry
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.inspect import main as inspect
-from megatron.config import Config
 from megatron.convert import to_hugging_face
 from megatron.evaluation.records import read_results
 from megatron.inference import load_model
-from megatron.training.loop import train
-from tests.support.runs import metrics, training_settings, weights
+from tests.support.runs import metrics, trained, weights
 
 METHOD = '''
 """Bias -slope sqrt(distance) with a learned slope per head."""
@@ -51,7 +49,7 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
     path = tmp_path / "square_root.py"
     path.write_text(METHOD)
     keys = {"pos_emb": "test_square_root", "pos_emb_module": str(path), "pos_emb_options": {"floor": 0.02}}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert len(metrics(tmp_path, "kernel/slope/mean")) > 1
     saved = weights(tmp_path, 6)
     assert any(name.endswith("attention.rpe.slope") for name in saved)

@@ -12,9 +12,7 @@ import psutil
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
-from megatron.config import Config
-from megatron.training.loop import train
-from tests.support.runs import ROOT, environment, metrics, run, start, training_settings
+from tests.support.runs import ROOT, environment, metrics, run, start, trained, training_settings
 
 
 def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_scripts):
@@ -35,7 +33,7 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_script
     assert 5 <= iteration < 100_000
 
     # The losses are those of one rank.
-    train(Config.from_flat(training_settings(tmp_path / "one", data_path, train_iters=5, load=None, save=None, **keys)))
+    trained(tmp_path / "one", data_path, train_iters=5, load=None, save=None, **keys)
     losses = metrics(tmp_path)
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
 

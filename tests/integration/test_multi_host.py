@@ -12,11 +12,9 @@ import psutil
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
-from megatron.config import Config
-from megatron.training.loop import train
 from tests.support.hosts import HOSTS, MPI_HOSTS, Cluster, kill_trees, processes_in, rank_process, wait_for_none
 from tests.support.processes import free_ports, wait_for
-from tests.support.runs import ROOT, metrics, training_settings
+from tests.support.runs import ROOT, metrics, trained, training_settings
 from tests.support.sweeps import run_sweep, write_sweep
 
 pytestmark = pytest.mark.slow
@@ -53,7 +51,7 @@ def cluster(tmp_path_factory):
 def expected_losses(tmp_path_factory, data_path) -> dict[int, float]:
     """The first losses of one rank with the same global batch."""
     folder = tmp_path_factory.mktemp("one_rank")
-    train(Config.from_flat(training_settings(folder, data_path, train_iters=5, load=None, save=None, **KEYS)))
+    trained(folder, data_path, train_iters=5, load=None, save=None, **KEYS)
     return metrics(folder)
 
 

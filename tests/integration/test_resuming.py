@@ -7,9 +7,9 @@ import torch
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.storage import CheckpointError
-from megatron.config import UserError
 from megatron.data.datasets import CorpusPart
 from megatron.training.distributed import DistributedSignalHandler
+from tests.support.errors import assert_rejected
 from tests.support.runs import copy_checkpoint, metrics, trained, weights
 
 
@@ -128,8 +128,7 @@ def test_a_finished_run_is_not_trained_again(finished_run, tmp_path, data_path, 
 
 
 def test_fewer_iterations_than_the_checkpoint_has_are_an_error(finished_run, tmp_path, data_path):
-    with pytest.raises(UserError, match=r"train-iters: 4.*6.*global_step6"):
-        trained(tmp_path, data_path, train_iters=4)
+    assert_rejected(r"train-iters: 4.*6.*global_step6", trained, tmp_path, data_path, train_iters=4)
 
 
 def test_finetuning_loads_only_the_weights(default_run, tmp_path, data_path):
@@ -138,8 +137,7 @@ def test_finetuning_loads_only_the_weights(default_run, tmp_path, data_path):
     first, finetuned = metrics(default_run), metrics(tmp_path / "finetuned")
     assert list(finetuned) == [1, 2, 3, 4, 5, 6]
     assert finetuned[1] < first[1] - 0.5
-    with pytest.raises(UserError, match="finetune"):
-        trained(tmp_path / "none", data_path, load=str(tmp_path / "nothing"), finetune=True)
+    assert_rejected("finetune", trained, tmp_path / "none", data_path, load=str(tmp_path / "nothing"), finetune=True)
 
 
 @pytest.mark.parametrize("folder", ["first", "finetuned"])
@@ -231,8 +229,7 @@ def test_iteration_selects_the_checkpoint(finished_run, tmp_path, data_path):
     expected = metrics(tmp_path)
     trained(tmp_path, data_path, iteration=3, save=None, log_dir=str(tmp_path / "again" / "logs"))
     assert metrics(tmp_path / "again") == {step: expected[step] for step in (4, 5, 6)}
-    with pytest.raises(UserError, match=r"iteration 4.*3, 6"):
-        trained(tmp_path, data_path, iteration=4)
+    assert_rejected(r"iteration 4.*3, 6", trained, tmp_path, data_path, iteration=4)
 
 
 def test_a_changed_data_order_is_reported(finished_run, tmp_path, data_path, capsys):

@@ -16,7 +16,6 @@ from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.convert.hub import PATTERNS, download, local_checkpoint
 from megatron.inference import load_model
-from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_corpus
 from tests.support.conversion import LONG, random_tokens
 from tests.support.corpora import part_tokens
@@ -88,8 +87,7 @@ def test_a_folder_is_evaluated_directly(hub, tmp_path, capsys):
 
 def test_models_that_cannot_be_found(hub, tmp_path):
     for name in ("hf:org/other", "hf:org/tiny@v2", "hf:a/b/c", "hf:"):
-        with pytest.raises(UserError, match=f"{name}: cannot be downloaded"):
-            download(name)
+        assert_rejected(f"{name}: cannot be downloaded", download, name)
     assert_rejected("hf:org/tiny.*--output", evaluate, ["--checkpoint", "hf:org/tiny", "--lengths", "32"])
     snapshot = tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
     (snapshot / "model.safetensors").unlink()

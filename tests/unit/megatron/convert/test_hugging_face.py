@@ -26,6 +26,7 @@ from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY, Exploit
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model
+from tests.support.errors import assert_rejected
 from tests.support.exported import load
 from tests.support.release import checkpoints
 from tests.support.texts import KINDS
@@ -416,8 +417,7 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*config\.json"):
         from_hugging_face(tmp_path / "nothing", tmp_path / "ours", report=quiet)
     stock_model(tmp_path / "hf")
-    with pytest.raises(UserError, match="neither tokenizer"):
-        from_hugging_face(tmp_path / "hf", tmp_path / "ours", report=quiet)
+    assert_rejected("neither tokenizer", from_hugging_face, tmp_path / "hf", tmp_path / "ours", report=quiet)
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
         from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)

@@ -9,10 +9,10 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from megatron.checkpoint.storage import CheckpointError
-from megatron.config import UserError
 from megatron.convert.tokenizer_files import copy_tokenizer, write_tokenizer
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
+from tests.support.errors import assert_rejected
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
 from tests.support.texts import KINDS
 
@@ -145,8 +145,7 @@ def test_a_sentencepiece_model_without_configuration(tmp_path):
 
 
 def test_missing_and_too_large_tokenizers(tmp_path):
-    with pytest.raises(UserError, match=r"vocab-file.*--no-tokenizer"):
-        write_tokenizer(TokenizerFiles("GPT2BPETokenizer"), tmp_path, 50304)
+    assert_rejected(r"vocab-file.*--no-tokenizer", write_tokenizer, TokenizerFiles("GPT2BPETokenizer"), tmp_path, 50304)
     with pytest.raises(CheckpointError, match=r"512.*128"):
         write_tokenizer(TokenizerFiles("CharLevelTokenizer"), tmp_path, 128)
     assert list(tmp_path.iterdir()) == []

@@ -20,14 +20,13 @@ from megatron.training.deepspeed_setup import (
     hidden_messages,
 )
 from megatron.training.engine import Engine
-from megatron.training.loop import train
-from tests.support.runs import metrics, training_settings
+from tests.support.runs import metrics, trained
 
 
 def test_the_bf16_optimizer_needs_found_inf(tmp_path, data_path, monkeypatch):
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", lambda params, grads, found_inf=None: None)
     with pytest.raises(UserError, match=r"torch\.optim\.adam\.adam.*grad_scale"):
-        train(Config.from_flat(training_settings(tmp_path, data_path, precision="bfloat16", save=None, load=None)))
+        trained(tmp_path, data_path, precision="bfloat16", save=None, load=None)
 
 
 def test_startup_messages_are_hidden(capsys):
@@ -52,7 +51,7 @@ def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_p
         return loss
 
     monkeypatch.setattr(Engine, "train_step", recorded)
-    train(Config.from_flat(training_settings(tmp_path, data_path, gradient_clipping=clipping, save=None, load=None)))
+    trained(tmp_path, data_path, gradient_clipping=clipping, save=None, load=None)
     logged = list(metrics(tmp_path, "train/grad_norm").values())
     assert all(1 < norm < 100 for norm in logged)
     assert norms == pytest.approx([clipping] * 6 if clipping else logged, rel=1e-5)
@@ -82,9 +81,9 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
     monkeypatch.setattr(DeviceOnlyBF16Optimizer, "update_hp_grads", with_missing_gradients(upstream=False))
     keys = {"precision": "bfloat16", "gradient_clipping": clipping, "gradient_accumulation_steps": 2}
     keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.002}}, "load": None}
-    train(Config.from_flat(training_settings(tmp_path / "ours", data_path, **keys)))
+    trained(tmp_path / "ours", data_path, **keys)
     monkeypatch.setattr(deepspeed_setup, "DeviceOnlyBF16Optimizer", BF16_Optimizer)
-    train(Config.from_flat(training_settings(tmp_path / "upstream", data_path, **keys)))
+    trained(tmp_path / "upstream", data_path, **keys)
     assert calls == [DeviceOnlyBF16Optimizer] * 12 + [BF16_Optimizer] * 12
     for name in ("train/loss", "train/grad_norm"):
         assert metrics(tmp_path / "ours", name) == pytest.approx(
@@ -104,7 +103,7 @@ def test_the_zero_optimizer_updates_like_upstream(precision, stage, tmp_path, da
     keys |= {"pipe_parallel_size": 0}
     for folder, optimizer_class in (("ours", PatchedZeroOptimizer), ("upstream", DeepSpeedZeroOptimizer)):
         monkeypatch.setattr(deepspeed_setup, "PatchedZeroOptimizer", optimizer_class)
-        train(Config.from_flat(training_settings(tmp_path / folder, data_path, **keys)))
+        trained(tmp_path / folder, data_path, **keys)
     norms = metrics(tmp_path / "ours", "train/grad_norm").values()
     assert {math.isinf(norm) for norm in norms} == ({True, False} if precision == "fp16" else {False})
     for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("train/loss_scale", 0.0)):
@@ -113,7 +112,7 @@ def test_the_zero_optimizer_updates_like_upstream(precision, stage, tmp_path, da
 
 def test_a_single_replica_does_not_copy_its_gradients(tmp_path, data_path, monkeypatch):
     monkeypatch.setattr(DeepSpeedEngine, "allreduce_bucket", lambda *_: pytest.fail("all-reduce of one rank"))
-    train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1, save=None, load=None)))
+    trained(tmp_path, data_path, train_iters=1, save=None, load=None)
 
 
 def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, data_path, monkeypatch, capsys):
@@ -139,7 +138,7 @@ def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, dat
         return loss
 
     monkeypatch.setattr(Engine, "train_step", broken)
-    train(Config.from_flat(training_settings(tmp_path, data_path, save=None, load=None, precision="bfloat16")))
+    trained(tmp_path, data_path, save=None, load=None, precision="bfloat16")
     assert unchanged == [iteration == 3 for iteration in range(6)]
     norms = metrics(tmp_path, "train/grad_norm")
     assert [math.isinf(norm) for norm in norms.values()] == unchanged

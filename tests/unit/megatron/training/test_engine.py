@@ -5,10 +5,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config import Config, UserError
+from megatron.config import UserError
 from megatron.training.engine import Engine
-from megatron.training.loop import train
-from tests.support.runs import metrics, training_settings
+from tests.support.runs import metrics, trained
 
 # Operators that copy values to the host: item(), int(), float(), bool() and `if` use the first. Copies of tensors to
 # the CPU cannot be detected on a CPU.
@@ -54,7 +53,7 @@ def test_a_step_reads_no_tensor_on_the_host(pos_emb, backend, precision, tmp_pat
     monkeypatch.setattr(Engine, "train_step", watched)
     keys = {"pos_emb": pos_emb, "attention_backend": backend, "precision": precision, "gradient_clipping": 0.5}
     keys |= {"gradient_accumulation_steps": 2, "train_iters": 3, "eval_iters": 0, "save": None, "load": None}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert reads == [[]] * 3
     assert not waits  # of DeepSpeed's timers
     assert all(norm > 0.5 for norm in metrics(tmp_path, "train/grad_norm").values())  # so gradients were clipped
@@ -77,4 +76,4 @@ def test_reads_are_detected(read):
 )
 def test_keys_that_deepspeed_rejects_are_named(values, named, tmp_path, data_path):
     with pytest.raises(UserError, match=f"zero_optimization.*{named}"):
-        train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1, zero_optimization=values)))
+        trained(tmp_path, data_path, train_iters=1, zero_optimization=values)

@@ -15,12 +15,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint.state_dict import TrainingState
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.training.engine import Engine
 from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog, profiled_steps
 from megatron.training.loop import train
+from tests.support.errors import assert_rejected
 from tests.support.layouts import ONE_RANK
-from tests.support.runs import ROOT, metrics, training_settings
+from tests.support.runs import ROOT, metrics, trained, training_settings
 
 
 def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypatch, wandb_offline, capsys):
@@ -71,8 +72,7 @@ def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, packa
     monkeypatch.setitem(sys.modules, package, None)
     config = Config.from_flat(training_settings(tmp_path, data_path, **{key: "tb" if key != "use_wandb" else True}))
     logger = Logger(config, SimpleNamespace(is_main=True))
-    with pytest.raises(UserError, match=rf"{package}.*tracking"):
-        logger.start_metrics(0)
+    assert_rejected(rf"{package}.*tracking", logger.start_metrics, 0)
     logger.close()
 
 
@@ -82,7 +82,7 @@ def test_the_mfu_uses_the_configured_peak(tmp_path, data_path):
     flops_per_token = []
     for tflops in (None, 0.5, 2.0):
         folder = tmp_path / str(tflops)
-        train(Config.from_flat(training_settings(folder, data_path, **keys, peak_theoretical_tflops=tflops)))
+        trained(folder, data_path, **keys, peak_theoretical_tflops=tflops)
         mfu, rates = metrics(folder, "train/mfu"), metrics(folder, "train/tokens_per_second")
         assert bool(mfu) == (tflops is not None)
         if tflops is not None:
@@ -105,7 +105,7 @@ def test_pauses_are_not_counted_as_training(monkeypatch):
 
 def test_the_mean_loss_after_a_resume_covers_all_steps_since_the_last_line(tmp_path, data_path):
     keys = {"log_interval": 4, "train_iters": 8, "save_interval": 8, "eval_iters": 0}
-    train(Config.from_flat(training_settings(tmp_path / "uninterrupted", data_path, **keys)))
+    trained(tmp_path / "uninterrupted", data_path, **keys)
     resumed = training_settings(tmp_path / "resumed", data_path, **keys)
     train(Config.from_flat({**resumed, "exit_interval": 6}))
     train(Config.from_flat(resumed))
@@ -116,11 +116,11 @@ def test_the_mean_loss_after_a_resume_covers_all_steps_since_the_last_line(tmp_p
 def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offline):
     """Steps that were trained twice appear once in TensorBoard, and Weights & Biases continues the run."""
     keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "save_interval": 2}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys, train_iters=4)))
+    trained(tmp_path, data_path, **keys, train_iters=4)
     checkpoints = tmp_path / "checkpoints"
     shutil.rmtree(checkpoints / "global_step4")
     (checkpoints / "latest").write_text("global_step2")
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
@@ -129,9 +129,9 @@ def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offlin
 
 
 def test_an_evaluation_does_not_write_to_save(tmp_path, data_path, wandb_offline):
-    train(Config.from_flat(training_settings(tmp_path, data_path, train_iters=1)))
+    trained(tmp_path, data_path, train_iters=1)
     keys = {"use_wandb": True, "train_iters": 0, "load": str(tmp_path / "checkpoints")}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys, save=str(tmp_path / "new"))))
+    trained(tmp_path, data_path, **keys, save=str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
@@ -181,37 +181,31 @@ def test_too_many_consecutive_skipped_steps_stop_the_run(fp16, scale, message):
         # A step that is not skipped starts a new count.
         run(log, engine, [(5.0, 1.0, scale), *skipped, (5.0, 1.0, scale), *skipped])
         assert log.skipped_steps == 2 * MAX_CONSECUTIVE_SKIPS
-        with pytest.raises(UserError, match=rf"33 steps up to 67.*{message}"):
-            run(log, engine, skipped[:1], start=66)
+        assert_rejected(rf"33 steps up to 67.*{message}", run, log, engine, skipped[:1], start=66)
 
 
 def test_a_run_whose_steps_were_all_skipped_is_an_error():
     log, engine = step_log(train_iters=5, fp16={"enabled": True, "initial_scale_power": 30})
     steps = [(5.0, math.inf, 2.0**power) for power in (30, 29, 28, 27, 26)]
-    with pytest.raises(UserError, match=r"5.*fp16\.initial_scale_power.*30"):
-        run(log, engine, steps)
+    assert_rejected(r"5.*fp16\.initial_scale_power.*30", run, log, engine, steps)
     # Also if the earlier steps were skipped before the run was resumed.
     log, engine = step_log(train_iters=9, fp16={"enabled": True, "initial_scale_power": 30})
     log.skipped_steps = 4
-    with pytest.raises(UserError, match="all 9 steps were skipped"):
-        run(log, engine, steps, start=4)
+    assert_rejected("all 9 steps were skipped", run, log, engine, steps, start=4)
 
 
 def test_a_loss_that_is_not_finite_in_fp16_is_named_after_the_loss_scale_reached_its_end():
     log, engine = step_log(fp16={"enabled": True})
-    with pytest.raises(UserError, match=r"not finite \(nan or inf\) at iteration 34;"):
-        run(log, engine, [(math.nan, math.inf, 1.0)] * 34)
+    assert_rejected(r"not finite \(nan or inf\) at iteration 34;", run, log, engine, [(math.nan, math.inf, 1.0)] * 34)
     log, engine = step_log(precision="bfloat16")
-    with pytest.raises(UserError, match=r"not finite \(nan or inf\) at iteration 1;"):
-        run(log, engine, [(math.nan, 1.0, None)])
+    assert_rejected(r"not finite \(nan or inf\) at iteration 1;", run, log, engine, [(math.nan, 1.0, None)])
 
 
 @pytest.mark.ci
 def test_fp16_that_never_updates_is_not_a_success(tmp_path, data_path):
     """A loss scale of 2^40: the gradients of every step overflow."""
     keys = {"fp16": {"enabled": True, "loss_scale": 2.0**40}, "train_iters": 50, "log_interval": 10, "eval_iters": 0}
-    with pytest.raises(UserError, match=r"fp16\.loss"):
-        train(Config.from_flat(training_settings(tmp_path, data_path, save_interval=None, **keys)))
+    assert_rejected(r"fp16\.loss", trained, tmp_path, data_path, save_interval=None, **keys)
     assert not list((tmp_path / "checkpoints").glob("global_step*"))
     assert metrics(tmp_path, "train/skipped_steps") == {10: 10.0, 20: 20.0, 30: 30.0}
     assert "skipped steps 30" in (tmp_path / "logs" / "train.log").read_text()
@@ -230,7 +224,7 @@ def test_the_minimum_loss_scale_is_tolerated_for_some_steps(tmp_path, data_path,
 
     monkeypatch.setattr(Engine, "train_step", overflowing)
     keys = {"fp16": {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path, "train/skipped_steps").values()) == [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]
 
 
@@ -239,8 +233,7 @@ def test_a_log_that_cannot_be_written_to(tmp_path, data_path, monkeypatch):
     log = tmp_path / "logs"
     log.mkdir()
     (log / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"log-dir.*logs/metrics\.jsonl"):
-        train(Config.from_flat(training_settings(tmp_path, data_path)))
+    assert_rejected(r"log-dir.*logs/metrics\.jsonl", trained, tmp_path, data_path)
 
 
 def test_output_without_a_reader_asks_to_stop_once(tmp_path, data_path, monkeypatch):
@@ -261,7 +254,7 @@ def test_output_without_a_reader_asks_to_stop_once(tmp_path, data_path, monkeypa
 def test_a_profiled_run(tmp_path, data_path):
     """Iterations 3 and 4 of 6: forward and backward, in a trace and the log."""
     keys = {"profile": True, "profile_step_start": 2, "profile_step_stop": 4}
-    train(Config.from_flat(training_settings(tmp_path, data_path, eval_iters=0, save_interval=None, **keys)))
+    trained(tmp_path, data_path, eval_iters=0, save_interval=None, **keys)
     (trace,) = (tmp_path / "logs").glob("rank_0.*.pt.trace.json")
     events = json.loads(trace.read_text())["traceEvents"]
     names = [event["name"] for event in events]
@@ -316,5 +309,4 @@ def test_steps_are_counted_from_iteration_0(tmp_path, iteration, total, steps, l
     ],
 )
 def test_contradictions(tmp_path, keys, message):
-    with pytest.raises(UserError, match=message):
-        Config.from_flat(training_settings(tmp_path, "nowhere", profile=True, **keys))
+    assert_rejected(message, Config.from_flat, training_settings(tmp_path, "nowhere", profile=True, **keys))

@@ -10,7 +10,7 @@ from megatron.config import Config, UserError
 from megatron.data.datasets import build_datasets
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training.engine import GPTWithLoss
-from megatron.training.loop import train
+from tests.support.errors import assert_rejected
 from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
@@ -135,8 +135,7 @@ def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
     ],
 )
 def test_unusable_input_is_an_error(keys, message, tmp_path, data_path):
-    with pytest.raises(UserError, match=message):
-        train(Config.from_flat(training_settings(tmp_path, **{"data_path": data_path, **keys})))
+    assert_rejected(message, trained, tmp_path, **{"data_path": data_path, **keys})
     assert not (tmp_path / "checkpoints").exists()
 
 

@@ -16,9 +16,9 @@ from megatron.optimizers.registry import OPTIMIZERS
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training.loop import train
 from megatron.training.optimizer import Schedule, parameter_groups
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 from tests.support.language_models import model_settings
-from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
+from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
 
 LR, MIN_LR = 6e-4, 6e-5
 # Pythia's sizes: min_lr is a tenth of lr, 143,000 steps, 1 % of them warmup.
@@ -81,15 +81,14 @@ def test_a_shortened_recipe_stays_in_its_warmup(tmp_path, data_path):
     keys = {"warmup_iters": 50, "train_iters": 4, "lr_decay_iters": None, "lr_schedule": "neox-2022"}
     keys |= {"warmup": None, "save": None, "load": None}
     keys["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert metrics(tmp_path, "train/learning_rate") == pytest.approx({1: 0.0, 2: 2e-4, 3: 4e-4, 4: 6e-4})
 
 
 @pytest.mark.parametrize("keys", [{"warmup_iters": 10}, {"warmup": 1.0}])
 def test_a_warmup_beyond_the_decay_is_rejected(keys, tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, **{"warmup": None, **keys}, lr_decay_iters=5)
-    with pytest.raises(UserError, match=rf"{next(iter(keys))} .*lr_decay_iters"):
-        Config.from_flat(settings)
+    assert_rejected(rf"{next(iter(keys))} .*lr_decay_iters", Config.from_flat, settings)
 
 
 def test_a_schedule_that_does_not_continue_the_run():
@@ -107,7 +106,7 @@ def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
 
     def rates(**more: object) -> dict[int, float]:
         (tmp_path / "logs/metrics.jsonl").unlink(missing_ok=True)
-        train(Config.from_flat(training_settings(tmp_path, data_path, **keys, **more)))
+        trained(tmp_path, data_path, **keys, **more)
         return metrics(tmp_path, "train/learning_rate")
 
     expected_2022 = {1: 0.0, 2: 0.0025, 3: 0.005, 4: 0.005 * 0.97553}
@@ -187,7 +186,7 @@ def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stag
     keys = {"pos_emb": "kerple_power", "precision": precision, "zero_optimization": {"stage": zero_stage}}
     keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.8}}, "warmup": 0.0, "gradient_clipping": 0.0}
     keys |= {"lr_decay_style": "constant", "pipe_parallel_size": 0, "load": None}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     optimizer = torch.load(tmp_path / "checkpoints/global_step6/optimizer_rank_00000.pt", weights_only=True)
     for name, high in (("bias_a", math.inf), ("bias_p", 2.0)):
         values = weights(tmp_path, 6)[f"layer_02-model_00-model_states.pt/attention.rpe.{name}"]
@@ -296,9 +295,9 @@ def test_resuming_is_exact(name, precision, tmp_path, data_path):
     params = {"lr": 0.002, **({"momentum": 0.9} if name == "sgd" else {})}
     keys = {**optimizer_keys(name, params), "precision": precision, "eval_iters": 0}
     keys |= {"train_iters": 4, "save_interval": 2, "lr_decay_iters": 4}
-    train(Config.from_flat(training_settings(tmp_path / "whole", data_path, **keys)))
+    trained(tmp_path / "whole", data_path, **keys)
     copy_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
-    train(Config.from_flat(training_settings(tmp_path / "resumed", data_path, **keys)))
+    trained(tmp_path / "resumed", data_path, **keys)
     expected, resumed = weights(tmp_path / "whole", 4), weights(tmp_path / "resumed", 4)
     assert all(torch.equal(resumed[key], tensor) for key, tensor in expected.items())
     states = [
@@ -320,5 +319,5 @@ def test_resuming_is_exact(name, precision, tmp_path, data_path):
             assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (key, kind)
     if precision == "bfloat16":
         keys = {**keys, "precision": "fp32", "save": None, "load": None}
-        train(Config.from_flat(training_settings(tmp_path / "fp32", data_path, **keys)))
+        trained(tmp_path / "fp32", data_path, **keys)
         assert metrics(tmp_path / "whole") == pytest.approx(metrics(tmp_path / "fp32"), abs=0.01)

@@ -9,7 +9,8 @@ from megatron.config import Config, UserError
 from megatron.training import loop, startup
 from megatron.training.loop import train
 from megatron.utils.processes import Lock
-from tests.support.runs import metrics, training_settings
+from tests.support.errors import assert_rejected
+from tests.support.runs import metrics, trained, training_settings
 
 
 @pytest.fixture
@@ -29,15 +30,13 @@ def nothing_is_built(monkeypatch):
 )
 def test_a_folder_that_is_not_writable(key, message, tmp_path, data_path, nothing_is_built):
     (tmp_path / "file").write_text("a file")
-    with pytest.raises(UserError, match=message):
-        train(Config.from_flat(training_settings(tmp_path, data_path, **{key: str(tmp_path / "file" / "x")})))
+    assert_rejected(message, trained, tmp_path, data_path, **{key: str(tmp_path / "file" / "x")})
 
 
 def test_the_disk_of_the_log_is_full(tmp_path, data_path, nothing_is_built):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "train.log").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"log-dir.*logs/train\.log"):
-        train(Config.from_flat(training_settings(tmp_path, data_path)))
+    assert_rejected(r"log-dir.*logs/train\.log", trained, tmp_path, data_path)
 
 
 def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
@@ -45,18 +44,16 @@ def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
     monkeypatch.setattr(loop, "build_engine", lambda *_: pytest.fail("the model was built"))
     (tmp_path / "file").write_text("a file")
     with pytest.raises(UserError, match=r"file/x.*data-cache-path"):
-        train(Config.from_flat(training_settings(tmp_path, data_path, data_cache_path=str(tmp_path / "file" / "x"))))
+        trained(tmp_path, data_path, data_cache_path=str(tmp_path / "file" / "x"))
 
 
 def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is_built):
     settings = training_settings(tmp_path, data_path)
     with Lock(tmp_path / "checkpoints" / "run.lock", "held"):
-        with pytest.raises(UserError, match=r"save: .*checkpoints; .*\(held by process \d+ on "):
-            train(Config.from_flat(settings))
+        assert_rejected(r"save: .*checkpoints; .*\(held by process \d+ on ", train, Config.from_flat(settings))
         assert not (tmp_path / "logs" / "metrics.jsonl").exists()
         # A run that only evaluates needs no lock.
-        with pytest.raises(UserError, match="contains no checkpoint"):
-            train(Config.from_flat({**settings, "train_iters": 0}))
+        assert_rejected("contains no checkpoint", train, Config.from_flat({**settings, "train_iters": 0}))
 
 
 @pytest.mark.parametrize("key", ["log_dir", "tensorboard_dir"])
@@ -72,7 +69,7 @@ def test_one_folder_in_two_spellings(tmp_path, data_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
     keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": "other/../logs", "train_iters": 1, "eval_iters": 0}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path)) == [1]
     assert list((tmp_path / "logs").glob("events.*"))
 
@@ -88,11 +85,10 @@ def test_a_finished_run_removes_what_a_killed_one_left(tmp_path, data_path):
 
 
 def test_the_lock_is_released_after_success_and_failure(tmp_path, data_path):
-    train(Config.from_flat(training_settings(tmp_path, data_path)))
+    trained(tmp_path, data_path)
     assert not (tmp_path / "checkpoints" / "run.lock").exists()
     keys = {"optimizer": {"type": "Adam", "params": {"lr": 1e20}}, "warmup": 0.0, "gradient_clipping": 0.0}
-    with pytest.raises(UserError, match="not finite"):
-        train(Config.from_flat(training_settings(tmp_path / "failed", data_path, **keys)))
+    assert_rejected("not finite", trained, tmp_path / "failed", data_path, **keys)
     assert not (tmp_path / "failed" / "checkpoints").exists()
 
 
@@ -116,5 +112,4 @@ def test_an_attention_backend_that_cannot_train_on_this_device(
     backend, tmp_path, data_path, nothing_is_built, monkeypatch
 ):
     monkeypatch.setattr("kerple.attention.backends.triton.launch._load_kernels", lambda: None)
-    with pytest.raises(UserError, match=f"\"attention_backend\".*'{backend}'"):
-        train(Config.from_flat(training_settings(tmp_path, data_path, attention_backend=backend)))
+    assert_rejected(f"\"attention_backend\".*'{backend}'", trained, tmp_path, data_path, attention_backend=backend)

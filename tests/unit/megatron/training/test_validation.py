@@ -8,14 +8,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.config import Config, UserError
+from megatron.config import Config
 from megatron.evaluation import evaluate_extrapolation
 from megatron.inference import load_model
 from megatron.training.loop import train
 from tests.support.corpora import part_tokens
+from tests.support.errors import assert_rejected
 from tests.support.language_models import random_tokens, small_gpt
 from tests.support.methods import methods_and_variants
-from tests.support.runs import metrics, training_settings, weights
+from tests.support.runs import metrics, trained, training_settings, weights
 
 LENGTHS = [16, 32, 128]
 CURVES = {"extrapolation_lengths": LENGTHS, "extrapolation_tokens": 1100}
@@ -35,10 +36,10 @@ def checkpoint_losses(folder, data_path, iteration):
 def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_path, data_path, wandb_offline, capsys):
     keys = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "fp32"}
     plain, curves = tmp_path / "plain", tmp_path / "curves"
-    train(Config.from_flat(training_settings(plain, data_path, **keys)))
+    trained(plain, data_path, **keys)
     capsys.readouterr()
     tracked = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True}
-    train(Config.from_flat(training_settings(curves, data_path, **keys, **tracked, **CURVES)))
+    trained(curves, data_path, **keys, **tracked, **CURVES)
     console = capsys.readouterr().out
 
     # Equal bit for bit: the evaluation does not use the random generators that dropout uses.
@@ -67,7 +68,7 @@ def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_pat
 
 
 def test_the_in_context_score_is_that_of_the_checkpoint(tmp_path, data_path):
-    train(Config.from_flat(training_settings(tmp_path, data_path, **CURVES)))
+    trained(tmp_path, data_path, **CURVES)
     model, _ = load_model(tmp_path / "checkpoints", iteration=6)
     records = []
     keys = {"token_budget": 1100, "position_bins": 128, "progress": False}
@@ -80,7 +81,7 @@ def test_the_in_context_score_is_that_of_the_checkpoint(tmp_path, data_path):
 
 def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_path, capsys):
     keys = {"eval_iters": 0, "eval_interval": 4, "train_iters": 5, "save": None, "load": None, **CURVES}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path, "extrapolation/loss/128")) == [4, 5]
     assert "validation at" not in capsys.readouterr().out
 
@@ -88,7 +89,7 @@ def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_pa
 def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
     """One configuration file works for all methods."""
     keys = {"pos_emb": "learned", "train_iters": 4, "save": None, "load": None, **CURVES}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path, "extrapolation/loss/32")) == [3, 4]
     assert not metrics(tmp_path, "extrapolation/loss/128")
     console = capsys.readouterr().out
@@ -98,7 +99,7 @@ def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
 
 def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
     keys = {"extrapolation_lengths": [32, 48], "extrapolation_tokens": 500, "eval_iters": 0, "train_iters": 3}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys)))
+    trained(tmp_path, data_path, **keys)
     assert "the same 480 tokens" in capsys.readouterr().out
     model, _ = load_model(tmp_path / "checkpoints")
     rows = evaluate_extrapolation(model, part_tokens(data_path, "8,1,1"), [32, 48], token_budget=500, progress=False)
@@ -108,8 +109,7 @@ def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
 
 def test_a_validation_text_that_is_too_short_is_an_error(tmp_path, data_path):
     settings = training_settings(tmp_path, data_path, extrapolation_lengths=[32, 4096])
-    with pytest.raises(UserError, match=r"text_document.*1,608.*32, 4096.*4,097"):
-        train(Config.from_flat(settings))
+    assert_rejected(r"text_document.*1,608.*32, 4096.*4,097", train, Config.from_flat(settings))
     assert not os.path.exists(tmp_path / "checkpoints")
 
 
@@ -132,10 +132,10 @@ def test_training_after_an_evaluation(pos_emb):
 
 def test_train_iters_0_validates_at_another_length(tmp_path, data_path, capsys):
     """As KERPLE was evaluated: a trained model, `train-iters: 0`, and `seq-length-val`."""
-    train(Config.from_flat(training_settings(tmp_path, data_path)))
+    trained(tmp_path, data_path)
     capsys.readouterr()
     keys = {"train_iters": 0, "seq_length_val": 128, "eval_iters": 2, "save": None}
-    train(Config.from_flat(training_settings(tmp_path, data_path, **keys, log_dir=str(tmp_path / "long" / "logs"))))
+    trained(tmp_path, data_path, **keys, log_dir=str(tmp_path / "long" / "logs"))
     assert "length 128" in capsys.readouterr().out
     ((iteration, loss),) = metrics(tmp_path / "long", "validation/loss").items()
     assert iteration == 6
