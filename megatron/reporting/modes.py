@@ -86,6 +86,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
 
     # Blank panels with methods and modes as ticks.
     figure, panels = new_figure(style, len(losses.lengths), columns, aspect)
+    figure.set_figheight(figure.get_figheight() + 7 * style.em)  # the title and the color bar
     for axes, length in zip(panels, losses.lengths, strict=True):
         cells = [[_mean(losses, setting, Method(method, mode), length) for mode in modes] for method in methods]
         values = np.array(cells, dtype=float)
