@@ -95,8 +95,16 @@ def check_launcher(config: Config, resources: Resources) -> None:
             f"launcher {launcher} is not installed here ({program} is not found); install it, or set launcher "
             f"to one of {alternatives}"
         )
+    if launcher == "pdsh":
+        return
+    for host, slots in resources.slots.items():
+        if slots != list(range(len(slots))):
+            raise UserError(
+                f"launcher {launcher} cannot select slots {', '.join(map(str, slots))} of {host}, only the first ones; "
+                "change include or exclude, or use launcher pdsh"
+            )
     counts = {host: len(slots) for host, slots in resources.slots.items()}
-    if launcher == "slurm" and len(set(counts.values())) > 1:
+    if launcher != "openmpi" and len(set(counts.values())) > 1:
         text = ", ".join(f"{host} has {count}" for host, count in counts.items())
         raise UserError(f"launcher {launcher} needs the same number of slots on every host, but {text}")
 
@@ -143,7 +151,7 @@ def read_hostfile(path: str) -> dict[str, int]:
 def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
     launcher = config.launcher
     pool = read_hostfile(hostfile)
-    slots = {host: list(range(count)) for host, count in pool.items()}
+    slots = _select({host: list(range(count)) for host, count in pool.items()}, config, hostfile)
     if launcher.num_nodes > len(slots):
         raise UserError(f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)")
     if launcher.num_nodes > 0:
@@ -174,11 +182,41 @@ def _on_this_machine(resources: Resources) -> Resources:
     return dataclasses.replace(resources, slots={host: [gpus[slot] for slot in slots]})
 
 
+def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[str, list[int]]:
+    """The slots that include and exclude leave: HOST[:SLOT,SLOT...] joined by @, as in DeepSpeed.
+
+    Raises UserError if a host or slot is not in `slots`, which came from `source`, or if none is left.
+    """
+    name = "include" if config.launcher.include else "exclude"
+    text = config.launcher.include or config.launcher.exclude
+    if text is None:
+        return slots
+    named: dict[str, set[int]] = {host: set() for host in slots}
+    for word in text.split("@"):
+        host, _, indices = word.strip().partition(":")
+        if host not in slots:
+            raise UserError(f"{name}: {host!r} is not a host of {source}, which has {', '.join(slots)}")
+        for index in indices.split(",") if indices else map(str, slots[host]):
+            if index.strip() not in map(str, slots[host]):
+                raise UserError(f"{name}: {host} has no slot {index!r} in {source}, only {slots[host]}")
+            named[host].add(int(index))
+    kept = {}
+    for host, all_slots in slots.items():
+        kept[host] = [i for i in all_slots if (i in named[host]) == (name == "include")]
+    kept = {host: indices for host, indices in kept.items() if indices}
+    if not kept:
+        raise UserError(f"{name} {text} leaves no slot of {source}")
+    return kept
+
+
 def _resources_of_this_machine(config: Config) -> Resources:
     launcher = config.launcher
     gpus = visible_gpus()
     if gpus is None:
+        if launcher.include or launcher.exclude:
+            raise UserError("include and exclude select GPUs, but this machine has none; use num_gpus")
         return Resources({"localhost": list(range(launcher.num_gpus or 1))}, None, on_cpu=True)
+    gpus = _select({"localhost": gpus}, config, "this machine")["localhost"]
     if launcher.num_gpus is not None:
         if launcher.num_gpus > len(gpus):
             raise UserError(f"num_gpus is {launcher.num_gpus}, but only {len(gpus)} GPU(s) are visible here")

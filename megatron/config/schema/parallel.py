@@ -1,5 +1,6 @@
 """Keys of parallelism, batch sizes and the launcher."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
 from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, field
@@ -118,6 +119,14 @@ class LauncherConfig(ConfigSection):
         """File with one `HOST slots=N` line per node. Default: the file named by the environment variable
         DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is used.""",
     )
+    include: str | None = field(
+        None,
+        """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Selecting slots on several hosts requires launcher
+        pdsh. Cannot be combined with num_gpus or num_nodes.""",
+    )
+    exclude: str | None = field(
+        None, "Hosts and slots not to use, in the same form. Cannot be combined with num_gpus or num_nodes."
+    )
     num_nodes: Int = field(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
     num_gpus: Int | None = field(
         None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1, le=1024
@@ -149,3 +158,10 @@ class LauncherConfig(ConfigSection):
     )
     comment: str | None = field(None, "Slurm: --comment of the job step.")
     account: str | None = field(None, "Slurm: --account of the job step.")
+
+    def contradictions(self) -> Iterator[str]:
+        if self.include is not None and self.exclude is not None:
+            yield "include and exclude are both set; remove one of them"
+        for name in ("include", "exclude"):
+            if getattr(self, name) is not None and (self.num_gpus is not None or self.num_nodes > 0):
+                yield f"{name} selects the GPUs; remove num_gpus and num_nodes"

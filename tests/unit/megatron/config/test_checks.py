@@ -83,6 +83,8 @@ from tests.support.errors import assert_rejected
             "weight_by_num_documents.*train_data_weights",
         ),
         ({"finetune": True}, "finetune"),
+        ({"include": "localhost:0", "exclude": "localhost:1"}, "include.*exclude"),
+        ({"include": "localhost:0", "num_gpus": 1}, "include.*GPUs.*num_gpus"),
     ],
 )
 def test_contradictions(flat, keys, message):

@@ -42,14 +42,22 @@ def test_this_machine_without_gpu(gpus):
     gpus(0)
     assert find_resources(make_config()) == Resources({"localhost": [0]}, None, on_cpu=True)
     assert find_resources(make_config(num_gpus=3)).world_size == 3
+    assert_rejected("include and exclude", find_resources, make_config(include="localhost:0"))
 
 
 def test_this_machine_with_gpus(gpus):
     gpus(4)
     assert find_resources(make_config()).slots == {"localhost": [0, 1, 2, 3]}
     assert find_resources(make_config(num_gpus=2)).slots == {"localhost": [0, 1]}
-    message = r"num_gpus is 5, but only 4 GPU\(s\) are visible here"
-    assert_rejected(message, find_resources, make_config(num_gpus=5))
+    assert find_resources(make_config(include="localhost:1,3")).slots == {"localhost": [1, 3]}
+    assert find_resources(make_config(exclude="localhost:0")).slots == {"localhost": [1, 2, 3]}
+    for keys, message in (
+        ({"num_gpus": 5}, r"num_gpus is 5, but only 4 GPU\(s\) are visible here"),
+        ({"include": "localhost:7"}, "include: localhost has no slot '7' in this machine"),
+        ({"include": "elsewhere:0"}, "include: 'elsewhere' is not a host of this machine, which has localhost"),
+        ({"exclude": "localhost"}, "exclude localhost leaves no slot of this machine"),
+    ):
+        assert_rejected(message, find_resources, make_config(**keys))
 
 
 def test_a_missing_hostfile(gpus, capsys):
@@ -80,6 +88,7 @@ def test_a_hostfile_of_this_machine(gpus, tmp_path):
     gpus(4, visible="2,5,6,7")
     resources = find_resources(make_config(**keys))
     assert (resources.slots, resources.on_cpu) == ({"localhost": [2, 5, 6]}, False)
+    assert find_resources(make_config(**keys, include="localhost:2")).slots == {"localhost": [6]}
     gpus(2, visible="2,5")
     assert_rejected(r"slot 2 of localhost.*2 GPU", find_resources, make_config(**keys))
 
@@ -95,6 +104,7 @@ def test_hostfile(hostfile, monkeypatch):
     monkeypatch.setenv("DLTS_HOSTFILE", "nowhere")
     assert_rejected("DLTS_HOSTFILE", find_resources, make_config())
     assert find_resources(make_config(hostfile=hostfile, num_nodes=1, num_gpus=2)).slots == {"worker-1": [0, 1]}
+    assert find_resources(make_config(hostfile=hostfile, include="worker-2:1,2")).slots == {"worker-2": [1, 2]}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +112,9 @@ def test_hostfile(hostfile, monkeypatch):
     [
         ({"num_nodes": 3}, "num_nodes.*3.*2"),
         ({"num_gpus": 5}, "num_gpus.*5.*worker-1, worker-2"),
+        ({"include": "worker-9"}, "include: 'worker-9'.*worker-1, worker-2"),
+        ({"include": "worker-1:9"}, r"include: worker-1 has no slot '9' in .*, only \[0, 1, 2, 3\]"),
+        ({"exclude": "worker-1@worker-2"}, "exclude worker-1@worker-2"),
     ],
 )
 def test_hostfile_without_the_requested_slots(hostfile, keys, message):
@@ -145,8 +158,9 @@ def test_check_launcher(tmp_path, hostfile, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert_rejected("launcher pdsh", check)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    Path(hostfile).write_text("worker-1 slots=1\nworker-2 slots=4\n")
-    check()
-    check(launcher="openmpi")
-    check(launcher="slurm", num_gpus=1)
-    assert_rejected("worker-1.*1.*worker-2.*4", check, launcher="slurm")
+    check(include="worker-1:1@worker-2:0,3")
+    check(launcher="openmpi", num_gpus=2, num_nodes=1)
+    check(launcher="openmpi", include="worker-1:0@worker-2")
+    check(launcher="slurm", num_gpus=2)
+    assert_rejected("1.*worker-1", check, launcher="openmpi", include="worker-1:1@worker-2")
+    assert_rejected("worker-1.*1.*worker-2.*4", check, launcher="slurm", include="worker-1:0@worker-2")
