@@ -33,11 +33,7 @@ def validate(config: "Config") -> Iterator[str]:
     yield from _positional_method(config)
     yield from _curriculum(config)
     yield from _training_length(config)
-    for key in _keys_that_split_the_model(config) if config.training.extrapolation_lengths else ():
-        yield (
-            f"extrapolation_lengths with {key} is not supported: each rank must have the complete "
-            "model; remove extrapolation_lengths, and evaluate the checkpoints with evaluate.py"
-        )
+    yield from _extrapolation(config)
 
 
 def warnings_for(config: "Config") -> Iterator[str]:
@@ -147,15 +143,19 @@ def _positional_method(config: "Config") -> Iterator[str]:
                 )
 
 
-def _keys_that_split_the_model(config: "Config") -> list[str]:
-    """The keys, with their values, that split the model over ranks."""
+def _extrapolation(config: "Config") -> Iterator[str]:
     parallel, stage = config.parallel, config.optimizer.zero_stage
-    keys = {
+    keys_that_split_the_model = {
         f"pipe_parallel_size {parallel.pipe_parallel_size}": parallel.pipe_parallel_size > 1,
         f"model_parallel_size {parallel.model_parallel_size}": parallel.model_parallel_size > 1,
         f"zero_optimization.stage {stage}": stage == 3,
     }
-    return [key for key, splits in keys.items() if splits]
+    for key, splits in keys_that_split_the_model.items():
+        if splits and config.training.extrapolation_lengths:
+            yield (
+                f"extrapolation_lengths with {key} is not supported: each rank must have the complete "
+                "model; remove extrapolation_lengths, and evaluate the checkpoints with evaluate.py"
+            )
 
 
 def _curriculum(config: "Config") -> Iterator[str]:

@@ -9,7 +9,7 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.schema.model import ModelConfig
 from megatron.convert import llama
-from megatron.utils.errors import first_problem
+from megatron.utils.typed_json import error_text
 
 # Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the embedding.
 SAME_VALUE = {
@@ -228,7 +228,7 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
     try:
         given = HuggingFaceConfig.model_validate(theirs)
     except ValidationError as error:
-        raise CheckpointError(f"{source}: {first_problem(error)}") from error
+        raise CheckpointError(f"{source}: {error_text(error.errors(include_url=False)[0])}") from error
     if model_type in llama.ARCHITECTURES:
         keys = llama.keys_from(theirs, family_defaults(str(model_type)), source)
         return {**keys, **_rotary_keys(theirs, source, LLAMA_ROTARY)}

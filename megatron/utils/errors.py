@@ -1,10 +1,7 @@
 """The exception for wrong user input, and the text of other exceptions."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
+from typing import Any
 
 
 class UserError(Exception):
@@ -36,14 +33,6 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or the name of its class if it has no text."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def first_problem(error: "ValidationError") -> str:
-    """The first problem that pydantic found, as `key.key: what is wrong`."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part)[:80] for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
 
 
 def is_library_error(error: BaseException) -> bool:
