@@ -130,8 +130,8 @@ class Requirements:
     def of(cls, *methods: PositionalMethod, **others: Any) -> "Requirements":
         """Those of positional methods, and others."""
         hooks = {hook for method in methods for hook in method.hooks}
-        needs = {name: name in hooks for name in ("weight", "modify_scores", "decay")}
-        return cls(**needs, **others)
+        weight, modify_scores, decay = (name in hooks for name in ("weight", "modify_scores", "decay"))
+        return cls(weight=weight, modify_scores=modify_scores, decay=decay, **others)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
