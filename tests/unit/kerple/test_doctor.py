@@ -105,14 +105,6 @@ def test_a_gpu_whose_kernels_are_wrong_for_grouped_queries(cpu_as_gpu):
     assert check.failure.endswith(" (grouped queries)")
 
 
-def test_one_gpu_of_each_kind_is_checked(monkeypatch):
-    names = ["NVIDIA H100", "NVIDIA A100", "NVIDIA H100"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
-    assert doctor._devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
-
-
 def test_float32_is_checked_without_tf32(monkeypatch):
     allowed = []
 
