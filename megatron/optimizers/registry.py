@@ -28,18 +28,6 @@ OptimizerType = Literal["adam", "adamw", "lion", "sgd", "muon", "adafactor"]
 # adam8bit is Adam with `use_bnb_optimizer`.
 OptimizerName = OptimizerType | Literal["adam8bit"]
 
-# Other values of GPT-NeoX's `optimizer.type` and names of 8-bit Adam -> what to use instead.
-OTHER_OPTIMIZERS = {
-    **dict.fromkeys(
-        ("cpu_adam", "cpu_torch_adam"),
-        "adam (its state cannot be on the CPU; zero_optimization.stage 1 divides it among the GPUs)",
-    ),
-    "onebitadam": "adam (gradients cannot be compressed)",
-    "sm3": "adafactor (its state is as small)",
-    "madgrad_wd": "adam, or sgd with optimizer.params.momentum",
-    **dict.fromkeys(("adam8bit", "adamw8bit"), "adam, with use_bnb_optimizer: true"),
-}
-
 Groups = list[dict[str, Any]]  # PyTorch's parameter groups
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from megatron.optimizers.registry import OTHER_OPTIMIZERS, OptimizerType
 from megatron.utils.command_line import MAX_INT
 
 KeyPath = tuple[str, ...]
@@ -106,13 +105,3 @@ Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(st
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
 CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)
-
-
-def _check_optimizer(name: Any) -> Any:
-    """Raises ValueError with an alternative for optimizers that are known but not supported."""
-    if isinstance(name, str) and name.lower() in OTHER_OPTIMIZERS:
-        raise ValueError(f"must be {OTHER_OPTIMIZERS[name.lower()]}")
-    return name
-
-
-OptimizerTypeText = Annotated[OptimizerType, CaseInsensitive, BeforeValidator(_check_optimizer)]

@@ -1,10 +1,10 @@
 """Keys of the optimizer with ZeRO, the learning-rate schedule and the precision."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from megatron.config.schema.base import Betas, ConfigSection, Int, OptimizerTypeText, field
-from megatron.optimizers.registry import OPTIMIZERS, OptimizerName, OptimizerSpec, optimizer_setting
+from megatron.config.schema.base import Betas, CaseInsensitive, ConfigSection, Int, field
+from megatron.optimizers.registry import OPTIMIZERS, OptimizerName, OptimizerSpec, OptimizerType, optimizer_setting
 
 # Keys with which DeepSpeed uses an optimizer of its own.
 _OTHER_OPTIMIZERS = ("cpu_offload", "offload_optimizer", "zenflow")
@@ -20,7 +20,7 @@ _ZERO_3_KEYS = (
 class OptimizerConfig(ConfigSection):
     """Optimizer"""
 
-    type: OptimizerTypeText = field(
+    type: Annotated[OptimizerType, CaseInsensitive] = field(
         "adam",
         """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in GPT-NeoX. muon is for the
         weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters.""",

@@ -18,8 +18,6 @@ from tests.support.errors import assert_rejected
             {"optimizer": {"type": "Adagrad"}},
             "\"optimizer\\.type\".*'adam', 'adamw', 'lion', 'sgd', 'muon'.*'adafactor'",
         ),
-        ({"optimizer": {"type": "CPU_Adam"}}, "\"optimizer\\.type\".*adam.*1.*'CPU_Adam'"),
-        ({"optimizer": {"type": "Adam8bit"}}, r'"optimizer\.type".*adam.*use_bnb_optimizer'),
         ({"optimizer": {"params": {"lr": "high"}}}, r'"optimizer\.params\.lr"'),
         ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, r'"optimizer\.params\.betas\.1".*1'),
         ({"optimizer": "Adam"}, "\"optimizer\".*'Adam'"),
