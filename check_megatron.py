@@ -14,14 +14,6 @@ from pathlib import Path
 from types import TracebackType
 
 OWN_PACKAGES = ("kerple", "megatron", "tools", "tests", "check_megatron", "kerple_command")
-# The extra of pyproject.toml that each script needs, if it is not `all`.
-EXTRAS = {
-    "deepy": "train",
-    "train": "train",
-    "evaluate": "eval",
-    "generate": "eval",
-    "prepare_data": "data",
-}
 
 
 def find_foreign_megatron() -> Path | None:
@@ -35,11 +27,9 @@ def report_exception(kind: type[BaseException], error: BaseException, trace: Tra
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in OWN_PACKAGES:
-        script = Path(sys.argv[0])
-        extra = EXTRAS.get(script.stem, "all")
         print(
-            f"error: {script.name} needs the module {error.name}, which is not installed for {sys.executable}: run "
-            f"`make setup` and `source .venv/bin/activate`, or pip install '.[{extra}]'",
+            f"error: {Path(sys.argv[0]).name} needs the module {error.name}, which is not installed for "
+            f"{sys.executable}: run `make setup` and `source .venv/bin/activate`, or pip install '.[all]'",
             file=sys.stderr,
         )
     else:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import check_megatron
-import kerple_command
 from megatron.utils.command_line import OptionParser
 from tests.support.forks import fork_script
 
@@ -76,10 +75,7 @@ def test_a_missing_package_during_imports_is_one_line(capsys, monkeypatch):
         check_megatron.report_exception(ModuleNotFoundError, error, None)
         message = capsys.readouterr().err
         assert message.startswith("error: evaluate.py needs the module scipy, which is not installed") is expected
-        assert ("pip install '.[eval]'" in message) is expected
-    for script, extra in check_megatron.EXTRAS.items():
-        command = {"prepare_data": "prepare", "deepy": "train"}.get(script, script)
-        assert extra == kerple_command.COMMANDS[command].extra
+        assert ("pip install '.[all]'" in message) is expected
 
 
 def test_a_foreign_megatron_is_found_without_importing_it(foreign_megatron, monkeypatch):
