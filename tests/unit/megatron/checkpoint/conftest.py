@@ -14,16 +14,7 @@ def data_path(tmp_path_factory):
 
 
 def full_settings(folder, data_path, **keys):
-    return training_settings(
-        folder,
-        data_path,
-        **{
-            "train_iters": 2,
-            "save_interval": 1,
-            "eval_iters": 0,
-            **keys,
-        },
-    )
+    return training_settings(folder, data_path, **{"train_iters": 2, "save_interval": 1, "eval_iters": 0, **keys})
 
 
 @pytest.fixture(scope="session")

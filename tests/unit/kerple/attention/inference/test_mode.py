@@ -7,16 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kerple.attention import (
-    FULL,
-    AttentionMode,
-    DynamicNtk,
-    LogLength,
-    Mode,
-    Span,
-    YarnTemperature,
-    parse_mode,
-)
+from kerple.attention import FULL, AttentionMode, DynamicNtk, LogLength, Mode, Span, YarnTemperature, parse_mode
 from kerple.positional import ModelShape, build, primary_names
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 
