@@ -22,12 +22,13 @@ from megatron.config.schema import GenerationConfig
 from megatron.convert.tokenizer_files import check_rows
 from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
-from megatron.inference.generation import generate
+from megatron.inference.generation import Generation, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.command_line import integer, path_option
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, write_atomically
+from megatron.utils.progress import Progress
 
 DESCRIPTION = "Generate text from a checkpoint."
 STANDARD_OUTPUT = "-"
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
 
     # Generate, and print or save the texts.
-    records = texts(contexts, seed=config.training.seed)
+    records = texts(contexts, seed=config.training.seed, show_progress=True)
     if output is None:
         print(readable(records), flush=True)
         return
@@ -182,6 +183,7 @@ def continue_texts(
     seed: int,
     batch_size: int,
     mode: Mode = FULL_MODE,
+    show_progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Continue texts with the configured sampling: one record per context, in order, with the fields of GPT-NeoX's. An
     empty context starts with the end-of-document token. Raises UserError if the model does not support the mode.
@@ -190,20 +192,31 @@ def continue_texts(
     if reason is not None:
         raise UserError(f"inference mode {mode.name} {reason}")
     prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
-    generations = generate(
-        model,
-        prompts,
-        maximum_tokens=settings.maximum_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        seed=seed,
-        eod=tokenizer.eod,
-        vocab_size=tokenizer.vocab_size,
-        batch_size=batch_size,
-        recompute=settings.recompute,
-        mode=mode.attention,
-    )
+
+    # Progress is counted in texts, because their lengths are not known in advance.
+    with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:
+        completed = 0
+
+        def update(index: int, generation: Generation) -> None:
+            nonlocal completed
+            completed += 1
+            progress.update(completed)
+
+        generations = generate(
+            model,
+            prompts,
+            maximum_tokens=settings.maximum_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            seed=seed,
+            eod=tokenizer.eod,
+            vocab_size=tokenizer.vocab_size,
+            batch_size=batch_size,
+            recompute=settings.recompute,
+            mode=mode.attention,
+            on_generation=update,
+        )
 
     # Text and length do not include the prompt.
     records = []

@@ -128,6 +128,7 @@ def generate(
     batch_size: int = 32,
     recompute: bool = False,
     mode: AttentionMode = DEFAULT_MODE,
+    on_generation: Callable[[int, Generation], None] | None = None,
 ) -> list[Generation]:
     """Continue each prompt by at most `maximum_tokens` tokens; returns the results in the order of the prompts.
 
@@ -145,6 +146,7 @@ def generate(
         recompute: recompute the whole prefix for each token instead of using a cache.
         mode: how the model attends, for texts of the longest prompt and `maximum_tokens` more. With a window (and
             sinks), the cache keeps only the tokens that later queries attend to.
+        on_generation: called with a prompt's index and result as soon as it is complete.
 
     Raises:
         UserError: for invalid arguments, a mode that the model does not support, or a model without a KV cache if
@@ -187,7 +189,10 @@ def generate(
         for indices in _batches(prompts, batch_size, maximum_tokens):
             rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in indices]
             logits = _NextTokenLogits(decoder, rows, maximum_tokens, model_device(model), recompute, mode)
-            results |= dict(_continue(logits, rows, sampling, maximum_tokens, eod))
+            for index, generation in _continue(logits, rows, sampling, maximum_tokens, eod):
+                results[index] = generation
+                if on_generation is not None:
+                    on_generation(index, generation)
     return [results[index] for index in range(len(prompts))]
 
 

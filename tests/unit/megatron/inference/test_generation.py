@@ -127,6 +127,15 @@ def test_rows_that_end_early_do_not_change_the_others():
     assert stopped[0].finished
 
 
+def test_results_are_reported_when_they_are_complete():
+    reported = {}
+    results = generate(
+        counting_up, [[8], [1], [9]], maximum_tokens=5, eod=10, recompute=True, on_generation=reported.__setitem__
+    )
+    assert list(reported) == [2, 0, 1]
+    assert [reported[index] for index in range(3)] == results
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_learned_positions_stop_at_the_end_of_their_table_with_a_message(recompute):
     model = small_gpt("learned", max_positions=12).double()
