@@ -25,7 +25,7 @@ from megatron.utils.processes import exit_with_parent
 WORK_ITEM_BYTES = 1 << 19
 ITEMS_IN_FLIGHT_PER_WORKER = 3
 
-_LONG_TEXT = 1 << 20  # characters; longer texts are tokenized in pieces
+_LONG_TEXT = 1 << 20  # characters or ids; longer texts are processed in pieces
 _MAX_LENGTH = np.iinfo(np.int32).max  # tokens of a document in an .idx
 
 
@@ -88,7 +88,9 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
         array = np.frombuffer(tokens, dtype=dtype)
         # Of the special tokens, a document has one at its end, and perhaps one at its start.
         added = len(lengths) * ((len(eod) > 0) + (tokenizer.bos in tokenizer.special_ids))
-        special = int(np.isin(array, tokenizer.special_ids).sum()) - added
+        special = -added
+        for start in range(0, len(array), _LONG_TEXT):  # isin needs more memory than the ids
+            special += int(np.isin(array[start : start + _LONG_TEXT], tokenizer.special_ids).sum())
 
         # Store the column.
         encoded.tokens.append(array)
