@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kerple.attention import DEFAULT_MODE, AttentionMode
+from kerple.attention import DEFAULT_MODE, AttentionMode, Span
 from kerple.positional import PositionalMethod, PositionsExceeded
 from megatron.checkpoint.configuration import describe_method
 from megatron.config.schema.model import ModelConfig
@@ -117,7 +117,9 @@ class NativeDecoder:
 
 
 class CallableDecoder:
-    """A callable that needs the complete text. It has no cache, and supports only the mode `full`."""
+    """A callable that needs the complete text. It has no cache, and supports windows or blocks only if the callable has
+    an argument `window` or `block`, a number of tokens.
+    """
 
     cached = False
     complete_segments: str | None = None
@@ -127,18 +129,24 @@ class CallableDecoder:
 
     def __init__(self, model: Callable[..., Any]):
         self._model = model
+        try:
+            signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+            self._arguments = set(signature.parameters)
+        except (TypeError, ValueError):  # some built-in callables have no signature
+            self._arguments = set()
         self._is_causal = False  # until the first text is read
 
     def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> None:
         return None
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
-        if mode == DEFAULT_MODE:
-            return None
-        return f"needs a model of this project, and {_name(self._model)} is none; use mode full"
+        if mode != AttentionMode(mode.span) or mode.span.sinks:
+            return f"needs a model of this project, and {_name(self._model)} is none; use full, window@W or blockwise@L"
+        missing = sorted(_span_sizes(mode.span).keys() - self._arguments)
+        return f"needs a model with a `{missing[0]}` argument; {_name(self._model)} has none" if missing else None
 
     def hidden(self, tokens: Tensor, cache: None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
-        logits = _logits(self._model, tokens)
+        logits = _logits(self._model, tokens, **_span_sizes(mode.span))
         if not self._is_causal and tokens.shape[1] > 1:
             check_causal(self._model, tokens[:1], _name(self._model))
             self._is_causal = True
@@ -238,8 +246,10 @@ class TransformersDecoder:
             return f"is not possible: the model was loaded with inference_mode {own}; load it with inference_mode=None"
         if mode == DEFAULT_MODE:
             return None
-        name = type(self._inner).__name__
-        return f"needs this project's attention, which {name} does not have; convert it: kerple convert from-hf"
+        name = "a `block` argument" if mode.span.block is not None else "a `window` argument"
+        if mode != AttentionMode(mode.span) or mode.span.sinks:
+            name = "this project's attention (convert it: kerple convert from-hf)"
+        return f"needs a model with {name}; {type(self._inner).__name__} has none"
 
     def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
         end = tokens.shape[1] + (cache.get_seq_length() if cache is not None else 0)
@@ -344,6 +354,11 @@ def unsupported_reason(
             f"attention-backend {' or '.join(MODE_BACKENDS)}"
         )
     return reason
+
+
+def _span_sizes(span: Span) -> dict[str, int]:
+    """The span's sizes that are set, by name."""
+    return {name: size for name, size in (("window", span.window), ("block", span.block)) if size is not None}
 
 
 def model_device(model: Any) -> torch.device:

@@ -67,15 +67,20 @@ def test_layers_without_positions_support_all_distances(mode):
         assert ("in layer" in str(reason)) == bool(place)
 
 
-def test_a_function_supports_only_the_mode_full():
-    decoder = as_decoder(lambda tokens: torch.full((*tokens.shape, 3), 8.0))
+def test_a_function_supports_the_spans_it_has_arguments_for():
+    def windowed(tokens, window=None):
+        return torch.full((*tokens.shape, 3), float(window or 0))
+
+    decoder = as_decoder(windowed)
     assert isinstance(decoder, CallableDecoder)
     assert not decoder.cached
     assert decoder.new_cache(1, 8) is None
-    modes = (AttentionMode(span) for span in (FULL, Span(window=8), Span(block=8)))
-    assert [decoder.unsupported_reason(mode) is None for mode in modes] == [True, False, False]
+    assert [
+        decoder.unsupported_reason(AttentionMode(span)) is None for span in (FULL, Span(window=8), Span(block=8))
+    ] == [True, True, False]
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    assert decoder.logits(decoder.hidden(tokens)).unique().item() == 8
+    assert decoder.logits(decoder.hidden(tokens, mode=AttentionMode(Span(window=8)))).unique().item() == 8
+    assert as_decoder(int).unsupported_reason(AttentionMode(Span(window=8)))
 
 
 @pytest.mark.parametrize("output", [None, torch.zeros(2, 3), torch.zeros(2, 4, 9)])
