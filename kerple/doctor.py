@@ -11,6 +11,7 @@ Most of the time is compilation, which --jobs processes share.
 
 import argparse
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import multiprocessing
@@ -80,6 +81,9 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
 
     # Describe the machine, for bug reports.
     machine = f"kerple-neox version: {__version__}\n{get_pretty_env_info()}"
+    for package in ("deepspeed", "megatron-core"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            machine += f"\n{package} version: {importlib.metadata.version(package)}"
     print(machine)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":

@@ -23,8 +23,8 @@ def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGrou
         action="extend",
         nargs="+",
         required=True,
-        help="files or folders, separated by commas or spaces: parquet, jsonl, txt, lm-dataformat archives, and except "
-        "for parquet tar and zip of these, uncompressed or compressed (gz, zst, xz)",
+        help="files or folders, separated by commas or spaces: parquet, or jsonl, txt, and tar and zip of these, "
+        "uncompressed or compressed (gz, zst, xz)",
     )
     parser.add_argument(
         "--suffixes",

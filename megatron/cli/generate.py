@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, saved = load(chosen_step(checkpoint_folders(config, options)[0], config, options), config, options)
     tokenizer = tokenizer_files(config, saved).build()
     check_rows(tokenizer, model.settings.padded_vocab_size)
+    reason = as_decoder(model).unsupported_reason(inference_mode.attention)
+    if reason is not None:
+        raise UserError(f"inference mode {inference_mode.name} {reason}")
     texts = partial(continue_texts, model, tokenizer, settings, batch_size=options.batch_size, mode=inference_mode)
     if mode == "interactive":
         interact(texts, settings.prompt_end, config.training.seed)
@@ -188,9 +191,6 @@ def continue_texts(
     """Continue texts with the configured sampling: one record per context, in order, with the fields of GPT-NeoX's. An
     empty context starts with the end-of-document token. Raises UserError if the model does not support the mode.
     """
-    reason = as_decoder(model).unsupported_reason(mode.attention)
-    if reason is not None:
-        raise UserError(f"inference mode {mode.name} {reason}")
     prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
 
     # Progress is counted in texts, because their lengths are not known in advance.

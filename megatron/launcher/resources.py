@@ -239,6 +239,6 @@ def visible_gpus() -> list[int] | None:
         return [int(index) for index in visible.split(",")]
     except ValueError:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES is {visible}, but deepy.py accepts only GPU indices, such "
-            "as 0,1; use indices, or start the script without deepy.py on one GPU"
+            f"CUDA_VISIBLE_DEVICES is {visible}, but deepy.py and sweeps accept only GPU indices, such as 0,1; use "
+            "indices, or start the script without deepy.py on one GPU"
         ) from None

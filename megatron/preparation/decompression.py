@@ -49,6 +49,8 @@ def _blocks(raw: BinaryIO, source: str, new_frame: Callable[[], Any], padding: b
             frame = frame or new_frame()
             try:
                 content = frame.decompress(block)
+            except MemoryError:
+                raise
             except Exception as error:  # each library has its own
                 raise ValueError(str(error)) from error
             yield content

@@ -17,7 +17,7 @@ from megatron.data.indexed_dataset import (
 from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
 from megatron.utils.errors import UserError
 
-DOCUMENTS = 1000  # in memory at a time
+DOCUMENTS = 100  # in memory at a time
 
 
 def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:

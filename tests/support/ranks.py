@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from tests.support.checkpoints import write_yaml
 from tests.support.fork_server import ForkServer
 from tests.support.forks import CONSTANTS, ROOT
 from tests.support.processes import free_ports
+
+TIME_LIMIT = 600.0  # seconds, after which a training is killed
 
 
 class Ranks:
@@ -46,6 +49,8 @@ class Ranks:
                 )
                 for rank in range(self.size)
             ]
+            limit = threading.Timer(TIME_LIMIT, lambda: [process.kill() for process in processes])
+            limit.start()
             outputs = [""] * self.size
             for line in processes[0].stdout:
                 outputs[0] += line
@@ -54,5 +59,6 @@ class Ranks:
                     processes[-1].send_signal(signal.SIGTERM)
             for rank, process in enumerate(processes):
                 outputs[rank] += process.communicate()[0]
+            limit.cancel()
         assert not any(process.returncode for process in processes), "\n".join(outputs)
         return outputs[0]

@@ -1,5 +1,7 @@
 """The configuration saved with a checkpoint, and its comparison with another one."""
 
+import json
+
 import pytest
 
 from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
@@ -20,6 +22,14 @@ def test_a_checkpoint_cannot_choose_code_or_files(tmp_path):
     assert config.generation.text_gen_type == "input-file"
     chosen = checkpoint_config(tmp_path / "global_step4", {"sample_output_file": "mine"})
     assert chosen.generation.sample_output_file == "mine"
+
+
+def test_keys_that_concern_only_training_are_ignored(tmp_path):
+    write_checkpoint(tmp_path, "none", "nowhere")
+    path = tmp_path / "global_step4" / "configs" / "config.yml"
+    keys = {"distributed-backend": "mpi", "deepspeed_extra_args": {"aio": {}}, "torch_compile": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    assert checkpoint_config(tmp_path / "global_step4").parallel.distributed_backend is None
 
 
 def test_hidden_files_are_no_part_of_a_checkpoint(tmp_path):
