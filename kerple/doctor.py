@@ -85,24 +85,28 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             machine += f"\n{package} version: {importlib.metadata.version(package)}"
     print(machine)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
+    devices = _devices()
+    if devices == [torch.device("cpu")]:
         print(
             "\nThere is no GPU that torch can use: the fused kernels are not checked, only chunked and sdpa on the CPU."
         )
 
-    # One table per head size, as soon as it is measured.
+    # One table per device and head size, as soon as it is measured.
     checks: list[Check] = []
-    rows = [] if more is None else more(device)
-    for head_size in options.head_size:
-        started = time.perf_counter()
-        calls = [(name, device, dtype, head_size) for name in primary_names() for dtype in DTYPES]
-        new = run_in_processes(check_method, calls, options.jobs)
-        rows += [new[first : first + len(DTYPES)] for first in range(0, len(new), len(DTYPES))]
-        checks += itertools.chain.from_iterable(rows)
-        print_table(rows)
-        rows = []
-        print(f"({time.perf_counter() - started:.0f} s)")
+    for device in devices:
+        rows = [] if more is None else more(device)
+        for head_size in options.head_size:
+            started = time.perf_counter()
+            new = run_in_processes(
+                check_method,
+                [(name, device, dtype, head_size) for name in primary_names() for dtype in DTYPES],
+                options.jobs,
+            )
+            rows += [new[first : first + len(DTYPES)] for first in range(0, len(new), len(DTYPES))]
+            checks += itertools.chain.from_iterable(rows)
+            print_table(rows)
+            rows = []
+            print(f"({time.perf_counter() - started:.0f} s)")
 
     # The summary.
     failed = sum(check.failure is not None for check in checks)
@@ -124,6 +128,16 @@ def run_in_processes(function: Callable[..., Result], calls: Sequence[tuple[Any,
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(function, *arguments) for arguments in calls]
         return [future.result() for future in futures]
+
+
+def _devices() -> list[torch.device]:
+    """The first GPU of each kind; the CPU if there is no GPU."""
+    if not torch.cuda.is_available():
+        return [torch.device("cpu")]
+    kinds: dict[str, torch.device] = {}
+    for index in range(torch.cuda.device_count()):
+        kinds.setdefault(torch.cuda.get_device_name(index), torch.device("cuda", index))
+    return list(kinds.values())
 
 
 # -- the checks -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a sweep, or show its plan.
 
     Returns 1 if a run failed in this process, 128 + N if signal N stopped the sweep, and 0 otherwise: all selected runs
-    are finished, or other sweep processes work on them. Raises UserError before anything is
+    are finished, or other sweep processes work on them or have failed in them. Raises UserError before anything is
     started if options or the sweep file are invalid, or the file contradicts the contents of its output folder.
     """
     # Options.

@@ -1,4 +1,4 @@
-"""Decompresses gzip, xz and Zstandard streams."""
+"""Decompresses gzip, xz and Zstandard streams in limited memory."""
 
 import gzip
 import io
@@ -10,8 +10,10 @@ from megatron.utils.errors import UserError, import_package
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
-_COMPRESSED_BYTES = 1 << 16
 _MAX_WINDOW = 1 << 28  # that of `zstd --long=28`
+# Bytes to decompress at a time. These expand to at most 32 MB and 1 MB.
+_ZSTANDARD_BYTES = 1 << 10
+_XZ_BYTES = 1 << 7
 
 
 def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
@@ -24,27 +26,30 @@ def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if suffix == ".xz":
         # Several xz streams in a file may have zeros between them.
-        blocks = _blocks(raw, source, lzma.LZMADecompressor, padding=b"\0")
+        blocks = _blocks(raw, source, _XZ_BYTES, lzma.LZMADecompressor, padding=b"\0")
     elif suffix == ".zst":
         zstandard = import_package("zstandard", "data", f"reading {source}")
         new_frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj
-        blocks = _blocks(raw, source, new_frame)
+        blocks = _blocks(raw, source, _ZSTANDARD_BYTES, new_frame)
     else:
         return raw
     return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), BLOCK))
 
 
-def _blocks(raw: BinaryIO, source: str, new_frame: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
+def _blocks(
+    raw: BinaryIO, source: str, size: int, new_frame: Callable[[], Any], padding: bytes = b""
+) -> Iterator[bytes]:
     """Yield the decompressed content of one or several frames, and detect a truncated file.
 
     zstandard's own reader does not detect it, and LZMAFile ignores damage after the first frame.
 
     Args:
+        size: compressed bytes to read at a time.
         new_frame: makes a decompressor of one frame.
         padding: bytes to skip before a frame.
     """
     frame = None
-    while block := raw.read(_COMPRESSED_BYTES):
+    while block := raw.read(size):
         while block := block if frame else block.lstrip(padding):
             frame = frame or new_frame()
             try:

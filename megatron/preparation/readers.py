@@ -7,9 +7,11 @@ process can feed many of them.
 
 import codecs
 import hashlib
+import io
 import json
 import lzma
 import struct
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -25,6 +27,10 @@ from megatron.utils.files import open_file
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
+
+# Limit for one document (line, JSON list, or text) of a compressed file or archive, which may be far larger than the
+# file. A document of an uncompressed file is limited by the size of the file.
+MAX_COMPRESSED_DOCUMENT = 100 << 20
 
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
@@ -155,13 +161,13 @@ class FileCorpus:
                     f"{source_of_member} cannot be read inside an archive; extract the outer archive, and "
                     "pass its files"
                 )
-            yield from self._document_chunks(content, member, source_of_member)
+            yield from self._document_chunks(content, member, source_of_member, in_archive=True)
 
     def _is_wanted(self, name: str) -> bool:
         """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
         return file_format(name, self._suffixes) is not None if self._suffixes else not is_hidden(name)
 
-    def _document_chunks(self, raw: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
+    def _document_chunks(self, raw: BinaryIO, name: str, source: str, in_archive: bool = False) -> Iterator[TextChunk]:
         format_name = file_format(name, self._suffixes)
         if format_name is None:
             raise UserError(f"{source} has an unsupported file type; supported: {READABLE}")
@@ -169,10 +175,11 @@ class FileCorpus:
             yield from parquet_chunks(raw, source, self._columns)
             return
         stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
+        limit = MAX_COMPRESSED_DOCUMENT if in_archive or stream is not raw else sys.maxsize
         if format_name == "text":
-            yield TextChunk(source, "text", 1, stream.read())
+            yield TextChunk(source, "text", 1, read_document(stream, source, limit))
         else:
-            yield from line_chunks(stream, source, format_name == "json")
+            yield from line_chunks(stream, source, format_name == "json", limit)
 
 
 def archive_members(
@@ -226,18 +233,37 @@ class _StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f"{error} at byte {archive.offset:,} of the archive") from error
 
 
-def line_chunks(stream: BinaryIO, source: str, may_be_list: bool) -> Iterator[TextChunk]:
+def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"") -> bytes:
+    """Return `beginning` and the rest of the stream. Raises UserError if these are more than `limit` bytes."""
+    content = io.BytesIO()
+    content.write(beginning)
+    while block := stream.read(BLOCK):
+        content.write(block)
+        _check_document_size(content.tell(), source, limit)
+    return content.getvalue()  # without a copy
+
+
+def _check_document_size(size: int, source: str, limit: int) -> None:
+    if size > limit:
+        raise UserError(
+            f"{source}: a document has more than {limit >> 20} MiB, the limit in compressed files and archives; unpack "
+            "the file, or split the document"
+        )
+
+
+def line_chunks(stream: BinaryIO, source: str, may_be_list: bool, limit: int) -> Iterator[TextChunk]:
     """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the file is `[`."""
     pieces: list[bytes] = []  # of an incomplete line
     line = 1
     while block := stream.read(BLOCK):
         if may_be_list and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            yield TextChunk(source, "list", 1, block + stream.read())
+            yield TextChunk(source, "list", 1, read_document(stream, source, limit, block))
             return
         may_be_list = False
         end = block.rfind(b"\n") + 1
         if end == 0:
             pieces.append(block)
+            _check_document_size(sum(map(len, pieces)), source, limit)
             continue
         chunk = TextChunk(source, "lines", line, b"".join([*pieces, block[:end]]))
         pieces = [block[end:]]

@@ -68,8 +68,11 @@ def write_report(
     if all(chapter.empty for chapter in chapters):
         raise UserError("there are no results to report")
     folder = Path(directory)
-    for name in ("tables", "figures"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+    try:
+        for name in ("tables", "figures"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
 
     # Each table and figure as a file of its own, for papers.
     for chapter in chapters:

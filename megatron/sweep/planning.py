@@ -43,6 +43,8 @@ from megatron.utils.typed_json import Count, Name, parse_json
 
 EVALUATED = "evaluated.json"
 PREVIOUS_RESULTS = "results.previous-{}.jsonl"  # numbered from 1
+# How the last failed training or evaluation exited; removed when the run is tried again.
+FAILED = "failed.json"
 # What identifies the datasets that the training started with, by prefix. Runs of earlier versions do not have it.
 DATA = "data.json"
 MAX_JOURNAL_BYTES = 1 << 20
@@ -184,6 +186,21 @@ class SweepRun:
         fingerprint = weights_fingerprint(self._last_step)
         content = json.dumps({"options": options, "fingerprint": fingerprint, "finished": finished}) + "\n"
         write_atomically(self.results / EVALUATED, content.encode())
+
+    def mark_failed(self, task: str, exit_status: int) -> None:
+        content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"
+        write_atomically(self.folder / FAILED, content.encode())
+
+    def forget_failure(self) -> None:
+        """Delete the record of a failure, before the run is tried again."""
+        (self.folder / FAILED).unlink(missing_ok=True)
+
+    def failed_at(self) -> int | None:
+        """Modification time in ns of the record of a failure; None if the run has not failed since it was tried."""
+        try:
+            return (self.folder / FAILED).stat().st_mtime_ns
+        except OSError:
+            return None
 
     def status(self) -> Status:
         if self.is_trained():

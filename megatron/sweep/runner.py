@@ -163,6 +163,7 @@ class Runner:
         waiting, claimed_elsewhere = list(runs), dict[str, str]()
         by_name = {run.name: run for run in runs}
         has_worked = False
+        failed_before = {run.name: run.failed_at() for run in runs}
         previous = {number: signal.signal(number, self._handle_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self._jobs or (waiting and not self._signals):
@@ -172,7 +173,7 @@ class Runner:
                         break
                     run = waiting.pop(0)
                     try:
-                        has_worked |= self._claim(run, count)
+                        has_worked |= self._claim(run, count, failed_before[run.name])
                     except LockBusyError as error:
                         claimed_elsewhere[run.name] = str(error)
                     except UserError as error:
@@ -190,8 +191,8 @@ class Runner:
                 signal.signal(number, handler)
         return (self._signals[0] if self._signals else None), list(claimed_elsewhere.values())
 
-    def _claim(self, run: SweepRun, num_devices: int) -> bool:
-        """Claim a run and make it a job. Returns False if another process has finished it.
+    def _claim(self, run: SweepRun, num_devices: int, failed_before: int | None) -> bool:
+        """Claim a run and make it a job. Returns False if another process has finished it, or tried it and failed.
 
         Raises:
             LockBusyError: another process is working on it.
@@ -209,6 +210,11 @@ class Runner:
             self._display.finished(run, "by another sweep process")
             claim.release()
             return False
+        if run.failed_at() not in (None, failed_before):
+            self._display.print(f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}")
+            claim.release()
+            return False
+        run.forget_failure()
         devices, self._free_devices = self._free_devices[:num_devices], self._free_devices[num_devices:]
         self._jobs.append(Job(run, claim, devices))
         if pids := find_processes(run.folder):
@@ -250,8 +256,8 @@ class Runner:
             self._remove(job)
 
     def _handle_exit(self, job: Job, exit_status: int) -> Failure | None:
-        """Record that the last process of a job has succeeded, and remove the job if its run is finished; or return its
-        failure. Raises UserError if the run's files are damaged or cannot be written.
+        """Record that the last process of a job has succeeded, and remove the job if its run is finished; or record and
+        return its failure. Raises UserError if the run's files are damaged or cannot be written.
         """
         run = job.run
         if exit_status == 0 and (run.is_trained() if job.task == "training" else has_results(run.results)):
@@ -261,6 +267,7 @@ class Runner:
                 self._display.finished(run, f"in {readable_time(time.monotonic() - job.started_at)}")
                 self._remove(job)
             return None
+        run.mark_failed(job.task, exit_status)
         return Failure(run, job.task, f"exit status {exit_status}", run.folder / OUTPUT)
 
     def _fail(self, failure: Failure) -> None:

@@ -221,7 +221,11 @@ def _explain(error: BaseException) -> tuple[int, str]:
     text = f"{Path(sys.argv[0]).name} failed: {redact(problem)[:_MAX_LINE]}"
     report = _error_report(error)
     path = _write_error_log(report)
-    return EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{report}\n{text}" if path is None else f"{text}; traceback: {path}"
+    if path is None:
+        with contextlib.suppress(OSError):
+            print(report, file=sys.stderr)
+        return EXIT_STATUS_OF_UNEXPECTED_ERROR, text
+    return EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{text}; traceback: {path}"
 
 
 def _stdout_has_no_reader() -> bool:

@@ -1,5 +1,6 @@
-"""preprocess_data.py with worker processes: a kill and Ctrl-C. The soak test kills and resumes it repeatedly."""
+"""preprocess_data.py and prepare_data.py as processes: kills, Ctrl-C, worker processes, and resuming."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,10 +10,75 @@ import psutil
 import pytest
 
 from megatron.data.indexed_dataset import open_indexed_files
+from tests.support.corpora import dataset_text
 from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tools/datasets/preprocess_data.py"
+
+# Runs preprocess_data.py with small work items, a short delay and a commit after each, and kills it several times, each
+# time up to 0.03 s after a commit. The runs are forked, so that the modules are imported only once.
+KILL_REPEATEDLY = """
+import os, pathlib, random, runpy, signal, sys, time
+sys.path.insert(0, ".")
+from megatron.preparation import encoding, preprocessing, readers
+from megatron.preparation.indexed_writer import IndexedWriter
+preprocessing.COMMIT_INTERVAL_SECONDS = 0.0
+readers.BLOCK, encoding.WORK_ITEM_BYTES = 2000, 4000
+add = IndexedWriter.add
+def add_slowly(*arguments):
+    time.sleep(0.002)
+    add(*arguments)
+IndexedWriter.add = add_slowly
+script, kills, journal = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+sys.argv = [script, *sys.argv[4:]]
+generator = random.Random(20)
+def read_journal():
+    return journal.read_bytes() if journal.exists() else b""
+for kill in range(kills):
+    before = read_journal()
+    child = os.fork()
+    if child == 0:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            os._exit(0)
+    while read_journal() == before:
+        time.sleep(0.001)
+    time.sleep(generator.uniform(0, 0.03))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the run finished before it was killed"
+    print(read_journal().decode(), flush=True)
+IndexedWriter.add = add
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_repeated_kills(kills, tmp_path):
+    """kill -9, again and again while one output is written: no document is lost or duplicated."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = [f"document {number} " * (number % 23 + 1) for number in range(3000)]
+    lines = [json.dumps({"text": text, "title": f"title {number}"}) + "\n" for number, text in enumerate(texts)]
+    for shard in range(4):
+        (folder / f"{shard}.jsonl").write_text("".join(lines[shard * 750 : (shard + 1) * 750]))
+    output = tmp_path / "out"
+    command = [sys.executable, "-c", KILL_REPEATEDLY, SCRIPT, str(kills), f"{output}.progress.json"]
+    command += ["--input", str(folder), "--output-prefix", str(output), "--jsonl-keys", "text", "title"]
+    command += ["--append-eod", "--tokenizer-type", "CharLevelTokenizer"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    states = [json.loads(line)["progress"] for line in result.stdout.splitlines() if line.startswith("{")]
+    documents = [state["outputs"][0]["writer"]["documents"] for state in states]
+    assert len(documents) == kills
+    assert documents == sorted(documents)
+    assert len(set(documents)) > kills / 2
+    assert f"resuming after {documents[-1]:,} documents" in result.stdout
+    assert dataset_text(f"{output}_text_document") == "".join(text + "\0" for text in texts)
+    assert dataset_text(f"{output}_title_document") == "".join(f"title {number}\0" for number in range(len(texts)))
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "progress" in path.name]
 
 
 @pytest.mark.ci

@@ -17,11 +17,9 @@ from tests.soak.files import GROUPS
 from tests.soak.kills import commands
 from tests.support.runs import ROOT, training_settings
 
-TRIALS = [
-    *(("configs", 4, ""), ("files", 4, ""), ("kills", 1, "training, workers, validation")),
-    ("kills", 3, "preprocessing"),
-    *(pytest.param("kills", 4, only, marks=pytest.mark.slow) for only in ("ZeRO 3", "evaluation")),
-]
+LONG = ("ZeRO 3", "preprocessing", "evaluation")
+TRIALS = [("configs", 4, ""), ("files", 4, ""), ("kills", 1, "training, workers, validation")]
+TRIALS += [pytest.param("kills", 4, only, marks=pytest.mark.slow) for only in LONG]
 
 
 @pytest.mark.ci

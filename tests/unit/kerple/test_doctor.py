@@ -1,6 +1,7 @@
 """The doctor: its output without a GPU, and its checks of a GPU, with the CPU in its place."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,7 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path):
     assert rows["dape_v2_kerple"][::2] == ["chunked"] * 3
     assert "all 12 checks passed" in output
     assert "secret-token" not in output + path.read_text()
+    assert os.environ["HOME"] not in output
     result = json.loads(path.read_text())
     assert result["passed"] is True
     assert len(result["checks"]) == 12
@@ -103,6 +105,14 @@ def test_a_gpu_whose_kernels_are_wrong_for_grouped_queries(cpu_as_gpu):
     check = doctor.check_method("kerple_log", CPU, torch.bfloat16, 16)
     assert check.failure.startswith("the result has a relative error of ")
     assert check.failure.endswith(" (grouped queries)")
+
+
+def test_one_gpu_of_each_kind_is_checked(monkeypatch):
+    names = ["NVIDIA H100", "NVIDIA A100", "NVIDIA H100"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    assert doctor._devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def test_float32_is_checked_without_tf32(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import lzma
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 
 import lm_dataformat
@@ -276,3 +277,29 @@ def test_tar_with_a_damaged_header(tmp_path):
 def test_concatenated_tars(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of({"a.jsonl": json_lines("one")}) + tar_of({"b.jsonl": json_lines("two")}))
     assert_rejected(r"a\.tar", read_inputs, tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.xz", "a.jsonl.gz", "a.zip", "a.tar.gz"])
+def test_bombs(tmp_path, monkeypatch, name):
+    """A document of a compressed file or archive is limited, and is never in memory as a whole."""
+    monkeypatch.setattr(readers, "MAX_COMPRESSED_DOCUMENT", 1 << 20)
+    content = bytes(40 << 20)
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("b.txt", content)
+    elif ".tar" in name:
+        (tmp_path / name).write_bytes(gzip.compress(tar_of({"b.txt": content})))
+    else:
+        (tmp_path / name).write_bytes(COMPRESSIONS[name[name.rindex(".") :]](content))
+    del content
+    tracemalloc.start()
+    assert_rejected("1.*MiB", read_inputs, tmp_path / name)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < {"zst": 40, ".xz": 20}.get(name[-3:], 12) << 20
+
+
+def test_uncompressed_documents_are_not_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_COMPRESSED_DOCUMENT", 10)
+    (tmp_path / "a.txt").write_text("longer than ten bytes")
+    assert read_inputs(tmp_path / "a.txt") == ["longer than ten bytes"]

@@ -58,6 +58,7 @@ def test_a_run_resumes_from_its_last_checkpoint(sweep):
     sweep(axes=axes)
     assert logged_iterations(sweep.runs / "17") == [1, 2, 3, 4, 5, 6]
     assert any(line.startswith("training from 3") for line in sweep.output_lines("17"))
+    assert not (sweep.runs / "17" / "failed.json").exists()
 
 
 def test_other_evaluation_options_evaluate_again_without_training(sweep):
@@ -216,6 +217,7 @@ def test_a_run_that_another_process_started_with_another_configuration_is_left_a
     assert "alibi/7: FAILED in preparation (" in output
     assert "train_iters: 8 in the folder, 6 in the sweep" in output
     assert "note: run alibi/7 is not in the report: " in output
+    assert not (sweep.runs / "alibi" / "7" / "failed.json").exists()
     assert logged_iterations(sweep.runs / "alibi" / "7") == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -240,18 +242,34 @@ def test_a_run_is_taken_over_when_the_other_process_dies(sweep, monkeypatch):
     assert "[2/2] kerple_log/7: finished" in sweep()
 
 
-def test_a_run_that_another_process_has_finished_is_not_run_again(sweep, monkeypatch):
+@pytest.mark.parametrize(("seed", "outcome"), [(7, "finished by another"), (13, "failed in another")])
+def test_a_run_that_another_process_has_tried_is_not_tried_again(seed, outcome, sweep, monkeypatch):
     """The first run starts a second sweep process, which works on the second run."""
 
     def start_process(*arguments):
         monkeypatch.setattr(runner, "start_process", fake_start_process)
-        assert command.main([str(sweep.folder / "sweep.yml"), "--only", "alibi/7"]) == 0
+        assert command.main([str(sweep.folder / "sweep.yml"), "--only", f"alibi/{seed}"]) == (seed == 13)
         return fake_start_process(*arguments)
 
     monkeypatch.setattr(runner, "start_process", start_process)
-    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": 7}]}
-    assert "alibi/7: finished by another sweep process" in sweep(axes=axes)
-    assert len([line for line in sweep.output_lines("alibi/7") if line.startswith("training")]) == 1
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": seed}]}
+    assert f"alibi/{seed}: {outcome} sweep process" in sweep(axes=axes)
+    assert len([line for line in sweep.output_lines(f"alibi/{seed}") if line.startswith("training")]) == 1
+
+
+def test_a_failed_run_that_another_process_tried_again_and_left_is_tried(sweep, monkeypatch):
+    """The other process deletes failed.json, and is stopped before the run ends."""
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": 17}]}
+    sweep("--only", "alibi/17", axes=axes, status=1)
+    failure = sweep.runs / "alibi" / "17" / "failed.json"
+    assert json.loads(failure.read_text()) == {"task": "training", "exit_status": 9}
+
+    def start_process(*arguments):
+        failure.unlink(missing_ok=True)
+        return fake_start_process(*arguments)
+
+    monkeypatch.setattr(runner, "start_process", start_process)
+    assert "[2/2] alibi/17: finished" in sweep(axes=axes)
 
 
 @pytest.mark.parametrize(("cores", "each"), [(8, 4), (1, 1)])

@@ -196,7 +196,7 @@ def test_the_traceback_is_printed_if_no_log_can_be_written(no_rank, capsys, monk
     monkeypatch.setattr(command_line, "_write_error_log", lambda report: None)
     assert run_main(raising(KeyError("x"))) == 70
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "train.py failed: KeyError: 'x'"
+    assert lines[-1] == "error on rank 2: train.py failed: KeyError: 'x'"
     assert "Traceback (most recent call last):" in lines
 
 
