@@ -4,8 +4,8 @@ kerple import-release ARCHIVE [-o DIR] [--json]
 
 ARCHIVE is a zip or tar file (plain, gz, bz2, xz) of a folder with `latest` and global_stepN. An archive is
 rejected, and nothing of it remains on disk, if a tar file contains devices or paths or links outside its folder, and
-if it contains files with anything but tensors and plain values, weights that are not finite, or sizes that differ from
-its configuration. An accepted checkpoint gets a manifest, so that later damage is detected.
+if one of its checkpoints contains anything but tensors and plain values or weights that are not finite, or the latest
+one has sizes that differ from its configuration. Each checkpoint gets a manifest, so that later damage is detected.
 """
 
 import argparse
@@ -67,17 +67,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def verify(root: Path) -> dict[str, Any]:
-    """The report on a checkpoint folder. Raises CheckpointError if anything is wrong with it."""
+    """The report on the latest checkpoint in a folder. Raises CheckpointError if anything is wrong with one of them."""
     step = find_step(root)
-    for path in step.glob("[!.]*.pt"):
-        load_file(path)
-    check_finite(step)
     for iteration in saved_iterations(root):
         folder = step_folder(root, tag_for(iteration))
+        for path in folder.glob("[!.]*.pt"):
+            load_file(path)
+        check_finite(folder)
         if read_manifest(folder) is None:
             write_manifest_of_folder(folder, iteration)
-    if damage := find_damage(step):
-        raise CheckpointError(damage)
+        if damage := find_damage(folder):
+            raise CheckpointError(damage)
     model, config = load_model(root)
     methods = model.positional_methods().values()
     return {

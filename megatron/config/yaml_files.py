@@ -1,8 +1,8 @@
 """Reading YAML configuration files, with the line of every top-level key.
 
 The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike PyYAML's SafeLoader,
-numbers are those of YAML 1.2 (`1e-4` is a float, 0123 is decimal, 1:30 is a string), a date is a string, and a key that
-appears twice in one mapping is an error.
+numbers have no notations of YAML 1.1 that surprise (`1e-4` is a float, 0123 is decimal, 1:30 is a string), a date is a
+string, and a key that appears twice in one mapping is an error.
 """
 
 import difflib
@@ -87,7 +87,7 @@ class _Loader(yaml.SafeLoader):
         return int(text, 0 if text.lstrip("+-").startswith(("0x", "0b")) else 10)
 
 
-# Numbers of YAML 1.2 instead of 1.1. Dates remain strings: no key has a date as its value, and JSON has no dates.
+# Numbers without octal and sexagesimal ones. Dates remain strings: no key has a date as its value, and JSON has none.
 _Loader.yaml_implicit_resolvers = {}
 for _character, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
     _kept = [each for each in _resolvers if each[0].removeprefix(_STANDARD_TAG) not in ("int", "float", "timestamp")]

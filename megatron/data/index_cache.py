@@ -13,7 +13,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset import IndexedFiles, TokenFile, bin_path
 from megatron.utils.environment import check_version
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 check_version("megatron-core")
@@ -58,8 +58,8 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> None:
                     raise
         except OSError as error:
             raise UserError(
-                f"cannot write the sample indices to {folder.parent} ({error.strerror}); set data-cache-path to a "
-                "writable folder"
+                f"cannot write the sample indices to {folder.parent} ({error.strerror or first_line(error)}); set "
+                "data-cache-path to a writable folder"
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

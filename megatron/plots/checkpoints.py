@@ -62,8 +62,7 @@ class DistanceTable:
 
     Attributes:
         label: "layer 3", or "all layers" if the layers share the method.
-        distances: float32 [n].
-        bias: float32 [h, n], added to the scores; None if the method has none.
+        bias: float32 [h, n], added to the scores, for distances from 0; None if the method has none.
         weight: float32 [h, n], multiplies the scores; None if the method has none.
         effective_lengths: int64 [h], the smallest distance with a bias below -2, or LIMIT if there is none; None
             without a bias.
@@ -71,7 +70,6 @@ class DistanceTable:
 
     pos_emb: str
     label: str
-    distances: Tensor
     bias: Tensor | None
     weight: Tensor | None
     effective_lengths: Tensor | None
@@ -93,7 +91,6 @@ def distance_tables(
             table = DistanceTable(
                 config.model.pos_emb,
                 label,
-                distances,
                 bias=method.bias(distances) if "bias" in method.hooks else None,
                 weight=method.weight(distances) if "weight" in method.hooks else None,
                 effective_lengths=method.effective_length(LIMIT) if "bias" in method.hooks else None,
@@ -116,7 +113,7 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
         if not panels:
             continue
         num_layers, panels = len(panels), panels[:MAX_LAYERS]
-        shown = [(table.label, table.distances, values) for table, values in panels]
+        shown = [(table.label, values) for table, values in panels]
         caption = (
             f"The {long_name} of each head by distance (KERPLE, Figures 2 to 4). Dark lines: heads with the steepest "
             "decrease; light lines: flattest heads."
@@ -139,19 +136,19 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
 
 
 def distance_plot(
-    quantity: Literal["bias", "weight"], layers: Sequence[tuple[str, Tensor, Tensor]], style: Style = SCREEN
+    quantity: Literal["bias", "weight"], layers: Sequence[tuple[str, Tensor]], style: Style = SCREEN
 ) -> Figure:
     """Values by distance. A single layer has a second panel, with a logarithmic distance axis; the heads of several
     layers have no legend, because their order differs.
 
     Args:
-        layers: (label, distances float32 [n], values float32 [h, n]).
+        layers: (label, values float32 [h, n] at distances from 0).
     """
     if len(layers) == 1:
         columns = style.columns(2, 16)
         figure, panels = new_figure(style, 2, columns)
         for axes in panels:
-            _plot_heads(axes, *layers[0][1:])
+            _plot_heads(axes, layers[0][1])
         panels[0].set_ylabel(quantity)
         _symlog_distance(panels[1], 10 if columns == 1 else 100)
         if quantity == "bias":
@@ -160,26 +157,25 @@ def distance_plot(
         legend_above(figure, style, [lines[f"head {number}"] for number in range(1, len(lines) + 1)])
     else:
         figure, panels = new_figure(style, len(layers), style.columns(min(4, len(layers))), sharex=True)
-        for axes, (label, *values) in zip(panels, layers, strict=True):
-            _plot_heads(axes, *values)
+        for axes, (label, values) in zip(panels, layers, strict=True):
+            _plot_heads(axes, values)
             axes.set_title(label, loc="left")
         figure.supylabel(quantity)
     figure.supxlabel("distance between query and key (tokens)")
     return figure
 
 
-def _plot_heads(axes: Axes, distances: Tensor, values: Tensor) -> None:
+def _plot_heads(axes: Axes, values: Tensor) -> None:
     """One line per head, dark to light from the smallest mean value `[h, n]` to the largest."""
     order = values.double().mean(dim=1).argsort(stable=True).tolist()
     for rank, head in enumerate(order):
         axes.plot(
-            distances.numpy(),
             values[head].double().numpy(),
             label=f"head {head + 1}",
             color=colormaps["cividis"](0.88 * rank / max(1, len(order) - 1)),
             linestyle=LINE_STYLES[rank % len(LINE_STYLES)],
         )
-    axes.set_xlim(0, float(distances[-1]))
+    axes.set_xlim(0, values.shape[1] - 1)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     thousands(axes)
 
@@ -409,8 +405,12 @@ def add_weight_figures(sources: Sources) -> None:
 
     # The checkpoints that the user named. A missing kernel is an error here.
     named_lengths: dict[str, list[int]] = {}
-    for folder in sources.checkpoints:
-        label = folder.resolve().parent.name if folder.name == "checkpoints" else folder.resolve().name
+    runs: dict[Path, Path] = {}
+    for folder in map(Path.resolve, sources.checkpoints):
+        runs[folder] = folder.parent if folder.name == "checkpoints" else folder
+    names = [run.name for run in runs.values()]
+    for folder, run in runs.items():
+        label = run.name if names.count(run.name) == 1 else str(run)
         adaptive = checkpoint_adaptive_figure(folder, model=label, name=label)
         if adaptive is not None:
             weight_figures.append(adaptive)

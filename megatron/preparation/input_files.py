@@ -156,7 +156,7 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     """Select the files to read among the names below a folder, in reading order."""
     # A tree of files with these suffixes is shuffled by hash, any other folder sorted.
     if suffixes:
-        selected = [name for name in names if PurePosixPath(name).suffix in suffixes]
+        selected = [name for name in names if file_format(name, suffixes) == "text"]
         selected.sort(key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
         expected = f"whose name ends in {' or '.join(suffixes)}"
     else:

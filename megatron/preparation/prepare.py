@@ -85,6 +85,7 @@ GPT2_FILES = (
 
 # Increase this when the preparation steps change, so that existing datasets are rebuilt.
 _RECIPE_VERSION = 3
+_RECIPE = "prepare.json"  # in the folder of the dataset
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,12 @@ def prepare(options: PrepareOptions) -> Path:
     _check_source_options(options)
     own_text = options.dataset not in DATASETS and options.hub_name is None
     train_tokenizer = (own_text or options.dataset == EMBEDDED) and options.tokenizer_type is None
+    if train_tokenizer and (options.vocab_file or options.merge_file):
+        raise UserError(
+            f"--vocab-file and --merge-file need --tokenizer; without it, a BPE is trained on {options.dataset}"
+        )
+    if not train_tokenizer and options.vocab_size is not None:
+        raise UserError("--vocab-size is the size of a BPE trained on the text, but the tokenizer is given; remove it")
     recipe: dict[str, object] = {
         "version": _RECIPE_VERSION,
         "dataset": options.dataset,
@@ -177,7 +184,7 @@ def prepare(options: PrepareOptions) -> Path:
     with Lock(folder / "prepare.lock", busy_message):
         if reason:
             print(f"{prefix}: rebuilt: {reason}")
-        _recipe_path(folder).unlink(missing_ok=True)
+        (folder / _RECIPE).unlink(missing_ok=True)
         if isinstance(source, DocumentCorpus) and train_tokenizer:
             texts = source.tokenizer_texts()
             print(f"training a BPE tokenizer with {vocab_size} ids on {len(texts):,} documents of {options.dataset}")
@@ -203,7 +210,7 @@ def prepare(options: PrepareOptions) -> Path:
             workers=options.workers,
             limit_mb=None if isinstance(source, OwnText) else options.limit_mb,
         )
-        write_atomically(_recipe_path(folder), (json.dumps(recipe, indent=2) + "\n").encode())
+        write_atomically(folder / _RECIPE, (json.dumps(recipe, indent=2) + "\n").encode())
 
     # Report the size, and the checksum to compare with other machines.
     print(summary(prefix, manifests[options.text_key]))
@@ -303,16 +310,12 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad), options.limit_mb)
 
 
-def _recipe_path(folder: Path) -> Path:
-    return folder / "prepare.json"
-
-
 def _rebuild_reason(
     recipe: dict[str, object], prefix: Path, tokenizer_files: TokenizerFiles, skip_bad: bool
 ) -> str | None:
     """Return why the dataset must be rebuilt, an empty string if it does not exist, or None if it is up to date."""
     try:
-        present = json.loads(read_file(_recipe_path(prefix.parent)))
+        present = json.loads(read_file(prefix.parent / _RECIPE))
     except (UserError, ValueError, RecursionError):
         return ""
     if not isinstance(present, dict):

@@ -84,16 +84,16 @@ def write_report(
             write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
 
     # What the checkpoints were, and the notes of the sources.
-    notes = {}
+    notes = []
     for record in sources.records:
         checkpoint = record.get("checkpoint") or {}
         if checkpoint.get("path"):
             fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
-            notes[checkpoint["path"]] = (
+            notes.append(
                 f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
                 f"{checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
             )
-    source_notes = [*notes.values(), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
+    source_notes = [*dict.fromkeys(notes), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
     source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
     path = folder / "report.html"
     write_atomically(path, render_page(title, [*chapters, source_chapter]).encode())

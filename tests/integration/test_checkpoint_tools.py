@@ -207,10 +207,13 @@ def test_the_report_names_the_folder_to_load(tmp_path, capsys):
     assert f"load={tmp_path / 'out' / 'deep' / 'er'}" in capsys.readouterr().out
 
 
-def test_a_rejected_archive_leaves_no_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["global_step300", "global_step200"])
+def test_a_rejected_archive_leaves_no_files(step, tmp_path, monkeypatch):
+    """Whether the damage is in the latest checkpoint or in an earlier one."""
     shutil.copytree(checkpoints("alibi"), tmp_path / "source")
-    path = tmp_path / "source" / "global_step300" / "layer_03-model_00-model_states.pt"
-    state = torch.load(path, weights_only=True)
+    path = tmp_path / "source" / step / "layer_03-model_00-model_states.pt"
+    path.parent.mkdir(exist_ok=True)
+    state = torch.load(tmp_path / "source" / "global_step300" / path.name, weights_only=True)
     state["mlp.dense_h_to_4h.weight"][3, 4] = float("nan")
     torch.save(state, path)
     monkeypatch.chdir(tmp_path)

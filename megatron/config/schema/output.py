@@ -60,7 +60,8 @@ class CheckpointConfig(ConfigSection):
                 f"checkpoints; it must be at least {_MIN_FACTOR}"
             )
         for name in ("finetune", "iteration"):
-            if getattr(self, name) not in (None, False) and self.load is None:
+            value = getattr(self, name)
+            if value is not None and value is not False and self.load is None:
                 yield f"{name} is set, but load is not; set load to the folder of the checkpoint"
 
     def keeps(self, iteration: int) -> bool:

@@ -162,6 +162,8 @@ class LauncherConfig(ConfigSection):
     def contradictions(self) -> Iterator[str]:
         if self.include is not None and self.exclude is not None:
             yield "include and exclude are both set; remove one of them"
+        if self.num_nodes == 0:
+            yield "num_nodes must be at least 1, or -1 for all nodes"
         for name in ("include", "exclude"):
             if getattr(self, name) is not None and (self.num_gpus is not None or self.num_nodes > 0):
                 yield f"{name} selects the GPUs; remove num_gpus and num_nodes"

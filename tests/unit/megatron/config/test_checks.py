@@ -83,6 +83,8 @@ from tests.support.errors import assert_rejected
             "weight_by_num_documents.*train_data_weights",
         ),
         ({"finetune": True}, "finetune"),
+        ({"iteration": 0}, "iteration.*load"),
+        ({"num_nodes": 0}, "num_nodes.*-1"),
         ({"include": "localhost:0", "exclude": "localhost:1"}, "include.*exclude"),
         ({"include": "localhost:0", "num_gpus": 1}, "include.*GPUs.*num_gpus"),
     ],

@@ -252,5 +252,16 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
     assert list(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
 
 
+def test_named_checkpoints_of_equally_named_runs_have_own_figures(tmp_path):
+    folders = [tmp_path / "a" / "log" / "checkpoints", tmp_path / "b" / "log" / "checkpoints"]
+    for iteration, folder in enumerate(folders, start=1):
+        written_checkpoint(folder, iteration)
+    sources = Sources([], [*folders, folders[0]])
+    add_weight_figures(sources)
+    assert len({figure.name for figure in sources.weight_figures}) == len(sources.weight_figures) == 2
+    (lengths,) = sources.length_figures
+    assert len(lengths.draw(SCREEN).axes[0].lines) == 2
+
+
 def test_a_named_checkpoint_without_a_kernel_is_rejected():
     assert_rejected("rotary_checkpoints", add_weight_figures, Sources([], [RELEASE / "rotary_checkpoints"]))

@@ -1,5 +1,6 @@
 """Finding input files in folders."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -65,16 +66,16 @@ def test_errors(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     tree = tmp_path / "tree"
-    for name in ("a.c", "deep/b.h", "deep/er/c.c", "README", "x.py", "data.json", ".hidden/d.c"):
+    for name in ("a.c", "deep/b.h", "deep/er/c.c", "README", "x.py", "data.json", ".hidden/d.c", "e.c.gz"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_text(name)
+        (tree / name).write_bytes(gzip.compress(name.encode()) if name.endswith(".gz") else name.encode())
     (tree / "link.c").symlink_to("a.c")
     return tree
 
 
 def test_source_tree(tree):
     names = read_inputs(tree, suffixes=(".c", ".h"))
-    assert sorted(names) == [".hidden/d.c", "a.c", "deep/b.h", "deep/er/c.c"]
+    assert sorted(names) == [".hidden/d.c", "a.c", "deep/b.h", "deep/er/c.c", "e.c.gz"]
     assert names != sorted(names)  # shuffled, so that the parts of a split contain all kinds of files
     assert names == read_inputs(tree, suffixes=(".h", ".c"))
 

@@ -124,7 +124,7 @@ def test_concurrent_preparation_is_rejected(tmp_path, small_library, monkeypatch
 
 
 def test_stdlib_with_another_tokenizer(tmp_path, small_library):
-    prefix = prepare_stdlib(tmp_path, tokenizer_type="CharLevelTokenizer")
+    prefix = prepare_stdlib(tmp_path, tokenizer_type="CharLevelTokenizer", vocab_size=None)
     assert not (prefix.parent / "tokenizer.json").exists()
     assert read_manifest(prefix).tokenizer == "CharLevelTokenizer"
 
@@ -211,6 +211,8 @@ def test_output_folder_in_the_source(tmp_path, monkeypatch):
 def test_errors(tmp_path):
     assert_rejected("'wikitext'.*python_stdlib.*openwebtext2.*github", prepare, PrepareOptions("wikitext", tmp_path))
     assert_rejected("--from", prepare, PrepareOptions("python_stdlib", tmp_path, sources=("a.txt",)))
+    assert_rejected("--vocab-file.*--tokenizer", prepare_stdlib, tmp_path, vocab_file="tokenizer.json")
+    assert_rejected("--vocab-size", prepare_stdlib, tmp_path, tokenizer_type="CharLevelTokenizer")
     assert_rejected("--hf.*--from.*--url.*--suffixes", prepare, options_for("pile", tmp_path, "c", hub_name="a/b"))
     shard = write_pile_shard(tmp_path / "00.jsonl")
     with pytest.raises(UserError, match=r"GPT2BPETokenizer.*merge-file"):
