@@ -168,13 +168,14 @@ def _plot_heads(axes: Axes, values: Tensor) -> None:
         axes.set_ylim(-20, max(1.0, float(values.max())))
 
 
-def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[Path]:
+def write_page(output: str | Path, folders: Sequence[str | Path] = (), only: Sequence[str] | None = None) -> list[Path]:
     """Write the Markdown page, and the pictures into `pictures/` next to it.
 
     Args:
         folders: checkpoints, whose methods are also shown after training.
+        only: draw the pictures of these methods; the page shows the others as they are. None: draw all.
 
-    Returns the paths of the page and the pictures.
+    Returns the paths of the page and of the pictures that were drawn.
     """
     output = Path(output)
     pictures = output.parent / "pictures"
@@ -186,12 +187,13 @@ def write_page(output: str | Path, folders: Sequence[str | Path] = ()) -> list[P
         stages = {"at initialization": initial}
         if name in trained and any(True for _ in trained[name].method.parameters()):
             stages["after training"] = trained[name]
-        entry = f"### {name}\n\n{fill(description(name))}\n"
-        picture = method_picture(name, stages)
-        if picture is not None:
-            path = pictures / f"{name}.png"
-            write_atomically(path, picture)
-            paths.append(path)
+        entry, path = f"### {name}\n\n{fill(description(name))}\n", pictures / f"{name}.png"
+        if only is None or name in only:
+            picture = method_picture(name, stages)
+            if picture is not None:
+                write_atomically(path, picture)
+                paths.append(path)
+        if path.exists():
             entry += f"\n![{name}](pictures/{path.name})\n"
         if name.startswith("kerple"):
             family = "KERPLE"
@@ -231,8 +233,8 @@ Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and
 distance, one line per head, for the model of `configs/demo.yml` (4 heads): at initialization, and
 after training at length 128 if this changes the method. The axis of a bias below -40 ends at -20.
 
-`make pictures` writes this page; `python experiments/pictures.py --checkpoint DIR ...` writes one
-for other checkpoints.
+`make pictures` trains all methods and writes this page; `python experiments/pictures.py --checkpoint
+DIR ...` writes one for other checkpoints.
 
 ## Random positions
 
@@ -260,8 +262,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--checkpoint", nargs="+", default=[], metavar="DIR", help="one per method; these are also shown after training"
     )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="keep the pictures of other methods as they are")
     options = parser.parse_args(argv)
-    paths = write_page(options.output, options.checkpoint)
+    paths = write_page(options.output, options.checkpoint, options.only)
     print(f"wrote {paths[0]} and {len(paths) - 1} pictures")
 
 

@@ -32,6 +32,11 @@ def test_page(tmp_path, monkeypatch, capsys):
     assert "DAPE with the bias of ALiBi" in page
     current = (ROOT / "docs" / "positional-methods.md").read_text(encoding="utf-8")
     assert page == current, "run experiments/pictures.py (see make pictures) after changing a description"
+    (tmp_path / "pictures" / "alibi.png").unlink()
+    main(["--output", str(tmp_path / "page.md"), "--only", "alibi"])
+    assert capsys.readouterr().out.endswith("page.md and 1 pictures\n")
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == page
+    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == set(plots)
     two_columns = {name for name, width in plots.items() if width > 1.5 * plots["alibi"]}
     assert two_columns == {"kerple_log", "dape_kerple"}, "methods with parameters and a checkpoint"
 
