@@ -48,7 +48,6 @@ OUTPUT_SETTINGS = {
     "activation_function": "activation (with bias_gelu_fusion)",
     "gpt_j_residual": "gpt_j_residual",
     "no_weight_tying": "no_weight_tying",
-    "positional_options": "the options of pos_emb",
 }
 
 
@@ -93,15 +92,14 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
         complete = {**method.default_options(), **config.positional_options}
         return method.trained_options(**complete) if evaluation else complete
 
+    settings: list[tuple[str, object, object]] = []
     for field, key in OUTPUT_SETTINGS.items():
-        if field == "positional_options":
-            if not same_method:
-                continue  # another method has other options
-            values = options(before), options(after)
-        else:
-            values = getattr(before, field), getattr(after, field)
-        if values[0] != values[1]:
-            differences.append(f"{key} {values[0]} in the checkpoint, {values[1]} here")
+        settings.append((key, getattr(before, field), getattr(after, field)))
+    if same_method:  # another method has other options
+        settings.append(("the options of pos_emb", options(before), options(after)))
+    for key, saved_value, value in settings:
+        if saved_value != value:
+            differences.append(f"{key} {saved_value} in the checkpoint, {value} here")
     return list(dict.fromkeys(differences))
 
 

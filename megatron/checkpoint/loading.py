@@ -34,7 +34,7 @@ from megatron.checkpoint.state_dict import (
 )
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
-from megatron.config.schema import CheckpointConfig
+from megatron.config.schema.output import CheckpointConfig
 from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS, optimizer_setting
 from megatron.tokenizer.tokenizer import padded_vocab_size

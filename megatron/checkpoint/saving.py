@@ -133,13 +133,9 @@ class Checkpointer:
             return
         try:
             remove_older(self.directory, keep, [saved for saved in lineage if not self.config.checkpoint.keeps(saved)])
-        except OSError as error:
-            problem = f"{error.filename or self.directory}: {error.strerror or first_line(error)}"
-        except UserError as error:
-            problem = str(error)
-        else:
-            return
-        self.report(f"warning: an older checkpoint could not be deleted, so the disk may become full: {problem}")
+        except (OSError, UserError) as error:
+            problem = first_line(error)
+            self.report(f"warning: an older checkpoint could not be deleted, so the disk may become full: {problem}")
 
 
 def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:

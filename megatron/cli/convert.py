@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.convert import from_hugging_face, to_hugging_face
-from megatron.convert.hub import download, is_hub_name, local_checkpoint
+from megatron.convert.hub import PREFIX, download, local_checkpoint
 from megatron.convert.output import check_new_folder
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
@@ -89,5 +89,5 @@ def export(options: argparse.Namespace) -> None:
 
 def import_folder(options: argparse.Namespace) -> None:
     dtype = DTYPES[options.dtype] if options.dtype else None
-    source = download(str(options.source)) if is_hub_name(options.source) else options.source
+    source = download(str(options.source)) if str(options.source).startswith(PREFIX) else options.source
     from_hugging_face(source, options.output, with_tokenizer=not options.no_tokenizer, dtype=dtype)

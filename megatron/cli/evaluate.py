@@ -20,7 +20,6 @@ from megatron.cli.evaluation_options import (
     add_options,
     complete_options,
     plan_tasks,
-    tokenizer_of,
 )
 from megatron.cli.model_options import (
     checkpoint_folders,
@@ -48,7 +47,7 @@ from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
 from megatron.preparation.input_files import file_format, find_files
 from megatron.preparation.readers import FileCorpus, TextChunk
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable, read_file
@@ -128,7 +127,7 @@ def _evaluate(
         if options.tokens is not None and not protocol.uses_budget:
             report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
     text = _read_text(config, options, report)
-    prompts = Prompts(tokenizer_of(config)) if options.passkey else None
+    prompts = Prompts(TokenizerFiles.of(config).build()) if options.passkey else None
     planned, not_measured = _plan(models, text, prompts, options, report)
     records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
     measurements(records, "extrapolation", "loss")  # rejects two checkpoints with the same method and seed
@@ -255,7 +254,7 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
         saved = saved_config(step, config, options, check=len(folders) == 1)
         first = models[0].saved if models else saved
         if options.text is not None and models:
-            fingerprints = [tokenizer_of(each).fingerprint for each in (first, saved)]
+            fingerprints = [TokenizerFiles.of(each).build().fingerprint for each in (first, saved)]
             if fingerprints[0] != fingerprints[1]:
                 raise UserError(
                     f"--text: {folder} has another tokenizer than {folders[0]}; evaluate them in separate runs"
@@ -297,7 +296,7 @@ def _read_text(config: Config, options: argparse.Namespace, report: Callable[[st
     """The text of --text, or of the split. Its `bos` is that of --bos."""
     tokenizer = None
     try:
-        tokenizer = tokenizer_of(config)
+        tokenizer = TokenizerFiles.of(config).build()
     except UserError as error:
         if options.text is not None or options.bos == "always":
             raise

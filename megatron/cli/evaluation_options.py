@@ -22,7 +22,7 @@ from megatron.evaluation.runner import (
     unique_lengths,
 )
 from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, text_source
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option
 
 POSITION_BINS = 64
@@ -192,18 +192,15 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
             raise UserError(f"label must be a single label, not {len(options.label)}")
         [(modes, _)] = supported_modes([config], options.modes, skip_unsupported=True)
         if has_data:
-            text = _planned_text(config, options.split)
-            prompts = Prompts(tokenizer_of(config)) if options.passkey else None
+            # The size of the text that evaluate.py would read.
+            length = int(evaluation_lengths(config, options.split).sum())
+            tokens = torch.empty(length, dtype=torch.int8, device="meta")
+            text = PlannedText(tokens, source=text_source(config, options.split))
+            prompts = Prompts(TokenizerFiles.of(config).build()) if options.passkey else None
             source = Provenance(train_length=config.model.seq_length)
             plan_tasks(text, prompts, [mode.name for mode in modes], source, options)
     except (argparse.ArgumentError, UserError) as error:
         raise UserError(f"{place}: {error}") from None
-
-
-def _planned_text(config: Config, part: str) -> PlannedText:
-    """The size of the text that evaluate.py would read."""
-    tokens = torch.empty(int(evaluation_lengths(config, part).sum()), dtype=torch.int8, device="meta")
-    return PlannedText(tokens, source=text_source(config, part))
 
 
 def plan_tasks(
@@ -281,8 +278,3 @@ def complete_options(options: argparse.Namespace, config: Config, *, tasks: bool
     default = [config.model.seq_length << power for power in range(MAX_LENGTH_FACTOR.bit_length())]
     options.lengths = unique_lengths(options.lengths or config.evaluation.lengths or default)
     options.tokens = options.tokens or config.evaluation.tokens
-
-
-def tokenizer_of(config: Config) -> Tokenizer:
-    """Raises UserError if its files cannot be read."""
-    return TokenizerFiles.of(config).build()

@@ -18,7 +18,7 @@ from megatron.cli.model_options import (
     parse_with_checkpoint,
     tokenizer_files,
 )
-from megatron.config.schema import GenerationConfig
+from megatron.config.schema.training import GenerationConfig
 from megatron.convert.tokenizer_files import check_rows
 from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
@@ -188,8 +188,9 @@ def continue_texts(
     mode: Mode = FULL_MODE,
     show_progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Continue texts with the configured sampling: one record per context, in order, with the fields of GPT-NeoX's. An
-    empty context starts with the end-of-document token. Raises UserError if the model does not support the mode.
+    """Continue texts with the configured sampling: one record per context, in order, with the fields of GPT-NeoX's. A
+    context without tokens starts with the end-of-document token. Raises UserError if the model does not support the
+    mode.
     """
     prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
 

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan,
 from megatron.sweep.runner import Display, Runner
 from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.files import check_writable
-from megatron.utils.processes import Lock, LockBusyError
+from megatron.utils.processes import Lock
 
 # The command `kerple` of this installation or checkout.
 KERPLE = [sys.executable, str(Path(__file__).resolve().parents[2] / "kerple_command.py")]
@@ -134,12 +133,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
     from megatron.reporting.report import Sources, write_report
 
     lock = Lock(sweep.output / "report.lock", f"{sweep.output}: another sweep process is writing the report")
-    while True:
-        try:
-            lock.acquire()
-            break
-        except LockBusyError:
-            time.sleep(1.0)
+    lock.acquire(timeout=-1)
     try:
         finished = []
         for run in runs:

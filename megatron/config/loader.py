@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from megatron.config import checks, schema
+from megatron.config import checks
 from megatron.config.checks import validate, warnings_for
 from megatron.config.schema.base import (
     WILDCARD,
@@ -37,6 +37,12 @@ from megatron.config.schema.base import (
     has_placeholders,
     is_path,
 )
+from megatron.config.schema.data import DataConfig, TokenizerConfig
+from megatron.config.schema.model import ModelConfig
+from megatron.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatron.config.schema.output import CheckpointConfig, LoggingConfig
+from megatron.config.schema.parallel import BatchConfig, LauncherConfig, ParallelConfig
+from megatron.config.schema.training import CurriculumConfig, EvaluationConfig, GenerationConfig, TrainingConfig
 from megatron.config.yaml_files import PACKAGED, YamlEntry, find_file, parse_override, read_file
 from megatron.utils.command_line import MAX_INT
 from megatron.utils.errors import UserError, shortened
@@ -56,21 +62,21 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: schema.ModelConfig
-    parallel: schema.ParallelConfig
-    batch: schema.BatchConfig
-    optimizer: schema.OptimizerConfig
-    schedule: schema.ScheduleConfig
-    curriculum: schema.CurriculumConfig
-    precision: schema.PrecisionConfig
-    data: schema.DataConfig
-    tokenizer: schema.TokenizerConfig
-    checkpoint: schema.CheckpointConfig
-    training: schema.TrainingConfig
-    logging: schema.LoggingConfig
-    evaluation: schema.EvaluationConfig
-    generation: schema.GenerationConfig
-    launcher: schema.LauncherConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    curriculum: CurriculumConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    checkpoint: CheckpointConfig
+    training: TrainingConfig
+    logging: LoggingConfig
+    evaluation: EvaluationConfig
+    generation: GenerationConfig
+    launcher: LauncherConfig
 
     _flat: dict[str, Any] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())

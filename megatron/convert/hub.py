@@ -30,11 +30,6 @@ PATTERNS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def is_hub_name(checkpoint: str | Path) -> bool:
-    """Whether this names a model on the hub."""
-    return str(checkpoint).startswith(PREFIX)
-
-
 def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
     """The folder of a checkpoint. A model on the hub is downloaded and converted unless an earlier call has done so. A
     Hugging Face folder is converted, too, and again after one of its files has changed.
@@ -43,7 +38,7 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
         UserError: the model does not exist, needs a login, or cannot be downloaded.
         CheckpointError: it cannot be converted (see `from_hugging_face`).
     """
-    if is_hub_name(checkpoint):
+    if str(checkpoint).startswith(PREFIX):
         snapshot = download(str(checkpoint))
         repository, version = snapshot.parent.parent.name, snapshot.name  # models--ORG--NAME/snapshots/COMMIT
     elif os.path.isfile(Path(checkpoint) / "config.json") and not looks_like_checkpoint(checkpoint):

@@ -48,25 +48,16 @@ LLAMA_ROTARY = {
     "rotary_emb_base": ("rope_theta", "rope_theta", 10_000),
 }
 
-# Rotary scalings that transformers supports: our option -> name in rope_parameters. The trained length of dynamic is
+# Rotary scalings that transformers supports, with our options. The trained length of dynamic is
 # max_position_embeddings.
 SCALINGS = {
-    "linear": {"factor": "factor"},
-    "yarn": {
-        "factor": "factor",
-        "trained_length": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-    },
-    "llama3": {
-        "factor": "factor",
-        "trained_length": "original_max_position_embeddings",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-    },
-    "dynamic": {"factor": "factor"},
+    "linear": ("factor",),
+    "yarn": ("factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
+    "llama3": ("factor", "trained_length", "low_freq_factor", "high_freq_factor"),
+    "dynamic": ("factor",),
 }
+# Our option -> its name in rope_parameters, where that differs.
+RENAMED = {"trained_length": "original_max_position_embeddings"}
 
 # Options that transformers requires, with our defaults.
 REQUIRED = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
@@ -159,7 +150,7 @@ def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) ->
         values = {**REQUIRED.get(scaling, {}), **values}
         if "trained_length" in SCALINGS[scaling]:
             values.setdefault("trained_length", model.max_position_embeddings)
-        rope = {"rope_type": scaling, **{SCALINGS[scaling][name]: value for name, value in values.items()}}
+        rope = {"rope_type": scaling, **{RENAMED.get(name, name): value for name, value in values.items()}}
     if model_type == "gpt_neox":
         names, own = ROTARY, _common_config(model, padded_vocab_size)
         own |= {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
@@ -311,9 +302,10 @@ def _rotary_keys(theirs: Mapping[str, Any], source: str, names: Mapping[str, tup
         return keys
     if not isinstance(rope_type, str) or rope_type not in SCALINGS:
         raise CheckpointError(f"{source}: rope_type {rope_type!r} is not supported; default, {', '.join(SCALINGS)} are")
-    known = {"rope_type", "type", *SCALINGS[rope_type].values(), *(name for name, _, _ in names.values())}
+    scaling_names = {option: RENAMED.get(option, option) for option in SCALINGS[rope_type]}
+    known = {"rope_type", "type", *scaling_names.values(), *(name for name, _, _ in names.values())}
     for name, value in rope.items():
         if name not in known and value is not None:
             raise CheckpointError(f"{source}: {name} {value!r} of rope_type {rope_type!r} is not supported")
-    options = {ours: rope[name] for ours, name in SCALINGS[rope_type].items() if rope.get(name) is not None}
+    options = {ours: rope[name] for ours, name in scaling_names.items() if rope.get(name) is not None}
     return {**keys, "pos_emb_options": {"scaling": rope_type, **options}}

@@ -132,23 +132,6 @@ def check_same_logits(
     report(f"{name}: logits compared at length {listed}, largest difference {difference:.1e}")
 
 
-def check_same_rotary_logits(
-    ours: GPT, theirs: Logits, frequencies: Tensor, vocabulary: int, config: Config, name: str, report: Report
-) -> None:
-    """`check_same_logits` for a rotary model and its transformers counterpart, which computes angles in float32.
-
-    Compares with a copy of `ours` that does the same, and reports how much the rounding of the angles changes the
-    logits. frequencies: transformers' inverse frequencies `[r/2]`, float32.
-    """
-    check_same_logits(with_float32_angles(ours, frequencies), theirs, vocabulary, config, name, report)
-    longest = compared_lengths(config)[-1]
-    rounding = largest_difference(ours, theirs, vocabulary, (longest,))
-    report(
-        f"{name}: transformers computes angles in float32, not float64; this changes the logits by {rounding:.1e} "
-        f"at {longest}"
-    )
-
-
 def compared_lengths(config: Config) -> tuple[int, ...]:
     """The training length or a part of it, and a greater one if the positional method allows it: beyond the training
     length if that is at most 2,048, and beyond a sliding window of at most 4,096.

@@ -10,7 +10,10 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -59,21 +62,22 @@ def self_contained_files(method: type[PositionalMethod], **options: Any) -> dict
     return files
 
 
-def load_modeling_file(folder: Path, package: str) -> ModuleType:
-    """Import the modeling file of a folder that this process has written, as a module of a package named `package`.
-    Call `unload_package` when it is no longer needed. Python saves no bytecode in the folder.
+@contextmanager
+def modeling_file(folder: Path) -> Iterator[ModuleType]:
+    """The modeling file of a folder that this process has written, imported as a module of a package that is removed
+    from the imported modules afterwards. Python saves no bytecode in the folder.
     """
+    package = f"_modeling_files_{os.getpid()}"
     module = ModuleType(package)
     module.__path__ = [str(folder)]
     sys.modules[package] = module
-    with patch.object(sys, "dont_write_bytecode", True):
-        return importlib.import_module(f"{package}.modeling_kerple")
-
-
-def unload_package(package: str) -> None:
-    """Remove a package and its modules from the imported modules."""
-    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
-        del sys.modules[name]
+    try:
+        with patch.object(sys, "dont_write_bytecode", True):
+            modeling = importlib.import_module(f"{package}.modeling_kerple")
+        yield modeling
+    finally:
+        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            del sys.modules[name]
 
 
 def _file_stem(module: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.config import Config
-from megatron.config.schema import split_shares
+from megatron.config.schema.data import split_shares
 from megatron.utils.errors import UserError
 
 PARTS = ("train", "valid", "test")

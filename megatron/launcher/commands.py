@@ -52,10 +52,9 @@ def rank_command(config: Config, program: Sequence[str], options: Sequence[str])
     return [sys.executable, "-u", *program, MERGED_CONFIG_OPTION, node.encode(config.to_flat()), *options]
 
 
-def local_environment(resources: Resources, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The environment of ranks on this machine, derived from `environment`, and notes for the user."""
+def local_environment(resources: Resources, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of ranks on this machine, derived from `environment`. Prints a number of threads that it sets."""
     result = dict(environment)
-    notes: list[str] = []
     (slots,) = resources.slots.values()
     result["CUDA_VISIBLE_DEVICES"] = "" if resources.on_cpu else ",".join(map(str, slots))
     if resources.on_cpu:
@@ -63,8 +62,8 @@ def local_environment(resources: Resources, environment: Mapping[str, str]) -> t
         if resources.world_size > 1 and "OMP_NUM_THREADS" not in result:
             threads = node.threads_per_process(resources.world_size)
             result["OMP_NUM_THREADS"] = str(threads)
-            notes.append(f"{threads} thread(s) per process (OMP_NUM_THREADS is not set)")
-    return result, notes
+            print(f"deepy: {threads} thread(s) per process (OMP_NUM_THREADS is not set)", flush=True)
+    return result
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -88,9 +87,10 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
             reason = getattr(error, "strerror", None) or "not UTF-8"
             raise UserError(f"{path}: {reason}; it must be a text file with one NAME=VALUE per line") from error
         for number, line in enumerate(lines, start=1):
-            name, equals, value = line.strip().removeprefix("export ").partition("=")
-            if not name or name.startswith("#"):
+            text = line.strip().removeprefix("export ")
+            if not text or text.startswith("#"):
                 continue
+            name, equals, value = text.partition("=")
             if not equals or not name.strip().isidentifier():
                 raise UserError(f"{path}:{number}: not NAME=VALUE; correct or remove the line")  # it may be a secret
             try:

@@ -128,9 +128,7 @@ def main(
     print(f"deepy: {resources.describe()}", flush=True)
     if on_other_hosts:
         return _run_on_other_hosts(config, resources, arguments, prefixes)
-    environment, notes = local_environment(resources, os.environ)
-    for note in notes:
-        print(f"deepy: {note}", flush=True)
+    environment = local_environment(resources, os.environ)
     with reserved_port() as port:
         (slots,) = resources.slots.values()
         address = config.launcher.master_addr or "127.0.0.1"

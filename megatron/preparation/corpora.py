@@ -110,13 +110,11 @@ class StdlibCorpus(DocumentCorpus):
 
     Attributes:
         documents: name (file:line) and content of each piece.
-        skipped: number of files skipped because they are not UTF-8.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(sysconfig.get_paths()["stdlib"])
-        self.skipped = 0
         if not self.documents:
             raise UserError(f"{self.root} contains no Python sources: this interpreter is installed without them")
 
@@ -130,8 +128,7 @@ class StdlibCorpus(DocumentCorpus):
             try:
                 content.decode("utf-8")
             except UnicodeDecodeError:
-                self.skipped += 1
-                continue
+                continue  # the text must be UTF-8
             documents += [(f"{relative.as_posix()}:{line}", piece) for line, piece in source_pieces(content)]
         return sorted(documents, key=lambda document: hashlib.sha256(document[0].encode()).digest())
 

@@ -32,14 +32,8 @@ _BLOCK = 1 << 22  # tokens in memory at a time while the result is read back
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What `IndexedWriter.finalize` wrote.
+    """What `IndexedWriter.finalize` wrote: these fields of the manifest. largest_id: -1 if the .bin is empty."""
 
-    Attributes:
-        largest_id: largest token id in the .bin, -1 if it is empty.
-        sha256: SHA-256 of the .bin, hexadecimal.
-    """
-
-    prefix: str
     dtype: str
     documents: int
     tokens: int
@@ -173,7 +167,7 @@ class IndexedWriter:
                     f"{self.prefix}.bin has token id {largest}, but the largest id of the vocabulary is "
                     f"{self.vocab_size - 1}"
                 )
-            return WrittenFiles(self.prefix, self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
+            return WrittenFiles(self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
         except OSError as error:
             raise UserError(f"cannot write {self.prefix}.idx: {error.strerror}") from error
 

@@ -1,7 +1,7 @@
 """Merging `.bin/.idx` datasets, for tools/datasets/merge_datasets.py."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -61,12 +61,8 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
         text_bytes = [manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None]
         combined = replace(
             manifests[0],
-            documents=written.documents,
-            tokens=written.tokens,
+            **asdict(written),
             text_bytes=sum(text_bytes) if len(text_bytes) == len(manifests) else None,
-            largest_id=written.largest_id,
-            sha256=written.sha256,
-            dtype=written.dtype,
             append_eod=all(manifest.append_eod for manifest in manifests),
             ftfy=all(manifest.ftfy for manifest in manifests),
             inputs=[name for manifest in manifests for name in manifest.inputs],

@@ -362,15 +362,10 @@ class _Job:
         """Verify all outputs and record their manifests in the journal."""
         manifests = []
         for key, writer, output in zip(self.options.keys, writers, self.state.outputs, strict=True):
-            written = writer.finalize()
             manifests.append(
                 Manifest(
-                    documents=written.documents,
-                    tokens=written.tokens,
+                    **asdict(writer.finalize()),
                     text_bytes=output.text_bytes,
-                    largest_id=written.largest_id,
-                    sha256=written.sha256,
-                    dtype=written.dtype,
                     tokenizer=self.tokenizer.name,
                     tokenizer_fingerprint=self.tokenizer.fingerprint,
                     vocab_size=self.tokenizer.vocab_size,

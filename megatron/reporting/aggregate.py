@@ -89,11 +89,6 @@ class Measurements:
         """The values indexed by seed, NaN if not available; None if there is no record."""
         return self._values.get((setting, method, length))
 
-    def curve(self, setting: Setting, method: Method) -> DataFrame:
-        """The columns `mean` and `std` (NaN with one seed), indexed by the lengths that have a value, ascending."""
-        rows = self.frame[(self.frame["setting"] == setting) & (self.frame["method"] == method)]
-        return rows.groupby("length")["value"].agg(["mean", "std"]).dropna(subset="mean")
-
     def by_seed(self, setting: Setting, method: Method) -> DataFrame:
         """The values with a row per length, ascending, and a column per seed; NaN if there is none."""
         rows = self.frame[(self.frame["setting"] == setting) & (self.frame["method"] == method)].dropna(subset="value")

@@ -92,7 +92,7 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
     """
     # Each line has a name and a panel. With one panel, both go into the name.
     (setting,) = perplexities.settings
-    curves = {method: perplexities.curve(setting, method) for method in perplexities.methods}
+    curves = {method: perplexities.by_seed(setting, method) for method in perplexities.methods}
     curves = {method: curve for method, curve in curves.items() if len(curve)}
     labels = {}
     for method in curves:
@@ -104,7 +104,8 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
     numbers = line_numbers({labels[method][0]: method.pos_emb for method in curves}, pos_embs)
     ranges: dict[str, list[tuple[float, float]]] = {}
     for method, curve in curves.items():
-        ranges.setdefault(labels[method][1], []).append((curve["mean"].min(), curve["mean"].max()))
+        mean = curve.mean(axis=1)
+        ranges.setdefault(labels[method][1], []).append((mean.min(), mean.max()))
     figure, panels, columns = _mode_panels(style, ranges)
 
     # The axes, and the lines of each panel.
@@ -118,9 +119,9 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
             label, line_mode = labels[method]
             if line_mode != mode:
                 continue
-            style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve["mean"].tolist()
+            style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve.mean(axis=1).tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
-            draw_band(axes, perplexities.by_seed(setting, method), style_kwargs["color"])
+            draw_band(axes, curve, style_kwargs["color"])
     figure.supxlabel("sequence length (tokens)")
     legend_above(figure, style, [handles[label] for label in numbers])
     return figure

@@ -38,7 +38,7 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
         rows = []
         for reference, mode in product(map(Method, methods), modes):
             line = setting, replace(reference, mode=mode)
-            if not losses.curve(*line).empty:
+            if not losses.by_seed(*line).empty:
                 keys = [((*line, length), (setting, reference, length)) for length in losses.lengths]
                 texts = [paired.text(*pair) for pair in keys]
                 rows.append(Row((display_name(reference), mode), tuple(map(Cell, texts))))

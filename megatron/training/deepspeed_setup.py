@@ -5,8 +5,6 @@ reason. Importing this module with another version than that of `VERSIONS` is an
 source of a new version before updating.
 """
 
-import contextlib
-import io
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -35,14 +33,6 @@ def disable_shared_memory_collectives() -> None:
     created on a CPU, which requires a compiler. gloo does not.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def hidden_messages() -> contextlib.redirect_stdout[io.StringIO]:
-    """Hide what is printed within the block.
-
-    Upstream: PipelineModule's constructor prints the layers of every stage to standard output.
-    """
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:

@@ -5,6 +5,8 @@ DeepSpeed has one engine for a plain model (ZeRO stages 0 to 3) and one for a pi
 Legend: b batch, s tokens, v padded vocabulary.
 """
 
+import contextlib
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -33,13 +35,7 @@ from megatron.model.kernel_check import check_kernels
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
-from megatron.training.deepspeed_setup import (
-    PatchedEngine,
-    PatchedPipelineEngine,
-    deepspeed_curriculum,
-    deepspeed_dict,
-    hidden_messages,
-)
+from megatron.training.deepspeed_setup import PatchedEngine, PatchedPipelineEngine, deepspeed_curriculum, deepspeed_dict
 from megatron.training.optimizer import attach, configure_optimizer, project_masters
 from megatron.utils.environment import slow_dtype_notice
 from megatron.utils.errors import shortened
@@ -73,6 +69,7 @@ def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report:
         report(notice)
     documents = config.data.reset_attention_mask
     check_kernels(model, layout.device, dtype, training=True, documents=documents, report=report)
+    report(f"attention: {describe_backends(model, layout.device, dtype, documents=documents)}")
     if deepspeed_settings["zero_optimization"]["stage"] != config.optimizer.zero_stage:
         report(
             f"ZeRO stage 1 is used instead of 0, because training is in {config.precision.dtype} "
@@ -99,7 +96,7 @@ def _build_model(
     checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
     model: GPTWithLoss | GPTPipeline
     if layout.pipeline_size > 1:
-        with hidden_messages():
+        with contextlib.redirect_stdout(io.StringIO()):  # PipelineModule prints the layers of every stage
             model = GPTPipeline(
                 settings,
                 topology=topology,
@@ -137,7 +134,7 @@ def _wrap_with_deepspeed(
     else:
         engine_class = PatchedEngine
         grid = PipelineParallelGrid(topology=topology) if layout.tensor_size > 1 else None
-    with hidden_messages():
+    with contextlib.redirect_stdout(io.StringIO()):
         deepspeed: DeepSpeedEngine = engine_class(
             args=None,
             model=model,
@@ -328,11 +325,6 @@ class Engine:
                     key = name if method.shared else f"layer_{index:02d}/{name}"
                     statistics[key] = heads.detach().float().cpu()
         return self.model.of_all_stages(statistics) if isinstance(self.model, GPTPipeline) else statistics
-
-    def attention_choice(self) -> str:
-        """See `describe_backends`."""
-        dtype, documents = DTYPES[self.config.precision.dtype], self.config.data.reset_attention_mask
-        return describe_backends(self.model, self.layout.device, dtype, documents=documents)
 
 
 def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid | None) -> DeepSpeedConfig:

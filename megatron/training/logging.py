@@ -23,7 +23,7 @@ from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.settings import Layout
 from megatron.training.flops import peak_flops
-from megatron.utils.errors import first_line, install_command
+from megatron.utils.errors import first_line, import_package
 from megatron.utils.files import METRICS
 from megatron.utils.progress import readable_time
 from megatron.utils.secrets import without_secrets
@@ -88,19 +88,15 @@ class Logger:
             self._metrics = self._open(METRICS)
 
         # The libraries are optional, and slow to import.
-        try:
-            if settings.tensorboard_dir:
-                from torch.utils.tensorboard import SummaryWriter
-            if settings.use_wandb:
-                import wandb
-        except ImportError as error:
-            raise UserError(
-                f"tensorboard-dir and use_wandb need {error.name}, which is not installed: "
-                f"{install_command('tracking')}; or remove the keys"
-            ) from error
+        if settings.tensorboard_dir:
+            import_package("tensorboard", "tracking", "tensorboard-dir")
+        if settings.use_wandb:
+            wandb = import_package("wandb", "tracking", "use_wandb")
 
         # TensorBoard, with the configuration as text.
         if settings.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
             # Steps after the checkpoint, which a killed run has logged too, are dropped.
             purge_step = iteration + 1 if iteration else None
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)

@@ -24,17 +24,13 @@ from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.model.settings import Layout
-from megatron.tokenizer.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles, padded_vocab_size
 from megatron.training import distributed
 from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
 from megatron.training.optimizer import Schedule
-from megatron.training.startup import (
-    check_attention,
-    lock_log_folders,
-    lock_save_folder,
-)
+from megatron.training.startup import check_attention, lock_log_folders, lock_save_folder
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.ranks import run_on_rank_0
 
@@ -99,7 +95,8 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     distributed.seed_everything(config.training.seed, layout)
 
     # Whatever needs no model: its errors are found first.
-    tokenizer = _build_tokenizer(config)
+    tokenizer = TokenizerFiles.of(config).build()
+    check_vocabulary(config, tokenizer.vocab_size)
     start = _find_start(config, layout, tokenizer, resources, report)
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
@@ -121,17 +118,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
         checkpointer = Checkpointer(engine, config, report, start.lineage_of(state))
     schedule = _build_schedule(config, state, report)
     logger.start_metrics(state.iteration)
-    batch = _finite_check_batch(engine, tokenizer.vocab_size)
-    return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside, batch)
-
-
-def _build_tokenizer(config: Config) -> Tokenizer:
-    """Raises UserError if the vocabulary does not fit the configuration."""
-    tokenizer = build_tokenizer(
-        config.tokenizer.tokenizer_type, config.tokenizer.vocab_file, config.tokenizer.merge_file
-    )
-    check_vocabulary(config, tokenizer.vocab_size)
-    return tokenizer
+    return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside)
 
 
 def _find_start(
@@ -191,7 +178,6 @@ def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], N
     vocab_size: of the tokenizer.
     """
     parameters = count_parameters(engine.layers(), engine.settings, engine.layout)
-    report(f"attention: {engine.attention_choice()}")
     report(
         f"model: {parameters['total']:,} parameters, {parameters['positional']:,} of them positional "
         f"({engine.config.model.pos_emb}); vocabulary {vocab_size:,} padded to {engine.settings.padded_vocab_size:,}; "
@@ -288,19 +274,12 @@ def _build_schedule(config: Config, state: TrainingState, report: Callable[[str]
     return schedule
 
 
-def _finite_check_batch(engine: Engine, vocab_size: int) -> Tensor:
-    """Random tokens, int64 [micro-batch, s + 1]."""
-    generator = torch.Generator().manual_seed(engine.config.training.seed)
-    return torch.randint(vocab_size, (engine.micro_batch, engine.seq_length + 1), generator=generator)
-
-
 @dataclass
 class Trainer:
     """A training run on this rank: data, engine, state, checkpoints and log. `build_trainer` builds it.
 
     Attributes:
         outside_embedding: the number of parameters outside the input embedding, for the MFU.
-        finite_check_batch: tokens on which the weights are checked before they are saved, int64 [micro-batch, s + 1].
     """
 
     config: Config
@@ -313,7 +292,6 @@ class Trainer:
     curves: ExtrapolationCurves | None
     checkpointer: Checkpointer | None
     outside_embedding: int
-    finite_check_batch: Tensor
 
     @property
     def last_iteration(self) -> int:
@@ -382,7 +360,10 @@ class Trainer:
     def _exit_reason(self, signals: distributed.DistributedSignalHandler) -> str | None:
         """Why the run ends before its last iteration; None if it continues."""
         if signals.received_by_any_rank(stop=self.engine.data_failure is not None):
-            return "a data worker was killed" if self.engine.data_failure else "received a signal to stop"
+            if self.engine.data_failure:
+                return "a data worker was killed"
+            others = "another rank lost a data worker, or received a signal to stop"
+            return others if signals.received is None else "received a signal to stop"
         interval = self.config.training.exit_interval
         return f"exit-interval {interval}" if _is_due(self.state.iteration, interval) else None
 
@@ -392,8 +373,12 @@ class Trainer:
             return
         with log.paused():
             log.check(self.state.iteration)
-            batch = {"tokens": self.finite_check_batch[:, :-1], "labels": self.finite_check_batch[:, 1:]}
-            if not math.isfinite(self.engine.validate(iter([batch]), 1)):
+            # The loss of random tokens, with the weights after the last step.
+            engine, generator = self.engine, torch.Generator().manual_seed(self.config.training.seed)
+            shape = engine.micro_batch, engine.seq_length + 1
+            tokens = torch.randint(engine.settings.padded_vocab_size, shape, generator=generator)
+            batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+            if not math.isfinite(engine.validate(iter([batch]), 1)):
                 raise non_finite_loss(self.config, f"after iteration {self.state.iteration}")
             self.state.unlogged_losses = log.unlogged()
             self._save()

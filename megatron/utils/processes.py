@@ -76,20 +76,20 @@ class Lock:
     def __init__(self, path: str | Path, busy_message: str):
         self._path = Path(path)
         self._busy_message = busy_message
-        self._lock = filelock.FileLock(self._path, timeout=0, thread_local=False, fallback_to_soft=False)
+        self._lock = filelock.FileLock(self._path, thread_local=False, fallback_to_soft=False)
         self._created_folder = False
 
-    def acquire(self) -> None:
-        """Acquire the lock. Does not wait.
+    def acquire(self, timeout: float = 0) -> None:
+        """Acquire the lock. timeout: seconds to wait for a process that holds it; negative: forever.
 
         Raises:
-            LockBusyError: another process holds the lock.
+            LockBusyError: another process holds the lock after that time.
             UserError: the file cannot be written, or its file system does not support flock.
         """
         try:
             self._created_folder = not self._path.parent.exists()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            self._lock.acquire(timeout)
             self._path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         except filelock.Timeout:
             raise LockBusyError(self._busy_message + self._holder()) from None

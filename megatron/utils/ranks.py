@@ -3,7 +3,6 @@
 All functions also work in a single process without a process group. Otherwise every rank of the group must call them.
 """
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,7 +38,8 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
         outcome = (function(), None)
     except Exception as error:
         failure = error
-        outcome = (None, _as_user_error(error))
+        text = f"{type(error).__name__} on another rank: {first_line(error)}"
+        outcome = (None, error if isinstance(error, UserError) else UserError(text))
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     if failure is not None:
@@ -53,13 +53,3 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _as_user_error(error: Exception) -> UserError:
-    if isinstance(error, UserError):
-        try:
-            pickle.loads(pickle.dumps(error))
-            return error
-        except Exception:  # not picklable: its constructor has other arguments than the message
-            return UserError(str(error))
-    return UserError(f"{type(error).__name__} on another rank: {first_line(error)}")

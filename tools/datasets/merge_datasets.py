@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     arguments = parser.parse_args(argv)
     written = merge(arguments.input, arguments.output_prefix)
-    print(f"{written.prefix}.bin/.idx: {written.documents:,} documents, {written.tokens:,} tokens")
+    print(f"{arguments.output_prefix}.bin/.idx: {written.documents:,} documents, {written.tokens:,} tokens")
 
 
 if __name__ == "__main__":

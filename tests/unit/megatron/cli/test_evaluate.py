@@ -375,7 +375,7 @@ def test_the_token_at_the_beginning(tmp_path, monkeypatch):
     """Without a token of the tokenizer, `always` chooses its end-of-document token."""
     train_bpe(["a text"] * 3, 270).save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
-    monkeypatch.setattr(evaluate, "tokenizer_of", lambda config: tokenizer)
+    monkeypatch.setattr(evaluate.TokenizerFiles, "of", lambda config: argparse.Namespace(build=lambda: tokenizer))
     (tmp_path / "text.txt").write_text("a text")
     eod = tokenizer.eod
     for bos, choices in ((5, {"auto": 5, "always": 5, "never": None}), (None, {"always": eod})):

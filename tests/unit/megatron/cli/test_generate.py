@@ -10,7 +10,7 @@ import pytest
 
 from megatron.cli.generate import continue_texts, interact, main, read_prompts, split_prompts
 from megatron.config import Config
-from megatron.config.schema import GenerationConfig
+from megatron.config.schema.training import GenerationConfig
 from megatron.inference.generation import Generation, generate
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml

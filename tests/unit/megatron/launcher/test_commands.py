@@ -94,6 +94,8 @@ def test_forwarded_variables(tmp_path, monkeypatch):
     values = forwarded_variables(environment)
     assert (values["A"], values["B"], values["C"]) == ("/q:/p", "/q:/p/b $ 1", "$PATH")
     (tmp_path / ".deepspeed_env").unlink()
+    (tmp_path / "other").write_text("A=b\n\n=c\n")
+    assert_rejected("other:3: not NAME=VALUE", forwarded_variables, {"DS_ENV_FILE": "other"})
     (tmp_path / "other").write_text("A=b\n0123456789abcdef\n")
     with pytest.raises(UserError, match=r"other:2: not NAME=VALUE") as caught:
         forwarded_variables({"DS_ENV_FILE": str(tmp_path / "other")})
@@ -114,16 +116,16 @@ def test_secrets_are_recognized():
     assert split_secrets(harmless) == (harmless, [])
 
 
-def test_local_environment(monkeypatch):
+def test_local_environment(monkeypatch, capsys):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     cpu = Resources({"localhost": [0, 1]}, None, on_cpu=True)
-    variables, notes = local_environment(cpu, {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "3"})
+    variables = local_environment(cpu, {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "3"})
     assert variables == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "4"}
-    assert notes == ["4 thread(s) per process (OMP_NUM_THREADS is not set)"]
-    variables, notes = local_environment(cpu, {"OMP_NUM_THREADS": "1"})
-    assert (variables["OMP_NUM_THREADS"], notes) == ("1", [])
+    assert "4 thread(s)" in capsys.readouterr().out
+    assert local_environment(cpu, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
     gpus = Resources({"localhost": [2, 5]}, None, on_cpu=False)
-    assert local_environment(gpus, {"CUDA_VISIBLE_DEVICES": "3"}) == ({"CUDA_VISIBLE_DEVICES": "2,5"}, [])
+    assert local_environment(gpus, {"CUDA_VISIBLE_DEVICES": "3"}) == {"CUDA_VISIBLE_DEVICES": "2,5"}
+    assert capsys.readouterr().out == ""
 
 
 def test_reserved_port_can_be_listened_on_and_is_given_to_no_other_process():

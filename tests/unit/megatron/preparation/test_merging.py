@@ -63,7 +63,8 @@ def test_merging_the_parts_of_a_corpus(tmp_path_factory, parts, block):
     def write(name, documents, first=0) -> str:
         with IndexedWriter(folder / name, 300) as writer:
             writer.add(np.arange(first, first + sum(documents), dtype=np.uint16), np.array(documents, np.int32))
-            return writer.finish().prefix
+            writer.finish()
+            return writer.prefix
 
     whole = write("whole", list(itertools.chain(*parts)))
     starts = np.cumsum([0, *map(sum, parts)])

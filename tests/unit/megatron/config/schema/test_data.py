@@ -1,4 +1,4 @@
-from megatron.config.schema import split_shares
+from megatron.config.schema.data import split_shares
 from tests.support.errors import assert_rejected
 
 

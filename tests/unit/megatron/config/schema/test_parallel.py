@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.config.schema import BatchConfig, ParallelConfig
+from megatron.config.schema.parallel import BatchConfig, ParallelConfig
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
