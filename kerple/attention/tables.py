@@ -217,7 +217,7 @@ class Documents:
         ids: int64 `[b, t]`. Tokens of a row with the same number are one document, even if others are between them. A
             negative number is padding, which belongs to no document.
         positions: int64 `[b, t]`, the position of each token in its document.
-        queries: int64 `[s]`, the places of the queries among the tokens; None: the last s. Only masks use them.
+        queries: int64 `[s]`, the places of the queries among the tokens; None: the last s.
         tiles: what the fused kernels read, computed in their first call (see `document_tiles`).
     """
 
@@ -283,21 +283,28 @@ class Documents:
         """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each other) of documents
         of equal size and position, as indices of the flattened rows on the device.
 
-        q_len: the number of queries, the last tokens of each row. Documents without a query are left out. The layers
-        share the result.
+        q_len: the number of queries. Documents without a query, and keys after the last query, are left out. The layers
+        share the result. Raises ValueError if the queries of a document do not follow each other.
         """
         if q_len in self._groups:
             return self._groups[q_len]
         length = self.ids.shape[1]
         positions = None if self._from_zero else self.positions.cpu().flatten()
+        query_at = torch.full((length,), -1, device="cpu")  # the query at each place
+        places = torch.arange(length - q_len, length, device="cpu") if self.queries is None else self.queries.cpu()
+        query_at[places] = torch.arange(q_len, device="cpu")
         by_size: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
         for keys in self._tokens:
-            row, columns = keys[0] // length, keys % length
-            queries = columns[columns >= length - q_len] - (length - q_len) + row * q_len
-            if len(queries):
-                before = len(keys) - len(queries)
-                dropped = 0 if positions is None else int(positions[keys[before]]) - before
-                by_size.setdefault((len(queries), len(keys), dropped), []).append((queries, keys))
+            queries = query_at[keys % length]
+            found = (queries >= 0).nonzero().flatten()
+            if not len(found):
+                continue
+            before, end = int(found[0]), int(found[-1]) + 1
+            if end - before != len(found):
+                raise ValueError("Documents: the queries of a document must follow each other")
+            queries, keys = queries[before:end] + keys[0] // length * q_len, keys[:end]
+            dropped = 0 if positions is None else int(positions[keys[before]]) - before
+            by_size.setdefault((len(queries), end, dropped), []).append((queries, keys))
         groups = []
         for (*_, dropped), documents in by_size.items():
             queries, keys = (torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True))

@@ -168,7 +168,8 @@ def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor, a
 
 
 def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor, after: Tensor | None = None) -> Tensor:
-    """The values of a table over distance `[..., n]` for all pairs in a chunk, `[..., c, l]`; zeros as `by_distance`.
+    """The values of a table over distance `[..., n]` for all pairs in a chunk, `[..., c, l]`. Without `after`, the
+    values for keys after the query are arbitrary.
 
     For consecutive positions, the rows are overlapping views of `by_distance`. Unlike indexing, this gives gradients
     that are summed in a fixed order.

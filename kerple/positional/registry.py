@@ -111,10 +111,11 @@ def load_plugin(path_or_module: str | Path) -> None:
                 del _METHODS[registered]
             raise
     else:
-        if text in sys.modules:
+        name = text
+        if name in sys.modules:
             return
         try:
-            importlib.import_module(text)
+            importlib.import_module(name)
         except ModuleNotFoundError as error:
             raise PluginError(
                 f"{text}: cannot be imported ({error}); give the path of a .py file, or a module"
@@ -122,4 +123,5 @@ def load_plugin(path_or_module: str | Path) -> None:
 
     # Probably the wrong file or module.
     if set(_METHODS) == before:
+        sys.modules.pop(name, None)  # so that the next call is an error, too
         raise PluginError(f"{text}: registers no new method; decorate its class with @register(name)")

@@ -238,7 +238,8 @@ def build_randomized(
         method.hooks = method.hooks - {"bias", "weight"} | {"modify_scores"}
     method.causal_only = method.causal_only or method.signed or "scale_qk" in method.hooks
     method.turns = False  # by positions that may be fractional
-    length = options.get("random_length") or shape.max_positions
+    length = options.get("random_length")
+    length = shape.max_positions if length is None else length
     method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)
     return method
 

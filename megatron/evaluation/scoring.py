@@ -125,7 +125,7 @@ class LossAccumulator:
     """Sums the losses of segments of a text, by document (by segment if documents are not known) and by position.
 
     All sums are float64 on the CPU. Each of several ranks adds the losses of its share of the segments
-    (`Segments.share`); `reduce` then adds up the ranks.
+    (`Segments.shard`); `reduce` then adds up the ranks.
     """
 
     def __init__(self, text: Text, segments: Segments, rank: int = 0, world_size: int = 1):

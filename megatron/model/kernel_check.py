@@ -43,7 +43,8 @@ def check_kernels(
     for module in model.modules():
         if isinstance(module, SelfAttention):
             method = getattr(module.attention.positional, "method", module.attention.positional)
-            layers[type(method), module.window] = module
+            parameters = () if method is None else tuple(name for name, _ in method.named_parameters())
+            layers[type(method), parameters, module.window] = module
     layer = next(iter(layers.values()), None)
     block = next((module for module in model.modules() if isinstance(module, TransformerBlock)), None)
 

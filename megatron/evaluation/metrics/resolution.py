@@ -175,7 +175,8 @@ class ScoreRecorder:
             last = min(first + rows, s)
             begin, end = span.first_key(t - s + first), t - s + last
             queries, keys = query[:, :, first:last], key[:, :, begin:end]
-            query_positions, key_positions = torch.arange(t - s + first, end), torch.arange(begin, end)
+            query_positions = torch.arange(t - s + first, end) + dropped
+            key_positions = torch.arange(begin, end) + dropped
             if method is not None and "scale_qk" in method.hooks:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
@@ -186,8 +187,8 @@ class ScoreRecorder:
                 scores = scores + (of_queries.unsqueeze(-1) - of_keys.unsqueeze(-2)).to(dtype)
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and "modify_scores" in method.hooks:
-                positions = query_positions + dropped, key_positions + dropped
-                scores = method.final_scores(Chunk(scores, queries, *positions, mask, tables.scores))
+                chunk = Chunk(scores, queries, query_positions, key_positions, mask, tables.scores)
+                scores = method.final_scores(chunk)
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
             distances = min(end - begin, max_kv_len)
             sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]

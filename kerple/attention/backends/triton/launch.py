@@ -23,7 +23,7 @@ The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691),
   former would be zero with exact numbers. But the rounded result is used for each row's sum (see below), and in the
   gradient of a decay, which adds up those of all later prefix sums, errors of all later queries would remain.
 - **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on the GPU, the
-  dtype, the head size and the presence of a weight and of grouped queries (`tiles.py`), never on timing.
+  dtype, the head size and the presence of a weight, grouped queries and documents (`tiles.py`), never on timing.
 
 As in FlashAttention, the gradient through the softmax uses the rounded result for each row's sum. In half precision,
 this rounding limits the accuracy of the tables' gradients, which are summed in float32.

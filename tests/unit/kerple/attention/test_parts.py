@@ -231,6 +231,26 @@ def test_queries_at_given_places(backend):
     torch.testing.assert_close(Attention(backend, method)(*states, tables=tables, documents=documents), expected)
 
 
+@pytest.mark.parametrize("name", ["kerple_log", "stick_breaking", "xpos"])
+@torch.no_grad()
+def test_queries_at_given_places_without_a_mask(name):
+    """Methods whose documents have calls of their own."""
+    torch.manual_seed(0)
+    method = build(name, ModelShape(4, 8, 32, 1, 14))
+    query, key, value = torch.randn(3, 2, 4, 9, 8).unbind()
+    query, key = method.rotate(query, key, torch.arange(9), torch.arange(9)) if name == "xpos" else (query, key)
+    expected = Attention("chunked", method)(query[:, :, 6:], key, value)
+    padded = [F.pad(states, (0, 0, 0, 5), value=7.0) for states in (key, value)]
+    ids = torch.tensor([[0] * 9 + [-1] * 5, [0] * 14])
+    documents = Documents(ids, queries=torch.arange(6, 9))
+    actual = Attention("chunked", method)(query[:, :, 6:], *padded, documents=documents)
+    torch.testing.assert_close(actual, expected)
+    apart = Documents(ids, queries=torch.tensor([3, 6, 7]))
+    if name in ("stick_breaking", "xpos"):
+        with pytest.raises(ValueError, match="follow each other"):
+            Attention("chunked", method)(query[:, :, 6:], *padded, documents=apart)
+
+
 def test_positions_count_the_tokens_of_a_document():
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
     assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]

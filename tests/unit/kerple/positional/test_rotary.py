@@ -189,9 +189,8 @@ def test_cosines_and_sines_are_those_of_transformers(kind, length):
     rotated, _ = method.rotate(states, states, positions, positions)
     halves = torch.cat([part[0, :, : size // 2] for part in expected], dim=1)
     torch.testing.assert_close(rotated[0, 0], halves, rtol=0, atol=max(1e-6, length * 2**-24))
-    frequencies = method.dynamic and default_frequencies(size, method.dynamic.at(length))
-    if frequencies is None:
-        frequencies = method.angles.frequencies
+    angles = method.angles_at(positions)
+    frequencies = angles.frequencies or default_frequencies(size, angles.base)
     torch.testing.assert_close(torch.tensor(frequencies), theirs.inv_freq, rtol=2e-6, atol=0)
 
 

@@ -204,6 +204,7 @@ def test_methods_without_positions_are_rejected():
         ({"random_length": 7}, "random_range"),
         ({"random_range": 5}, "random_length 6.*random_range 5"),
         ({"random_range": 9.5}, r"random_range 9\.5"),
+        ({"random_range": 9, "random_length": 0}, "random_length 0"),
         ({"random_range": 9, "scaling": "dynamic", "factor": 2}, "Rotary needs consecutive positions"),
     ],
 )

@@ -89,6 +89,13 @@ def test_a_stage_without_blocks_takes_part(ranks):
     assert checks == []
 
 
+def test_each_kind_of_layer_is_checked(ranks):
+    checks = ranks([], [])
+    bias, weight = {"kerple": {"bias": "log"}}, {"kerple": {"bias": None, "weight": "power"}}
+    run(small_gpt("per_layer", pos_emb_options={"methods": [bias, weight]}, num_layers=4))
+    assert len(checks) == 2
+
+
 @pytest.mark.parametrize(
     ("dropout", "training", "with_gradients"), [(0.0, True, True), (0.1, True, False), (0.0, False, False)]
 )

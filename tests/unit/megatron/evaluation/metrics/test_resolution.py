@@ -115,10 +115,17 @@ def test_against_every_pair(method):
             assert value == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
-@pytest.mark.parametrize(("method", "mode"), [("alibi", "full"), ("fire", "window@9")])
-def test_chunks_and_batches_do_not_change_the_result_or_the_model(method, mode):
-    """FIRE's scores depend on the positions of queries beyond the threshold, also after keys were dropped."""
-    model = small_gpt(method, pos_emb_options={"threshold": 5.0} if method == "fire" else {})
+@pytest.mark.parametrize(
+    ("method", "mode", "options"),
+    [
+        ("alibi", "full", {}),
+        ("fire", "window@9", {"threshold": 5.0}),
+        ("xpos", "window@9", {"random_range": 200, "random_length": LENGTH, "scale_base": 8}),
+    ],
+)
+def test_chunks_and_batches_do_not_change_the_result_or_the_model(method, mode, options):
+    """FIRE's scores beyond the threshold and sampled positions depend on the number of keys that were dropped."""
+    model = small_gpt(method, pos_emb_options=options)
     attentions = [block.attention.attention for block in model.blocks]
     in_one_call, in_chunks = (
         measure(model, [mode], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
