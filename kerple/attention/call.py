@@ -253,7 +253,11 @@ class AttentionCall:
 
     @property
     def is_packed(self) -> bool:
-        """Whether each document is a range of queries and keys, whose mask is causal or a window. Waits for the ids."""
+        """Whether the fused kernels can compute all documents at once: each is a range of queries and keys, whose mask
+        is causal or a window. False in compiled code, because it waits for the ids.
+        """
+        if torch.compiler.is_compiling():
+            return False
         simple = self.span.causal and self.span.block is None and self.modify_scores is None
         return simple and self.q_len == self.kv_len and self.documents is not None and self.documents.ranges is not None
 

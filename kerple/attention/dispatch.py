@@ -145,14 +145,9 @@ def _run(call: AttentionCall, backend: str, method: PositionalMethod | None = No
         return BACKENDS[_checked_choice(part, backend)].compute(part)
 
     masks = BACKENDS[backend].masks_documents if backend in BACKENDS else None
-    if call.documents is not None and _choose(call, call.requirements, backend) == "fused" and _runs_packed(call):
+    if call.documents is not None and _choose(call, call.requirements, backend) == "fused" and call.is_packed:
         masks = True
     return parts.run(call, compute, method=method, masks_documents=masks)
-
-
-def _runs_packed(call: AttentionCall) -> bool:
-    """Whether the fused kernels compute all documents of a call at once."""
-    return not torch.compiler.is_compiling() and call.is_packed
 
 
 def _checked_choice(call: AttentionCall, backend: str) -> str:
@@ -175,7 +170,7 @@ def _choose(call: AttentionCall, requirements: Requirements, backend: str) -> st
     if backend != "auto":
         return backend
     if call.documents is not None:
-        return _fastest_for_documents(requirements, call.q_len, packed=_runs_packed(call))
+        return _fastest_for_documents(requirements, call.q_len, packed=call.is_packed)
     plain = call.span == EVERY_KEY or (call.span == FULL and call.q_len == call.kv_len)
     return _fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=plain)
 

@@ -9,6 +9,7 @@ The option `scaling` changes the frequencies, or the positions:
     llama3   Llama 3.1's (transformers, modeling_rope_utils.py): as yarn, but the mixture is linear in the number of
              turns in the trained length, and the scores are not scaled
     dynamic  ntk whose factor grows with the text: 1 up to the trained length T, then factor * length / T - (factor - 1)
+             (transformers, modeling_rope_utils.py)
 
 With dynamic scaling, all angles change with the length of the text, so keys of a shorter text cannot be cached.
 
@@ -33,7 +34,6 @@ Legend: b batch, h heads, s positions or queries, t keys, d head size, n or r ro
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -183,7 +183,7 @@ class Rotary(Rotation):
         # Frequencies and scale, with the defaults of the scaling's paper or code.
         scaled: tuple[float, ...] | None = None
         scale = 1.0
-        self.dynamic: DynamicBase | None = None
+        self.dynamic: tuple[float, int] | None = None  # factor and trained length
         if factor is not None and scaling == "linear":
             scaled = tuple(frequency / factor for frequency in default_frequencies(self.rotated, base))
         elif factor is not None and scaling == "ntk":
@@ -198,30 +198,28 @@ class Rotary(Rotation):
             high = 4.0 if high_freq_factor is None else high_freq_factor
             scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
         elif factor is not None and scaling == "dynamic":
-            self.dynamic = DynamicBase(base, factor, length, self.rotated)
+            self.dynamic = factor, length
 
         # What inference modes and attention read.
         self.scaling = scaling
         self.length_dependent, self.turns = self.dynamic is not None, self.dynamic is None
         self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
-        self._longer: Angles | None = None
 
     def stretched(self, factor: float) -> PositionalMethod | None:
         return super().stretched(factor) if self.scaling is None else None
 
     def angles_at(self, positions: Tensor) -> Angles:
-        dynamic, length = self.dynamic, int(positions[-1]) + 1 if len(positions) else 0
-        if dynamic is None or length <= dynamic.trained_length:
+        if self.dynamic is None:
+            return self.angles
+        (factor, trained_length), length = self.dynamic, int(positions[-1]) + 1 if len(positions) else 0
+        if length <= trained_length:
             return self.angles
         if positions[0] > 0:
             raise ValueError(
                 f"scaling dynamic: the angles change with the length of the text, so beyond trained_length "
-                f"{dynamic.trained_length} it must be read at once, without a KV cache (to generate: recompute: true)"
+                f"{trained_length} it must be read at once, without a KV cache (to generate: recompute: true)"
             )
-        base, dtype = dynamic.at(length), self.angles.dtype
-        if self._longer is None or (self._longer.base, self._longer.dtype) != (base, dtype):
-            self._longer = Angles(self.rotated, base, dtype)  # kept, because all layers use the same angles
-        return self._longer
+        return self.angles.stretched(factor * length / trained_length - (factor - 1))
 
 
 def _check_options(scaling: str | None, options: Mapping[str, int | float | None]) -> None:
@@ -282,23 +280,6 @@ def llama3_frequencies(
         kept = min(max((turns - low_turns) / (high_turns - low_turns), 0.0), 1.0)
         mixed.append(frequency * kept + frequency / factor * (1 - kept))
     return tuple(mixed)
-
-
-@dataclass(frozen=True)
-class DynamicBase:
-    """The base of dynamic NTK scaling, which depends on the length of the text (transformers,
-    modeling_rope_utils.py).
-    """
-
-    base: float
-    factor: float
-    trained_length: int
-    size: int
-
-    def at(self, length: int) -> float:
-        """The base for a text of `length` tokens."""
-        growth = self.factor * max(length, self.trained_length) / self.trained_length - (self.factor - 1)
-        return ntk_base(self.base, growth, self.size)
 
 
 @register("p_rope")

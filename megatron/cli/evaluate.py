@@ -41,7 +41,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     run_eval_tasks,
 )
-from megatron.evaluation.text import Text, check_ids, corpus_name, evaluation_text
+from megatron.evaluation.text import Text, check_range, corpus_name, evaluation_text
 from megatron.model.gpt import GPT
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
@@ -203,7 +203,8 @@ def _load_model(
             )
     text.check_ids(model.settings.padded_vocab_size)
     if prompts is not None:
-        check_ids(prompts.token_ids, model.settings.padded_vocab_size)
+        ids = prompts.token_ids
+        check_range(int(ids.min()), int(ids.max()), model.settings.padded_vocab_size)
     return model
 
 

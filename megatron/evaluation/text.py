@@ -144,14 +144,6 @@ def as_text(tokens: Tensor | IntArray | Sequence[int] | Text) -> Text:
     return Text(stream.to("cpu", torch.int64))
 
 
-def check_ids(tokens: Tensor, vocab_size: int | None) -> None:
-    """Raises UserError if a token id is negative or, with `vocab_size`, not below it."""
-    if not len(tokens):
-        return
-    low, high = (int(extreme) for extreme in torch.aminmax(tokens))
-    check_range(low, high, vocab_size)
-
-
 def check_range(low: int, high: int, vocab_size: int | None) -> None:
     """Raises UserError if the smallest id is negative or, with `vocab_size`, the largest one is not below it."""
     if low < 0 or (vocab_size is not None and high >= vocab_size):

@@ -10,7 +10,7 @@ Legend: b batch, s new tokens, e hidden size, v padded vocabulary.
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -99,18 +99,14 @@ class NativeDecoder:
     complete_segments: str | None = None
 
     def __init__(self, model: Any):
-        methods = model.positional_methods().values() if hasattr(model, "positional_methods") else ()
-        self.cached = not any(method.length_dependent for method in methods)
+        self.methods: Sequence[PositionalMethod] = list(model.positional_methods().values())
+        self.cached = not any(method.length_dependent for method in self.methods)
         self.new_cache = model.new_cache
         self.hidden = model.hidden
         self.logits = model.logits
-        settings = getattr(model, "settings", None)
-        self.vocab_size: int | None = None if settings is None else settings.padded_vocab_size
-        self._config: ModelConfig | None = None if settings is None else settings.config
-        self.pos_emb = None
-        if self._config is not None:
-            self.pos_emb = describe_method(self._config.pos_emb, self._config.positional_options)
-        self.methods: Sequence[PositionalMethod] = list(methods)
+        self.vocab_size: int | None = model.settings.padded_vocab_size
+        self._config: ModelConfig = model.settings.config
+        self.pos_emb: str | None = describe_method(self._config.pos_emb, self._config.positional_options)
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
         return unsupported_reason(mode, self.methods, self._config)
@@ -336,18 +332,12 @@ def _rope_types(config: Any) -> set[str]:
     return {str(entry.get("rope_type", entry.get("type"))) for entry in (parameters, *by_layer_type)}
 
 
-def unsupported_reason(
-    mode: AttentionMode, methods: Iterable[PositionalMethod], config: ModelConfig | None
-) -> str | None:
+def unsupported_reason(mode: AttentionMode, methods: Sequence[PositionalMethod], config: ModelConfig) -> str | None:
     """Why a model of this project does not support a mode, and what to do instead, as the rest of a sentence about the
     mode; None if it does.
     """
-    methods = list(methods)
-    windows: tuple[int | None, ...] = ()
-    name, backend = ", ".join(sorted({type(method).__name__ for method in methods})), "auto"
-    if config is not None:
-        windows, name, backend = config.windows, config.pos_emb, config.attention_backend
-    reason = mode.unsupported_by(methods, windows, name)
+    backend = config.attention_backend
+    reason = mode.unsupported_by(methods, config.windows, config.pos_emb)
     if reason is None and backend not in MODE_BACKENDS and any(map(mode.is_explicit, methods)):
         return (
             f"is not supported by attention-backend {backend}: it is computed in chunks of queries; use "
