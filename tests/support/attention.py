@@ -236,9 +236,24 @@ def dense_attention(
     causal: bool = True,
 ) -> Tensor:
     """Attention to rotated keys with explicit scores of all pairs; mask: bool `[b, 1, s, t]`, True = masked."""
+    scores = dense_scores(method, query, key, mask, decay_sums, causal)
+    exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp().masked_fill(mask, 0.0)
+    sums = exponentials.sum(-1, keepdim=True)
+    probabilities = exponentials / torch.where(sums == 0, 1.0, sums)
+    return probabilities @ value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def dense_scores(
+    method: PositionalMethod,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    decay_sums: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """The final scores of all pairs, `[b, h, s, t]`; those of masked pairs are arbitrary."""
     (s, size), t = query.shape[2:], key.shape[2]
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     queries, keys = torch.arange(t - s, t) if causal else torch.arange(s), torch.arange(t)
     signed = queries[:, None] - keys
     distance = signed.clamp(min=0) if causal else signed.abs()
@@ -258,9 +273,7 @@ def dense_attention(
         scores = scores + _pairs(method.bias, signed, method.signed, causal)
     if decay_sums is not None:
         scores = scores + decay_sums[:, :, t - s :, None] - decay_sums[:, :, None]
-    exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp().masked_fill(mask, 0.0)
-    sums = exponentials.sum(-1, keepdim=True)
-    return exponentials / torch.where(sums == 0, 1.0, sums) @ value
+    return scores
 
 
 def _pairs(table: Callable[[Tensor], Tensor], signed: Tensor, has_direction: bool, causal: bool) -> Tensor:

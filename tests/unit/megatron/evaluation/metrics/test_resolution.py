@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from kerple.attention import FULL, AttentionMode, Span
-from kerple.positional import Chunk
+from kerple.positional import ModelShape, build
 from megatron.evaluation.metrics.resolution import plan_resolution, sum_by_distance
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
 from megatron.evaluation.text import Text
 from megatron.utils.errors import UserError
+from tests.support.attention import dense_scores, visible_pairs
 from tests.support.errors import assert_rejected
 from tests.support.language_models import random_tokens, small_gpt, with_repeated_heads
 
@@ -26,12 +27,6 @@ def measure(model, modes, *, texts=2, **sizes):
     return run_eval_tasks(model, tasks, progress=False, **sizes)
 
 
-def attends(span, query, key):
-    if span.block is not None:
-        return key <= query and key // span.block >= query // span.block - 1
-    return query - (span.window or LENGTH) < key <= query
-
-
 def scores_of(model, layer, tokens, span):
     """The final scores of all pairs, `[h, s, s]`, from the layer's own inputs; those of masked pairs are arbitrary."""
     inputs = []
@@ -40,41 +35,21 @@ def scores_of(model, layer, tokens, span):
     model.hidden(tokens[None], mode=AttentionMode(span))
     hook.remove()
     heads, size = model.settings.config.num_attention_heads, model.settings.config.head_size
-    states = attention.query_key_value(inputs[0])[0].view(LENGTH, heads, 3, size)
-    query, key = states[:, :, 0].transpose(0, 1), states[:, :, 1].transpose(0, 1)
-    method, positions = getattr(attention, "rpe", None), torch.arange(LENGTH)
-    if method is None:
-        return query @ key.mT / math.sqrt(size)
-    query, key = (states[0] for states in method.rotate(query[None], key[None], positions, positions))
-    if "scale_qk" in method.hooks:
-        query, key = (states[0] for states in method.scale_qk(query[None], key[None], positions, positions))
-    scores = query @ key.mT / math.sqrt(size)
-    distance = (positions[:, None] - positions).clamp(min=0)
-    if "weight" in method.hooks:
-        scores = scores * method.weight(distance.float()).double()
-    if model.settings.config.pos_emb == "kerple_log":  # the paper's formula
-        p, a = (getattr(method, name).double().clamp(min=0.01).view(-1, 1, 1) for name in ("bias_p", "bias_a"))
-        scores = scores - p * torch.log(1 + a * distance)
-    elif "bias" in method.hooks:
-        scores = scores + method.bias(distance.float()).double()
+    query, key, _ = attention.query_key_value(inputs[0]).view(1, LENGTH, heads, 3, size).permute(3, 0, 2, 1, 4)
+    method = getattr(attention, "rpe", None) or build("none", ModelShape(heads, size, heads * size, 1, LENGTH))
+    positions, sums = torch.arange(LENGTH), None
+    query, key = method.rotate(query, key, positions, positions)
     if "decay" in method.hooks:
-        decay = method.decay(inputs[0])[0]
-        for i in range(LENGTH):
-            for j in range(i):
-                scores[:, i, j] += decay[:, j + 1 : i + 1].sum(dim=1)
-    if "modify_scores" in method.hooks:
-        mask = torch.tensor([[not attends(span, i, j) for j in range(LENGTH)] for i in range(LENGTH)])
-        chunk = Chunk(scores[None], query[None], positions, positions, mask, method.table(positions.float()))
-        scores = method.modify_scores(chunk)[0]
-    return scores
+        sums = method.decay(inputs[0]).cumsum(-1)
+    return dense_scores(method, query, key, ~visible_pairs(LENGTH, span), sums)[0]
 
 
 def resolution_by_hand(scores, span):
     """LEX's equations 3 and 4 for one head's scores `[s, s]`."""
-    by_pair = {}
+    by_pair, visible = {}, visible_pairs(LENGTH, span)
     for query in range(LENGTH):
         for key in range(query + 1):
-            if attends(span, query, key):
+            if visible[query, key]:
                 by_pair.setdefault(query - key, []).append(float(scores[query, key]))
     s = [math.fsum(by_pair[n]) / len(by_pair[n]) for n in range(len(by_pair))]
     total = sum(math.exp(mean) for mean in s[:-1])
