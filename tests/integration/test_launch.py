@@ -16,10 +16,11 @@ import pytest
 
 from megatron.launcher.commands import signal_command
 from megatron.launcher.node import KILL_SIGNAL, Node, run_node
+from tests.support.checkpoints import write_yaml
+from tests.support.configs import MINIMAL
 from tests.support.processes import wait_for
 
 ROOT = Path(__file__).parents[2]
-MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
 LAUNCHER_VARIABLES = {
     "RANK",
     "LOCAL_RANK",
@@ -70,7 +71,7 @@ sys.exit(9)
 
 def start_deepy(folder: Path, *words: str, **variables: str) -> subprocess.Popen:
     """Start `python deepy.py WORDS` in `folder`, with pipes and without the variables of another launcher."""
-    (folder / "model.yml").write_text(MODEL)
+    write_yaml(folder / "model.yml", MINIMAL)
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     pipe = subprocess.PIPE
     return subprocess.Popen(

@@ -4,20 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.configs import MINIMAL
+
 ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
 def flat() -> dict:
     """A minimal configuration, with a batch size."""
-    return {
-        "num-layers": 2,
-        "hidden-size": 32,
-        "num-attention-heads": 4,
-        "seq-length": 16,
-        "pos-emb": "kerple_log",
-        "train_micro_batch_size_per_gpu": 2,
-    }
+    return {**MINIMAL, "pos-emb": "kerple_log", "train_micro_batch_size_per_gpu": 2}
 
 
 @pytest.fixture

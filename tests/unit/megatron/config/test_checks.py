@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from kerple.positional import registry
 from megatron.config import Config, UserError
 from megatron.config.checks import ATTENTION_CONFIG, IGNORED, KNOWN_KEYS, UNSUPPORTED, unsupported_reason
 from megatron.config.loader import ALIASES, FIELDS, MAPPINGS
@@ -106,17 +105,6 @@ def test_consistent_combinations_are_accepted(flat):
         config = Config.from_flat({**flat, **keys})
         assert config.to_flat().items() >= {name.replace("-", "_"): value for name, value in keys.items()}.items()
         assert not config.notices
-
-
-def test_positional_method_from_a_file(flat, write, monkeypatch):
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    path = write(
-        "my_method.py",
-        "from kerple.positional import PositionalMethod, register\n\n\n"
-        "@register('only_in_this_test')\nclass Mine(PositionalMethod):\n    pass\n",
-    )
-    config = Config.from_flat({**flat, "pos-emb": "only_in_this_test", "pos-emb-module": str(path)})
-    assert config.model.pos_emb == "only_in_this_test"
 
 
 def test_a_decay_that_ends_after_training_is_a_notice(flat):

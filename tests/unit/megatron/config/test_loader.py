@@ -6,9 +6,10 @@ import re
 import pytest
 
 from megatron.config import Config, UserError, check_vocabulary, load_config
+from tests.support.configs import MINIMAL
 from tests.support.errors import assert_rejected
 
-MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
+MODEL = json.dumps(MINIMAL)
 
 
 def load(write, *texts, overrides=(), strict=False):

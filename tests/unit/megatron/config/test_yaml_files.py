@@ -1,5 +1,6 @@
 """GPT-NeoX's style of YAML, and a one-line error for everything else."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import yaml
 
 from megatron.config import UserError, load_config
 from megatron.config.yaml_files import PACKAGED, find_file, parse, parse_override, read_file
+from tests.support.configs import MINIMAL
 from tests.support.errors import assert_rejected
 
-MODEL = '"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"'
+MODEL = json.dumps(MINIMAL)
 
 
 def test_flow_mapping_with_comments_and_trailing_commas(write):
@@ -136,7 +138,7 @@ def test_merge_keys(monkeypatch):
 
 
 def test_find_file(write, tmp_path):
-    write("sub/a.yml", f"{{{MODEL}}}")
+    write("sub/a.yml", MODEL)
     write("sub/b.yaml", '{"seed": 7}')
     assert find_file("a", tmp_path / "sub").name == "a.yml"
     assert find_file("a.yml", tmp_path / "sub").name == "a.yml"
@@ -152,7 +154,7 @@ def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
     assert config.notices[0] == f"demo.yml, pos_emb/alibi.yml: this project's own, from {PACKAGED}"
     assert_rejected(r"pos_emb/alibbi.*alibi\.yml", find_file, "pos_emb/alibbi")
     assert_rejected("demo: no such file", find_file, "demo", tmp_path)
-    write("demo.yml", f"{{{MODEL}}}")  # one in the working directory comes first
+    write("demo.yml", MODEL)  # one in the working directory comes first
     assert find_file("demo") == Path("demo.yml")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, UserError
+from megatron.config import UserError
 from megatron.launcher.commands import (
     forwarded_variables,
     job_command,
@@ -22,14 +22,10 @@ from megatron.launcher.commands import (
 from megatron.launcher.node import Node, decode
 from megatron.launcher.resources import Resources
 from megatron.launcher.script_arguments import decode_config
+from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
 
-KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 TWO_HOSTS = Resources({"n1": [0, 1], "n2": [0, 1]}, "hostfile", on_cpu=False)
-
-
-def make_config(**keys) -> Config:
-    return Config.from_flat({**KEYS, **keys})
 
 
 def test_rank_command():

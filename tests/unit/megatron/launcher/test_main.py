@@ -7,9 +7,9 @@ import pytest
 
 from megatron.launcher.main import main, parse_command_line
 from megatron.utils.command_line import run_main
+from tests.support.checkpoints import write_yaml
+from tests.support.configs import MINIMAL
 from tests.support.errors import assert_rejected
-
-MODEL = '{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}'
 
 
 def test_command_line(tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_folder_of_the_configuration_files(words):
 )
 def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "script.py").write_text("")
-    (tmp_path / "model.yml").write_text(MODEL)
+    write_yaml(tmp_path / "model.yml", MINIMAL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr("megatron.launcher.main.run_node", lambda *_: pytest.fail("something was started"))

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.config import Config
 from megatron.launcher import rank
 from megatron.launcher.node import LAUNCHER_VARIABLE
 from megatron.launcher.rank import first_host, follow_launcher, set_rank_variables
+from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
-
-KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -28,7 +26,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMP
     ],
 )
 def test_ranks_of_slurm_and_mpi(keys, variables):
-    config = Config.from_flat({**KEYS, **keys, "master_addr": "node-1"})
+    config = make_config(**keys, master_addr="node-1")
     environment = dict(variables)
     set_rank_variables(config, environment)
     expected = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
@@ -37,22 +35,22 @@ def test_ranks_of_slurm_and_mpi(keys, variables):
 
 def test_existing_ranks_are_not_changed():
     environment = dict(SLURM)
-    set_rank_variables(Config.from_flat(KEYS), environment)
+    set_rank_variables(make_config(), environment)
     assert environment == SLURM
     environment = {**SLURM, "RANK": "0"}
-    set_rank_variables(Config.from_flat({**KEYS, "launcher": "slurm"}), environment)
+    set_rank_variables(make_config(launcher="slurm"), environment)
     assert environment == {**SLURM, "RANK": "0"}
 
 
 def test_several_processes_require_an_address():
-    config = Config.from_flat({**KEYS, "launcher": "slurm"})
+    config = make_config(launcher="slurm")
     assert_rejected(r"8.*0.*master_addr", set_rank_variables, config, dict(SLURM))
 
 
 def test_a_single_process_needs_no_port():
     """Two jobs on one node would choose the same one."""
     environment = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    set_rank_variables(Config.from_flat({**KEYS, "launcher": "slurm"}), environment)
+    set_rank_variables(make_config(launcher="slurm"), environment)
     assert "RANK" not in environment
     assert "MASTER_PORT" not in environment
 
@@ -61,19 +59,19 @@ def test_ports_of_slurm_jobs():
     ports = []
     for job, step in ((4711, 0), (4711, 1), (4712, 0), (2**31, 3)):
         environment = {**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-        set_rank_variables(Config.from_flat({**KEYS, "launcher": "slurm", "master_addr": "node-1"}), environment)
+        set_rank_variables(make_config(launcher="slurm", master_addr="node-1"), environment)
         ports.append(int(environment["MASTER_PORT"]))
     assert len(set(ports)) == 4
     assert 29500 <= min(ports) <= max(ports) < 32768
     environment = {**SLURM, "SLURM_JOB_ID": "4711"}
-    config = Config.from_flat({**KEYS, "launcher": "slurm", "master_addr": "node-1", "master_port": 5})
+    config = make_config(launcher="slurm", master_addr="node-1", master_port=5)
     set_rank_variables(config, environment)
     assert environment["MASTER_PORT"] == "5"
 
 
 def test_slurm_names_the_first_host():
     environment = {**SLURM, "SLURM_STEP_NODELIST": "gpu-[03-05,9],cpu-1"}
-    set_rank_variables(Config.from_flat({**KEYS, "deepspeed_slurm": True}), environment)
+    set_rank_variables(make_config(deepspeed_slurm=True), environment)
     assert environment["MASTER_ADDR"] == "gpu-03"
 
 

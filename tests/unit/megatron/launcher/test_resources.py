@@ -4,15 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config
 from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
+from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
-
-KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
-
-
-def make_config(**keys) -> Config:
-    return Config.from_flat({**KEYS, **keys})
 
 
 @pytest.fixture

@@ -1,21 +1,20 @@
-import json
 from pathlib import Path
 
 import pytest
 
 from megatron.cli import evaluate, generate
-from megatron.config import Config, UserError
+from megatron.config import UserError
 from megatron.launcher.node import encode
 from megatron.launcher.script_arguments import decode_config, parse_arguments
+from tests.support.checkpoints import write_yaml
+from tests.support.configs import MINIMAL, make_config
 from tests.support.errors import assert_rejected
-
-KEYS = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("megatron.launcher.script_arguments.follow_launcher", lambda: None)
-    (tmp_path / "model.yml").write_text(json.dumps({**KEYS, "rope-fusion": True}))
+    write_yaml(tmp_path / "model.yml", {**MINIMAL, "rope-fusion": True})
     (tmp_path / "seed.yml").write_text('{"seed": 7}')
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -78,7 +77,7 @@ def test_command_line_from_deepy(folder, capsys):
 
 
 def test_encoded_configuration_is_safe_in_shells():
-    word = encode(Config.from_flat({**KEYS, "prompt_end": "é\"' \n$`", "save": "a b"}).to_flat())
+    word = encode(make_config(prompt_end="é\"' \n$`", save="a b").to_flat())
     assert set(word) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
     assert decode_config(word).generation.prompt_end == "é\"' \n$`"
 

@@ -10,7 +10,7 @@ from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumSched
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron.config import Config, UserError
+from megatron.config import UserError
 from megatron.training import deepspeed_setup
 from megatron.training.deepspeed_setup import (
     DeviceOnlyBF16Optimizer,
@@ -19,6 +19,7 @@ from megatron.training.deepspeed_setup import (
     deepspeed_dict,
 )
 from megatron.training.engine import Engine
+from tests.support.configs import make_config
 from tests.support.runs import metrics, trained
 
 
@@ -144,18 +145,8 @@ def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, dat
     assert "bf16_optimizer" not in capsys.readouterr().out  # DeepSpeed's memory reports
 
 
-SMALL = {
-    "num-layers": 2,
-    "hidden-size": 32,
-    "num-attention-heads": 4,
-    "seq-length": 16,
-    "pos-emb": "kerple_log",
-    "train_micro_batch_size_per_gpu": 2,
-}
-
-
 def settings(data_parallel_size: int = 1, **keys: object) -> dict:
-    return deepspeed_dict(Config.from_flat({**SMALL, **keys}), data_parallel_size)
+    return deepspeed_dict(make_config(train_micro_batch_size_per_gpu=2, **keys), data_parallel_size)
 
 
 def test_fp32():
@@ -205,6 +196,6 @@ def test_the_curriculum_is_that_of_gpt_neox():
     ):
         keys = {"enabled": True, "min_difficulty": 8, "max_difficulty": 32}
         keys |= {"schedule_type": schedule_type, "schedule_config": schedule}
-        config = Config.from_flat({**SMALL, "seq-length": 32, "curriculum_learning": keys})
+        config = make_config(**{"seq-length": 32, "curriculum_learning": keys}, train_micro_batch_size_per_gpu=2)
         scheduler = CurriculumScheduler(deepspeed_curriculum(config))
         assert [scheduler.get_difficulty(step) for step in range(1, 7)] == expected
