@@ -1,5 +1,6 @@
 """Training on two ranks: the losses and weights of one rank, in every parallel layout and across layouts."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.directory import saved_iterations
-from tests.support.layouts import LAYOUTS, VOCABULARY, Trained, assert_same_metrics, slow
+from tests.support.language_models import LLAMA
+from tests.support.layouts import LAYOUTS, VOCABULARY, assert_same_metrics, slow
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
 # Every layout is saved once and resumed once, in a layout with another kind of parallelism.
@@ -24,16 +26,7 @@ LARGE_EPSILON = {"type": "Adam", "params": {"lr": 0.005, "eps": 1e-6}}
 PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
 METHODS = [{"rotary": {"random_range": 128}}, "forgetting"]
 MIXED = {"pos_emb": "per_layer", "pos_emb_options": {"methods": METHODS}, "sliding_window_width": [7, None]}
-LLAMA = {
-    "norm": "rmsnorm",
-    "activation": "swiglu",
-    "intermediate_size": 3 * 40,
-    "num_kv_heads": 2,
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_mlp": False,
-    "use_qk_layernorm": True,
-    "sliding_window_width": 20,
-}
+LLAMA_BLOCK = {**LLAMA, "intermediate_size": 3 * 40, "sliding_window_width": 20}
 RECOMPUTE = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
 
 
@@ -126,11 +119,11 @@ def test_llama_style_blocks_on_two_ranks(layout, target, trained, tmp_path):
     """With a sliding window, a norm of queries and keys, and a key head for two query heads; then resumed in another
     layout.
     """
-    trained(tmp_path / "one", "one", **LLAMA)
-    trained(tmp_path / "two", layout, **LLAMA)
+    trained(tmp_path / "one", "one", **LLAMA_BLOCK)
+    trained(tmp_path / "two", layout, **LLAMA_BLOCK)
     assert_same_metrics(tmp_path / "two", tmp_path / "one", *METRICS)
     copy_checkpoint(tmp_path / "two", tmp_path / "resumed", 3)
-    trained(tmp_path / "resumed", target, **LLAMA)
+    trained(tmp_path / "resumed", target, **LLAMA_BLOCK)
     assert_same_metrics(tmp_path / "resumed", tmp_path / "one", *METRICS, after=3)
     if "tensor" not in (layout, target):
         assert_same_weights(tmp_path / "resumed", tmp_path / "one")
@@ -258,7 +251,7 @@ def test_chunked_loss_on_two_ranks(layout, kernel_devices, ranks, trained, data_
     ("layout", "block"),
     [
         ("tensor", {}),
-        ("tensor", LLAMA),
+        ("tensor", LLAMA_BLOCK),
         ("pipeline", {"train_batch_size": 2}),  # two micro-batches
     ],
 )
@@ -283,25 +276,17 @@ def test_resuming_in_the_same_layout_is_exact(layout, run_in, trained, tmp_path)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
 
 
-def resume(source: str, target: str, run_in: Callable[[str], Path], trained: Trained, folder: Path) -> None:
-    copy_checkpoint(run_in(source), folder, 3)
-    output = trained(folder, target, padded_vocab_size=None, make_vocab_size_divisible_by=512)  # not 1,024 for tensor
-    assert ("vocabulary padded to 512 as in" in output) == (target == "tensor")
-    assert target == "one" or source == target or "resharding its state" in output
-    assert_same_metrics(folder, run_in("one"), *METRICS, after=3)
-
-
-@pytest.mark.parametrize(("source", "target"), RESUMED_IN)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [*RESUMED_IN, *(slow(*pair) for pair in itertools.product(LAYOUTS, LAYOUTS) if pair not in RESUMED_IN)],
+)
 @pytest.mark.quick(2)
 def test_resuming_in_another_layout(source, target, run_in, trained, tmp_path):
-    resume(source, target, run_in, trained, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.parametrize("target", LAYOUTS)
-def test_resuming_every_layout_in_every_other(source, target, run_in, trained, tmp_path):
-    resume(source, target, run_in, trained, tmp_path)
+    copy_checkpoint(run_in(source), tmp_path, 3)
+    output = trained(tmp_path, target, padded_vocab_size=None, make_vocab_size_divisible_by=512)  # not 1,024 for tensor
+    assert ("vocabulary padded to 512 as in" in output) == (target == "tensor")
+    assert target == "one" or source == target or "resharding its state" in output
+    assert_same_metrics(tmp_path, run_in("one"), *METRICS, after=3)
 
 
 @pytest.mark.ci

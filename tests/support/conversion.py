@@ -1,8 +1,5 @@
 """Small models to convert, whose logits depend strongly on positions."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from megatron.config import Config
@@ -44,26 +41,3 @@ def greedy(model: GPT, tokens: torch.Tensor, count: int) -> torch.Tensor:
     for _ in range(count):
         tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
     return tokens
-
-
-def stock_model(folder: Path, **keys: object) -> Any:
-    """A GPTNeoXForCausalLM of random weights, saved by transformers in `folder`."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    sizes: dict[str, object] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "max_position_embeddings": TRAIN_LENGTH,
-        "initializer_range": 0.2,
-    }
-    torch.manual_seed(3)
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**{**sizes, **keys})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0.0, 0.05)
-    model.save_pretrained(folder)
-    return model

@@ -1,4 +1,4 @@
-"""Small models of transformers' Llama, Mistral, Qwen2 and Qwen3, with random weights."""
+"""Small models of transformers' GPT-NeoX, Llama, Mistral, Qwen2 and Qwen3, with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
     "qwen3 with biases": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 6, "attention_bias": True}),
+    "pythia": ("GPTNeoX", {"intermediate_size": 128}),
 }
 
 

@@ -14,6 +14,14 @@ from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 
 VOCABULARY = 61
+LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "num_kv_heads": 2,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "use_qk_layernorm": True,
+}
 
 
 def model_settings(*, padded_vocab_size: int = VOCABULARY, max_positions: int = 4096, **keys: object) -> ModelSettings:

@@ -25,9 +25,10 @@ from megatron.inference.decoder import as_decoder
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY, Exploit
-from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens, stock_model
+from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
 from tests.support.errors import assert_rejected
 from tests.support.exported import load
+from tests.support.families import family_model
 from tests.support.release import checkpoints
 from tests.support.texts import KINDS
 
@@ -288,7 +289,7 @@ def test_files_have_the_permissions_of_the_umask(tmp_path, monkeypatch):
 )
 @torch.no_grad()
 def test_gpt_neox_models(keys, tmp_path):
-    theirs = stock_model(tmp_path / "hf", **keys)
+    theirs = family_model(tmp_path / "hf", "pythia", **keys)
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
     ours, config = load_model(tmp_path / "ours")
     assert config.model.gpt_j_residual == theirs.config.use_parallel_residual
@@ -299,7 +300,7 @@ def test_gpt_neox_models(keys, tmp_path):
 @torch.no_grad()
 def test_files_of_transformers_4(tmp_path):
     """Top-level rotary keys in config.json, masks and frequencies among the weights, several files with an index."""
-    theirs = stock_model(tmp_path / "hf")
+    theirs = family_model(tmp_path / "hf", "pythia")
     path = tmp_path / "hf" / "config.json"
     keys = json.loads(path.read_text())
     del keys["rope_parameters"], keys["attention_bias"]
@@ -325,7 +326,7 @@ def test_files_of_transformers_4(tmp_path):
 @torch.no_grad()
 def test_weights_of_several_dtypes_are_not_rounded(tmp_path):
     """The first tensor is in bfloat16, the others in float32."""
-    theirs = stock_model(tmp_path / "hf")
+    theirs = family_model(tmp_path / "hf", "pythia")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "model.safetensors").unlink()
     first = {name: tensors.pop(name).bfloat16() for name in list(tensors) if "embed_in" in name}
@@ -349,7 +350,7 @@ def test_weights_of_several_dtypes_are_not_rounded(tmp_path):
 
 @torch.no_grad()
 def test_pytorch_bin_files_are_read_as_tensors_or_rejected(tmp_path):
-    theirs = stock_model(tmp_path / "hf")
+    theirs = family_model(tmp_path / "hf", "pythia")
     weights, pickled = tmp_path / "hf" / "model.safetensors", tmp_path / "hf" / "pytorch_model.bin"
     torch.save(load_file(weights), pickled)
     weights.unlink()
@@ -403,7 +404,7 @@ def test_exported_models_are_imported_again(pos_emb, tmp_path):
 
 
 def test_the_tokenizer_is_imported(tmp_path):
-    stock_model(tmp_path / "hf")
+    family_model(tmp_path / "hf", "pythia")
     tokenizer = train_bpe(KINDS.values(), 400)
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", report=quiet)
@@ -416,7 +417,7 @@ def test_the_tokenizer_is_imported(tmp_path):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*config\.json"):
         from_hugging_face(tmp_path / "nothing", tmp_path / "ours", report=quiet)
-    stock_model(tmp_path / "hf")
+    family_model(tmp_path / "hf", "pythia")
     assert_rejected("neither tokenizer", from_hugging_face, tmp_path / "hf", tmp_path / "ours", report=quiet)
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):

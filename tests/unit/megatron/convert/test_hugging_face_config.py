@@ -15,6 +15,7 @@ NEOX = {
     "intermediate_size": 128,
     "max_position_embeddings": 32,
 }
+LLAMA = {**NEOX, "model_type": "llama", "intermediate_size": 44}
 
 
 @pytest.mark.parametrize(
@@ -62,17 +63,51 @@ def test_defaults_of_gpt_neox():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("base", "keys", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert'"),
-        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate False.*rope_type"),
+        (NEOX, {"model_type": "bert"}, "model_type 'bert'"),
+        (NEOX, {"hidden_act": "mish"}, "hidden_act 'mish'"),
+        (NEOX, {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+        (
+            NEOX,
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "truncate False.*rope_type",
+        ),
+        (LLAMA, {"hidden_act": "relu"}, "hidden_act 'relu'"),
+        (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+        (
+            LLAMA,
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                }
+            },
+            "rope_parameters.*sliding_attention.*type",
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}},
+            r"mscale 1\.0.*rope_type 'yarn'",
+        ),
+        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (LLAMA, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types.*linear_attention"),
+        (
+            LLAMA,
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "max_window_layers 1.*layers",
+        ),
+        (LLAMA, {"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
+        (LLAMA, {"num_key_value_heads": "four"}, "num_key_value_heads"),
+        (LLAMA, {"model_type": "mixtral"}, "model_type 'mixtral'.*gpt_neox"),
     ],
 )
-def test_unsupported_settings_are_named(keys, message):
+def test_unsupported_settings_are_named(base, keys, message):
     with pytest.raises(CheckpointError, match=f"config.json: {message}"):
-        config_from({**NEOX, **keys}, "config.json")
+        config_from({**base, **keys}, "config.json")
 
 
 def test_an_incomplete_file():

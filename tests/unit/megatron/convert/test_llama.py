@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert import from_hugging_face, to_hugging_face
-from megatron.convert.hugging_face_config import config_from
 from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
@@ -97,50 +96,6 @@ def test_dynamic_scaling_needs_a_counterpart(tmp_path):
     model, config = make_model("rotary", activation="swiglu", pos_emb_options=options)
     with pytest.raises(CheckpointError, match="angles"):
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 44,
-}
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
-        ({"num_local_experts": 8}, "num_local_experts"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
-        (
-            {
-                "rope_parameters": {
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-                    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
-                }
-            },
-            "rope_parameters.*sliding_attention.*type",
-        ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, r"mscale 1\.0.*rope_type 'yarn'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types.*linear_attention"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-            "max_window_layers 1.*layers",
-        ),
-        ({"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
-        ({"num_key_value_heads": "four"}, "num_key_value_heads"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral'.*gpt_neox"),
-    ],
-)
-def test_unsupported_settings_are_named(keys, message):
-    with pytest.raises(CheckpointError, match=f"config.json: {message}"):
-        config_from({**LLAMA, **keys}, "config.json")
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):

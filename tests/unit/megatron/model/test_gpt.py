@@ -16,7 +16,14 @@ from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters
-from tests.support.language_models import VOCABULARY, model_settings, random_tokens, small_gpt, with_repeated_heads
+from tests.support.language_models import (
+    LLAMA,
+    VOCABULARY,
+    model_settings,
+    random_tokens,
+    small_gpt,
+    with_repeated_heads,
+)
 from tests.support.methods import methods_and_variants
 from tests.support.release import METHODS, checkpoints, reference
 from tests.support.texts import PYTHON
@@ -37,26 +44,23 @@ def tokens():
     return torch.randint(0, 128, (3, 48), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_paper_s_model_has_162_322_944_parameters_besides_positional_ones(method):
-    config = load_config([f"configs/{name}" for name in ("small_bf16.yml", f"pos_emb/{method}.yml")])
+@pytest.mark.parametrize(
+    ("model", "method", "parameters"),
+    [
+        *(("small_bf16", method, 162_322_944) for method in METHODS),  # the paper's model
+        ("modern_162M", "kerple_log", 161_630_976),
+    ],
+)
+def test_number_of_parameters(model, method, parameters):
+    config = load_config([f"configs/{name}" for name in (f"{model}.yml", f"pos_emb/{method}.yml")])
     settings = ModelSettings(config.model, padded_vocab_size=50_304)
     with torch.device("meta"):
         counts = count_parameters(GPT(settings).layers(), settings)
-    assert counts["total"] - counts["positional"] == 162_322_944
+    assert counts["total"] - counts["positional"] == parameters
     shared = {"kerple_log": 24, "kerple_power_ap_": 24, "kerple_power__ap": 24, "kerple_power_ap_ap": 48}
     expected = {**shared, "rpe": 32 * 12, "learned": 512 * 768}.get(method, 0)
     assert counts["positional"] == expected
     assert counts["outside_embedding"] == counts["total"] - 50_304 * 768
-
-
-def test_the_modern_model_has_161_630_976_parameters_besides_positional_ones():
-    config = load_config(["configs/modern_162M.yml", "configs/pos_emb/kerple_log.yml"])
-    settings = ModelSettings(config.model, padded_vocab_size=50_304)
-    with torch.device("meta"):
-        counts = count_parameters(GPT(settings).layers(), settings)
-    assert counts["total"] - counts["positional"] == 161_630_976
-    assert counts["positional"] == 24
 
 
 @pytest.mark.parametrize(
@@ -272,10 +276,7 @@ def test_windows_per_layer(pos_emb):
             assert layer.append(*layer.last())[0].shape[2] == (narrower or window or 31)
 
 
-LLAMA = {
-    **{"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 144, "num_kv_heads": 2},
-    **{"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "use_qk_layernorm": True, "sliding_window_width": 6},
-}
+LLAMA_BLOCK = {**LLAMA, "intermediate_size": 144, "sliding_window_width": 6}
 
 
 @pytest.mark.parametrize("pos_emb", methods_and_variants())
@@ -284,7 +285,7 @@ def test_llama_style_blocks_with_every_method(pos_emb):
     keys reach 12 tokens back.
     """
     torch.manual_seed(0)  # KERPLE's parameters are drawn from the global generator
-    model, tokens = small_gpt(pos_emb, **LLAMA), random_tokens(60).view(2, 30)
+    model, tokens = small_gpt(pos_emb, **LLAMA_BLOCK), random_tokens(60).view(2, 30)
     model.train().loss(tokens[:, :-1], tokens[:, 1:]).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     model.eval()
