@@ -167,7 +167,7 @@ def test_a_gpu_without_fused_kernels():
     with SimulatedCuda(capability=(7, 0)) as device:
         hidden = cuda_model(settings_for("kerple_log")).hidden(torch.zeros(4, 512, dtype=torch.long, device="cuda"))
         hidden.sum().backward()
-        assert device.kernels["forward_kernel"] == 0
+        assert device.kernels["triton.forward_kernel"] == 0
         model = cuda_model(settings_for("kerple_log", "fused"))
         with pytest.raises(UserError, match=r"'fused'.*8\.0.*7\.0"):
             check_kernels(model, torch.device("cuda"), torch.bfloat16, training=True, report=print)

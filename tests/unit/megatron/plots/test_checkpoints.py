@@ -127,10 +127,6 @@ def test_layers_with_their_own_parameters_have_their_own_panels():
 LENGTH, HEADS, SIZE = 40, 4, 8
 
 
-def small_model(pos_emb: str, **options: object):
-    return small_gpt(pos_emb, seed=3, max_positions=16, pos_emb_options=options)
-
-
 def test_scores_of_grouped_heads_in_a_window():
     model = small_gpt("dape_kerple", num_kv_heads=2, use_qk_layernorm=True, sliding_window_width=4)
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
@@ -155,7 +151,7 @@ def test_scores_of_grouped_heads_in_a_window():
     ],
 )
 def test_scores_of_the_first_layer(pos_emb, options):
-    model = small_model(pos_emb, **options)
+    model = small_gpt(pos_emb, seed=3, max_positions=16, pos_emb_options=options)
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
     parts = query_scores(model, tokens)
 
@@ -183,8 +179,11 @@ def test_scores_of_the_first_layer(pos_emb, options):
     elif pos_emb == "dape_alibi":
         static = -(2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)).reshape(-1, 1) * distance
     elif pos_emb == "dape_fire":
-        static = parts.static.double().numpy()
-        assert static.shape == scores.shape
+        c, longest = abs(rpe["static.c"]), max(LENGTH - 1, abs(rpe["static.m"].item()) * 512)
+        hidden = rpe["static.first.weight"] * np.log1p(c * distance) / np.log1p(c * longest)
+        hidden = hidden + rpe["static.first.bias"][:, None]
+        hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
+        static = rpe["static.second.weight"] @ hidden + rpe["static.second.bias"][:, None]
         assert np.ptp(static) > 0
     if static is None:
         assert parts.static is None

@@ -151,10 +151,8 @@ def test_archives_of_source_files(tmp_path):
 
 
 def test_zip(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("folder/", "")
-        archive.writestr("folder/enwik8", KINDS["unicode"])
-        archive.writestr("b.jsonl", LINES)
+    members = {"folder/": b"", "folder/enwik8": KINDS["unicode"].encode(), "b.jsonl": LINES.encode()}
+    (tmp_path / "a.zip").write_bytes(zip_of(members, zipfile.ZIP_STORED))
     assert read_inputs(tmp_path / "a.zip") == [KINDS["unicode"], *TEXTS]
 
 
@@ -217,7 +215,7 @@ def test_parquet(tmp_path, monkeypatch):
     assert sorted(read for _, read, _ in states) == [read for _, read, _ in states]
     assert not any(has_other_columns for _, _, has_other_columns in states)
     rest = FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2))
-    assert list(read_texts(rest, DocumentOptions())) == TEXTS[6:] or len(states) != 3
+    assert list(read_texts(rest, DocumentOptions())) == TEXTS[6:]
 
 
 def test_parquet_error_names_the_row(tmp_path, monkeypatch):
@@ -285,8 +283,7 @@ def test_bombs(tmp_path, monkeypatch, name):
     monkeypatch.setattr(readers, "MAX_COMPRESSED_DOCUMENT", 1 << 20)
     content = bytes(40 << 20)
     if name.endswith(".zip"):
-        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("b.txt", content)
+        (tmp_path / name).write_bytes(zip_of({"b.txt": content}))
     elif ".tar" in name:
         (tmp_path / name).write_bytes(gzip.compress(tar_of({"b.txt": content})))
     else:

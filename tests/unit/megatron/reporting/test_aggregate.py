@@ -86,7 +86,6 @@ def test_paired_t_test(shift, random_seed):
     difference = first - second
     t = difference.mean() / (difference.std(ddof=1) / math.sqrt(5))
     p = 2 * stats.t.sf(abs(t), 4)
-    assert stats.ttest_rel(first, second).pvalue == pytest.approx(p)
     assert p_value(Series(first), Series(second)) == pytest.approx(p)
     assert significantly_better(Series(first), Series(second)) is bool(p < 0.05 and t < 0)
     assert significantly_better(Series(second), Series(first)) is bool(p < 0.05 and t > 0)

@@ -11,6 +11,7 @@ from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import LONG, quiet, random_tokens
 from tests.support.exported import export, load
+from tests.support.language_models import LLAMA
 
 IMPLEMENTATIONS = {
     "kerple_log": ("eager", "sdpa", "flex_attention"),
@@ -48,23 +49,14 @@ def test_every_implementation_with_padding(pos_emb, implementation):
 
 
 # The logits are compared before the model is written, too, but only without a cache.
-LLAMA = {
-    "norm": "rmsnorm",
-    "activation": "swiglu",
-    "num_kv_heads": 2,
-    "head_size": 12,
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_mlp": False,
-    "use_qk_layernorm": True,
-    "sliding_window_width": 20,
-}
+LLAMA_BLOCK = {**LLAMA, "head_size": 12, "sliding_window_width": 20}
 
 
 @pytest.mark.parametrize(("pos_emb", "implementation"), SOME)
 @torch.no_grad()
 @pytest.mark.quick(2)
 def test_llama_style_blocks(pos_emb, implementation):
-    model, path = export(pos_emb, **LLAMA)
+    model, path = export(pos_emb, **LLAMA_BLOCK)
     theirs = load(path, attn_implementation=implementation)
     tokens = random_tokens(1, TRAIN_LENGTH + 8)
     logits = model(tokens)
@@ -81,7 +73,7 @@ def test_other_blocks(tmp_path):
     model, path = export("alibi", **keys)
     tokens = random_tokens(1, LONG)
     assert (load(path)(tokens).logits - model(tokens)).abs().max() < 1e-4
-    for name, exported in (("alibi", (model, path)), ("kerple_log", export("kerple_log", **LLAMA))):
+    for name, exported in (("alibi", (model, path)), ("kerple_log", export("kerple_log", **LLAMA_BLOCK))):
         from_hugging_face(exported[1], tmp_path / name, with_tokenizer=False, report=quiet)
         assert torch.equal(load_model(tmp_path / name)[0](tokens), exported[0](tokens))
 
@@ -163,13 +155,17 @@ def test_output_attentions(pos_emb, implementation):
     states = layer.attention.query_key_value(layer.input_layernorm(output.hidden_states[0]))
     query, key, _ = states.view(2, TRAIN_LENGTH, 4, 3, 8).permute(3, 0, 2, 1, 4)
     distance = (torch.arange(TRAIN_LENGTH)[:, None] - torch.arange(TRAIN_LENGTH)).clamp(min=0).float()
-    p, a = (parameter[None].clamp(min=0.01) for name, parameter in method.named_parameters() if "bias" in name)
+    parameters = {name: parameter.clamp(min=0.01) for name, parameter in method.named_parameters()}
+    p, a = parameters["bias_p"], parameters["bias_a"]
     scores = query @ key.transpose(2, 3) / 8**0.5
     if pos_emb == "kerple_log":
         scores = scores - p * torch.log(1 + a * distance)
-        causal = torch.ones(TRAIN_LENGTH, TRAIN_LENGTH).tril().bool()
-        expected = scores.masked_fill(~causal, float("-inf")).softmax(dim=-1)
-        assert (output.attentions[0] - expected).abs().max() < 1e-5
+    else:
+        weight = torch.exp(-parameters["wei_a"] * distance ** parameters["wei_p"].clamp(max=2))
+        scores = scores * weight - a * distance ** p.clamp(max=2)
+    causal = torch.ones(TRAIN_LENGTH, TRAIN_LENGTH).tril().bool()
+    expected = scores.masked_fill(~causal, float("-inf")).softmax(dim=-1)
+    assert (output.attentions[0] - expected).abs().max() < 1e-5
     assert [part.shape for part in output.attentions] == [(2, 4, TRAIN_LENGTH, TRAIN_LENGTH)] * 2
     assert (output.attentions[1].sum(dim=-1) - 1).abs().max() < 1e-5
     assert len(output.hidden_states) == 3
