@@ -4,9 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.model.settings import Layout
 from tests.support.runs import metrics
 
 VOCABULARY = 512
@@ -19,17 +17,6 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "pipeline": {"num_gpus": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 2},
     "tensor": {"num_gpus": 2, "model_parallel_size": 2},
 }
-ONE_RANK = Layout(
-    rank=0,
-    world_size=1,
-    pipeline_size=1,
-    tensor_size=1,
-    data_size=1,
-    stage=0,
-    data_rank=0,
-    tensor_rank=0,
-    device=torch.device("cpu"),
-)
 # trained(folder, layout, **keys) trains in `folder` and returns the output of rank 0.
 Trained = Callable[..., str]
 

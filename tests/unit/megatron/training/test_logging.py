@@ -19,8 +19,8 @@ from megatron.config import Config
 from megatron.training.engine import Engine
 from megatron.training.logging import MAX_CONSECUTIVE_SKIPS, Logger, StepLog, profiled_steps
 from megatron.training.loop import train
+from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
-from tests.support.layouts import ONE_RANK
 from tests.support.runs import ROOT, metrics, trained, training_settings
 
 
@@ -106,9 +106,8 @@ def test_pauses_are_not_counted_as_training(monkeypatch):
 def test_the_mean_loss_after_a_resume_covers_all_steps_since_the_last_line(tmp_path, data_path):
     keys = {"log_interval": 4, "train_iters": 8, "save_interval": 8, "eval_iters": 0}
     trained(tmp_path / "uninterrupted", data_path, **keys)
-    resumed = training_settings(tmp_path / "resumed", data_path, **keys)
-    train(Config.from_flat({**resumed, "exit_interval": 6}))
-    train(Config.from_flat(resumed))
+    trained(tmp_path / "resumed", data_path, **keys, exit_interval=6)
+    trained(tmp_path / "resumed", data_path, **keys)
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "uninterrupted")
     assert list(metrics(tmp_path / "resumed")) == [4, 8]
 
@@ -141,9 +140,7 @@ def test_an_evaluation_does_not_write_to_save(tmp_path, data_path, wandb_offline
 def step_log(train_iters=1000, **precision):
     """The log of a run whose steps are given by `run`."""
     engine = SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0), grad_norm=1.0, loss_scale=None)
-    settings = {"pos_emb": "alibi", "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
-    settings |= {"max_position_embeddings": 8, "train_iters": train_iters, "train_micro_batch_size_per_gpu": 1}
-    config = Config.from_flat({**settings, **precision})
+    config = make_config(train_iters=train_iters, train_micro_batch_size_per_gpu=1, **precision)
     return StepLog(config, engine, None, lambda _: 0.0, TrainingState()), engine
 
 
@@ -237,7 +234,8 @@ def test_a_log_that_cannot_be_written_to(tmp_path, data_path, monkeypatch):
 
 
 def test_output_without_a_reader_asks_to_stop_once(tmp_path, data_path, monkeypatch):
-    received, logger = [], Logger(Config.from_flat(training_settings(tmp_path, data_path)), ONE_RANK)
+    config = Config.from_flat(training_settings(tmp_path, data_path))
+    received, logger = [], Logger(config, SimpleNamespace(is_main=True))
     monkeypatch.setattr(signal, "raise_signal", received.append)
     reader, writer = os.pipe()
     with open(writer, "w") as stream, contextlib.closing(logger):

@@ -5,12 +5,11 @@ import os
 
 import pytest
 
-from megatron.config import Config, UserError
+from megatron.config import UserError
 from megatron.training import loop, startup
-from megatron.training.loop import train
 from megatron.utils.processes import Lock
 from tests.support.errors import assert_rejected
-from tests.support.runs import metrics, trained, training_settings
+from tests.support.runs import metrics, trained
 
 
 @pytest.fixture
@@ -48,20 +47,18 @@ def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
 
 
 def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is_built):
-    settings = training_settings(tmp_path, data_path)
     with Lock(tmp_path / "checkpoints" / "run.lock", "held"):
-        assert_rejected(r"save: .*checkpoints; .*\(held by process \d+ on ", train, Config.from_flat(settings))
+        assert_rejected(r"save: .*checkpoints; .*\(held by process \d+ on ", trained, tmp_path, data_path)
         assert not (tmp_path / "logs" / "metrics.jsonl").exists()
         # A run that only evaluates needs no lock.
-        assert_rejected("contains no checkpoint", train, Config.from_flat({**settings, "train_iters": 0}))
+        assert_rejected("contains no checkpoint", trained, tmp_path, data_path, train_iters=0)
 
 
 @pytest.mark.parametrize("key", ["log_dir", "tensorboard_dir"])
 def test_two_runs_cannot_log_to_the_same_folder(key, tmp_path, data_path, nothing_is_built):
-    config = Config.from_flat(training_settings(tmp_path, data_path, **{key: str(tmp_path / "shared")}))
     message = rf"{key.replace('_', '-')}: .*shared.*process {os.getpid()}"
     with Lock(tmp_path / "shared" / "log.lock", "held"), pytest.raises(UserError, match=message):
-        train(config)
+        trained(tmp_path, data_path, **{key: str(tmp_path / "shared")})
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -75,12 +72,11 @@ def test_one_folder_in_two_spellings(tmp_path, data_path, monkeypatch):
 
 
 def test_a_finished_run_removes_what_a_killed_one_left(tmp_path, data_path):
-    settings = training_settings(tmp_path, data_path, train_iters=1, eval_iters=0)
-    train(Config.from_flat(settings))
+    trained(tmp_path, data_path, train_iters=1, eval_iters=0)
     expected = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     for name in (".global_step0.deleted", "global_step2.unfinished"):
         (tmp_path / "checkpoints" / name).mkdir()
-    train(Config.from_flat(settings))
+    trained(tmp_path, data_path, train_iters=1, eval_iters=0)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == expected
 
 

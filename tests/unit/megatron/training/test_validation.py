@@ -8,15 +8,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.config import Config
 from megatron.evaluation import evaluate_extrapolation
 from megatron.inference import load_model
-from megatron.training.loop import train
 from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
 from tests.support.language_models import random_tokens, small_gpt
 from tests.support.methods import methods_and_variants
-from tests.support.runs import metrics, trained, training_settings, weights
+from tests.support.runs import metrics, trained, weights
 
 LENGTHS = [16, 32, 128]
 CURVES = {"extrapolation_lengths": LENGTHS, "extrapolation_tokens": 1100}
@@ -108,8 +106,8 @@ def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
 
 
 def test_a_validation_text_that_is_too_short_is_an_error(tmp_path, data_path):
-    settings = training_settings(tmp_path, data_path, extrapolation_lengths=[32, 4096])
-    assert_rejected(r"text_document.*1,608.*32, 4096.*4,097", train, Config.from_flat(settings))
+    message = r"text_document.*1,608.*32, 4096.*4,097"
+    assert_rejected(message, trained, tmp_path, data_path, extrapolation_lengths=[32, 4096])
     assert not os.path.exists(tmp_path / "checkpoints")
 
 
