@@ -5,13 +5,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXForCausalLM
 
 from kerple.attention import AttentionMode, Span
 from kerple.positional.distance_maps import Clip
@@ -26,11 +25,13 @@ from megatron.inference import load_model
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.training.loop import train
+from tests.support.archives import zip_of
 from tests.support.checkpoints import write_checkpoint, write_corpus
 from tests.support.conversion import LONG, greedy, make_model, quiet, random_tokens
 from tests.support.errors import assert_rejected
+from tests.support.families import family_model
 from tests.support.release import checkpoints
-from tests.support.runs import ROOT, environment, training_settings
+from tests.support.runs import ROOT, environment, trained
 from tests.support.texts import KINDS, PYTHON
 from tools.datasets import preprocess_data
 
@@ -95,12 +96,8 @@ def test_an_exported_model_needs_only_torch_and_transformers(tmp_path):
 @pytest.fixture(scope="module")
 def pythia(tmp_path_factory) -> tuple[Path, GPTNeoXForCausalLM, Tokenizer]:
     """A Pythia-like folder, its model and its tokenizer."""
-    torch.manual_seed(0)
     folder, tokenizer = tmp_path_factory.mktemp("pythia"), train_bpe(KINDS.values(), 400)
-    sizes = {"vocab_size": tokenizer.get_vocab_size(), "hidden_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 32}
-    theirs = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).eval()
-    theirs.save_pretrained(folder)
+    theirs = family_model(folder, "pythia", vocab_size=tokenizer.get_vocab_size())
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder, theirs, tokenizer
 
@@ -171,11 +168,11 @@ def test_an_error_leaves_no_files(tmp_path):
 
 
 def zipped(source: Path, path: Path) -> Path:
-    with zipfile.ZipFile(path, "w") as opened:
-        for file in source.rglob("*"):
-            opened.write(file, Path("released") / file.relative_to(source))
-        opened.writestr("released/._latest", "as macOS adds for every file")
-        opened.writestr("released/global_step300/._layer_02-model_00-model_states.pt", "")
+    files = {f"released/{file.relative_to(source)}": file.read_bytes() for file in source.rglob("*") if file.is_file()}
+    files["released/global_step300/"] = b""
+    files["released/._latest"] = b"as macOS adds for every file"
+    files["released/global_step300/._layer_02-model_00-model_states.pt"] = b""
+    path.write_bytes(zip_of(files))
     return path
 
 
@@ -224,9 +221,7 @@ def test_a_rejected_archive_leaves_no_files(step, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ours")
-    data_path = write_corpus(folder, documents=40)
-    train(Config.from_flat(training_settings(folder, data_path, eval_iters=0)))
-    return folder / "checkpoints"
+    return trained(folder, write_corpus(folder, documents=40), eval_iters=0) / "checkpoints"
 
 
 def run_inspect(capsys, *arguments):

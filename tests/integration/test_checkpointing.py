@@ -1,6 +1,5 @@
 """Options of checkpoints in training runs: fallback, another precision."""
 
-import json
 import resource
 
 import pytest
@@ -12,6 +11,7 @@ from megatron.cli.evaluate import main as evaluate
 from megatron.cli.train import main as train_command
 from megatron.config import Config
 from megatron.training.loop import train
+from tests.support.checkpoints import write_yaml
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
 
@@ -62,8 +62,7 @@ def test_fallback_option_of_evaluate_and_train(tmp_path, data_path, capsys):
     settings = training_settings(tmp_path, data_path, train_iters=3, save_interval=1)
     trained(tmp_path, data_path, train_iters=3, save_interval=1)
     damage(tmp_path, 3)
-    config = tmp_path / "config.yml"
-    config.write_text(json.dumps(settings))
+    config = write_yaml(tmp_path / "config.yml", settings)
     with pytest.raises(CheckpointError, match=r"layer_03.*--fallback"):
         evaluate([str(config), "--lengths", "32"])
     capsys.readouterr()

@@ -1,6 +1,5 @@
 """Training as a user starts it: `python deepy.py train.py config.yml` on two ranks."""
 
-import json
 import os
 import pty
 import re
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
+from tests.support.checkpoints import write_yaml
 from tests.support.runs import ROOT, environment, metrics, run, start, trained, training_settings
 
 
@@ -67,9 +67,9 @@ def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
 @pytest.mark.ci
 def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked_scripts):
     """`timeout` sends it to the process group, but the run needs its data worker for the rest of the iteration."""
-    config = tmp_path / "config.yml"
     keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}
-    config.write_text(json.dumps(training_settings(tmp_path, data_path, gradient_accumulation_steps=8, **keys)))
+    settings = training_settings(tmp_path, data_path, gradient_accumulation_steps=8, **keys)
+    config = write_yaml(tmp_path / "config.yml", settings)
     process = subprocess.Popen(
         [sys.executable, "train.py", str(config)],
         cwd=ROOT,
@@ -93,8 +93,7 @@ def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked
 def test_a_closed_terminal_saves_a_checkpoint(words, tmp_path, data_path):
     """The kernel sends SIGHUP to train.py and its data worker, or to deepy.py. Later output to the terminal fails."""
     keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}
-    config = tmp_path / "config.yml"
-    config.write_text(json.dumps(training_settings(tmp_path, data_path, **keys)))
+    config = write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys))
     child, terminal = pty.fork()
     if child == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup of the test run ignores it

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import urllib.request
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, GPTNeoXForCausalLM
 from megatron.config.yaml_files import read_file
 from megatron.preparation import prepare
 from megatron.tokenizer.hugging_face import train_bpe
+from tests.support.archives import zip_of
 from tests.support.commands import make_checkout, run_here
 from tests.support.corpora import json_lines
 from tests.support.harness_tasks import use_offline_harness, write_tasks
@@ -72,8 +72,7 @@ def checkout(tmp_path_factory) -> Path:
     write_tasks(folder / "tasks")
     served = folder / "served" / "http:" / "mattmahoney.net" / "dc"
     served.mkdir(parents=True)
-    with zipfile.ZipFile(served / "enwik8.zip", "w") as archive:
-        archive.writestr("enwik8", PYTHON[:20_000])
+    (served / "enwik8.zip").write_bytes(zip_of({"enwik8": PYTHON[:20_000].encode()}))
     return folder
 
 

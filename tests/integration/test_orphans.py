@@ -3,7 +3,6 @@
 test_multi_host.py (slow) covers other hosts, test_preprocessing.py the workers of preprocessing.
 """
 
-import json
 import subprocess
 import sys
 
@@ -12,9 +11,10 @@ import pytest
 
 from megatron.checkpoint.directory import saved_iterations
 from tests.integration.test_launch import start_deepy
+from tests.support.checkpoints import write_yaml
 from tests.support.processes import wait_for
 from tests.support.runs import ROOT, environment, training_settings
-from tests.support.sweeps import write_sweep
+from tests.support.sweeps import start_sweep, write_sweep
 
 # A rank of the script below saves on SIGTERM, or never reacts to it and has a process of its own.
 SCRIPT = f"""
@@ -71,8 +71,7 @@ def test_deepy(delay, handler, sign, saved, tmp_path, forked_scripts):
 def test_data_workers(tmp_path, data_path, forked_scripts):
     """train.py without deepy.py, and its two data workers."""
     keys = {"train_iters": 100_000, "num_workers": 2, "eval_iters": 0, "save_interval": None}
-    settings = training_settings(tmp_path, data_path, **keys)
-    (tmp_path / "config.yml").write_text(json.dumps(settings))
+    write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys))
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "config.yml"],
         cwd=tmp_path,
@@ -88,13 +87,7 @@ def test_data_workers(tmp_path, data_path, forked_scripts):
 def test_sweep(tmp_path, forked_scripts):
     """`kerple sweep`, its `kerple train`, and the rank, which saves."""
     path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"]}, set={"train-iters": 100_000, "seed": 7})
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "kerple_command.py"), "sweep", str(path)],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_sweep(path)
     run = tmp_path / "out" / "runs" / "kerple_log"
     log = run / "logs" / "metrics.jsonl"
     wait_for(lambda: log.is_file() and log.stat().st_size)

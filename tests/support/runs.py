@@ -11,7 +11,7 @@ import torch
 
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.checkpoints import settings_of
+from tests.support.checkpoints import settings_of, write_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,8 +59,7 @@ def trained(folder: Path, data_path: str, **keys: object) -> Path:
 def start(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py") -> subprocess.Popen:
     """Start `python deepy.py SCRIPT config.yml ARGUMENTS` with its output in a pipe."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = folder / "config.yml"
-    config.write_text(json.dumps(settings))
+    config = write_yaml(folder / "config.yml", settings)
     command = [sys.executable, str(ROOT / "deepy.py"), script, str(config), *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,13 +1,11 @@
 """train.py: a run in this process, and errors as one line."""
 
-import json
-
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.cli.train import main
 from megatron.utils.command_line import run_main
-from tests.support.checkpoints import write_corpus
+from tests.support.checkpoints import write_corpus, write_yaml
 from tests.support.runs import training_settings
 
 
@@ -17,9 +15,7 @@ def config(tmp_path):
     data_path = write_corpus(tmp_path, documents=80)
 
     def write(**keys: object) -> str:
-        path = tmp_path / "config.yml"
-        path.write_text(json.dumps(training_settings(tmp_path, data_path, **keys)))
-        return str(path)
+        return str(write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys)))
 
     return write
 

@@ -17,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.loader import Loader, rank_samples
 from megatron.utils.errors import UserError
+from tests.support.checkpoints import write_corpus
 from tests.support.errors import assert_rejected
 
 
@@ -70,12 +71,7 @@ def test_batches_match_rank_samples(shared_train, micro, ranks, consumed):
 
 @pytest.fixture(scope="module")
 def shared_train(tmp_path_factory):
-    from megatron.preparation.indexed_writer import IndexedWriter
-
-    prefix = str(tmp_path_factory.mktemp("loader") / "corpus")
-    with IndexedWriter(prefix, 1000) as writer:
-        writer.add(np.random.default_rng(0).integers(0, 1000, 5000).astype(np.uint16), np.full(50, 100))
-        writer.finish()
+    prefix = write_corpus(tmp_path_factory.mktemp("loader"))
     return datasets_from_split(prefix, "1", (16, 16, 16), (300, 0, 0), SampleSettings(1000, 0, 1)).train
 
 

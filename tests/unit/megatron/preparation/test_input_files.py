@@ -104,18 +104,10 @@ def test_inputs_that_are_not_regular_files(tmp_path, capsys):
     (tmp_path / "loop").symlink_to(tmp_path)
     assert [Path(file.name).name for file in find_files([tmp_path])] == ["a.txt"]
     assert "skipped 3 links to folders, broken links, pipes, sockets or devices" in capsys.readouterr().err
+    (file,) = find_files([tmp_path / "a.txt"])
     (tmp_path / "a.txt").unlink()
-    (file,) = find_files_after_replacement(tmp_path / "a.txt")
+    os.mkfifo(tmp_path / "a.txt")
     assert_rejected("is not a regular file", list, FileCorpus([file]).chunks())
-
-
-def find_files_after_replacement(path):
-    """The files found before `path` is replaced by a FIFO."""
-    path.write_text("text")
-    files = find_files([path])
-    path.unlink()
-    os.mkfifo(path)
-    return files
 
 
 def test_files_of_other_types_are_counted(tmp_path, capsys):

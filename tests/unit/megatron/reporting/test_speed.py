@@ -2,12 +2,9 @@
 
 import json
 
-import pytest
-
 from megatron.reporting.speed import step_time_tables, step_times
 from megatron.reporting.training_log import read_log
 from tests.support.checkpoints import write_checkpoint
-from tests.support.errors import assert_rejected
 from tests.support.records import record
 
 
@@ -48,18 +45,3 @@ def test_published_step_times(tmp_path):
     assert table.columns == ("T5", "x")
     assert [[cell.text for cell in row.cells] for row in table.rows] == [["0.4500 ± 0.0707"] * 2, ["0.340", ""]]
     assert table.notes[-1] == 'Rows labeled "paper": KERPLE (arXiv 2205.09921), Table 4, on one A100.'
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"iteration": "5"}', r"metrics\.jsonl.*2: iteration.*'5'"),
-        ('{"iteration": 5, "train/tokens": Infinity}', "2: train/tokens"),
-    ],
-)
-def test_wrong_values_in_a_log(tmp_path, text, message):
-    log = tmp_path / "metrics.jsonl"
-    log.write_text(f"{line(5, 128.0)}\n{text}\n")
-    assert_rejected(message, read_log, log)
-    log.write_text(f'{line(5, 128.0)}\n{{"iter\n{{"iteration": 3, "train/loss": NaN}}\n')
-    assert read_log(log) == (2.0, 128.0)

@@ -1,6 +1,8 @@
 """Reading metrics.jsonl."""
 
-from megatron.reporting.training_log import parse_metrics, read_log
+import pytest
+
+from megatron.reporting.training_log import read_log
 from megatron.utils.files import METRICS
 from tests.support.errors import assert_rejected
 
@@ -13,5 +15,13 @@ def test_incomplete_lines_are_skipped(tmp_path):
     assert read_log(path) == (0.5, 4.0)
 
 
-def test_values_of_a_wrong_type():
-    assert_rejected("here: iteration must be an integer, not '4'", parse_metrics, b'{"iteration": "4"}', "here")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"iteration": "5"}', r"metrics\.jsonl.*2: iteration must be an integer, not '5'"),
+        (b'{"iteration": 5, "train/tokens": Infinity}', "2: train/tokens"),
+    ],
+)
+def test_values_of_a_wrong_type(line, message, tmp_path):
+    (tmp_path / METRICS).write_bytes(STEP + line + b"\n")
+    assert_rejected(message, read_log, tmp_path / METRICS)

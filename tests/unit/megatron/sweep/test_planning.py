@@ -1,18 +1,19 @@
 """The runs of a sweep and their state."""
 
 import json
-import re
 import shutil
 import time
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from megatron.config import UserError
-from megatron.data.indexed_dataset import Manifest, write_manifest
+from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import State, plan
 from tests.support.checkpoints import write_corpus
+from tests.support.corpora import manifest_of
 from tests.support.errors import assert_rejected
 from tests.support.runs import ROOT
 from tests.support.sweeps import write_sweep
@@ -157,13 +158,8 @@ def build_data_again(prefix, *, manifest):
     if not manifest:
         write_corpus(prefix.parent, documents=50)
         return
-    values = {
-        **dict.fromkeys(("documents", "tokens", "largest_id", "vocab_size"), 1),
-        **dict.fromkeys(("skipped_empty", "skipped_bad", "skipped_other"), 0),
-        **dict.fromkeys(("dtype", "tokenizer", "tokenizer_fingerprint", "key"), "a"),
-    }
-    sha256 = f"{time.monotonic_ns():064x}"
-    write_manifest(prefix, Manifest(**values, text_bytes=1, sha256=sha256, append_eod=True, ftfy=False, inputs=[]))
+    manifest = manifest_of(open_indexed_files(str(prefix)), largest_id=1)
+    write_manifest(prefix, replace(manifest, sha256=f"{time.monotonic_ns():064x}"))
 
 
 @pytest.mark.parametrize("manifest", [False, True])
@@ -253,10 +249,3 @@ def test_the_sweep_with_and_without_document_masks(monkeypatch):
     ]
     assert set(settings) == set(product((1235, 1236, 1237), ("kerple_log", "alibi"), (True, False)))
     assert {run.config.data.train_data_paths for run in runs} == {("data/debian_c/pieces_text_document",)}
-
-
-def test_a_damaged_journal_is_named(sweep):
-    sweep()
-    journal = sweep.runs / "alibi" / "7" / "evaluation" / "evaluated.json"
-    journal.write_text(journal.read_text()[:-3])
-    assert re.search(r"failed: alibi/7 in preparation: .*evaluated\.json", sweep(status=1))

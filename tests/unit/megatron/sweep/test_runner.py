@@ -179,6 +179,7 @@ def test_a_run_with_damaged_files_fails_alone(sweep):
     # The failures come first, in case that the report fails.
     failed, _, report = output.partition("note: run kerple_log/7 is not in the report: ")
     assert re.search(r"failed: alibi/7 in preparation: .*latest: names 'global_step9', which does not exist", failed)
+    assert re.search(r"failed: kerple_log/7 in preparation: .*evaluated\.json", failed)
     assert "failed: alibi/13 in training" in failed
     assert "note: run alibi/7 is not in the report: " in report
     assert "report of 2 of 6 runs" in report

@@ -92,10 +92,7 @@ def test_user_errors_do_not_show_secrets(capsys, monkeypatch):
 
 def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-
-    def fail():
-        raise UserError("what is wrong")
-
+    fail = raising(UserError("what is wrong"))
     assert run_main(fail) == 2
     assert capsys.readouterr().err == "error: what is wrong\n"
     monkeypatch.setenv("RANK", "3")
@@ -106,12 +103,9 @@ def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
 
 
 def test_an_error_that_another_rank_prints_is_not_repeated(capsys):
-    def main() -> None:
-        error = UserError("what is wrong")
-        error.printed_by_other_rank = True
-        raise error
-
-    assert run_main(main) == 2
+    error = UserError("what is wrong")
+    error.printed_by_other_rank = True
+    assert run_main(raising(error)) == 2
     assert capsys.readouterr().err == ""
 
 
