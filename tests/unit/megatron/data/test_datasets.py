@@ -116,11 +116,9 @@ def test_shares_of_a_blend(tmp_path, write_corpus, settings):
 def test_blends_in_general(weights, samples, fewer):
     """Every prefix of a blend has the requested shares, positions are consecutive, and a shorter blend is a prefix."""
     parts = [
-        SimpleNamespace(name=str(n), order=str(n), settings=None, sample=lambda at, n=n: (n, at)) for n in range(6)
+        SimpleNamespace(name=str(n), order=str(n), settings=None, sample=lambda position, n=n: (n, position))
+        for n in range(len(weights))
     ]
-    for number, part in enumerate(parts):
-        part.sample = lambda position, number=number: (number, position)
-    parts = parts[: len(weights)]
     blend = BlendedParts(parts, weights, samples)
     drawn = [blend[index] for index in range(samples)]
     counts = np.zeros(len(parts), dtype=int)

@@ -45,11 +45,6 @@ def test_stream_contains_no_training_document(numbered):
     assert validated_on <= stream
 
 
-def test_errors(numbered, tmp_path):
-    assert_rejected(r"leaves no documents for test", part_tokens, numbered, "9,1,0", "test")
-    assert_rejected(r"no data at .*absent", part_tokens, str(tmp_path / "absent"))
-
-
 def test_stream_of_a_configuration(configuration, numbered, corpus):
     config = configuration(data_path=numbered, split="1,1")
     expected = part_tokens(numbered, "1,1")

@@ -110,11 +110,6 @@ def test_the_end_of_document_token_ends_a_row():
     assert all(row.message is None and row.duration_seconds > 0 for row in results)
 
 
-def test_without_an_end_of_document_token():
-    results = generate(counting_up, [[7]], maximum_tokens=6, recompute=True)[0]
-    assert (results.tokens, results.finished) == ([8, 9, 10, 11, 12, 13], False)
-
-
 def test_rows_that_end_early_do_not_change_the_others():
     model = small_gpt("kerple_power_ap_ap").double()
     free = generate(model, PROMPTS, maximum_tokens=25, **SAMPLED)

@@ -81,11 +81,6 @@ def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, 
     assert len(methods) == 1
 
 
-def test_overrides():
-    _, config = load_model(checkpoints("kerple_log"), overrides={"attention-backend": "reference"})
-    assert config.model.attention_backend == "reference"
-
-
 def test_a_malicious_layer_file(copy, tmp_path):
     folder, step = copy()
     file = step / "layer_03-model_00-model_states.pt"
@@ -106,20 +101,11 @@ def test_code_named_by_a_checkpoint_does_not_run(copy, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("hidden-size", 64, "128, 32.*64"),
-        ("num-layers", 3, "num-layers"),
-        ("pos-emb", "alibi", r"attention\.rpe\.bias_"),
-        ("pos-emb", "rpe", r"attention\.rpe\.weight"),
-    ],
-)
-def test_differences_from_the_configuration_are_named(key, value, message, copy):
+def test_differences_from_the_configuration_are_named(copy):
     folder, step = copy()
     config = step / "configs" / "train.yml"
-    config.write_text(json.dumps({**json.loads(config.read_text()), key: value}))
-    with pytest.raises(CheckpointError, match=message):
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden-size": 64}))
+    with pytest.raises(CheckpointError, match=r"128, 32.*64"):
         load_model(folder)
 
 

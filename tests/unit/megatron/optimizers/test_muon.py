@@ -44,11 +44,6 @@ def test_each_part_updates_its_parameters_like_torch():
         torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-6)
 
 
-def test_muon_rejects_other_shapes():
-    with pytest.raises(ValueError, match="2D"):
-        MuonWithAdam([{"params": [torch.nn.Parameter(torch.ones(3))], "matrices": True}], **OPTIONS)
-
-
 @pytest.mark.parametrize("matrices", [True, False])
 def test_one_part_is_enough(matrices):
     weight = torch.nn.Parameter(torch.eye(2))
