@@ -122,6 +122,7 @@ class Layout:
         if has_documents:
             if isinstance(cache, ModeCache):
                 ids, positions = cache.kept(ids, positions)
+                places = None  # the last ones
             layout.documents = Documents(ids, positions, places)
         return layout
 
