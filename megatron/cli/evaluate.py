@@ -28,6 +28,7 @@ from megatron.cli.model_options import (
     load,
     parse_with_checkpoint,
     saved_config,
+    tokenizer_files,
 )
 from megatron.config import Config, UserError
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
@@ -126,8 +127,9 @@ def _evaluate(
     for protocol in options.protocol:
         if options.tokens is not None and not protocol.uses_budget:
             report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
-    text = _read_text(config, options, report)
-    prompts = Prompts(TokenizerFiles.of(config).build()) if options.passkey else None
+    tokenizer = _build_tokenizer(models, config, options, report)
+    text = _read_text(config, tokenizer, options)
+    prompts = Prompts(tokenizer) if options.passkey and tokenizer is not None else None
     planned, not_measured = _plan(models, text, prompts, options, report)
     records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
     measurements(records, "extrapolation", "loss")  # rejects two checkpoints with the same method and seed
@@ -254,15 +256,9 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
         # A single checkpoint must match the configuration. For several, it only defines the text and the lengths.
         saved = saved_config(step, config, options, check=len(folders) == 1)
         first = models[0].saved if models else saved
-        if options.text is not None and models:
-            fingerprints = [TokenizerFiles.of(each).build().fingerprint for each in (first, saved)]
-            if fingerprints[0] != fingerprints[1]:
-                raise UserError(
-                    f"--text: {folder} has another tokenizer than {folders[0]}; evaluate them in separate runs"
-                )
-        elif options.from_checkpoint:
+        if options.from_checkpoint and options.text is None:
             # `config` is that of the first checkpoint with --set applied.
-            for key in ("data_path", "split", "valid_data_paths"):
+            for key in ("data_path", "split", f"{options.split}_data_paths"):
                 first_value, value = getattr(first.data, key), getattr(saved.data, key)
                 if first_value != value and first_value == getattr(config.data, key):
                     raise UserError(
@@ -293,15 +289,37 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
     return models
 
 
-def _read_text(config: Config, options: argparse.Namespace, report: Callable[[str], None]) -> Text:
-    """The text of --text, or of the split. Its `bos` is that of --bos."""
-    tokenizer = None
+def _build_tokenizer(
+    models: Sequence[EvaluatedModel], config: Config, options: argparse.Namespace, report: Callable[[str], None]
+) -> Tokenizer | None:
+    """The tokenizer that the user's configuration names, or else the first checkpoint's; None if it cannot be read and
+    no option needs it. Raises UserError if one needs it, or a checkpoint has another one.
+    """
+    files = tokenizer_files(config, models[0].saved)
     try:
-        tokenizer = TokenizerFiles.of(config).build()
+        tokenizer = files.build()
     except UserError as error:
-        if options.text is not None or options.bos == "always":
+        if options.text is not None or options.passkey or options.bos == "always":
             raise
-        report(f"bits per byte is not measured: {error}")
+        report(f"bits per byte is not measured: {error}; no token is put before the texts (--bos)")
+        return None
+    for model in models:
+        own = TokenizerFiles.of(model.saved)
+        try:
+            is_other = own != files and own.build().fingerprint != tokenizer.fingerprint
+        except UserError:  # its files are elsewhere, so nothing is known about it
+            continue
+        if is_other:
+            raise UserError(
+                f"{model.folder}: its tokenizer ({own.tokenizer_type} {own.vocab_file or ''}) is not the one in use "
+                f"({files.tokenizer_type} {files.vocab_file or ''}); evaluate it in a run of its own, without keys of "
+                "another tokenizer"
+            )
+    return tokenizer
+
+
+def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Namespace) -> Text:
+    """The text of --text, or of the split. Its `bos` is that of --bos."""
     bos = None
     if tokenizer is not None and options.bos != "never":
         bos = tokenizer.first if options.bos == "always" else tokenizer.bos

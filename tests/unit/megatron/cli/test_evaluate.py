@@ -203,6 +203,38 @@ def test_several_checkpoints_require_an_output_folder_and_the_same_data(tmp_path
     assert {row["pos_emb"] for row in rows_in(tmp_path / "report")} == {"kerple_log", "alibi"}
 
 
+def test_checkpoints_with_another_tokenizer_are_rejected(tmp_path, checkpoints, data, configuration):
+    train_bpe(["a text"] * 3, 270).save(str(tmp_path / "tokenizer.json"))
+    keys = {"tokenizer_type": "HFTokenizer", "vocab_file": str(tmp_path / "tokenizer.json")}
+    write_checkpoint(tmp_path / "other", "alibi", data, **keys)
+    folders = [str(checkpoints["kerple_log"][0]), str(tmp_path / "other")]
+    (tmp_path / "text.txt").write_text("a text" * 99)
+    words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "report")]
+    for options in (
+        ["--checkpoint", *folders],
+        [configuration(), "--checkpoint", *folders],
+        [configuration(), "--checkpoint", *folders, "--text", str(tmp_path / "text.txt")],
+    ):
+        assert_rejected("other.*tokenizer.*HFTokenizer.*CharLevelTokenizer", main, [*options, *words])
+    # A configuration without a tokenizer has that of the checkpoint.
+    keys = {key: value for key, value in settings_of("alibi", data).items() if key != "tokenizer_type"}
+    settings = str(write_yaml(tmp_path / "data.yml", keys))
+    main([settings, "--checkpoint", folders[1], "--text", str(tmp_path / "text.txt"), *words])
+    (row,) = rows_in(tmp_path / "report")
+    assert row["bits_per_byte"] is not None
+
+
+def test_each_of_several_checkpoints_keeps_its_options(tmp_path, data):
+    scaling = {"scaling": "linear", "factor": 4}
+    write_checkpoint(tmp_path / "plain", "rotary", data)
+    write_checkpoint(tmp_path / "scaled", "rotary", data, pos_emb_options=scaling)
+    settings = str(write_yaml(tmp_path / "common.yml", settings_of("rotary", data)))
+    folders = [str(tmp_path / "plain"), str(tmp_path / "scaled")]
+    main([settings, "--checkpoint", *folders, "--lengths", "64", "--output", str(tmp_path / "report")])
+    methods = [row["pos_emb"] for row in rows_in(tmp_path / "report")]
+    assert methods == ["rotary", "rotary (scaling linear, factor 4)"]
+
+
 def test_invalid_option_values(configuration, capsys):
     with pytest.raises(SystemExit):
         main([configuration(), "--lengths", "12", "0"])
@@ -371,15 +403,14 @@ def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
     assert rows_in(output)[0]["loss"] > 0
 
 
-def test_the_token_at_the_beginning(tmp_path, monkeypatch):
+def test_the_token_at_the_beginning(tmp_path):
     """Without a token of the tokenizer, `always` chooses its end-of-document token."""
     train_bpe(["a text"] * 3, 270).save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
-    monkeypatch.setattr(evaluate.TokenizerFiles, "of", lambda config: argparse.Namespace(build=lambda: tokenizer))
     (tmp_path / "text.txt").write_text("a text")
     eod = tokenizer.eod
     for bos, choices in ((5, {"auto": 5, "always": 5, "never": None}), (None, {"always": eod})):
         tokenizer.bos = bos
         for choice, token in choices.items():
             options = argparse.Namespace(text=tmp_path / "text.txt", bos=choice)
-            assert evaluate._read_text(None, options, print).bos == token
+            assert evaluate._read_text(None, tokenizer, options).bos == token
