@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kerple.positional import method_class, registered_names
+from kerple.positional.rotary import SCALINGS
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.schema.model import ModelConfig
@@ -90,6 +91,9 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
     def options(config: ModelConfig) -> dict[str, object]:
         method = method_class(before.pos_emb)
         complete = {**method.default_options(), **config.positional_options}
+        uses_length = "trained_length" in SCALINGS.get(str(complete.get("scaling")), ())
+        if not evaluation and uses_length and complete["trained_length"] is None:
+            complete["trained_length"] = config.max_position_embeddings
         return method.trained_options(**complete) if evaluation else complete
 
     settings: list[tuple[str, object, object]] = []

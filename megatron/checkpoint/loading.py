@@ -137,16 +137,19 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
 
 
 def resumable_config(config: Config) -> Config | None:
-    """The configuration that resumes this run from `save`; None if `save` has no checkpoints, or if it is the folder
-    that `load` names anyway. The configuration in the latest checkpoint tells whether the run is the same: it was
+    """The configuration that resumes this run from `save`; None if `save` has no checkpoints, or if the run loads the
+    latest of them anyway. The configuration in the latest checkpoint tells whether the run is the same: it was
     started with the same `load`, `iteration` and `finetune`.
 
     Raises CheckpointError if `save` contains checkpoints of another run, which this one would overwrite. With
     `finetune`, they may be in the folder that `load` names: then they are those to start from.
     """
     settings = config.checkpoint
-    same_folder = _same_folder(settings.save, settings.load)
-    if settings.save is None or not looks_like_checkpoint(settings.save) or (same_folder and not settings.finetune):
+    is_same = same_folder(settings.save, settings.load)
+    if settings.save is None or not looks_like_checkpoint(settings.save):
+        return None
+    is_special = settings.finetune or settings.no_load_optim or settings.no_load_rng or settings.iteration is not None
+    if is_same and not is_special:
         return None
     saved, problem = None, ""
     try:
@@ -157,7 +160,7 @@ def resumable_config(config: Config) -> Config | None:
         # The state that it left out when it started is not to be left out again.
         left_out = {key: getattr(settings, key) and not getattr(saved, key) for key in ("no_load_optim", "no_load_rng")}
         return config.updated(load=settings.save, finetune=False, iteration=None, **left_out)
-    if same_folder:
+    if is_same:
         return None
     if not problem:
         iteration = "" if settings.iteration is None else f", iteration: {settings.iteration}"
@@ -172,11 +175,11 @@ def resumable_config(config: Config) -> Config | None:
 
 def _starts_like(saved: CheckpointConfig, settings: CheckpointConfig) -> bool:
     """Whether two runs start from the same checkpoint in the same way, or both from scratch."""
-    same_load = saved.load == settings.load or _same_folder(saved.load, settings.load)
+    same_load = saved.load == settings.load or same_folder(saved.load, settings.load)
     return same_load and (saved.finetune, saved.iteration) == (settings.finetune, settings.iteration)
 
 
-def _same_folder(first: str | None, second: str | None) -> bool:
+def same_folder(first: str | None, second: str | None) -> bool:
     return first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
 
 
@@ -246,7 +249,7 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
 
     # Where the run continues. In a new folder, it has no earlier checkpoints.
     state = TrainingState(**saved["training"])
-    if not _same_folder(settings.load, settings.save):
+    if not same_folder(settings.load, settings.save):
         state.lineage = []
 
     # A different number of ranks or samples per step is allowed.

@@ -99,11 +99,13 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
 
 
 def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_scale: bool) -> None:
-    """Restore the counters of DeepSpeed's engine from `run_state`, and a dynamic loss scale if `loss_scale`."""
+    """Restore the counters of DeepSpeed's engine from `run_state`, and with `loss_scale` a dynamic loss scale, unless
+    the saved one was constant.
+    """
     for name in COUNTERS:
         setattr(engine.deepspeed, name, saved["counters"][name])
     scaler = getattr(engine.deepspeed.optimizer, "loss_scaler", None)
-    if loss_scale and getattr(scaler, "dynamic", False):
+    if loss_scale and getattr(scaler, "dynamic", False) and "cur_iter" in saved["loss_scaler"]:
         for name, value in saved["loss_scaler"].items():
             setattr(scaler, name, value)
 

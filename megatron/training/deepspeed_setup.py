@@ -92,10 +92,12 @@ class PatchedEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
-        """Clip fp32 gradients without ZeRO by the norm of the whole model, and record the norm for the log.
+        """Clip fp32 gradients without ZeRO by the norm of the whole model, and record the norm for the log. Gradients
+        that are not finite are removed, so that the optimizer skips the step.
 
         Upstream: `deepspeed.runtime.utils.clip_grad_norm_` counts only the parameters of model-parallel rank 0, which
-        in a pipeline are those of the first stage, and discards the norm. The ZeRO and bf16 optimizers do neither.
+        in a pipeline are those of the first stage, and discards the norm; the step is not skipped. The ZeRO and bf16
+        optimizers do none of this.
         """
         tensor_rank = self.mpu.get_slice_parallel_rank() if self.mpu is not None else 0
         gradients, counted = [], []
@@ -108,10 +110,12 @@ class PatchedEngine(DeepSpeedEngine):
             )
             if not is_copy:
                 counted.append(parameter.grad)
-        norm = global_norm(counted, self.mpu)
+        norm = self._global_grad_norm = global_norm(counted, self.mpu)
+        if not torch.isfinite(norm):
+            self.zero_grad()
+            return
         scale = (self.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale)
-        self._global_grad_norm = norm
 
 
 class PatchedPipelineEngine(PatchedEngine, PipelineEngine):

@@ -18,6 +18,7 @@ from megatron.checkpoint.loading import (
     load_checkpoint,
     locate_checkpoint,
     resumable_config,
+    same_folder,
 )
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
@@ -70,16 +71,20 @@ class Start:
     Attributes:
         source: the configuration that says which weights to load; that of the run, unless it resumes from `save`.
         checkpoint: the folder of one iteration; None: initial weights.
+        branch: the iteration of `save` from which the run branched off, before it was resumed; or infinity.
     """
 
     source: Config
     checkpoint: Path | None
     iteration: int
     vocab_size: int
+    branch: float
 
     def lineage_of(self, state: TrainingState) -> list[int] | None:
-        """The earlier iterations of the run of the loaded state; None if this is a new run."""
-        return None if self.source.checkpoint.finetune else state.lineage
+        """The earlier iterations of the run of the loaded state, up to a branch; None if this is a new run."""
+        if self.source.checkpoint.finetune:
+            return None
+        return [iteration for iteration in state.lineage if iteration <= self.branch]
 
 
 def build_trainer(config: Config, layout: Layout, logger: Logger, resources: contextlib.ExitStack) -> "Trainer":
@@ -153,7 +158,10 @@ def _find_start(
             f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of {checkpoint}; raise "
             "train-iters to continue it, or set train-iters: 0 to evaluate it"
         )
-    return Start(source, checkpoint, iteration, vocab_size)
+    settings, branch = config.checkpoint, math.inf
+    if settings.iteration is not None and same_folder(settings.load, settings.save):
+        branch = settings.iteration
+    return Start(source, checkpoint, iteration, vocab_size, branch)
 
 
 def _lock_and_resume(config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]) -> Config:
@@ -375,7 +383,7 @@ class Trainer:
             log.check(self.state.iteration)
             # The loss of random tokens, with the weights after the last step.
             engine, generator = self.engine, torch.Generator().manual_seed(self.config.training.seed)
-            shape = engine.micro_batch, engine.seq_length + 1
+            shape = engine.micro_batch, (self.config.training.seq_length_val or engine.seq_length) + 1
             tokens = torch.randint(engine.settings.padded_vocab_size, shape, generator=generator)
             batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
             if not math.isfinite(engine.validate(iter([batch]), 1)):

@@ -80,6 +80,15 @@ def test_a_dynamic_loss_scale_continues(tmp_path, data_path):
         copy_checkpoint(tmp_path / "first", folder, 6)
         trained(folder, data_path, fp16=first | keys, eval_iters=0, train_iters=7)
         assert metrics(folder, "train/loss_scale")[7] == scale
+    trained(tmp_path / "bf16", data_path, precision="bfloat16", zero_optimization={"stage": 2}, eval_iters=0)
+    trained(tmp_path / "bf16", data_path, fp16=first, zero_optimization={"stage": 2}, eval_iters=0, train_iters=7)
+    assert metrics(tmp_path / "bf16", "train/loss_scale")[7] == 2**8
+
+
+def test_checkpoints_of_a_run_that_validates_at_a_shorter_length(tmp_path, data_path):
+    options = {"random_range": 128}
+    trained(tmp_path, data_path, pos_emb="rotary", pos_emb_options=options, seq_length_val=8, train_iters=2)
+    assert saved_iterations(tmp_path / "checkpoints") == [2]
 
 
 def test_extra_checkpoints(tmp_path, data_path):
@@ -111,6 +120,20 @@ def test_a_branch_of_a_run_replaces_its_later_checkpoints(finished_run, tmp_path
     trained(tmp_path, data_path, eval_iters=0, iteration=3, optimizer={"type": "Adam", "params": {"lr": 0.001}})
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
     assert metrics(tmp_path, "train/learning_rate")[6] < 0.001
+
+
+@pytest.mark.parametrize("keys", [{"iteration": 3}, {"no_load_optim": True}])
+def test_the_same_command_resumes_a_branch(keys, finished_run, tmp_path, data_path):
+    """Although it loads the folder that it saves to."""
+    keys = {**keys, "eval_iters": 0, "save_interval": 1, "train_iters": 8}
+    trained(tmp_path, data_path, **keys, exit_interval=7 if "no_load_optim" in keys else 4)
+    trained(tmp_path, data_path, **keys, exit_interval=7)
+    trained(tmp_path, data_path, **keys)
+    first = 3 if "iteration" in keys else 6
+    assert saved_iterations(tmp_path / "checkpoints") == sorted({3, *range(first, 9)})
+    losses = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+    steps = [line["iteration"] for line in losses if "train/loss" in line]
+    assert steps == [*range(1, 7), *range(first + 1, 9)], "no step is repeated"
 
 
 def test_a_finished_run_is_not_trained_again(finished_run, tmp_path, data_path, capsys):

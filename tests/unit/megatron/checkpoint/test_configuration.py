@@ -55,6 +55,12 @@ def test_position_options_that_evaluation_may_change():
     (difference,) = model_differences(plain, linear)
     assert "the options of pos_emb" in difference
     assert model_differences(plain, linear, evaluation=True) == []
+    # The default of trained_length is the length of the run.
+    yarn, longer = {"scaling": "yarn", "factor": 4}, settings_of("rotary", "nowhere", max_position_embeddings=128)
+    assert "trained_length" in str(
+        model_differences(configuration("rotary", **yarn), Config.from_flat({**longer, "pos_emb_options": yarn}))
+    )
+    assert model_differences(linear, Config.from_flat({**longer, "pos_emb_options": scaling})) == []
     assert model_differences(configuration("kerple_log"), configuration("kerple_log", parameters="shared")) == []
     assert model_differences(
         configuration("kerple_log"), configuration("kerple_log", parameters="per-layer"), evaluation=True

@@ -56,6 +56,26 @@ def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_p
     assert norms == pytest.approx([clipping] * 6 if clipping else logged, rel=1e-5)
 
 
+@pytest.mark.parametrize("optimizer", ["Adam", "Muon"])
+def test_a_step_whose_gradient_is_not_finite_is_skipped_in_fp32(optimizer, tmp_path, data_path, monkeypatch):
+    step, weights = Engine.train_step, []
+
+    def with_nan_in_step_3(engine, *arguments):
+        parameter = engine.model.blocks[0].attention.query_key_value.weight
+        handle = parameter.register_hook(lambda gradient: gradient * (torch.nan if len(weights) == 2 else 1.0))
+        loss = step(engine, *arguments)
+        handle.remove()
+        weights.append([parameter.detach().clone() for parameter in engine.model.parameters()])
+        return loss
+
+    monkeypatch.setattr(Engine, "train_step", with_nan_in_step_3)
+    keys = {"type": optimizer, "params": {"lr": 0.001}}
+    trained(tmp_path, data_path, optimizer=keys, save=None, load=None)
+    assert all(map(torch.equal, weights[2], weights[1]))
+    assert not any(map(torch.equal, weights[3], weights[2]))
+    assert metrics(tmp_path, "train/skipped_steps")[6] == 1
+
+
 @pytest.mark.parametrize(("clipping", "tolerance"), [(0.25, 5e-4), (0.0, 1e-6)])
 @pytest.mark.quick(1)
 def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path, data_path, monkeypatch):
