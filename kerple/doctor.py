@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default: 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a file")
     options = parser.parse_args(argv)
-    if any(size < 2 or size % 2 for size in options.head_size):
-        parser.error("--head-size: rotary methods need even head sizes")
+    if any(size < 4 or size % 2 for size in options.head_size):
+        parser.error("--head-size: rotary methods need even head sizes of at least 4")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least 1")
     if options.json is not None and not options.json.resolve().parent.is_dir():

@@ -294,14 +294,15 @@ class AttentionCall:
         """What `validate` and the choice of a backend depend on: equal for calls that need no other decision."""
         query, key, value, tables = self.query, self.key, self.value, self.tables
         inputs = (query, key, value, tables.bias, tables.weight, self.decay_sums)
-        optional = [*inputs[3:], tables.scores]
+        ids = None if self.documents is None else self.documents.ids
+        optional = [*inputs[3:], tables.scores, ids, self.key_mask]
         for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
             optional += [None, None] if jacobian is None else [jacobian.coefficients, jacobian.directions]
         return (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
             *[getattr(tensor, "shape", None) for tensor in optional],
             torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
-            *(self.span, self.scale, self.dropout_p, self.documents is not None, self.key_mask is not None),
+            *(self.span, self.scale, self.dropout_p, None if self.key_mask is None else self.key_mask.dtype),
         )
 
     def validate(self) -> "AttentionCall":

@@ -37,10 +37,14 @@ DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs t
 HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
 
 
+NO_DIRECTIONS = ((0, False), (0, False))
+
+
 class Variant(NamedTuple):
     """What determines the kernels of a call, besides the device.
 
-    directions: coefficients per head that have a jacobian, of bias and weight.
+    directions: coefficients per head that have a jacobian, and whether the table has a gradient of its own, of bias and
+        weight.
     grouped: query heads share key/value heads.
     aligned: the numbers of queries and keys are multiples of ALIGNMENT.
     """
@@ -50,7 +54,7 @@ class Variant(NamedTuple):
     bias: bool
     weight: bool
     decay: bool
-    directions: tuple[int, int]
+    directions: tuple[tuple[int, bool], tuple[int, bool]]
     window: bool
     grouped: bool
     documents: bool
@@ -60,7 +64,7 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, call: AttentionCall) -> "Variant":
         gradients = call.requirements.training
-        directions = (0, 0)
+        directions = NO_DIRECTIONS
         if gradients:
             directions = (_coefficients(call.tables.bias_jacobian), _coefficients(call.tables.weight_jacobian))
         return cls(
@@ -84,8 +88,8 @@ class Variant(NamedTuple):
         return ", ".join(parts if self.aligned else [*parts, f"lengths that are not multiples of {ALIGNMENT}"])
 
 
-def _coefficients(jacobian: TableJacobian | None) -> int:
-    return 0 if jacobian is None else jacobian.coefficients.shape[1]
+def _coefficients(jacobian: TableJacobian | None) -> tuple[int, bool]:
+    return (0, False) if jacobian is None else (jacobian.coefficients.shape[1], jacobian.dense > 0)
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def ensure_checked(
     if verdict.failure is not None:
         reject(variant.dtype, variant.head_size, f"{verdict.failure} ({subject})")
     else:
-        forward = variant._replace(directions=(0, 0), gradients=False)
+        forward = variant._replace(directions=NO_DIRECTIONS, gradients=False)
         _passed.update({(device, variant), (device, forward)})
     return verdict
 

@@ -173,11 +173,10 @@ class Randomized(PositionalMethod):
         return None
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
-        # `lookahead` adds masked keys after the last query, for which there may be no position.
-        key_positions = chunk.key_positions
-        if chunk.causal:
-            key_positions = key_positions.clamp(max=int(chunk.query_positions[-1]))
-        key_positions = self.sampled(key_positions)
+        # `lookahead` adds masked keys after the last query, for which there may be no position: they count on.
+        last = int((chunk.query_positions if chunk.causal else chunk.key_positions)[-1])
+        beyond = (chunk.key_positions - last).clamp(min=0)
+        key_positions = self.sampled(chunk.key_positions.clamp(max=last)) + beyond
         chunk = replace(chunk, query_positions=self.sampled(chunk.query_positions), key_positions=key_positions)
         if "modify_scores" in self.plain.hooks:
             return super().modify_scores(chunk)

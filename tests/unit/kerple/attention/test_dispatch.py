@@ -9,6 +9,7 @@ import torch
 from kerple.attention import (
     Attention,
     AttentionMode,
+    Documents,
     PositionTables,
     Requirements,
     Span,
@@ -115,6 +116,18 @@ def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
     plain = Attention("auto", build("rotary", SHAPE))
     assert plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64))
     assert not plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64), plain=True)
+
+
+def test_masks_of_later_calls_are_checked():
+    attention, states = Attention("auto", build("kerple_log", SHAPE)), random_states(6, 6)
+    batch = len(states[0])
+    attention(*states, key_mask=torch.ones(batch, 6, dtype=torch.bool))
+    attention(*states, documents=Documents(torch.zeros(batch, 6, dtype=torch.long)))
+    for mask in (torch.ones(batch, 7, dtype=torch.bool), torch.ones(batch, 6, dtype=torch.long)):
+        with pytest.raises(ValueError, match="key_mask"):
+            attention(*states, key_mask=mask)
+    with pytest.raises(ValueError, match="document_ids"):
+        attention(*states, documents=Documents(torch.zeros(batch, 7, dtype=torch.long)))
 
 
 def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):

@@ -149,6 +149,20 @@ def test_scores_of_methods_that_modify_them(name):
     assert_equal_with_gradients(attended, expected, states, method, plain)
 
 
+@pytest.mark.parametrize("name", ["dape_v2_kerple", "dape_v2_rotary"])
+@torch.no_grad()
+def test_a_query_alone_has_the_result_of_the_complete_text(name):
+    """Also if the convolution reads keys after it, which have no sampled positions then."""
+    torch.manual_seed(0)
+    method = build(name, ModelShape(2, 8, 16, 1, 16), random_range=32).eval()
+    query, key, value = torch.randn(3, 1, 2, 16, 8).unbind()
+    query, key = method.rotate(query, key, torch.arange(16), torch.arange(16))
+    complete = Attention("chunked", method)(query, key, value)
+    for end in range(1, 17):
+        alone = Attention("chunked", method)(query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end])
+        torch.testing.assert_close(alone[:, :, 0], complete[:, :, end - 1])
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("training", [True, False])
 def test_xpos_decays_with_sampled_distances(training):
