@@ -150,7 +150,7 @@ def _run_on_other_hosts(
     first_address = None
     if needs_ssh and not launcher.no_ssh_check:
         files = [sys.executable, arguments.program[0]]
-        files += [str(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+        files += [str(path.absolute()) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
         first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
     address = launcher.master_addr or first_address or resources.hosts[0]
     port = launcher.master_port or DEFAULT_PORT

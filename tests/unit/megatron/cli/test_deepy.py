@@ -83,5 +83,5 @@ def test_other_hosts_are_asked_for_the_datasets(start, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(launcher, "check_hosts", check_hosts)
     monkeypatch.setattr(launcher, "run_pdsh", lambda *_: 0)
-    assert start("--set", "hostfile=hostfile", "num_gpus=1") == 0
+    assert start("--set", "hostfile=hostfile", "num_gpus=1", "data-path=nowhere") == 0
     assert asked[-2:] == [str(path(str(tmp_path / "nowhere"))) for path in (bin_path, idx_path)]
