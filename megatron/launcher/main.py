@@ -116,6 +116,7 @@ def main(
         print(USAGE)
         return 0
     config = load_config(arguments.files, arguments.config_dir, arguments.overrides)
+    _reject_started_ranks(config)
     print_notices(config)
     resources = find_resources(config)
     on_other_hosts = uses_other_hosts(config, resources)
@@ -134,6 +135,18 @@ def main(
         address = config.launcher.master_addr or "127.0.0.1"
         node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port)
         return run_node(node, rank_command(config, arguments.program, arguments.script_options), environment)
+
+
+def _reject_started_ranks(config: Config) -> None:
+    """Raises UserError if srun or mpirun has started several processes: each would start all ranks."""
+    variables = {"deepspeed_slurm": "SLURM_STEP_NUM_TASKS", "deepspeed_mpi": "OMPI_COMM_WORLD_SIZE"}
+    for key, variable in variables.items():
+        processes = int(os.environ.get(variable, "1"))
+        if getattr(config.launcher, key) and processes > 1:
+            raise UserError(
+                f"{key}: each of the {processes} processes would start all ranks; start the script itself, such as "
+                "train.py, without deepy.py or kerple train (docs/clusters.md)"
+            )
 
 
 def _run_on_other_hosts(

@@ -47,14 +47,19 @@ def test_folder_of_the_configuration_files(words):
         (["script.py"], "no configuration files were given for script.py"),
         (["script.py", "modell"], r"modell: no such file; nearest: model\.yml"),
         (["script.py", "model", "--set", "num-layer=3"], r'--set: "num-layer" is not a known key; nearest: num_layers'),
-        (["script.py", "model", "--set", "hostfile=nowhere", "num_nodes=2"], "hostfile nowhere: No such file"),
+        (
+            ["script.py", "model", "--set", "hostfile=nowhere", "num_nodes=2", "deepspeed_mpi=true"],
+            "hostfile nowhere: No such file",
+        ),
+        (["script.py", "model", "--set", "deepspeed_slurm=true"], "deepspeed_slurm: each of the 2 processes"),
     ],
 )
 def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "script.py").write_text("")
     write_yaml(tmp_path / "model.yml", MINIMAL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name, value in {"DS_ACCELERATOR": "cpu", "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("megatron.launcher.main.run_node", lambda *_: pytest.fail("something was started"))
     assert run_main(lambda: main(words)) == 2
     output, errors = capsys.readouterr()
