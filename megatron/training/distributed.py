@@ -54,11 +54,18 @@ def initialize(config: Config) -> Layout:
 
     # Without a launcher, this process is a group of its own.
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing and world_size > 1:
+            raise UserError(
+                f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set; set all variables of "
+                "torch.distributed (docs/clusters.md), or unset WORLD_SIZE"
+            )
+        if missing:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
             # A single process keeps the store in memory and needs no address.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        elif int(os.environ["WORLD_SIZE"]) > 1:
+        elif world_size > 1:
             _check_address(os.environ["MASTER_ADDR"])
         try:
             deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)

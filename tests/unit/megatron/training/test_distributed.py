@@ -72,15 +72,21 @@ def test_deepy_forwards_a_sigterm_that_its_rank_has_received(layout, monkeypatch
         assert signals.received == signal.SIGTERM
 
 
-def test_unknown_first_host(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("", r"'no-such-host\.invalid'.*master_addr"), ("MASTER_ADDR", "WORLD_SIZE is 2, but MASTER_ADDR is not set")],
+)
+def test_unknown_or_missing_first_host(tmp_path, monkeypatch, missing, message):
     for name, value in {
         "RANK": "1",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "no-such-host.invalid",
+        "MASTER_PORT": "29500",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"'no-such-host\.invalid'.*master_addr"):
+    monkeypatch.delenv(missing, raising=False)
+    with pytest.raises(UserError, match=message):
         distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
 
 
