@@ -24,6 +24,7 @@ class ParallelConfig(ConfigSection):
         "type:transformer|mlp",
         """How layers are distributed over pipeline stages: parameters (equal parameter counts), uniform (equal layer
         counts), or type:REGEX (equal counts of the layers whose class name matches).""",
+        pattern=r"(?i)^(parameters|uniform|type:.+)$",
     )
 
     @property

@@ -13,6 +13,7 @@ from tests.support.errors import assert_rejected
         ({"num-layers": 0}, '"num-layers".*1.*0'),
         ({"no-weight-tying": "true"}, "\"no-weight-tying\".*true.*'true'"),
         ({"save": 3}, '"save".*3'),
+        ({"pipe-partition-method": "unifrom"}, "\"pipe-partition-method\".*parameters.*'unifrom'"),
         ({"norm": "scalenorm"}, "\"norm\".*'layernorm'.*'rmsnorm'.*'scalenorm'"),
         (
             {"optimizer": {"type": "Adagrad"}},
