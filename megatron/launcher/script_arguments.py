@@ -49,11 +49,11 @@ def parse_arguments(
         if not options.files:
             parser.error("no configuration files were given")
         config = load_config(options.files, options.conf_dir, overrides)
-        if os.environ.get("RANK", "0") == "0":
-            print_notices(config)
+    become_rank(config, started_by_deepy=options.neox_config is not None)
+    if options.neox_config is None and os.environ.get("RANK", "0") == "0":
+        print_notices(config)
     if options.fallback:
         config = config.updated(fallback=True)
-    become_rank(config, started_by_deepy=options.neox_config is not None)
     return config, options
 
 

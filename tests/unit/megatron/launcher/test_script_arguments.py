@@ -10,14 +10,17 @@ from tests.support.checkpoints import write_yaml
 from tests.support.configs import MINIMAL, make_config
 from tests.support.errors import assert_rejected
 
+SLURM = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("megatron.launcher.script_arguments.follow_launcher", lambda: None)
     write_yaml(tmp_path / "model.yml", {**MINIMAL, "rope-fusion": True})
     (tmp_path / "seed.yml").write_text('{"seed": 7}')
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
     return tmp_path
 
 
@@ -55,9 +58,11 @@ def test_files_may_follow_overrides_and_options(folder):
     assert (config.training.seed, config.schedule.train_iters, options.input) == (7, 3, "p.txt")
 
 
-def test_notices_come_from_rank_0_only(folder, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    parse_arguments("a test", ["-d", str(folder), "model"])
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, SLURM])
+def test_notices_come_from_rank_0_only(folder, capsys, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    parse_arguments("a test", ["-d", str(folder), "model", "--set", "deepspeed_slurm=true", "master_addr=node-1"])
     assert capsys.readouterr().out == ""
 
 
