@@ -230,7 +230,7 @@ class ModelConfig(ConfigSection):
             )
 
         # The rounding of the original KERPLE code.
-        if self.release_bf16_distances and not self.pos_emb.startswith(("kerple_", "alibi")):
+        if self.release_bf16_distances and not canonical_name(self.pos_emb).startswith(("kerple_", "alibi")):
             yield (
                 '"release_bf16_distances": the original KERPLE code computes distances in bfloat16 only for KERPLE and '
                 f"ALiBi, not for pos_emb {self.pos_emb}; remove the key"

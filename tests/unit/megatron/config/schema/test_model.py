@@ -101,8 +101,9 @@ def test_positional_options(flat):
 
 def test_release_rounding_is_only_for_methods_of_the_release(flat):
     assert Config.from_flat({**flat, "release_bf16_distances": True}).model.release_bf16_distances
-    with pytest.raises(UserError, match=r"release_bf16_distances.*pos_emb"):
-        Config.from_flat({**flat, "pos-emb": "rotary", "release_bf16_distances": True})
+    for method in ("rotary", "kerple_c"):
+        with pytest.raises(UserError, match=r"release_bf16_distances.*pos_emb"):
+            Config.from_flat({**flat, "pos-emb": method, "release_bf16_distances": True})
     with pytest.raises(UserError, match="random_range"):
         Config.from_flat({**flat, "release_bf16_distances": True, "pos_emb_options": {"random_range": 64}})
 
