@@ -53,10 +53,12 @@ class DataConfig(ConfigSection):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.data_path is not None and self.train_data_paths is not None:
+        lists = [f"{split}_data_paths" for split in ("train", "valid", "test")]
+        given = [name for name in lists if getattr(self, name) is not None]
+        if self.data_path is not None and given:
             yield (
-                "data_path and train_data_paths are both set; use either data_path with split, or the three lists of "
-                "paths"
+                f"data_path and {', '.join(given)} are both set; use either data_path with split, or the three lists "
+                "of paths"
             )
         try:
             split_shares(self.split)
