@@ -14,8 +14,16 @@ from kerple.positional.wrappers import PerLayer
 from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, Widths, field
 from megatron.utils.errors import first_line, shortened
 
-# Key, option of the positional method, default.
-_ROTARY_KEYS = (("rotary_pct", "fraction", 1.0), ("rotary_emb_base", "base", 10_000))
+# Key, a positional method that reads it, the option of the method.
+_METHOD_KEYS = (
+    ("rotary_pct", "rotary", "fraction"),
+    ("rotary_emb_base", "rotary", "base"),
+    ("mlp_width", "fire", "mlp_width"),
+    ("dapev2_kernel", "dape_v2", "kernel_size"),
+    ("noise_seq_length", "fire", "threshold"),
+    ("rpe_num_buckets", "rpe", "num_buckets"),
+    ("rpe_max_distance", "rpe", "max_distance"),
+)
 _SiluIsSwish = BeforeValidator(lambda x: "silu" if x == "swish" else x)
 
 InitMethod = Literal[
@@ -281,12 +289,18 @@ class ModelConfig(ConfigSection):
                     f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {self.num_layers}; "
                     "remove those that no layer uses"
                 )
-            for name, option, default in _ROTARY_KEYS:
-                if getattr(self, name) != default:
-                    yield (
-                        f"{name} has no effect with pos_emb per_layer; set the option in its list: "
-                        f'{{"rotary": {{"{option}": {getattr(self, name)}}}}}'
-                    )
+            for name, method, option in self._keys_without_effect():
+                yield (
+                    f"{name} has no effect with pos_emb per_layer; set the option in its list: "
+                    f'{{"{method}": {{"{option}": ...}}}}'
+                )
+
+    def _keys_without_effect(self) -> Iterator[tuple[str, str, str]]:
+        """Those of _METHOD_KEYS that are set, but that the positional method does not read."""
+        for name, method, option in _METHOD_KEYS:
+            default = type(self).model_fields[name].default
+            if getattr(self, name) != default and option not in self.positional_options:
+                yield name, method, option
 
     def warnings(self) -> Iterator[str]:
         # Gated MLPs of published models have at least 8/3 * hidden_size features.
@@ -302,9 +316,8 @@ class ModelConfig(ConfigSection):
                 f"intermediate_size {size}: the gated MLP has {features:,} features, a third of it as in GPT-NeoX; "
                 f"for {size:,} features, set {3 * size}"
             )
-        for name, option, default in _ROTARY_KEYS if self.pos_emb != "per_layer" else ():
-            if getattr(self, name) != default and option not in self.positional_options:
-                yield f"{name} {getattr(self, name)} has no effect with pos_emb {self.pos_emb}"
+        for name, _, _ in self._keys_without_effect():
+            yield f"{name} {getattr(self, name)} has no effect with pos_emb {self.pos_emb}"
         if self.use_qk_layernorm:
             yield (
                 "use_qk_layernorm: each head is normalized, with separate weights for queries and keys; GPT-NeoX "
