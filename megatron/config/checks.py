@@ -175,7 +175,7 @@ def _training_length(config: "Config") -> Iterator[str]:
     if schedule.min_lr > lr:
         yield f"min_lr {schedule.min_lr} exceeds optimizer.params.lr {lr}; lower min_lr"
     start, last = logging.profile_step_start, schedule.train_iters
-    if logging.profile and last is not None and last <= start < logging.profile_step_stop:
+    if logging.profile and last is not None and 0 < last <= start < logging.profile_step_stop:
         problem = f"profile_step_start {start}, but train_iters is {last}"
         yield f"{problem}: no step would be profiled; lower it"
 

@@ -308,3 +308,4 @@ def test_steps_are_counted_from_iteration_0(tmp_path, iteration, total, steps, l
 )
 def test_contradictions(tmp_path, keys, message):
     assert_rejected(message, Config.from_flat, training_settings(tmp_path, "nowhere", profile=True, **keys))
+    Config.from_flat(training_settings(tmp_path, "nowhere", profile=True, train_iters=0))
