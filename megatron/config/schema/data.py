@@ -53,12 +53,10 @@ class DataConfig(ConfigSection):
     )
 
     def contradictions(self) -> Iterator[str]:
-        lists = [f"{split}_data_paths" for split in ("train", "valid", "test")]
-        given = [name for name in lists if getattr(self, name) is not None]
-        if self.data_path is not None and given:
+        if self.data_path is not None and self.train_data_paths is not None:
             yield (
-                f"data_path and {', '.join(given)} are both set; use either data_path with split, or the three lists "
-                "of paths"
+                "data_path and train_data_paths are both set; use either data_path with split, or the three lists of "
+                "paths"
             )
         try:
             split_shares(self.split)

@@ -74,7 +74,6 @@ from tests.support.errors import assert_rejected
         ({"extrapolation-lengths": [16, 32], "pipe-parallel-size": 2}, "extrapolation_lengths.*pipe_parallel_size 2"),
         ({"extrapolation-lengths": [16, 48], "extrapolation-tokens": 40}, "16, 48.*extrapolation_tokens, 40"),
         ({"data-path": "a", "train-data-paths": ["b"]}, "data_path.*train_data_paths"),
-        ({"data-path": "a", "test-data-paths": ["b"]}, "data_path and test_data_paths"),
         ({"train-data-paths": ["a", "b"], "train-data-weights": [1.0]}, "train_data_weights.*1.*2 train_data_paths"),
         ({"test-data-paths": ["a"], "test-data-weights": [0]}, r'test-data-weights\.0".*0'),
         ({"split": "949 50 1"}, "split '949 50.*TRAIN,VALID,TEST"),
