@@ -59,7 +59,7 @@ class CheckpointConfig(ConfigSection):
                 f"save_interval {factor} with checkpoint_scale log is the factor between the steps of consecutive "
                 f"checkpoints; it must be at least {_MIN_FACTOR}"
             )
-        if factor is None and self.checkpoint_scale == "log":
+        if factor is None and self.checkpoint_scale == "log" and not self.extra_save_iters:
             yield "checkpoint_scale log requires save_interval, the factor between steps; set it, or remove the key"
         for name in ("finetune", "iteration"):
             value = getattr(self, name)
