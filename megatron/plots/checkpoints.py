@@ -269,11 +269,13 @@ def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
     finally:
         hook.remove()
     query, key, _ = attention.heads(outputs[0])
+    positions = torch.arange(len(tokens))
+    query, key = method.rotate(query, key, positions, positions)
     query, key = query[0].float(), key[0].repeat_interleave(attention.queries_per_key, dim=0).float()  # [h, n, d]
     key = key[:, Span(window=attention.window).first_key(len(tokens) - 1) :]
     length = key.shape[1]
     scores = (query[:, -1:] @ key.transpose(-1, -2) * attention.head_size**-0.5)[None]
-    positions = torch.arange(len(tokens) - length, len(tokens))
+    positions = positions[-length:]
     mask = torch.zeros(1, length, dtype=torch.bool, device=scores.device)
     table = score_table(method, length, scores.device)
     static = table.flip(-1).float() if table is not None else None

@@ -148,6 +148,7 @@ def test_scores_of_grouped_heads_in_a_window():
         ("dape_alibi", {"variant": "Add_Residual"}),
         ("dape_fire", {}),
         ("dape", {}),
+        ("dape_rotary", {}),
     ],
 )
 def test_scores_of_the_first_layer(pos_emb, options):
@@ -165,7 +166,11 @@ def test_scores_of_the_first_layer(pos_emb, options):
     normed = normed * state[f"{block}input_layernorm.weight"] + state[f"{block}input_layernorm.bias"]
     mixed = normed @ state[f"{block}attention.query_key_value.weight"].T
     mixed = (mixed + state[f"{block}attention.query_key_value.bias"]).reshape(LENGTH, HEADS, 3, SIZE)
-    scores = np.einsum("hd,lhd->hl", mixed[-1, :, 0], mixed[:, :, 1]) / math.sqrt(SIZE)
+    angles = np.multiply.outer(np.arange(LENGTH), 10_000 ** (-np.arange(0, SIZE, 2) / SIZE)) * (
+        pos_emb == "dape_rotary"
+    )
+    turned = (mixed[..., : SIZE // 2] + 1j * mixed[..., SIZE // 2 :]) * np.exp(1j * angles)[:, None, None]
+    scores = np.einsum("hd,lhd->hl", turned[-1, :, 0], turned[:, :, 1].conj()).real / math.sqrt(SIZE)
     np.testing.assert_allclose(parts.scores.numpy(), scores, rtol=1e-4, atol=1e-4)
 
     rpe = {
