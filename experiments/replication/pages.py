@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -244,19 +245,25 @@ def pilot_table(records: Iterable[AnyRecord]) -> Table:
 def documents_table(records: Iterable[AnyRecord]) -> Table:
     """The losses of models trained with and without document masks by mode and length, and their paired differences."""
     losses = PairedLosses(records := [record for record in records if record["kind"] == "extrapolation"])
-    by_key = {(record["pos_emb"], record["mode"], record["length"]): record for record in records}
+    by_key: dict[tuple[str, str, int], list[AnyRecord]] = {}  # the records of all seeds
+    for record in records:
+        by_key.setdefault((record["pos_emb"], record["mode"], record["length"]), []).append(record)
     lengths = sorted({record["length"] for record in records})
     lines: list[Row | Section] = []
     for pos_emb, mode in itertools.product(("kerple_log", "alibi"), ("full", f"window@{TRAIN_LENGTH}")):
         pairs = []
         for length in lengths:
             pairs.append([by_key[f"{pos_emb} ({name})", mode, length] for name in ("documents", "rows")])
-        keys = [[(setting_of(record), method_of(record), record["length"]) for record in pair] for pair in pairs]
+        keys = [[(setting_of(seeds[0]), method_of(seeds[0]), seeds[0]["length"]) for seeds in pair] for pair in pairs]
         lines.append(Section(display_name(Method(pos_emb, mode))))
-        lines.append(Row(("masks",), tuple(Cell(f"{masked['loss']:.3f}") for masked, _ in pairs)))
-        lines.append(Row(("no masks",), tuple(Cell(f"{rows['loss']:.3f}") for _, rows in pairs)))
+        lines.append(Row(("masks",), tuple(_mean_loss(masked) for masked, _ in pairs)))
+        lines.append(Row(("no masks",), tuple(_mean_loss(rows) for _, rows in pairs)))
         lines.append(Row(("difference",), tuple(Cell(losses.text(*pair)) for pair in keys)))
     return Table("documents", "Document masks", ("training",), tuple(f"{length:,}" for length in lengths), tuple(lines))
+
+
+def _mean_loss(records: Iterable[AnyRecord]) -> Cell:
+    return Cell(f"{statistics.fmean(record['loss'] for record in records):.3f}")
 
 
 def loss_table(records: Iterable[AnyRecord]) -> Table:

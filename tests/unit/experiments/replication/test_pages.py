@@ -1,5 +1,6 @@
 """Copying records, and the blocks of pages. tests/integration/test_results.py compares the committed pages."""
 
+import itertools
 import json
 
 from experiments.replication import pages
@@ -23,6 +24,19 @@ def test_records_are_copied_compactly(tmp_path):
     assert (first["loss"], first["groups"]["losses"]) == (2.123456789, [2.1235])
     assert not first["checkpoint"]["path"].startswith("/")
     assert second["losses"] == [2.1235, 1.0]
+
+
+def test_document_masks_are_compared_over_all_seeds():
+    records = []
+    for mode, method, (seed, loss) in itertools.product(
+        ("full", "window@128"), ("kerple_log", "alibi"), ((1, 2.0), (2, 3.0))
+    ):
+        for name, shift in (("documents", 0.0), ("rows", 0.5)):
+            groups = {"tokens": [64], "losses": [loss + shift]}
+            values = {"mode": mode, "pos_emb": f"{method} ({name})", "seed": seed, "groups": groups}
+            records.append({**stored_record(loss=loss + shift), **values})
+    cells = [[cell.text for cell in row.cells] for row in pages.documents_table(records).rows]
+    assert cells == [["2.500"], ["3.000"], ["-0.5000"]] * 4
 
 
 def test_blocks_are_replaced_and_unknown_ones_named(tmp_path, monkeypatch):
