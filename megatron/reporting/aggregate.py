@@ -1,6 +1,7 @@
 """Group evaluation records by setting, method and length, and aggregate their values over seeds."""
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ class Method:
 
     @property
     def kind(self) -> "Method":
-        """The method without the size in its mode: `window@512` becomes `window`."""
-        return Method(self.pos_emb, self.mode.partition("@")[0])
+        """The method without the size of a window: `window@512` becomes `window`, other modes stay."""
+        return Method(self.pos_emb, re.sub(r"^window@\d+$", "window", self.mode))
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def perplexity_tables(
         for name in methods:
             if methods[name]:
                 tables.append(_table(name, group, methods[name], reference, rows="lengths"))
-        if any(method.pos_emb == "xpos" or method.kind.mode == "blockwise" for method in group.methods):
-            compared = [method for method in group.methods if method.kind.mode in ("full", "blockwise")]
+        if any(method.pos_emb == "xpos" or method.mode.startswith("blockwise") for method in group.methods):
+            compared = full + [method for method in group.methods if method.mode.startswith("blockwise")]
             tables.append(_table("lex", group, compared, reference, rows="methods"))
             several_modes = {method.pos_emb for method in group.methods if method.mode != "full"}
             compared = [method for method in group.methods if method.pos_emb in several_modes]

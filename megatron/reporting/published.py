@@ -28,7 +28,7 @@ class Published:
     """One table of a paper.
 
     Attributes:
-        methods: the paper's names, in its order. `mode` has no size: `window` stands for any `window@W`.
+        methods: the paper's names, in its order. `mode`: `window` stands for any `window@W`.
         values: corpus -> method -> one text per entry of `lengths`, or a single text if `lengths` is empty.
         model: (layers, hidden size).
         note: how the paper's setting differs from ours, or what is unknown about it.

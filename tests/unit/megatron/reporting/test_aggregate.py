@@ -23,6 +23,8 @@ from tests.support.records import passkey_record, record, seeds
 
 def test_methods_and_settings():
     assert Method("alibi", "window@64").kind == Method("alibi", "window")
+    for mode in ("blockwise@256", "blockwise@256+logn", "window@512+clip@64"):
+        assert Method("xpos", mode).kind == Method("xpos", mode), "no published values"
     setting = setting_of(record("alibi", 512, 3.0, corpus="GitHub"))
     assert setting == Setting("GitHub", 512, "non-overlapping", (12, 768))
     assert setting.name == "github-12x768-512-non-overlapping"

@@ -50,7 +50,7 @@ def test_values_are_those_printed_in_the_papers():
     assert load_published("kerple-4").value("github", Method("rpe"), None) == "0.340"
     assert load_published("dape").value("arxiv", Method("dape_kerple"), 8192) == "3.86"
     assert load_published("dape").value("arxiv", Method("rotary"), 1024) == "45.20"
-    assert load_published("lex").value("arxiv", Method("xpos", "blockwise@1024"), 4096) == "15.19"
+    assert load_published("lex").value("arxiv", Method("xpos", "blockwise"), 4096) == "15.19"
     assert load_published("lex-modes").value("pg22", Method("xpos", "window@1024"), 8192) == "24.61"
     assert load_published("kerple-3").value("books3", Method("kerple_log"), 512) is None
     assert load_published("kerple-3").value("github", Method("kerple_log"), 256) is None
