@@ -71,7 +71,8 @@ class Measurements:
         settings, methods: those of the records, in their order.
         lines: pairs of setting and method: the lines of a figure.
         lengths: ascending.
-        num_seeds: the number of different seeds with a value.
+        seeds: the number of seeds with a value at each setting, method and length that has one.
+        num_seeds: the highest of them; 0 without values.
     """
 
     def __init__(self, frame: DataFrame):
@@ -84,7 +85,9 @@ class Measurements:
         self.settings = list(dict.fromkeys(setting for setting, _ in self.lines))
         self.methods = list(dict.fromkeys(method for _, method in self.lines))
         self.lengths = sorted({length for _, _, length in self._values})
-        self.num_seeds = len(set(frame.dropna(subset="value")["seed"]))
+        known = frame.dropna(subset="value").groupby(["setting", "method", "length"], sort=False)
+        self.seeds = known["seed"].nunique(dropna=False)
+        self.num_seeds = max(self.seeds, default=0)
 
     def values(self, setting: Setting, method: Method, length: int) -> Series | None:
         """The values indexed by seed, NaN if not available; None if there is no record."""

@@ -73,7 +73,7 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             continue
         trained = f", trained at length {setting.train_length:,}" if setting.train_length else ""
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
-        caption += seeds_caption(group.num_seeds)
+        caption += seeds_caption(group.seeds)
         figure = ReportFigure(
             f"extrapolation-{setting.name}",
             corpus_name(setting.corpus) + trained,

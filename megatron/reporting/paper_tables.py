@@ -335,7 +335,8 @@ def _notes(
 def _seeds_note(values: Measurements) -> list[str]:
     if values.num_seeds < 2:
         return []
-    counts = values.frame.dropna(subset="value").groupby(["setting", "method", "length"], sort=False)["seed"].nunique()
-    if counts.nunique() == 1:
+    if values.seeds.nunique() == 1:
         return [f"Mean ± standard deviation over {values.num_seeds} seeds."]
-    return [f"Mean ± standard deviation over up to {counts.max()} seeds; methods with fewer than others are not bold."]
+    return [
+        f"Mean ± standard deviation over up to {values.num_seeds} seeds; methods with fewer than others are not bold."
+    ]

@@ -36,7 +36,8 @@ Curves = Mapping[Method, DataFrame]  # a row per bin, indexed by its center, and
 
 def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     """A figure per setting and length: the loss by position minus that of the first method in the order of the tables,
-    on the same text. The variation of the text, which all methods share, cancels. A single method has its perplexity.
+    on the same text. The variation of the text, which all methods share, cancels. Methods without a difference from the
+    first one are left out; if there are only such methods, or a single one, the figure shows perplexities.
     """
     # Records of all seeds, by setting and length.
     records = list(records)
@@ -49,13 +50,13 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         found = {method: curve_of(by_method[method], by_method[first]) for method in others}
         differences = {method: _smooth(curve) for method, curve in found.items() if curve.shape[1]}
 
-        # A single method has no differences, so it is plotted itself.
+        # Without differences, the methods are plotted themselves.
         what = "Perplexity"
-        notes = seeds_caption(max(map(len, by_method.values())))
-        curves: Curves = {first: np.exp(curve_of(by_method[first]).clip(upper=700.0))}
-        if others:
+        notes = f" No other method has the texts, bins and seeds of {display_name(first)}." if others else ""
+        curves = {method: np.exp(curve_of(by_method[method]).clip(upper=700.0)) for method in (first, *others)}
+        if differences:
             what = f"Loss (nats per token) minus that of {display_name(first)}"
-            notes += " The differences are those on the same text; below 0 is better."
+            notes = " The differences are those on the same text; below 0 is better."
             if (bins := -(-len(by_method[first][next(iter(by_method[first]))]["losses"]) // MAX_POINTS)) > 1:
                 notes += f" Points are means of {bins} adjacent bins."
 
@@ -66,22 +67,21 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
                 notes += f" Not shown, with a median of more than {FAR:g} nat: {', '.join(far)}."
             if unpaired := [display_name(method) for method in others if method not in differences]:
                 notes += f" Not shown, measured with other texts, bins or seeds: {', '.join(unpaired)}."
+        caption = seeds_caption(curve.shape[1] for curve in curves.values()) + notes
 
         # Plotting waits until the figure is rendered.
-        if not curves:
-            continue
         figure = ReportFigure(
             f"positions-{setting.name}-{length}",
             f"{what.partition(' (')[0]} by position at length {length:,}: {corpus_name(setting.corpus)}",
             f"{what} by position in segments of {length:,} tokens, protocol {setting.protocol} (KERPLE, Figures 5 and "
-            f"7).{notes}",
+            f"7).{caption}",
             partial(
                 position_plot,
                 _by_mode(curves),
                 length,
                 setting.train_length,
                 pos_embs=pos_embs,
-                label="perplexity" if not others else f"loss minus that of {display_name(first)}",
+                label="perplexity" if not differences else f"loss minus that of {display_name(first)}",
             ),
         )
         figures.append(figure)

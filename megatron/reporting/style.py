@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -149,9 +149,11 @@ def draw_band(axes: Axes, values: DataFrame, color: str) -> None:
         fill_band(axes, values.index.tolist(), values.mean(axis=1).tolist(), deviation.tolist(), color)
 
 
-def seeds_caption(number: int) -> str:
-    """What `draw_band` draws around the lines; empty with one seed."""
-    return f" Lines: mean; bands: ± one standard deviation, over {number} seeds." if number > 1 else ""
+def seeds_caption(numbers: Iterable[int]) -> str:
+    """What `draw_band` draws around the lines with these numbers of seeds; empty if all have one seed."""
+    *fewer, most = sorted(set(numbers))
+    up_to = "up to " if fewer else ""
+    return f" Lines: mean; bands: ± one standard deviation, over {up_to}{most} seeds." if most > 1 else ""
 
 
 def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float = 5.0) -> None:

@@ -42,6 +42,8 @@ def test_values_by_seed():
     assert values.lengths == [512, 1024]
     assert values.lines == [(setting, Method("alibi")), (setting, Method("rpe"))]
     assert values.num_seeds == 2
+    other = [record("alibi", length, 3.0, seed) for length, seed in ((64, 3), (64, 4), (32, None), (16, None))]
+    assert measurements([*records, *other], "extrapolation", "perplexity").num_seeds == 2, "not of all methods together"
     assert values.values(setting, Method("alibi"), 512).to_dict() == {1: 3.0, 2: 3.2}
     assert values.values(setting, Method("rpe"), 512).isna().all()
     assert values.values(setting, Method("alibi"), 1024) is None

@@ -41,7 +41,7 @@ def test_perplexity_by_length():
     (figure,) = figures.perplexity_figures([*records, record("rpe", 1024, None)])
     assert figure.name == "extrapolation-github-12x768-512-non-overlapping"
     assert figure.title == "GitHub, trained at length 512"
-    assert figure.caption.endswith("bands: ± one standard deviation, over 3 seeds.")
+    assert figure.caption.endswith("bands: ± one standard deviation, over up to 3 seeds.")
     drawn = figure.draw(SCREEN)
     (axes,) = drawn.axes
     lines = data(axes)

@@ -198,6 +198,8 @@ def test_methods_with_fewer_seeds_are_not_bold():
     table = only(perplexity_tables([*seeds("kerple_log", 512, LOG), record("rpe", 512, 1.0)]), "kerple-3")
     bold = [cell.best for line in table.lines if isinstance(line, Row) and not line.published for cell in line.cells]
     assert not any(bold)
+    records = [record(name, 512, 3.0, seed) for name, seed in (("alibi", 1), ("alibi", 2), ("rpe", 3), ("rpe", 4))]
+    assert "Mean ± standard deviation over 2 seeds." in only(perplexity_tables(records), "kerple-3").notes
     note = "Mean ± standard deviation over up to 5 seeds; methods with fewer than others are not bold."
     assert note in table.notes
 

@@ -22,7 +22,7 @@ def drawn(records):
 
 
 def test_differences_from_the_first_method():
-    records = [positions("full", seed, [3.0 + seed, 2.0, 1.0], "alibi") for seed in (1, 2, 3)]
+    records = [positions("full", seed, [3.0 + seed, 2.0, 1.0], "alibi") for seed in (1, 2, 3, 4)]
     records += [positions("full", seed, [3.0, 2.0, 0.9 + seed / 10]) for seed in (1, 2, 3)]
     records.append(positions("full", 1, [9.0, 9.0, 9.0], "sinusoidal"))
     records.append(positions("full", 1, [3.0, 2.0, 1.0], "rpe", targets="cd"))
@@ -42,6 +42,9 @@ def test_a_single_method_has_its_perplexity_or_a_line_per_mode():
     figure, (axes,) = drawn([positions("full", 1, [3.0, 2.0, 1.0])])
     np.testing.assert_allclose(axes.lines[0].get_ydata(), np.exp([3.0, 2.0, 1.0]))
     assert figure.title.startswith("Perplexity by position")
+    figure, (axes,) = drawn([positions("full", seed, [3.0, 2.0, 1.0], f"method {seed}") for seed in (1, 2)])
+    assert [line.get_label() for line in axes.lines] == ["method 1", "method 2"], "without a common seed"
+    assert figure.caption.endswith("No other method has the texts, bins and seeds of method 1.")
     _, (axes,) = drawn([positions(mode, 1, [3.0, 2.0, loss]) for mode, loss in (("full", 1.0), ("window@10", None))])
     (line,) = [line for line in axes.lines if line.get_label() == "KERPLE (log), window@10"]
     np.testing.assert_allclose(line.get_ydata(), [0.0, 0.0, math.nan])
