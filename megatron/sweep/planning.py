@@ -288,7 +288,7 @@ def plan(sweep: Sweep) -> list[SweepRun]:
         _check_checkpoint_keys(config, checkpoints, f"{sweep.path}: run {name}")
         if config.logging.tensorboard_dir is not None:
             folders["tensorboard_dir"] = str(folder / "tensorboard")
-        runs.append(SweepRun(name, folder, config.updated(**folders), sweep.evaluation))
+        runs.append(SweepRun(name, folder, config.updated(**folders), ()))
 
     # Two runs with one configuration would be the same run.
     names: dict[str, str] = {}
@@ -302,16 +302,17 @@ def plan(sweep: Sweep) -> list[SweepRun]:
             )
         run.check_folder()
 
-    # Label the evaluations if nothing else distinguishes the runs in a table.
-    axes = _ambiguous_axes(runs, combinations)
-    if not axes or any("--label" in options for options in sweep.evaluation):
-        return runs
-    labelled = []
-    for run, choices in zip(runs, combinations, strict=True):
-        label = ", ".join(choices[axis].label for axis in axes)
-        evaluation = tuple((*options, "--label", label) for options in run.evaluation)
-        labelled.append(replace(run, evaluation=evaluation))
-    return labelled
+    # Label an evaluation if nothing else distinguishes its runs in a table. The label follows one that it has.
+    for options in sweep.evaluation:
+        axes = _ambiguous_axes(runs, combinations, options)
+        for index, choices in enumerate(combinations):
+            words = options
+            if axes:
+                label = ", ".join(choices[axis].label for axis in axes)
+                given = [f"{value}, {label}" for value in _values(options, "--label")]
+                words = (*options, "--label", *(given or [label]))  # the last one counts
+            runs[index] = replace(runs[index], evaluation=(*runs[index].evaluation, words))
+    return runs
 
 
 def _check_checkpoint_keys(config: Config, checkpoints: str, place: str) -> None:
@@ -338,15 +339,18 @@ def select(runs: Sequence[SweepRun], patterns: Sequence[str]) -> list[SweepRun]:
     return [run for run in runs if any(fnmatchcase(run.name, pattern) for pattern in patterns)]
 
 
-def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choice, ...]]) -> list[int]:
-    """Indices of the axes that distinguish runs whose evaluation records have the same method, model size, corpus and
-    seed. Raises UserError that names the run if it has no data for the evaluation.
+def _ambiguous_axes(
+    runs: Sequence[SweepRun], combinations: Sequence[tuple[Choice, ...]], options: Sequence[str]
+) -> list[int]:
+    """Indices of the axes that distinguish runs whose records of an evaluation with these options have the same method,
+    model size, corpus and seed. Raises UserError that names the run if it has no data for the evaluation.
     """
+    part = next(iter(_values(options, "--split")), "valid")
     groups: dict[tuple[object, ...], list[tuple[Choice, ...]]] = {}
     for run, choices in zip(runs, combinations, strict=True):
         model = run.config.model
         try:
-            corpora, _ = evaluation_corpora(run.config)
+            corpora, _ = evaluation_corpora(run.config, part)
         except UserError as error:
             raise UserError(f"run {run.name}: {error}") from error
         size = (model.num_layers, model.hidden_size, model.seq_length)
@@ -357,6 +361,12 @@ def _ambiguous_axes(runs: Sequence[SweepRun], combinations: Sequence[tuple[Choic
         if any(len({choices[axis].label for choices in group}) > 1 for group in groups.values()):
             ambiguous.append(axis)
     return ambiguous
+
+
+def _values(options: Sequence[str], name: str) -> list[str]:
+    """The values of an option of evaluate.py; empty without it."""
+    following = options[options.index(name) + 1 :] if name in options else ()
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), following))
 
 
 def missing_data(runs: Sequence[SweepRun]) -> list[str]:

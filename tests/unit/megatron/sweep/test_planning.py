@@ -47,9 +47,15 @@ def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
         ("--label", "fast"),
         ("--label", "fast"),
     ]
+    evaluation = [{"label": "mine", "tokens": 128}, {"tokens": 64}]
+    runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates}, evaluation=evaluation)))
+    assert [words[-1] for words in runs[1].evaluation] == ["mine, fast", "fast"]
     for axes in ({"pos_emb": methods, "seed": seeds}, {"length": [{"seq-length": 16}, {"seq-length": 32}]}):
         runs = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"} if len(axes) == 1 else {})))
         assert not any("--label" in run.evaluation[0] for run in runs)
+
+
+OTHER_VALID_DATA = {"train-data-paths": ["text"], "test-data-paths": ["text"]}
 
 
 @pytest.mark.parametrize(
@@ -61,11 +67,14 @@ def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
         ([{"data-path": "a/text_document"}, {"data-path": "b/text_document"}], {"0", "1"}),
         ([{"data-path": "a"}, {"data-path": "b"}], set()),
         ([{"train-data-paths": ["text"], "valid-data-paths": [name]} for name in "ab"], set()),
+        ([{**OTHER_VALID_DATA, "valid-data-paths": [name]} for name in "ab"], {"0", "1"}),
     ],
 )
 def test_labels_of_runs_with_different_data(keys, labels, tmp_path):
     axes = {"data": [{"name": str(index), **choice} for index, choice in enumerate(keys)]}
-    sweep = write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi", "data-path": None})
+    evaluation = {"tokens": 128, "split": "test" if "test-data-paths" in keys[0] else "valid"}
+    settings = {"pos-emb": "alibi", "data-path": None}
+    sweep = write_sweep(tmp_path, axes=axes, set=settings, evaluation=evaluation)
     words = [run.evaluation[0] for run in plan(read_sweep(sweep))]
     assert {options[-1] for options in words if "--label" in options} == labels
 
