@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.reporting.aggregate import AnyRecord, Method
+from megatron.reporting.aggregate import AnyRecord, Method, method_of
 from megatron.reporting.formatting import NOT_MEASURED, format_mean
 from megatron.reporting.published import Published, corpus_name, load_published
 from megatron.reporting.tables import Cell, Row, Section, Table
@@ -15,7 +15,9 @@ from megatron.utils.files import METRICS
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds per optimizer step of one training run. model: (layers, hidden size, sequence length)."""
+    """The seconds per optimizer step of one training run. pos_emb: as in its records, with options and label. model:
+    (layers, hidden size, sequence length).
+    """
 
     corpus: str | None
     pos_emb: str
@@ -32,13 +34,13 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
     from megatron.checkpoint.configuration import checkpoint_config  # imports the model
     from megatron.checkpoint.directory import find_step
 
-    corpora: dict[str, str | None] = {}
+    measured: dict[str, AnyRecord] = {}
     for record in records:
         path = (record.get("checkpoint") or {}).get("path")
         if path is not None and record["kind"] == "extrapolation":
-            corpora.setdefault(path, record.get("corpus"))
+            measured.setdefault(path, record)
     times = []
-    for path, corpus in corpora.items():
+    for path, record in measured.items():
         try:
             config = checkpoint_config(find_step(path))
             folders = [Path(config.logging.log_dir)] if config.logging.log_dir else []
@@ -49,7 +51,8 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
         speed = read_log(log) if log else None
         if speed:
             model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)
-            times.append(StepTime(corpus, config.model.pos_emb, config.training.seed, speed[0], model))
+            corpus, pos_emb = record.get("corpus"), method_of(record).pos_emb
+            times.append(StepTime(corpus, pos_emb, config.training.seed, speed[0], model))
     return times
 
 

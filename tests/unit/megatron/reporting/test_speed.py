@@ -22,12 +22,15 @@ def test_seconds_per_step_from_logs(tmp_path):
     assert read_log(log) == (2.0, 128.0)
     checkpoints = tmp_path / "checkpoints"
     write_checkpoint(checkpoints, "alibi", "nowhere")
-    records = [record("alibi", 32, 3.0, checkpoint={"path": str(checkpoints), "iteration": 4}), record("rpe", 32, 3.0)]
+    records = [
+        record("alibi (fp32)", 32, 3.0, checkpoint={"path": str(checkpoints), "iteration": 4}),
+        record("rpe", 32, 3.0),
+    ]
     records.append(record("rpe", 64, 3.0, checkpoint={"path": "x" * 4000, "iteration": 4}))
     times = step_times(records)
-    assert [(time.pos_emb, time.seconds, time.model) for time in times] == [("alibi", 2.0, (2, 32, 32))]
+    assert [(time.pos_emb, time.seconds, time.model) for time in times] == [("alibi (fp32)", 2.0, (2, 32, 32))]
     (table,) = step_time_tables(times)
-    assert table.columns == ("ALiBi",)
+    assert table.columns == ("ALiBi (fp32)",)
     assert [row.cells[0].text for row in table.rows] == ["2.000"], "no published row for another model size"
     log.write_text("")
     assert read_log(log) is None
