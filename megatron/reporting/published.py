@@ -29,6 +29,7 @@ class Published:
 
     Attributes:
         methods: the paper's names, in its order. `mode`: `window` stands for any `window@W`.
+        protocols: a name without a size stands for any size.
         values: corpus -> method -> one text per entry of `lengths`, or a single text if `lengths` is empty.
         model: (layers, hidden size).
         note: how the paper's setting differs from ours, or what is unknown about it.
@@ -48,7 +49,8 @@ class Published:
     def matches(self, setting: Setting) -> bool:
         """Whether the paper's values are comparable with this setting, apart from the corpus."""
         ours = (setting.train_length, setting.model)
-        return setting.protocol in self.protocols and ours == (self.train_length, self.model)
+        names = (setting.protocol, setting.protocol.partition("@")[0])
+        return any(name in self.protocols for name in names) and ours == (self.train_length, self.model)
 
     def value(self, corpus: str | None, method: Method, length: int | None) -> str | None:
         """The text printed in the paper; None if it has none for these arguments."""

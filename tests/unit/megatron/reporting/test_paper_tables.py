@@ -148,7 +148,7 @@ def test_lex_s_layouts():
     assert any("protocol of this table is unknown" in note for note in lex.notes)
     assert labels(only(tables, "lex-modes")) == ["xPos", "xPos + BCA"]
     resolutions = [
-        {**losses, "kind": "resolution", "resolution": value}
+        {**losses, "kind": "resolution", "protocol": "first@8", "resolution": value}
         for losses, value in zip(records, (0.5, 1.1, 0.8), strict=True)
     ]
     (table,) = resolution_tables(resolutions)
