@@ -1,7 +1,7 @@
 """Paired differences of losses measured on the same tokens, with a standard error over documents."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from megatron.evaluation.statistics import standard_error
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.formatting import NOT_MEASURED, format_difference
+from megatron.reporting.tables import Cell, Row
 
 DIFFERENCE_NOTE = (
     "Differences of the loss (nats per token) compare the same tokens. Several seeds are averaged. ± is the standard "
@@ -72,16 +73,21 @@ class PairedLosses:
         mean = statistics.fmean(one["loss"] - others[seed]["loss"] for seed, one in records.items() if seed in others)
         return Difference(mean, standard_error(sums, counts), len(differences))
 
-    def seeds(self, pairs: Iterable[tuple[Key, Key]]) -> int:
-        """The number of seeds of the differences in a row of a table, the lowest of its cells; 0 without any."""
-        return min((found.seeds for pair in pairs if (found := self.difference(*pair))), default=0)
+    def rows(self, rows: Sequence[tuple[tuple[str, ...], Sequence[tuple[Key, Key]]]]) -> tuple[Row, ...]:
+        """The rows of a table, from their labels and the pairs of their cells. The last label says if a row has fewer
+        seeds than others; those of a row are the fewest of its cells.
+        """
+        seeds = []
+        for _, pairs in rows:
+            seeds.append(min((found.seeds for pair in pairs if (found := self.difference(*pair))), default=0))
+        result = []
+        for (labels, pairs), number in zip(rows, seeds, strict=True):
+            fewer = f" ({number} seed{'s' * (number > 1)})" if 0 < number < max(seeds) else ""
+            cells = tuple(Cell(self.text(*pair)) for pair in pairs)
+            result.append(Row((*labels[:-1], labels[-1] + fewer), cells))
+        return tuple(result)
 
     def text(self, first: Key, second: Key) -> str:
         """The difference for a cell of a table."""
         difference = self.difference(first, second)
         return NOT_MEASURED if difference is None else format_difference(difference.mean, difference.stderr, 4)
-
-
-def seed_label(seeds: int, most: int) -> str:
-    """What follows the name of a row whose differences have fewer seeds than those of other rows."""
-    return f" ({seeds} seed{'s' * (seeds > 1)})" if 0 < seeds < most else ""

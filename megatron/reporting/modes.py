@@ -20,7 +20,7 @@ from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_nu
 from megatron.reporting.paper_tables import setting_title
 from megatron.reporting.published import display_name
 from megatron.reporting.style import CHARACTER, COLORS, SCREEN, SMALL, Style, new_figure
-from megatron.reporting.tables import Cell, Row, Table
+from megatron.reporting.tables import Table
 
 COLOR_RANGE = 1.0  # nats per token above the lowest loss at which colors end
 
@@ -39,16 +39,15 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
         for reference, mode in product(map(Method, methods), modes):
             line = setting, replace(reference, mode=mode)
             if not losses.by_seed(*line).empty:
-                keys = [((*line, length), (setting, reference, length)) for length in losses.lengths]
-                texts = [paired.text(*pair) for pair in keys]
-                rows.append(Row((display_name(reference), mode), tuple(map(Cell, texts))))
+                pairs = [((*line, length), (setting, reference, length)) for length in selected.lengths]
+                rows.append(((display_name(reference), mode), pairs))
         tables.append(
             Table(
                 slug("modes", setting.name).lower(),
                 f"Loss minus that of the same method in mode full, {setting_title(setting)}",
                 ("Method", "Mode"),
-                tuple(f"{length:,}" for length in losses.lengths),
-                tuple(rows),
+                tuple(f"{length:,}" for length in selected.lengths),
+                paired.rows(rows),
                 (DIFFERENCE_NOTE,),
             )
         )

@@ -23,7 +23,7 @@ from megatron.reporting.aggregate import (
     setting_of,
     significantly_better,
 )
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses, seed_label
+from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, best_texts, format_mean, format_percent, slug
 from megatron.reporting.published import Published, corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
@@ -76,20 +76,15 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
     values = measurements(records, "extrapolation", "loss")
     for setting in sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus)):
         group = values.select([setting])
-        rows = {}
+        rows = []
         for method in load_published("kerple-3").ordered(group.methods):
             compared = Method(reference.pos_emb, method.mode)
             if method == compared:
                 continue
             pairs = [((setting, method, length), (setting, compared, length)) for length in group.lengths]
             if any(losses.difference(*pair) for pair in pairs):
-                rows[method] = pairs
+                rows.append(((display_name(method),), pairs))
         if rows:
-            counts = {method: losses.seeds(pairs) for method, pairs in rows.items()}
-            lines = []
-            for method, pairs in rows.items():
-                label = display_name(method) + seed_label(counts[method], max(counts.values()))
-                lines.append(Row((label,), tuple(Cell(losses.text(*pair)) for pair in pairs)))
             title = f"Loss minus that of {display_name(reference)}, {setting_title(setting)}"
             tables.append(
                 Table(
@@ -97,7 +92,7 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
                     f"{title}, protocol {setting.protocol}",
                     ("Method",),
                     tuple(f"{length:,}" for length in group.lengths),
-                    tuple(lines),
+                    losses.rows(rows),
                     (DIFFERENCE_NOTE,),
                 )
             )

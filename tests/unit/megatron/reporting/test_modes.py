@@ -42,11 +42,13 @@ def records(length=2048):
 
 
 def test_a_setting_with_several_modes_has_a_table_and_a_figure():
-    other = record("alibi", 2048, 20.0, corpus="arxiv")  # a setting with one mode has no table
+    other = record("alibi", 4096, 20.0, corpus="arxiv")  # a setting with one mode has no table
+    again = [{**first, "seed": 2} for first in records() if first["pos_emb"] == "alibi"]
     (table,) = mode_tables(
-        [*reversed(records()), other]
+        [*reversed(records()), *again, other]
     )  # rows of a method are together, in whatever order it was measured
-    assert [row.labels for row in table.rows] == [("Rotary", "sinks@4+508"), ("ALiBi", "sinks@4+508")]
+    assert [row.labels for row in table.rows] == [("Rotary", "sinks@4+508 (1 seed)"), ("ALiBi", "sinks@4+508")]
+    assert table.columns == ("2,048",), "not those of another setting"
     assert [row.cells[0].text for row in table.rows] == ["-4.0750 ± 0.0629", "-0.1500 ± 0.0289"]
     assert "standard error over documents" in table.notes[0]
     (figure,) = mode_figures([*records(), other])
