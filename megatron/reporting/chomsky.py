@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.tasks import TASKS
-from megatron.reporting.formatting import best_texts, format_mean
+from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean
 from megatron.reporting.published import line_numbers
 from megatron.reporting.style import SCREEN, Style, legend_above, line_style, new_figure
 from megatron.reporting.tables import Cell, Row, Table
@@ -23,12 +23,16 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         for result in results:
             if result["task"] == task:
                 scores[result["pos_emb"]].append(100 * result["score"])
-        texts = [format_mean(values, digits=3) for values in scores.values()]
-        means = [statistics.fmean(values or [math.nan]) for values in scores.values()]
+        texts, means = [NOT_MEASURED] * len(methods), [math.nan] * len(methods)
+        for index, values in enumerate(scores.values()):
+            if values:
+                texts[index], means[index] = format_mean(values, digits=3), statistics.fmean(values)
         cells = map(Cell, texts, best_texts(means, texts, "highest"))
         rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
+    tested = [length for length in settings.test_lengths if length > settings.train_longest]
+    step = {0: " by doubling", 1: ""}.get(settings.test_every, f" in steps of {settings.test_every}")
     note = (
-        f"Accuracy in percent, averaged over the test lengths {settings.train_longest + 1} to {settings.test_longest} "
+        f"Accuracy in percent, averaged over the test lengths {tested[0]} to {tested[-1]}{step} "
         f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples; "
         f"architecture {settings.architecture})."
     )

@@ -1,5 +1,7 @@
 """The table and the figure of the Chomsky-hierarchy benchmark."""
 
+from dataclasses import replace
+
 from megatron.chomsky.experiment import ExperimentSettings
 from megatron.reporting.chomsky import chomsky_figure, chomsky_table
 from megatron.reporting.tables import markdown
@@ -27,9 +29,11 @@ def test_table():
     assert lines[0] == "# Tasks of the Chomsky hierarchy"
     assert lines[4:6] == [  # in the order of the benchmark
         "| regular | even pairs | 50.0 | **95.0** |",
-        "| context-sensitive | binary addition | 50.0 ± 7.1 | n/a |",
+        "| context-sensitive | binary addition | 50.0 ± 7.1 | – |",
     ]
     assert "averaged over the test lengths 41 to 42 (training lengths 1 to 40; 10,000 steps" in lines[-1]
+    (note,) = chomsky_table(RESULTS, replace(SETTINGS, test_longest=70, test_every=20)).notes
+    assert "the test lengths 41 to 61 in steps of 20 (" in note
 
 
 def test_figure():
