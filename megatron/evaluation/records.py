@@ -288,7 +288,7 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
     """The evaluation records stored in one or more folders, in file order.
 
     Args:
-        folders: one folder or several; each contains results.jsonl itself or in subfolders.
+        folders: one folder or several; each contains results.jsonl itself, in subfolders, or both.
         as_frame: return a pandas DataFrame with one row per record and one column per key. The keys of `checkpoint`
             become columns `checkpoint_path`, `checkpoint_iteration`, `checkpoint_fingerprint`, `checkpoint_layers` and
             `checkpoint_hidden_size`. Keys that a kind does not have are NaN, so select a kind first:
@@ -302,7 +302,7 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
         folders = [folders]
     records: list[Record] = []
     for folder in map(Path, folders):
-        paths = [folder / RESULTS] if has_results(folder) else sorted(folder.rglob(RESULTS))
+        paths = sorted(folder.rglob(RESULTS))
         if not paths:
             if folder.is_file():
                 raise UserError(f"{folder} is a file; give the folder that contains {RESULTS}")

@@ -21,6 +21,10 @@ def test_folders_are_searched_and_given_as_a_frame(tmp_path):
     records = read_results(tmp_path)
     assert [stored["length"] for stored in records] == [16, 32, 16]
     assert read_results([tmp_path / "a", tmp_path / "b"]) == records
+    with ResultsFile(tmp_path, ["cc"]) as results:
+        results.add(stored_record(16, fingerprint="cc"))
+    assert len(read_results(tmp_path)) == 4
+    (tmp_path / RESULTS).unlink()
     frame = read_results(tmp_path, as_frame=True)
     assert frame.loss.tolist() == [2.0, 2.0, 2.5]
     assert frame.checkpoint_fingerprint.tolist() == ["aa", "aa", "bb"]
