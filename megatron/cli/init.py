@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files
+from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files, read_manifest
 from megatron.data.splits import split_spans
 from megatron.preparation.own_text import SPLIT
+from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import OptionParser
 from megatron.utils.environment import has_bf16_instructions, machine
 from megatron.utils.errors import UserError
@@ -49,7 +50,9 @@ MAX_SCORED_TOKENS = 245_760
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the two files. Raises UserError if one exists, if there is no dataset of this name, or too little text."""
+    """Write the two files. Raises UserError if one exists, if there is no dataset of this name with its own
+    tokenizer, or too little text.
+    """
     options = parse_arguments(argv)
     prefix = options.data_dir / options.name / f"{options.name}_text_document"
     if not Path(f"{prefix}.idx").is_file():
@@ -57,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"there is no dataset {prefix}; prepare it first: kerple prepare {options.name} --from FOLDER "
             f"-d {options.data_dir}"
         )
+    vocabulary, manifest = prefix.parent / "tokenizer.json", read_manifest(prefix)
+    fingerprint = build_tokenizer("HFTokenizer", vocabulary).fingerprint if vocabulary.is_file() else None
+    if fingerprint is None or (manifest is not None and manifest.tokenizer_fingerprint != fingerprint):
+        raise UserError(f"{prefix} was not tokenized with {vocabulary}; prepare it again, without --tokenizer")
     paths = Path(f"{options.name}.yml"), Path(f"{options.name}-sweep.yml")
     for path in paths:
         if path.exists():

@@ -18,11 +18,11 @@ def dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def prepare_text(size):
+    def prepare_text(size, **options):
         lines = (f"{number * number} is the square of {number}.\n\n" for number in range(10**6))
         text = "".join(line for line, _ in zip(lines, range(size // 30), strict=False))
         (tmp_path / "text.md").write_text(text)
-        prepare(PrepareOptions("mytext", sources=("text.md",), vocab_size=300))
+        prepare(PrepareOptions("mytext", sources=("text.md",), **(options or {"vocab_size": 300})))
 
     return prepare_text
 
@@ -86,6 +86,11 @@ def test_errors(dataset, tmp_path):
     assert_rejected("data/mytext/mytext_text_document", init.main, ["mytext"])
     dataset(10_000)
     assert_rejected("25,600.*512", init.main, ["mytext"])
+    dataset(150_000, tokenizer_type="CharLevelTokenizer")
+    assert_rejected("not tokenized with data/mytext/tokenizer.json", init.main, ["mytext"])
+    (tmp_path / "data/mytext/tokenizer.json").unlink()
+    assert_rejected("not tokenized with data/mytext/tokenizer.json", init.main, ["mytext"])
+    dataset(10_000)
     assert not list(tmp_path.glob("*.yml"))
     (tmp_path / "mytext-sweep.yml").write_text("mine")
     assert_rejected(r"mytext-sweep\.yml", init.main, ["mytext"])
