@@ -101,6 +101,11 @@ def to_hugging_face(
     if stock is not None and mode != FULL_MODE:
         report(f"{output}: transformers' {stock} has no inference modes, so the model is exported with its own code")
         stock = None
+    if stock is None and any(method.length_dependent for method in model.positional_methods().values()):
+        raise CheckpointError(
+            "pos_emb rotary with scaling dynamic: transformers has no model with this structure, and the exported code "
+            "cannot cache keys whose angles depend on the length; export the model without the scaling"
+        )
     if config.model.release_bf16_distances:
         report(f"{output}: release_bf16_distances is not exported; distances and biases are exact in the written model")
     with new_folder(output) as folder:

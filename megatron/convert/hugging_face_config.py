@@ -111,6 +111,7 @@ class HuggingFaceConfig(BaseModel):
     attention_output_bias: bool = True
     qk_norm: bool = False
     attention_window: PositiveInt | None = None
+    training_length: PositiveInt | None = None
     positional_method: str = ""
     positional_options: dict[str, Any] | None = None
 
@@ -169,12 +170,7 @@ def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) ->
 
 
 def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
-    """config.json of a self-contained model. Raises CheckpointError if its positional method cannot cache keys."""
-    if model.positional_options.get("scaling") == "dynamic":
-        raise CheckpointError(
-            "pos_emb rotary with scaling dynamic: transformers has no model with this structure, and the exported code "
-            "cannot cache keys whose angles depend on the length; export the model without the scaling"
-        )
+    """config.json of a self-contained model."""
     return {
         "architectures": ["KerpleForCausalLM"],
         "auto_map": {
@@ -246,6 +242,7 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
         own = {
             "pos_emb": theirs["positional_method"],
             "pos_emb_options": theirs.get("positional_options") or {},
+            "seq_length": theirs.get("training_length", theirs["max_position_embeddings"]),
             "norm": norm,
             "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon": theirs["layer_norm_eps"],
             **_block_keys(theirs, gated=activation in ("swiglu", "geglu")),

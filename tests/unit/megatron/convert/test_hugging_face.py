@@ -150,12 +150,17 @@ def test_interpolated_rotary(options, stock, tmp_path):
     assert config.model.pos_emb_options["scaling"] == options["scaling"]
 
 
+DYNAMIC = {"scaling": "dynamic", "factor": 2}
+
+
 @pytest.mark.parametrize(
     ("pos_emb", "keys", "message"),
     [
         ("rotary", {"pos_emb_options": {"random_range": 256}}, "random_range"),
         ("per_layer", {"pos_emb_options": {"methods": [{"rotary": {"random_range": 256}}, "none"]}}, "random_range"),
         ("rotary", {"sliding_window_width": [9, None]}, "sliding_window_width"),
+        ("rotary", {"activation": "swiglu", "pos_emb_options": DYNAMIC}, "angles"),
+        ("per_layer", {"pos_emb_options": {"methods": ["none", {"rotary": DYNAMIC}]}}, "angles"),
     ],
 )
 def test_models_that_cannot_be_exported(pos_emb, keys, message, tmp_path):

@@ -34,6 +34,7 @@ LLAMA = {**NEOX, "model_type": "llama", "intermediate_size": 44}
         ("rotary", {"pos_emb_options": {"scaling": "ntk", "factor": 4.0}}, None),
         ("rotary", {"norm": "rmsnorm", "activation": "silu"}, None),
         ("kerple_log", {"bias_gelu_fusion": True, "layernorm_epsilon": 1e-3, "no_weight_tying": False}, None),
+        ("kerple_log", {"max_position_embeddings": 64}, None),
     ],
 )
 def test_configurations_survive_a_round_trip(pos_emb, keys, stock):
@@ -47,7 +48,7 @@ def test_configurations_survive_a_round_trip(pos_emb, keys, stock):
     returned = type(config).from_flat(values)
     for name in (
         *("num_layers", "hidden_size", "num_attention_heads", "gpt_j_residual", "norm_epsilon", "activation"),
-        *("mlp_features", "use_bias_in_attn_linear", "use_bias_in_mlp"),
+        *("seq_length", "max_position_embeddings", "mlp_features", "use_bias_in_attn_linear", "use_bias_in_mlp"),
     ):
         assert getattr(returned.model, name) == getattr(config.model, name), name
     ours, theirs = returned.model.positional_options, config.model.positional_options

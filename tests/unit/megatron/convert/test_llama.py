@@ -91,13 +91,6 @@ def test_structures_without_a_counterpart(keys, tmp_path):
     assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "kerple"
 
 
-def test_dynamic_scaling_needs_a_counterpart(tmp_path):
-    options = {"scaling": "dynamic", "factor": 4.0}
-    model, config = make_model("rotary", activation="swiglu", pos_emb_options=options)
-    with pytest.raises(CheckpointError, match="angles"):
-        to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-
-
 def test_tensors_that_do_not_fit_are_named(tmp_path):
     family_model(tmp_path / "hf", "llama")
     path = tmp_path / "hf" / "model.safetensors"
