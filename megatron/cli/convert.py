@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.add_argument("output", metavar="OUT", type=Path, help="the new folder")
         command.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
+        command.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
         return command
 
     to_hf = add_command("to-hf", export, "DIR", "checkpoint folder -> Hugging Face folder")
@@ -53,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="how the exported model attends, such as sinks@4+508; it then has its own code (see "
         "docs/evaluation.md; default: full)",
     )
-    to_hf.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
 
     # Both commands write a new folder.
     options = parser.parse_args(argv)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def export(options: argparse.Namespace) -> None:
     # The checkpoint.
-    source = local_checkpoint(options.source)
+    source = local_checkpoint(options.source, pos_emb_module=options.pos_emb_module)
     if options.fallback:
         step = find_valid_step(source, options.iteration, fallback=True)
     else:
@@ -90,4 +90,10 @@ def export(options: argparse.Namespace) -> None:
 def import_folder(options: argparse.Namespace) -> None:
     dtype = DTYPES[options.dtype] if options.dtype else None
     source = download(str(options.source)) if str(options.source).startswith(PREFIX) else options.source
-    from_hugging_face(source, options.output, with_tokenizer=not options.no_tokenizer, dtype=dtype)
+    from_hugging_face(
+        source,
+        options.output,
+        with_tokenizer=not options.no_tokenizer,
+        dtype=dtype,
+        pos_emb_module=options.pos_emb_module,
+    )

@@ -65,13 +65,13 @@ def parse_with_checkpoint(
         add_options(parser)
         options, unknown = parser.parse_known_args(rest)
         if options.checkpoint and not unknown:
-            _find_on_hub(options)
             options.from_checkpoint = True
             options.overrides = dict(map(parse_override, overrides))
-            step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             # The module that defines an external method must be known before reading the checkpoint's configuration.
             path = ("pos_emb_module",)
             module = {key: value for key, value in options.overrides.items() if canonical_path(key) == path}
+            _find_on_hub(options, next(iter(module.values()), None))
+            step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             trained = checkpoint_config(step, module)
             # The address is that of the training run.
             addresses = {key: None for key in ("master_addr", "master_port") if key in trained.to_flat()}
@@ -79,16 +79,16 @@ def parse_with_checkpoint(
             become_rank(config)
             return config, options
     config, options = parse_arguments(description, argv, add_options)
-    _find_on_hub(options)
+    _find_on_hub(options, config.model.pos_emb_module)
     return config, options
 
 
-def _find_on_hub(options: argparse.Namespace) -> None:
+def _find_on_hub(options: argparse.Namespace, pos_emb_module: str | None) -> None:
     """Replace the Hugging Face models in --checkpoint (names on the hub, and folders) by folders of checkpoints;
     `options.hub_names` maps these to the names.
     """
     report = partial(print, file=sys.stderr, flush=True)
-    folders = [str(local_checkpoint(name, report)) for name in options.checkpoint]
+    folders = [str(local_checkpoint(name, report, pos_emb_module)) for name in options.checkpoint]
     names = zip(folders, options.checkpoint, strict=True)
     options.hub_names = {folder: name for folder, name in names if folder != str(Path(name))}
     options.checkpoint = folders

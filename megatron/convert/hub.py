@@ -30,9 +30,10 @@ PATTERNS = (
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
+def local_checkpoint(checkpoint: str | Path, report: Report = print, pos_emb_module: str | None = None) -> Path:
     """The folder of a checkpoint. A model on the hub is downloaded and converted unless an earlier call has done so. A
-    Hugging Face folder is converted, too, and again after one of its files has changed.
+    Hugging Face folder is converted, too, and again after one of its files has changed. pos_emb_module: see
+    `from_hugging_face`.
 
     Raises:
         UserError: the model does not exist, needs a login, or cannot be downloaded.
@@ -58,7 +59,9 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print) -> Path:
             has_tokenizer = any((snapshot / name).exists() for name in TOKENIZERS)
             without = "" if has_tokenizer else ", without a tokenizer because there is none"
             report(f"converting {checkpoint} ({version[:8]}) to {output}{without}")
-            from_hugging_face(snapshot, output, with_tokenizer=has_tokenizer, report=report)
+            from_hugging_face(
+                snapshot, output, with_tokenizer=has_tokenizer, pos_emb_module=pos_emb_module, report=report
+            )
     return output
 
 

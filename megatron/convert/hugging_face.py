@@ -170,6 +170,7 @@ def from_hugging_face(
     *,
     with_tokenizer: bool = True,
     dtype: torch.dtype | None = None,
+    pos_emb_module: str | None = None,
     report: Report = print,
 ) -> None:
     """Write the model of a Hugging Face folder to the new folder `output`, as a checkpoint of iteration 0.
@@ -180,6 +181,7 @@ def from_hugging_face(
         source: contains config.json, weights (safetensors, or a .bin file of tensors only) and, if `with_tokenizer`, a
             tokenizer.
         dtype: of the weights in the layer files; default: that of the source, or float32 if the source has several.
+        pos_emb_module: file or module that registers an external positional method.
 
     Raises:
         CheckpointError: if the model uses something this project does not support, a tensor is missing or has another
@@ -207,7 +209,7 @@ def from_hugging_face(
     with new_folder(output) as folder:
         if with_tokenizer:
             values.update(copy_tokenizer(source, folder, output, values["padded_vocab_size"]))
-        config = Config.from_flat(values, source=str(source / "config.json"))
+        config = Config.from_flat({**values, "pos_emb_module": pos_emb_module}, source=str(source / "config.json"))
         settings = ModelSettings(config.model, values["padded_vocab_size"])
         with torch.device("meta"):
             model = GPT(settings).eval()

@@ -81,6 +81,8 @@ def modeling_file(folder: Path) -> Iterator[ModuleType]:
 
 
 def _file_stem(module: str) -> str:
+    if not module.startswith((f"{POSITIONAL}.", f"{ATTENTION}.")):
+        return f"positional_external_{module.replace('.', '_')}"  # a name that no module of ours has
     package = "attention" if module.startswith(f"{ATTENTION}.") else "positional"
     return f"{package}_{module.rpartition('.')[2]}"
 

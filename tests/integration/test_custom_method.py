@@ -1,11 +1,17 @@
 """A positional method in a user's own file: trained, evaluated, exported."""
 
+import shutil
+import sys
+
+import huggingface_hub
 import torch
 from transformers import AutoModelForCausalLM
 
 from kerple.positional import registry
+from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.inspect import main as inspect
+from megatron.cli.model_options import parse_with_checkpoint
 from megatron.convert import to_hugging_face
 from megatron.evaluation.records import read_results
 from megatron.inference import load_model
@@ -78,3 +84,18 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
     tokens = torch.arange(1, 65)[None]
     with torch.no_grad():
         assert (exported.eval()(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+    # Read the export where the file is not loaded yet.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
+    exported, module = str(tmp_path / "hf"), registry.method_class("test_square_root").__module__
+    convert_words = ["from-hf", exported, str(tmp_path / "back"), "--no-tokenizer", "--pos-emb-module", str(path)]
+    for read in (
+        lambda: convert(convert_words),
+        lambda: parse_with_checkpoint(
+            "", ["--checkpoint", exported, "--set", f"pos-emb-module={path}"], lambda parser: None
+        ),
+        lambda: load_model(exported, overrides={"pos_emb_module": str(path)}),
+    ):
+        del registry._METHODS["test_square_root"], sys.modules[module]
+        shutil.rmtree(tmp_path / "home", ignore_errors=True)
+        read()

@@ -53,7 +53,8 @@ def test_other_imports_of_this_project_are_rejected(tmp_path, monkeypatch):
 
 def test_an_external_method(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "mymethods").mkdir()
+    (tmp_path / "mymethods" / "decay.py").write_text(  # one of ours has this name, too
         "import torch\n"
         "from torch import nn\n"
         "from kerple.positional import PositionalMethod, register\n"
@@ -73,7 +74,8 @@ def test_an_external_method(tmp_path, monkeypatch):
         "        slope = bounded(self.slope, self.floor).reshape(-1, *[1] * distance.dim())\n"
         "        return -slope * (self.one * distance).sqrt()\n"
     )
-    keys = {"pos_emb_module": str(tmp_path / "mine.py"), "pos_emb_options": {"floor": 0.02}}
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys = {"pos_emb_module": "mymethods.decay", "pos_emb_options": {"floor": 0.02}}
     model, config = make_model("square_root_bias", **keys)
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32).eval()
