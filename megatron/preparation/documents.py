@@ -1,6 +1,7 @@
 """Parses chunks of input into documents. Runs in the worker processes, so it must not import torch."""
 
 import codecs
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,8 @@ class DocumentOptions:
         append_eod: end every document with the end-of-document token.
         ftfy: repair broken Unicode with the package ftfy.
         skip_bad: skip and count unreadable documents instead of failing.
+
+    Raises UserError if ftfy is not installed.
     """
 
     keys: tuple[str, ...] = ("text",)
@@ -33,6 +36,10 @@ class DocumentOptions:
     append_eod: bool = False
     ftfy: bool = False
     skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ftfy and importlib.util.find_spec("ftfy") is None:
+            raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def redact_url(address: str) -> str:
 
 def _fetch(address: str, checksum: str | None, path: Path) -> None:
     """Download the file. Raises an exception of the library if that fails."""
-    if (match := _HUB_DATASET.fullmatch(address)) and checksum is None and "/" not in match[3]:
+    if (match := _HUB_DATASET.fullmatch(address.partition("?")[0])) and checksum is None and "/" not in match[3]:
         repository, revision, name = match.groups()
         revision = unquote(revision)
         hf_hub_download(repository, unquote(name), repo_type="dataset", revision=revision, local_dir=path.parent)

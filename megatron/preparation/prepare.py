@@ -307,7 +307,8 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     files = FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)
     if options.dataset in KNOWN_DATASETS:
         return files
-    return OwnText(files, DocumentOptions(keys=(options.text_key,), skip_bad=options.skip_bad), options.limit_mb)
+    read = DocumentOptions(keys=(options.text_key,), ftfy=options.ftfy, skip_bad=options.skip_bad)
+    return OwnText(files, read, options.limit_mb)
 
 
 def _rebuild_reason(

@@ -8,7 +8,6 @@ journal.
 import copy
 import glob
 import hashlib
-import importlib.util
 import json
 import math
 import sys
@@ -68,9 +67,7 @@ def preprocess(
             full, a worker was killed, or another process writes the same output.
         KeyboardInterrupt: with a message about what was saved.
     """
-    # Missing packages and tokenizer files fail here, not in a worker process.
-    if options.ftfy and importlib.util.find_spec("ftfy") is None:
-        raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
+    # Missing tokenizer files fail here, not in a worker process.
     tokenizer = tokenizer_files.build()
 
     # Everything that determines the output. How to treat bad documents is checked separately, in `_Job._resume`.

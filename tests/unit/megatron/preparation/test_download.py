@@ -112,13 +112,14 @@ def test_failed_downloads(tmp_path, server, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_file_on_the_hub(tmp_path, monkeypatch):
+@pytest.mark.parametrize("query", ["", "?download=true"])
+def test_file_on_the_hub(query, tmp_path, monkeypatch):
     def fake(*arguments, **options):
         (tmp_path / "a.tar").write_bytes(b"content")
 
     hub = create_autospec(hf_hub_download, side_effect=fake)
     monkeypatch.setattr(module, "hf_hub_download", hub)
-    url = "https://huggingface.co/datasets/user/set/resolve/refs%2Fpr%2F1/a.tar"
+    url = "https://huggingface.co/datasets/user/set/resolve/refs%2Fpr%2F1/a.tar" + query
     assert download(url, tmp_path).read_bytes() == b"content"
     hub.assert_called_once_with("user/set", "a.tar", repo_type="dataset", revision="refs/pr/1", local_dir=tmp_path)
 

@@ -1,5 +1,8 @@
 """The user's own text."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -17,8 +20,8 @@ from tests.support.errors import assert_rejected
 BOOK = "".join(f"Paragraph {number}.\n" + "Some words of a long book. " * 30 + "\n\n" for number in range(200))
 
 
-def corpus(*paths, limit_mb=None) -> OwnText:
-    return OwnText(FileCorpus(find_files(paths)), DocumentOptions(), limit_mb)
+def corpus(*paths, limit_mb=None, ftfy=False) -> OwnText:
+    return OwnText(FileCorpus(find_files(paths)), DocumentOptions(ftfy=ftfy), limit_mb)
 
 
 @pytest.fixture
@@ -85,8 +88,11 @@ def test_prepare(folder, tmp_path, capsys):
 
 
 def test_limit(folder, tmp_path, monkeypatch):
-    """The tokenizer sees only the training split of the limited text."""
-    everything, limited = corpus(folder).documents, corpus(folder, limit_mb=0.05).documents
+    """The tokenizer sees only the training split of the limited text, after its repair by ftfy."""
+    fake = SimpleNamespace(fix_text=lambda text: text.replace("words", "text"), __spec__=object())
+    monkeypatch.setitem(sys.modules, "ftfy", fake)
+    everything = corpus(folder, ftfy=True).documents
+    limited = corpus(folder, limit_mb=0.05, ftfy=True).documents
     assert limited == everything[: len(limited)]
     sizes = [len(text) for _, text in limited]
     assert sum(sizes[:-1]) < 50_000 <= sum(sizes)
@@ -97,7 +103,7 @@ def test_limit(folder, tmp_path, monkeypatch):
         return train_bpe(texts, *arguments, **keywords)
 
     monkeypatch.setattr("megatron.preparation.prepare.train_bpe", train)
-    prefix = prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(folder),), limit_mb=0.05))
+    prefix = prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(folder),), limit_mb=0.05, ftfy=True))
     assert open_indexed_files(prefix).documents == len(limited)
     assert trained_on == [text.decode() for _, text in limited[: round(0.8 * len(limited))]]
 

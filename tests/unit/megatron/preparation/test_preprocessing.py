@@ -1,5 +1,6 @@
 """From text files to .bin/.idx: round trip, independence of the number of workers, and resuming."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -111,7 +112,7 @@ def test_ftfy(tmp_path, shard, monkeypatch):
     manifest = run(tmp_path / "a.txt", tmp_path / "out", ftfy=True)["text"]
     assert manifest.ftfy
     assert dataset_text(tmp_path / "out_text_document") == "it's"
-    monkeypatch.setattr(preprocessing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert_rejected("--ftfy", run, shard, tmp_path / "out", ftfy=True)
 
 
