@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if mode == "interactive":
         if not settings.prompt_end:
             raise UserError(EMPTY_PROMPT_END)
+        if output is not None or settings.num_samples > 1:
+            note = "note: text_gen_type is interactive; -o, sample_output_file and num_samples are ignored"
+            print(note, file=sys.stderr, flush=True)
     else:
         if output not in (None, STANDARD_OUTPUT):
             if not Path(output).parent.is_dir():

@@ -227,6 +227,8 @@ def _check_source_options(options: PrepareOptions) -> None:
     """Reject missing and conflicting sources before anything is downloaded or built."""
     # The embedded dataset takes no source.
     has_source = _has_source(options)
+    if options.hub_name is None and (options.hub_config, options.hub_split) != (None, "train"):
+        raise UserError("--hf-config and --hf-split describe a dataset of the hub; name it with --hf")
     if options.dataset == EMBEDDED:
         if has_source or options.suffixes:
             raise UserError(f"{options.dataset} has a fixed source; remove --from, --url, --hf and --suffixes")

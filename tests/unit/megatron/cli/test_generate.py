@@ -131,10 +131,12 @@ def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
 def test_interactive_reads_prompts_until_the_input_ends(configuration, trained, monkeypatch, capsys):
     # Windows PowerShell starts a pipe with a byte order mark.
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfdef f\n\nab")))
-    main([configuration(text_gen_type="interactive")])
+    main([configuration(text_gen_type="interactive", num_samples=2)])
     first = expected(trained[1], ["def f"], seed=77)[0]
     second = expected(trained[1], ["ab"], seed=78)[0]
-    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    captured = capsys.readouterr()
+    assert captured.out == f"{first}\n{second}\n"
+    assert "num_samples are ignored" in captured.err
 
 
 def test_interactive_prompts_may_span_lines(configuration, trained, data, capsys):

@@ -6,9 +6,10 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.inspect import main
 
 
-def test_accept_rejects_a_checkpoint_with_a_manifest(tmp_path):
+def test_accept_and_iteration_are_rejected(tmp_path):
     step = tmp_path / "global_step3"
     step.mkdir()
     (step / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="--accept"):
-        main([str(step), "--accept"])
+    for words in (["--accept"], ["--iteration", "3"]):
+        with pytest.raises(CheckpointError, match=words[0]):
+            main([str(step), *words])

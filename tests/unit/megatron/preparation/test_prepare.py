@@ -214,6 +214,8 @@ def test_errors(tmp_path):
     assert_rejected("--vocab-file.*--tokenizer", prepare_stdlib, tmp_path, vocab_file="tokenizer.json")
     assert_rejected("--vocab-size", prepare_stdlib, tmp_path, tokenizer_type="CharLevelTokenizer")
     assert_rejected("--hf.*--from.*--url.*--suffixes", prepare, options_for("pile", tmp_path, "c", hub_name="a/b"))
+    assert_rejected("--hf-config", prepare, options_for("pile", tmp_path, "c", hub_config="plain"))
+    assert_rejected("--hf-split", prepare_stdlib, tmp_path, hub_split="test")
     shard = write_pile_shard(tmp_path / "00.jsonl")
     with pytest.raises(UserError, match=r"GPT2BPETokenizer.*merge-file"):
         prepare(PrepareOptions("github", tmp_path, sources=(str(shard),), vocab_file=str(shard)))
