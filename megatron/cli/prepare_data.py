@@ -90,7 +90,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         action="append",
         default=[],
         metavar="URL[#sha256=...]",
-        help="file to download to DIR/DATASET/downloads; interrupted downloads resume; may be repeated",
+        help="file to download to DIR/DATASET/downloads; may be repeated",
     )
     parser.add_argument(
         "--hf", dest="hub_name", metavar="NAME", help="dataset of the Hugging Face hub to stream (needs `datasets`)"

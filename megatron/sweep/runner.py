@@ -28,6 +28,7 @@ CLAIM = "claim.lock"
 PREPARATION = "preparation"
 # Environment variable of all processes of a run: the folder of the run.
 RUN_VARIABLE = "SWEEP_RUN"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: a batch system's warning
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
@@ -154,7 +155,7 @@ class Runner:
         """Train and evaluate the unfinished `runs` that no other sweep process works on. `failures` lists those that
         failed here.
 
-        After the first SIGINT or SIGTERM, training processes save and exit, and this waits for them. The second signal
+        After the first of STOP_SIGNALS, training processes save and exit, and this waits for them. The second signal
         kills them.
 
         Returns:
@@ -164,7 +165,7 @@ class Runner:
         by_name = {run.name: run for run in runs}
         has_worked = False
         failed_before = {run.name: run.failed_at() for run in runs}
-        previous = {number: signal.signal(number, self._handle_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
         try:
             while self._jobs or (waiting and not self._signals):
                 while waiting and not self._signals:

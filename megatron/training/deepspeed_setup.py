@@ -60,10 +60,10 @@ class PatchedEngine(DeepSpeedEngine):
         with patch.object(bf16_optimizer, "see_memory_usage"):
             super().__init__(*args, **keywords)
         optimizer = self.optimizer
+        on_device = getattr(self.basic_optimizer, "_step_supports_amp_scaling", False)
+        if on_device:
+            check_parameters("torch", sys.modules["torch.optim.adam"], "adam", "grad_scale", "found_inf")
         if type(optimizer) is BF16_Optimizer:
-            on_device = getattr(optimizer.optimizer, "_step_supports_amp_scaling", False)
-            if on_device:
-                check_parameters("torch", sys.modules["torch.optim.adam"], "adam", "grad_scale", "found_inf")
             optimizer.__class__ = DeviceOnlyBF16Optimizer if on_device else PatchedBF16Optimizer
         elif type(optimizer) is DeepSpeedZeroOptimizer and optimizer.compute_grad_norm and not optimizer.cpu_offload:
             optimizer.__class__ = PatchedZeroOptimizer
@@ -93,7 +93,8 @@ class PatchedEngine(DeepSpeedEngine):
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
         """Clip fp32 gradients without ZeRO by the norm of the whole model, and record the norm for the log. Gradients
-        that are not finite are removed, so that the optimizer skips the step.
+        that are not finite are removed, so that the optimizer skips the step; torch's fused optimizers find out on the
+        device.
 
         Upstream: `deepspeed.runtime.utils.clip_grad_norm_` counts only the parameters of model-parallel rank 0, which
         in a pipeline are those of the first stage, and discards the norm; the step is not skipped. The ZeRO and bf16
@@ -111,7 +112,10 @@ class PatchedEngine(DeepSpeedEngine):
             if not is_copy:
                 counted.append(parameter.grad)
         norm = self._global_grad_norm = global_norm(counted, self.mpu)
-        if not torch.isfinite(norm):
+        overflow = ~torch.isfinite(norm)
+        if getattr(self.basic_optimizer, "_step_supports_amp_scaling", False):
+            self.basic_optimizer.found_inf = overflow.float()
+        elif overflow:
             self.zero_grad()
             return
         scale = (self.gradient_clipping() / (norm + 1e-6)).clamp(max=1.0)

@@ -135,7 +135,7 @@ def shutdown() -> None:
 
 
 class DistributedSignalHandler:
-    """Records SIGTERM, SIGINT and SIGHUP, so that all ranks stop after the same iteration. A context manager.
+    """Records SIGTERM, SIGINT, SIGUSR1 and SIGHUP, so that all ranks stop after the same iteration. A context manager.
 
     A second signal ends the process immediately, except SIGHUP: a terminal that is closed can send it twice. A rank of
     deepy.py ignores a second SIGTERM, too: the first one may have been sent to deepy.py as well, which forwards it. To
@@ -154,7 +154,10 @@ class DistributedSignalHandler:
 
     def __enter__(self) -> "DistributedSignalHandler":
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        for number in (signal.SIGTERM, signal.SIGINT, *(() if nohup else (signal.SIGHUP,))):
+        numbers = [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not nohup)
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # otherwise the launcher's signal, see `follow_launcher`
+            numbers.append(signal.SIGUSR1)
+        for number in numbers:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -55,7 +55,7 @@ class OptimizerConfig(ConfigSection):
     )
     weight_decay: float = field(
         0.1,
-        "Weight decay. Norms, biases and positional parameters have none.",
+        "Weight decay. Norms, biases and positional parameters have none, except matrices of positional layers.",
         aliases=("optimizer.params.weight_decay",),
         ge=0,
     )

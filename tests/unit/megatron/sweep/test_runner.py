@@ -147,7 +147,7 @@ def test_a_signal_stops_the_sweep(sweep, monkeypatch):
             self.exit_status = 0 if len(sent) == 2 else None
 
     def start_process(*_):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGUSR1)
         return RunningProcess(None)
 
     def update(display, jobs):
@@ -158,7 +158,7 @@ def test_a_signal_stops_the_sweep(sweep, monkeypatch):
     sent, polls, killed = list[int](), list[RunningProcess](), list[bool]()
     monkeypatch.setattr(runner, "start_process", start_process)
     monkeypatch.setattr(runner.Display, "update", update)
-    output = sweep(status=128 + signal.SIGINT)
+    output = sweep(status=128 + signal.SIGUSR1)
     assert "stopping: the runs save and exit" in output
     assert "killing the runs" in output
     assert "run the same command again to resume" in output

@@ -30,11 +30,12 @@ def test_a_process_without_a_launcher_trains_alone_on_gloo(capsys, layout):
     assert "distributed-backend: nccl requires a GPU" in capsys.readouterr().out
 
 
-def test_a_signal_is_recorded(layout):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_recorded(number, layout):
     default = signal.getsignal(signal.SIGINT)
     with distributed.DistributedSignalHandler() as signals:
         assert not signals.received_by_any_rank()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         assert signals.received_by_any_rank()
     assert signal.getsignal(signal.SIGINT) == default
 
