@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
 from megatron.checkpoint.directory import (
+    MANIFEST,
     STATE_FILE,
     find_damage,
     find_step,
@@ -14,6 +15,8 @@ from megatron.checkpoint.directory import (
     looks_like_checkpoint,
     read_state_file,
     saved_by_this_project,
+    step_folder,
+    tag_for,
 )
 from megatron.checkpoint.layers import (
     check_sizes,
@@ -38,7 +41,7 @@ from megatron.config.schema.output import CheckpointConfig
 from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS, optimizer_setting
 from megatron.tokenizer.tokenizer import padded_vocab_size
-from megatron.utils.ranks import run_on_all_ranks
+from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 Report = Callable[[str], None]
 
@@ -55,20 +58,35 @@ def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | 
     settings = config.checkpoint
     if settings.load is None:
         return None
-    if not looks_like_checkpoint(settings.load) and settings.iteration is None:
+    load = settings.load
+    if not run_on_rank_0(lambda: looks_like_checkpoint(load)) and settings.iteration is None:
         if settings.finetune:
-            raise CheckpointError(f"load: {settings.load}: no checkpoint to finetune from")
-        report(f"load: {settings.load} contains no checkpoint; training starts from scratch")
+            raise CheckpointError(f"load: {load}: no checkpoint to finetune from")
+        report(f"load: {load} contains no checkpoint; training starts from scratch")
         return None
+
+    # Once, on rank 0: if another run saves to the folder, `latest` changes at any time.
+    def chosen_iteration() -> int | None:
+        try:
+            return iteration_of(find_step(load, settings.iteration))
+        except CheckpointError:
+            return settings.iteration
+
+    iteration = run_on_rank_0(chosen_iteration)
+    manifest = step_folder(Path(load), tag_for(iteration or 0)) / MANIFEST
+    contents = run_on_all_ranks(lambda: manifest.read_bytes() if manifest.is_file() else None)
+    if len(set(contents)) > 1:
+        raise CheckpointError(
+            f"load: {load} does not have the same checkpoint of iteration {iteration} on all hosts; use a folder that "
+            "they share, or copy the checkpoint to each of them"
+        )
 
     def damage_seen_by_any_rank(step: Path) -> str | None:
         """Each rank checks a part of the files."""
         share = (layout.rank, layout.world_size)
         return next((damage for damage in run_on_all_ranks(lambda: find_damage(step, share=share)) if damage), None)
 
-    return find_valid_step(
-        settings.load, settings.iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank
-    )
+    return find_valid_step(load, iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank)
 
 
 def checkpoint_vocab_size(step: Path, config: Config, tokenizer_size: int, tensor_size: int, report: Report) -> int:

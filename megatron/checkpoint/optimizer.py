@@ -32,6 +32,7 @@ from kerple.positional import outermost
 from megatron.checkpoint.directory import OPTIMIZER_FILES, layer_files
 from megatron.checkpoint.layers import (
     COMPUTED_BUFFERS,
+    EMBEDDING,
     POSITIONAL_PREFIXES,
     full_shape,
     merge_shards,
@@ -197,6 +198,10 @@ def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path)
     for index, layer in weight_layers(engine.layers(), engine.config.model).items():
         for name, parameter in layer.named_parameters():
             places[id(parameter)] = index, name
+    output = tied_output(engine.config.model)
+    if output in engine.layers():  # in a pipeline, its weights are a copy of the embedding's
+        for parameter in engine.layers()[output].parameters():
+            places.setdefault(id(parameter), (0, EMBEDDING))
     by_layer: dict[int, list[str]] = {}
     for name in fragments:
         if not source.has(name, "master") and parameters[name].dtype != torch.float32:

@@ -38,12 +38,15 @@ def disable_shared_memory_collectives() -> None:
 def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
     """L2 norm of the gradients of all ranks in the model-parallel group of `mpu`: a float32 scalar on the device.
 
-    Every gradient must be passed by exactly one rank of the group.
+    Every gradient must be passed by exactly one rank of the group. A rank may have none.
     """
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).float()
+    device = get_accelerator().current_device_name()
+    norm = torch.zeros((), device=device)
+    if gradients:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).float()
     if mpu is None:
         return norm
-    squared = norm.square().to(get_accelerator().current_device_name())
+    squared = norm.square().to(device)
     dist.all_reduce(squared, group=mpu.get_model_parallel_group())
     return squared.sqrt()
 
@@ -222,10 +225,8 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Nothing: `step` skips if the norm is not finite. Upstream: about ten kernels per gradient."""
 
-    def get_grad_norm_direct(
-        self, gradients: list[torch.Tensor], params: list[torch.nn.Parameter], norm_type: float = 2
-    ) -> torch.Tensor:
-        """Float32 L2 norm of a group's gradients on all ranks. Upstream: two kernels per gradient, in float64."""
+    def _squared_norm(self, gradients: list[torch.Tensor], params: list[torch.nn.Parameter]) -> torch.Tensor:
+        """The sum of the squares of a group's gradients on this rank, float32."""
         parts = [part for part in gradients if not getattr(part, "_zero_padding", False)]
         counted = []
         # Not strict: a rank without parameters of the group has a tensor of zeros.
@@ -233,17 +234,24 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
             is_copy = self.model_parallel_rank > 0 and not is_model_parallel_parameter(parameter)
             if not is_copy and not getattr(parameter, "ds_pipe_replicated", False):
                 counted.append(gradient)
-        squared = torch.zeros((), device=self.device)
-        if counted:
-            squared = torch.stack(torch._foreach_norm(counted, 2, torch.float32)).square().sum()
-        dist.all_reduce(squared, group=self.dp_process_group)
-        self._model_parallel_all_reduce(tensor=squared, op=deepspeed.comm.ReduceOp.SUM)
-        return squared.sqrt()
+        if not counted:
+            return torch.zeros((), device=self.device)
+        return torch.stack(torch._foreach_norm(counted, 2, torch.float32)).square().sum()
 
     def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
-        """The norm of all groups, times the loss scale, on the CPU: the only wait."""
-        norm: torch.Tensor = super().scaled_global_norm(norm_type)
-        return norm.cpu()
+        """The norm of all groups on all ranks, times the loss scale, on the CPU, which is the only wait; infinity if it
+        is not finite.
+
+        Upstream: two kernels per gradient, in float64; and the ranks add up each group by itself, so stages of a
+        pipeline with different groups of parameters would wait for each other forever.
+        """
+        squared = torch.zeros((), device=self.device)
+        for index, parameters in enumerate(self.params_in_partition):
+            squared += self._squared_norm(self.averaged_gradients[index], parameters)
+        dist.all_reduce(squared, group=self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=squared, op=deepspeed.comm.ReduceOp.SUM)
+        norm = squared.sqrt().cpu()
+        return norm if torch.isfinite(norm) else norm.new_tensor(torch.inf)
 
 
 def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:

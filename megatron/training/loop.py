@@ -170,7 +170,7 @@ def _lock_and_resume(config: Config, resources: contextlib.ExitStack, report: Ca
     if save is None or config.schedule.train_iters == 0:
         return config
     lock_save_folder(save, resources)
-    resumed = resumable_config(config)
+    resumed = run_on_rank_0(lambda: resumable_config(config))
     if resumed is None:
         return config
     report(

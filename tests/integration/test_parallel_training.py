@@ -26,6 +26,12 @@ LARGE_EPSILON = {"type": "Adam", "params": {"lr": 0.005, "eps": 1e-6}}
 PER_LAYER = {"pos_emb": "kerple", "pos_emb_options": {"bias": "log + 0.5 power", "parameters": "per-layer"}}
 METHODS = [{"rotary": {"random_range": 128}}, "forgetting"]
 MIXED = {"pos_emb": "per_layer", "pos_emb_options": {"methods": METHODS}, "sliding_window_width": [7, None]}
+# A group of parameters, those of KERPLE, that one stage of a pipeline does not have.
+ONE_STAGE = {
+    "pos_emb": "per_layer",
+    "pos_emb_options": {"methods": ["kerple_log", "rotary"]},
+    "zero_optimization": {"stage": 1},
+}
 LLAMA_BLOCK = {**LLAMA, "intermediate_size": 3 * 40, "sliding_window_width": 20}
 RECOMPUTE = {"checkpoint_activations": True, "checkpoint_num_layers": 1}
 
@@ -136,8 +142,9 @@ def test_llama_style_blocks_on_two_ranks(layout, target, trained, tmp_path):
         ({"pos_emb": "dape_kerple", "optimizer": LARGE_EPSILON}, ("bias_p", "bias_a")),
         slow(PER_LAYER, ("bias_1_log_a", "bias_2_power_p")),
         ({**MIXED, **RECOMPUTE}, ()),
+        (ONE_STAGE, ()),
     ],
-    ids=["dape_kerple", "kerple per layer", "random rotary with windows and forgetting"],
+    ids=["dape_kerple", "kerple per layer", "random rotary with windows and forgetting", "one stage"],
 )
 def test_methods_with_parameters_per_layer_in_a_pipeline(keys, kernels, trained, tmp_path):
     """Each layer has its own parameters, and random positions are the same on both stages. Resuming is exact."""
@@ -162,6 +169,16 @@ def test_a_pipeline_in_bfloat16(trained, tmp_path):
     assert "stage=0" not in output  # printed by DeepSpeed
     for name, tolerance in (("train/loss", 0.005), ("train/grad_norm", 0.02)):
         assert metrics(tmp_path / "two", name) == pytest.approx(metrics(tmp_path / "one", name), rel=tolerance)
+
+
+@pytest.mark.ci
+def test_a_float32_checkpoint_with_tied_weights_resumes_in_a_bfloat16_pipeline(trained, tmp_path):
+    keys = {"no_weight_tying": False}
+    trained(tmp_path / "first", "one", train_iters=3, **keys)
+    for folder, layout in (("one", "one"), ("two", "pipeline")):
+        copy_checkpoint(tmp_path / "first", tmp_path / folder, 3)
+        trained(tmp_path / folder, layout, precision="bfloat16", **keys)
+    assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=0.005)
 
 
 @pytest.mark.ci

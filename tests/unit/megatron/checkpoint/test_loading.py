@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from megatron.checkpoint import loading
 from megatron.checkpoint.directory import write_manifest_of_folder
 from megatron.checkpoint.loading import checkpoint_vocab_size
 from megatron.checkpoint.storage import CheckpointError, load_file
@@ -148,6 +149,12 @@ def test_the_schedule_after_a_checkpoint_of_another_program(iteration, schedule,
     write_checkpoint(tmp_path / "converted", "kerple_log", data_path, iteration=iteration)
     keys = {"load": str(tmp_path / "converted"), "save": None}
     assert resume(**keys, train_iters=iteration + 1).lr_schedule == schedule
+
+
+def test_hosts_with_different_checkpoints_are_an_error(trained_run, resume, tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "run_on_all_ranks", lambda function: [function(), b"another manifest"])
+    with pytest.raises(CheckpointError, match=r"load: .*iteration 2 on all hosts"):
+        resume(load=str(trained_run / "checkpoints"))
 
 
 def test_load_without_latest_does_not_start_from_scratch(trained_run, resume, tmp_path):

@@ -17,6 +17,7 @@ from megatron.training.deepspeed_setup import (
     PatchedZeroOptimizer,
     deepspeed_curriculum,
     deepspeed_dict,
+    global_norm,
 )
 from megatron.training.engine import Engine
 from tests.support.configs import make_config
@@ -54,6 +55,10 @@ def test_gradients_are_clipped_by_the_norm_in_the_log(clipping, tmp_path, data_p
     logged = list(metrics(tmp_path, "train/grad_norm").values())
     assert all(1 < norm < 100 for norm in logged)
     assert norms == pytest.approx([clipping] * 6 if clipping else logged, rel=1e-5)
+
+
+def test_the_norm_of_a_stage_that_has_only_copies():
+    assert global_norm([], None) == 0
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "Muon"])
