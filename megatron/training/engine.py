@@ -69,7 +69,8 @@ def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report:
         report(notice)
     documents = config.data.reset_attention_mask
     check_kernels(model, layout.device, dtype, training=True, documents=documents, report=report)
-    report(f"attention: {describe_backends(model, layout.device, dtype, documents=documents)}")
+    if choices := describe_backends(model, layout.device, dtype, documents=documents):
+        report(f"attention: {choices}")
     if deepspeed_settings["zero_optimization"]["stage"] != config.optimizer.zero_stage:
         report(
             f"ZeRO stage 1 is used instead of 0, because training is in {config.precision.dtype} "
