@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least 1")
     if options.json is not None and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
-        parser.error(f"--json {options.json}: must be a file in a folder that exists")
+        parser.error(f"--json: {options.json} is not a file in a folder that exists")
 
     # Describe the machine, for bug reports.
     machine = f"kerple-neox version: {__version__}\n{get_pretty_env_info()}"
