@@ -213,8 +213,8 @@ def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dic
     if not options.from_checkpoint:
         if method_class(config.model.pos_emb) is method:
             requested = dict(config.model.pos_emb_options)
-        if len(options.checkpoint) > 1:  # the configuration is not that of all of them
-            requested = {**trained, **requested}
+        if len(options.checkpoint) > 1 and not any(name in changeable for name in requested):
+            requested = {**trained, **requested}  # the configuration is not that of all of them
     else:
         for key, value in options.overrides.items():
             first, *rest = canonical_path(key)

@@ -49,7 +49,8 @@ def load_model(
     if not looks_like_checkpoint(directory):
         from megatron.convert.hub import local_checkpoint  # imports all converters
 
-        directory = local_checkpoint(directory, pos_emb_module=(overrides or {}).get("pos_emb_module"))
+        keys = {key.replace("-", "_"): value for key, value in (overrides or {}).items()}
+        directory = local_checkpoint(directory, pos_emb_module=keys.get("pos_emb_module"))
     step = find_valid_step(directory, iteration, fallback=fallback)
     config = checkpoint_config(step, overrides)
     states = open_layers(step)

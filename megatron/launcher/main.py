@@ -139,13 +139,17 @@ def main(
 
 def _reject_started_ranks(config: Config) -> None:
     """Raises UserError if srun or mpirun has started several processes: each would start all ranks."""
-    variables = {"deepspeed_slurm": "SLURM_STEP_NUM_TASKS", "deepspeed_mpi": "OMPI_COMM_WORLD_SIZE"}
-    for key, variable in variables.items():
+    launcher = config.launcher
+    started_by = (
+        ("slurm", launcher.deepspeed_slurm, "SLURM_STEP_NUM_TASKS"),
+        ("openmpi", launcher.deepspeed_mpi, "OMPI_COMM_WORLD_SIZE"),
+    )
+    for name, is_set, variable in started_by:
         processes = int(os.environ.get(variable, "1"))
-        if getattr(config.launcher, key) and processes > 1:
+        if (is_set or launcher.launcher == name) and processes > 1:
             raise UserError(
-                f"{key}: each of the {processes} processes would start all ranks; start the script itself, such as "
-                "train.py, without deepy.py or kerple train (docs/clusters.md)"
+                f"launcher {name}: each of the {processes} processes would start all ranks; start the script itself, "
+                "such as train.py, without deepy.py or kerple train (docs/clusters.md)"
             )
 
 

@@ -168,6 +168,8 @@ def prepare(options: PrepareOptions) -> Path:
     recipe["corpus"] = source.identity()
     if isinstance(source, OwnText):
         recipe["skip_bad"] = options.skip_bad
+        if train_tokenizer and options.ftfy:
+            recipe["trained_on_repaired"] = True
     if train_tokenizer:
         default_size = source.vocab_size if isinstance(source, OwnText) else EMBEDDED_VOCAB_SIZE
         vocab_size = options.vocab_size or default_size

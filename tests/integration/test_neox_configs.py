@@ -65,3 +65,8 @@ def test_rejected(name):
     lines = str(caught.value).splitlines()[1 if len(expected) > 1 else 0 :]
     found = [re.match(rf'\s*({re.escape(name)}: )?"?([\w.]+)', line)[2] for line in lines]
     assert sorted(found) == sorted(expected)
+
+
+def test_every_file_is_in_one_table():
+    assert (len(LOADED), len(LLAMA_FILES), len(REJECTED)) == (38, 12, 14)
+    assert len(LOADED | LLAMA_FILES | REJECTED) == 64

@@ -290,10 +290,11 @@ class ModelConfig(ConfigSection):
                     "remove those that no layer uses"
                 )
             for name, method, option in self._keys_without_effect():
-                yield (
-                    f"{name} has no effect with pos_emb per_layer; set the option in its list: "
-                    f'{{"{method}": {{"{option}": ...}}}}'
-                )
+                if method == "rotary":
+                    yield (
+                        f"{name} has no effect with pos_emb per_layer; set the option in its list: "
+                        f'{{"{method}": {{"{option}": ...}}}}'
+                    )
 
     def _keys_without_effect(self) -> Iterator[tuple[str, str, str]]:
         """Those of _METHOD_KEYS that are set, but that the positional method does not read."""

@@ -33,7 +33,6 @@ from tests.support.errors import assert_rejected
             "per_layer: methods.*40.*num_layers",
         ),
         ({"pos-emb": "per_layer", "rotary_pct": 0.5}, "rotary_pct.*pos_emb per_layer"),
-        ({"pos-emb": "per_layer", "mlp_width": 8}, 'mlp_width.*pos_emb per_layer.*{"fire": {"mlp_width": ...}}'),
         ({"pos-emb": "per_layer", "pos-emb-options": {"methods": ["rotray"]}}, "pos_emb per_layer"),
         ({"pos-emb": "dape", "model-parallel-size": 2}, "pos_emb dape"),
         ({"pos-emb-module": "no/such/file.py"}, r"pos_emb_module no/such/file\.py.*such file"),
@@ -123,6 +122,7 @@ def test_keys_without_effect_are_a_notice(flat):
     assert notices("p_rope", rotary_pct=0.25) == ("rotary_pct 0.25 has no effect with pos_emb p_rope",)
     assert notices("rotary", rotary_pct=0.25, rotary_emb_base=500) == ()
     assert notices("alibi", rotary_pct=1.0, rotary_emb_base=10000) == ()
+    assert notices("per_layer", mlp_width=8) == ("mlp_width 8 has no effect with pos_emb per_layer",)
     assert notices("rotary", rpe_num_buckets=8) == ("rpe_num_buckets 8 has no effect with pos_emb rotary",)
     assert notices("fire", mlp_width=8, noise_seq_length=64) == notices("rope_dapev2", dapev2_kernel=5) == ()
     config = Config.from_flat({**flat, "pos-emb": "xpos", "rotary_emb_base": 500})

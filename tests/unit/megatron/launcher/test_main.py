@@ -51,7 +51,8 @@ def test_folder_of_the_configuration_files(words):
             ["script.py", "model", "--set", "hostfile=nowhere", "num_nodes=2", "deepspeed_mpi=true"],
             "hostfile nowhere: No such file",
         ),
-        (["script.py", "model", "--set", "deepspeed_slurm=true"], "deepspeed_slurm: each of the 2 processes"),
+        (["script.py", "model", "--set", "deepspeed_slurm=true"], "slurm: each of the 2 processes"),
+        (["script.py", "model", "--set", "launcher=slurm"], "slurm: each of the 2 processes"),
     ],
 )
 def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, words, message):

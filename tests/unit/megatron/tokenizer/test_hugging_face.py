@@ -243,6 +243,12 @@ def test_long_texts_are_split(tokenizer, monkeypatch):
 # --- BPE training
 
 
+def test_frequent_pairs_are_merged_first():
+    """ "we" occurs 23 times, "st" 21 times, all other pairs less often."""
+    trained = train_bpe(["low " * 9 + "lower " * 6 + "newest " * 17 + "widest " * 4], 259)
+    assert [trained.id_to_token(number) for number in (257, 258)] == ["we", "st"]
+
+
 def test_vocabulary_contains_all_bytes_and_the_special_token():
     trained = train_bpe(["aaab"], 257)
     assert trained.token_to_id("<|endoftext|>") == 0
