@@ -41,9 +41,10 @@ def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
     Every gradient must be passed by exactly one rank of the group. A rank may have none.
     """
     device = get_accelerator().current_device_name()
-    norm = torch.zeros((), device=device)
     if gradients:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).float()
+    else:
+        norm = torch.zeros((), device=device)
     if mpu is None:
         return norm
     squared = norm.square().to(device)
