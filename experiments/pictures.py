@@ -233,8 +233,8 @@ Attention is softmax(weight * q.k / sqrt(d) + bias). The plots show the bias and
 distance, one line per head, for the model of `configs/demo.yml` (4 heads): at initialization, and
 after training at length 128 if this changes the method. The axis of a bias below -40 ends at -20.
 
-`make pictures` trains all methods and writes this page; `python experiments/pictures.py --checkpoint
-DIR ...` writes one for other checkpoints.
+`make pictures` trains the methods in `experiments/pictures.yml` and writes this page; `python
+experiments/pictures.py --checkpoint DIR ...` writes one for other checkpoints.
 
 ## Random positions
 

@@ -73,13 +73,14 @@ def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | 
             return settings.iteration
 
     iteration = run_on_rank_0(chosen_iteration)
-    manifest = step_folder(Path(load), tag_for(iteration or 0)) / MANIFEST
-    contents = run_on_all_ranks(lambda: manifest.read_bytes() if manifest.is_file() else None)
-    if len(set(contents)) > 1:
-        raise CheckpointError(
-            f"load: {load} does not have the same checkpoint of iteration {iteration} on all hosts; use a folder that "
-            "they share, or copy the checkpoint to each of them"
-        )
+    if iteration is not None:
+        manifest = step_folder(Path(load), tag_for(iteration)) / MANIFEST
+        contents = run_on_all_ranks(lambda: manifest.read_bytes() if manifest.is_file() else None)
+        if len(set(contents)) > 1:
+            raise CheckpointError(
+                f"load: {load} does not have the same checkpoint of iteration {iteration} on all hosts; use a folder "
+                "that they share, or copy the checkpoint to each of them"
+            )
 
     def damage_seen_by_any_rank(step: Path) -> str | None:
         """Each rank checks a part of the files."""

@@ -308,6 +308,8 @@ def _build_tokenizer(
         try:
             is_other = own != files and own.build().fingerprint != tokenizer.fingerprint
         except UserError:  # its files are elsewhere, so nothing is known about it
+            if options.text is not None:
+                raise
             continue
         if is_other:
             raise UserError(

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
+from kerple.positional import rotary
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.schema.model import ModelConfig
@@ -50,12 +51,7 @@ LLAMA_ROTARY = {
 
 # Rotary scalings that transformers supports, with our options. The trained length of dynamic is
 # max_position_embeddings.
-SCALINGS = {
-    "linear": ("factor",),
-    "yarn": ("factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
-    "llama3": ("factor", "trained_length", "low_freq_factor", "high_freq_factor"),
-    "dynamic": ("factor",),
-}
+SCALINGS = {name: rotary.SCALINGS[name] for name in ("linear", "yarn", "llama3")} | {"dynamic": ("factor",)}
 # Our option -> its name in rope_parameters, where that differs.
 RENAMED = {"trained_length": "original_max_position_embeddings"}
 

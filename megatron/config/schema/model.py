@@ -293,7 +293,7 @@ class ModelConfig(ConfigSection):
                 if method == "rotary":
                     yield (
                         f"{name} has no effect with pos_emb per_layer; set the option in its list: "
-                        f'{{"{method}": {{"{option}": ...}}}}'
+                        f'{{"rotary": {{"{option}": {getattr(self, name)}}}}}'
                     )
 
     def _keys_without_effect(self) -> Iterator[tuple[str, str, str]]:
