@@ -44,9 +44,7 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str],
     if parsed.files:
         raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
     reject_config_options(parsed)
-    data_parallel_size = config.parallel.data_parallel_size(world_size)
-    if config.batch.is_set:
-        config.batch.resolve(data_parallel_size)  # raises UserError if the batch sizes contradict each other
+    config.batch.resolve(config.parallel.data_parallel_size(world_size))
     prefixes = [config.data.data_path or ""]
     if (blends := config_blends(config)) is not None:
         prefixes = [prefix for blend in blends if blend is not None for prefix in blend.prefixes]

@@ -31,7 +31,6 @@ def validate(config: "Config") -> Iterator[str]:
     yield from _tensor_parallelism(config)
     yield from _pipeline(config)
     yield from _positional_method(config)
-    yield from _curriculum(config)
     yield from _training_length(config)
     yield from _extrapolation(config)
 
@@ -158,22 +157,16 @@ def _extrapolation(config: "Config") -> Iterator[str]:
             )
 
 
-def _curriculum(config: "Config") -> Iterator[str]:
-    curriculum, length = config.curriculum, config.model.seq_length
-    if not curriculum.enabled:
-        return
-    if curriculum.max_difficulty not in (None, length):
-        yield (
-            f"curriculum_learning.max_difficulty {curriculum.max_difficulty} is not seq_length "
-            f"{length}, the length of the sequences in the data; set both to the last length of "
-            "the schedule"
-        )
-
-
 def _training_length(config: "Config") -> Iterator[str]:
     schedule, lr, logging = config.schedule, config.optimizer.lr, config.logging
     if schedule.min_lr > lr:
         yield f"min_lr {schedule.min_lr} exceeds optimizer.params.lr {lr}; lower min_lr"
+    curriculum, length = config.curriculum, config.model.seq_length
+    if curriculum.enabled and curriculum.max_difficulty not in (None, length):
+        yield (
+            f"curriculum_learning.max_difficulty {curriculum.max_difficulty} is not seq_length {length}, the length "
+            "of the sequences in the data; set both to the last length of the schedule"
+        )
     start, last = logging.profile_step_start, schedule.train_iters
     if logging.profile and last is not None and 0 < last <= start < logging.profile_step_stop:
         problem = f"profile_step_start {start}, but train_iters is {last}"
@@ -254,6 +247,8 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
                 types.append(item)
             else:
                 pattern, count = item
+                if isinstance(pattern, str):
+                    return expected
                 types += pattern * (num_layers // len(pattern) if count == "all" else count)
     except (TypeError, ValueError, ZeroDivisionError):
         return expected

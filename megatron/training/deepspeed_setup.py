@@ -272,7 +272,6 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": optimizer.gradient_clipping,
-        "steps_per_print": config.training.log_interval,
         "zero_optimization": {"stage": stage, **zero},
         "zero_allow_untested_optimizer": True,  # ZeRO requires it for optimizers that are not DeepSpeed's own
         # DeepSpeed's timer would wait for the device before and after every micro-batch. Our log has its own.

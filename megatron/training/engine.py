@@ -9,6 +9,7 @@ import contextlib
 import io
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, register_external_parameter
 from torch import Tensor, nn
@@ -97,13 +99,16 @@ def _build_model(
     checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
     model: GPTWithLoss | GPTPipeline
     if layout.pipeline_size > 1:
-        with contextlib.redirect_stdout(io.StringIO()):  # PipelineModule prints the layers of every stage
-            model = GPTPipeline(
-                settings,
-                topology=topology,
-                partition_method=config.parallel.pipe_partition_method,
-                checkpoint_every=checkpoint_every,
-            )
+        method = config.parallel.pipe_partition_method
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # PipelineModule prints the layers of every stage
+                model = GPTPipeline(
+                    settings, topology=topology, partition_method=method, checkpoint_every=checkpoint_every
+                )
+        except (re.error, RuntimeError) as error:
+            if isinstance(error, re.error) or "Partitioning" in str(error):
+                raise UserError(f"pipe_partition_method {method}: {error}") from error
+            raise
     else:
         model = GPTWithLoss(settings, checkpoint_every=checkpoint_every)
     initialize(
@@ -215,7 +220,9 @@ class Engine:
         if self.is_pipeline:
             if self._curriculum is not None:
                 self.deepspeed.reset_activation_shape()
-            return self.deepspeed.train_batch(_pipeline_batches(batches)).detach()
+            loss = self.deepspeed.train_batch(_pipeline_batches(batches)).detach()
+            self.deepspeed.timers(TRAIN_BATCH_TIMER).reset()  # it keeps the time of every step
+            return loss
         self.deepspeed.train()
         total = torch.zeros((), device=self.layout.device)
         for _ in range(self.accumulation):

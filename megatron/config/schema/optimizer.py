@@ -120,7 +120,8 @@ class OptimizerConfig(ConfigSection):
         """Keys of zero_optimization that do not fit the stage, or that would bypass the clamping of parameters."""
         for name, value in self.zero.items():
             value = value.get("device", "none") if isinstance(value, dict) and name != "zenflow" else value
-            is_on = value is True or value not in (False, 1, "none", None)
+            off = (False, "none", None, 1) if name == "zero_hpz_partition_size" else (False, "none", None)
+            is_on = value is True or value not in off
             if name in _OTHER_OPTIMIZERS and is_on:
                 yield (
                     f"zero_optimization.{name} is not supported: DeepSpeed would replace this project's optimizer, "
@@ -131,6 +132,8 @@ class OptimizerConfig(ConfigSection):
                     f"zero_optimization.{name} has no effect with stage {self.zero_stage}: DeepSpeed uses it only with "
                     "stage 3; remove the key, or use stage 3"
                 )
+        if self.zero.get("compute_grad_norm") is False and self.gradient_clipping:
+            yield "zero_optimization.compute_grad_norm false needs gradient_clipping 0; set it, or remove the key"
 
 
 class ScheduleConfig(ConfigSection):

@@ -73,11 +73,6 @@ class BatchConfig(ConfigSection):
         None, "Forward passes per optimizer step. Default: computed from the other two keys, or 1.", ge=1
     )
 
-    @property
-    def is_set(self) -> bool:
-        """True if a batch size is set; evaluation and generation need none."""
-        return self.train_batch_size is not None or self.train_micro_batch_size_per_gpu is not None
-
     def resolve(self, data_parallel_size: int) -> BatchSizes:
         """All three sizes for this number of replicas. Raises UserError if the given sizes contradict each other."""
         global_batch, micro_batch = self.train_batch_size, self.train_micro_batch_size_per_gpu

@@ -164,6 +164,7 @@ def test_unsupported_keys():
     [
         ({"mlp-type": "llama"}, "mlp-type"),
         ({"attention-config": [[["local"], 2]]}, "attention-config"),
+        ({"attention-config": [["global", 2]]}, "attention-config"),
         ({"optimizer": {"params": {"freeze_step": 9}}}, "optimizer.params.freeze_step"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
     ],

@@ -35,7 +35,12 @@ def test_contradictory_precision(flat, keys):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("cpu_offload", True), ("offload_optimizer", {"device": "cpu"}), ("zenflow", {"topk_ratio": 0.1})],
+    [
+        ("cpu_offload", True),
+        ("cpu_offload", 1),
+        ("offload_optimizer", {"device": "cpu"}),
+        ("zenflow", {"topk_ratio": 0.1}),
+    ],
 )
 def test_optimizers_of_zero_are_rejected(flat, key, value):
     with pytest.raises(UserError, match=rf"zero_optimization\.{key} is not supported"):
