@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kerple.attention import Attention, attend
-from kerple.positional import Chunk, ModelShape, PositionalMethod, build_layers, method_class
+from kerple.positional import Chunk, ModelShape, PositionalMethod, build_layers
 from megatron.utils.errors import UserError
 
 ARCHITECTURES = ("pre-norm", "original")
@@ -24,10 +24,10 @@ DROPOUT = 0.1  # of the original architecture
 EMBEDDING_STD = 0.02  # of the original architecture
 
 
-def check_method(name: str) -> None:
-    """Raises UserError if the method is unknown."""
+def build_methods(name: str, shape: ModelShape) -> list[PositionalMethod]:
+    """As `build_layers`. Raises UserError if the method is unknown or does not support the shape."""
     try:
-        method_class(name)
+        return build_layers(name, shape)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -54,9 +54,8 @@ class Encoder(nn.Module):
     ):
         # One method for each layer, or one that all share.
         super().__init__()
-        check_method(pos_emb)
         shape = ModelShape(num_heads, hidden_size // num_heads, hidden_size, num_layers, max_positions)
-        methods = build_layers(pos_emb, shape)
+        methods = build_methods(pos_emb, shape)
         self.embedding = nn.Embedding(symbols, hidden_size)
         self.positional = nn.ModuleList(methods)
         original = architecture == "original"

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from kerple.positional.registry import primary_names
+from kerple.positional import ModelShape, primary_names
 from megatron.chomsky.decoder import DecoderExperiment
-from megatron.chomsky.encoder import ARCHITECTURES, check_method
+from megatron.chomsky.encoder import ARCHITECTURES, build_methods
 from megatron.chomsky.experiment import (
     DECODER,
     DECODER_SETTINGS,
@@ -89,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run_experiments(options: argparse.Namespace) -> None:
     # Check the methods and the device before the first experiment.
     settings = options.settings
+    head_size = settings.hidden_size // settings.num_heads
+    shape = ModelShape(settings.num_heads, head_size, settings.hidden_size, settings.num_layers, settings.test_longest)
     for name in options.methods:
-        check_method(name)
+        build_methods(name, shape)
     device = choose_device(options.device)
 
     # Experiments in chomsky.json are not run again.

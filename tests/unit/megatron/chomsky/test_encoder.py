@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kerple.positional import Chunk, ModelShape, build
-from megatron.chomsky.encoder import Encoder, check_method, scores_from_both_sides
+from megatron.chomsky.encoder import Encoder, build_methods, scores_from_both_sides
 from megatron.cli.chomsky import METHODS
 from tests.support.errors import assert_rejected
 from tests.support.methods import methods_and_variants
@@ -90,6 +90,7 @@ def test_every_method_trains(pos_emb):
 
 
 def test_unknown_methods():
+    shape = ModelShape(2, 8, 16, 1, 64)
     for name in METHODS:
-        check_method(name)
-    assert_rejected("kerple_log", check_method, "kerple_lgo")
+        build_methods(name, shape)
+    assert_rejected("kerple_log", build_methods, "kerple_lgo", shape)

@@ -117,4 +117,6 @@ def test_the_folder_must_be_writable_and_unused(tmp_path, monkeypatch):
 
 def test_unsupported_methods_are_rejected(tmp_path):
     assert_rejected("dape_v2", main, arguments(tmp_path / "results", "--methods", "dape_v3"))
+    odd = arguments(tmp_path / "results", "--methods", "none", "rotary", "--hidden-size", "6")
+    assert_rejected("head size 3", main, odd)
     assert not (tmp_path / "results").exists()
