@@ -59,8 +59,7 @@ class Encoder(nn.Module):
         self.embedding = nn.Embedding(symbols, hidden_size)
         self.positional = nn.ModuleList(methods)
         original = architecture == "original"
-        layer = PostNormLayer if original else PreNormLayer
-        self.layers = nn.ModuleList(layer(hidden_size, num_heads) for _ in range(num_layers))
+        self.layers = nn.ModuleList(EncoderLayer(hidden_size, num_heads, original) for _ in range(num_layers))
         self.norm = nn.Identity() if original else nn.LayerNorm(hidden_size)
         self.output = nn.Linear(hidden_size, classes)
         self.dropout = nn.Dropout(DROPOUT if original and "embed" in methods[0].hooks else 0.0)
@@ -89,18 +88,28 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention over all positions, and an MLP: `[b, s, e] -> [b, s, e]`."""
+    """Attention over all positions, and an MLP: `[b, s, e] -> [b, s, e]`. original: see `Encoder`."""
 
-    def __init__(self, hidden_size: int, num_heads: int, *, attention_biases: bool, activation: nn.Module):
+    def __init__(self, hidden_size: int, num_heads: int, original: bool):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.original = num_heads, original
         self.attention_norm = nn.LayerNorm(hidden_size)
-        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size, bias=attention_biases)
-        self.projection = nn.Linear(hidden_size, hidden_size, bias=attention_biases)
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size, bias=not original)
+        self.projection = nn.Linear(hidden_size, hidden_size, bias=not original)
         self.mlp_norm = nn.LayerNorm(hidden_size)
         self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size), activation, nn.Linear(4 * hidden_size, hidden_size)
+            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.ReLU() if original else nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size),
         )
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+        if self.original:
+            hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, positional, positions)))
+            return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
+        hidden = hidden + self.attention(self.attention_norm(hidden), positional, positions)
+        return hidden + self.mlp(self.mlp_norm(hidden))
 
     def attention(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
         batch, length, size = hidden.shape
@@ -116,29 +125,6 @@ class EncoderLayer(nn.Module):
             backend = "reference" if positional.hooks - {"embed", "rotate"} else "sdpa"
             context = Attention(backend, positional)(query, key, value, causal=False)
         return self.projection(context.transpose(1, 2).reshape(batch, length, size))
-
-
-class PreNormLayer(EncoderLayer):
-    """Norms before attention and MLP, GELU, biases everywhere, no dropout."""
-
-    def __init__(self, hidden_size: int, num_heads: int):
-        super().__init__(hidden_size, num_heads, attention_biases=True, activation=nn.GELU())
-
-    def forward(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), positional, positions)
-        return hidden + self.mlp(self.mlp_norm(hidden))
-
-
-class PostNormLayer(EncoderLayer):
-    """The benchmark's own layer: norms after the residuals, ReLU, no biases in attention, dropout."""
-
-    def __init__(self, hidden_size: int, num_heads: int):
-        super().__init__(hidden_size, num_heads, attention_biases=False, activation=nn.ReLU())
-        self.dropout = nn.Dropout(DROPOUT)
-
-    def forward(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, positional, positions)))
-        return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
 
 def scores_from_both_sides(positional: PositionalMethod, sums: Tensor | None, chunk: Chunk) -> Tensor:
