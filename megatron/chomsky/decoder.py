@@ -24,6 +24,7 @@ class DecoderExperiment(Experiment):
 
     def build(self) -> nn.Module:
         settings, self.task = self.settings, LENGTH_TASKS[self.name]
+        self.shortest = self.task.shortest
         config = ModelConfig(
             num_layers=settings.num_layers,
             hidden_size=settings.hidden_size,
@@ -33,10 +34,6 @@ class DecoderExperiment(Experiment):
             no_weight_tying=True,
         )
         return GPT(ModelSettings(config, self.task.symbols))
-
-    @property
-    def shortest(self) -> int:
-        return self.task.shortest
 
     def loss(self, generator: np.random.Generator, length: int) -> Tensor:
         batch = self.task.sample(generator, self.settings.batch, length)

@@ -123,6 +123,7 @@ class Experiment:
     """One task, method and seed; subclasses are for encoders and decoders."""
 
     warmup_steps = 1  # the learning rate rises linearly over these steps
+    shortest = 1  # the length of the shortest training input
 
     def __init__(self, task: str, pos_emb: str, seed: int, settings: ExperimentSettings, device: torch.device):
         self.name, self.pos_emb, self.seed = task, pos_emb, seed
@@ -131,11 +132,6 @@ class Experiment:
             torch.manual_seed(seed)
             self.model = self.build().to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.learning_rate)
-
-    @property
-    def shortest(self) -> int:
-        """The length of the shortest training input."""
-        return 1
 
     def build(self) -> nn.Module:
         """A model with random weights."""
