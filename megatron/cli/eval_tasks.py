@@ -117,10 +117,11 @@ def evaluate_tasks(
         # A learned table has no positions beyond its end.
         table = saved.model.max_position_embeddings if saved.model.pos_emb == "learned" else sys.maxsize
         max_length = tasks["max_length"] or min(MAX_LENGTH_FACTOR * saved.model.seq_length, table)
-        source = {"checkpoint": str(folder), "iteration": iteration_of(step), "pos_emb": evaluated_method(saved)}
+        checkpoint = options.hub_names.get(str(folder), str(folder))
+        source = {"checkpoint": checkpoint, "iteration": iteration_of(step), "pos_emb": evaluated_method(saved)}
         source |= {"precision": options.precision, "max_length": max_length}
         for mode in modes:
-            print(f"{folder}, {source['pos_emb']}, mode {mode.name}, max_length {max_length:,}:", flush=True)
+            print(f"{checkpoint}, {source['pos_emb']}, mode {mode.name}, max_length {max_length:,}:", flush=True)
             language_model = harness_model(
                 model,
                 saved,

@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{', '.join(options.hub_names.values())}: choose the folder of the report with --output DIR"
             )
         output = folders[0] / "evaluation"
-        print(f"writing the report to {output} (--output)", flush=True)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"writing the report to {output} (--output)", flush=True)
     if tasks is not None:
         check_writable(output, "--output")
         return evaluate_tasks(tasks, folders, config, options, Path(output))

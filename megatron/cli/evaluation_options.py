@@ -34,7 +34,8 @@ WITH_TASKS = (*TASK_OPTIONS, "modes", "skip_unsupported", "output", "batch_token
 # Options that cannot be used in a sweep: it sets them, or measures extrapolation on the datasets of its runs.
 NOT_IN_SWEEPS = (
     *("--checkpoint", "--iteration", "--output", "--eval-results-prefix", "--replace", "--skip-unsupported"),
-    *("--text", "--eval-tasks"),
+    *("--text", "--set", "--fallback", "--conf-dir", "--hostfile"),
+    *map(option_name, TASK_OPTIONS),
 )
 
 
@@ -47,8 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=integer(1, 10**12),
         metavar="N",
-        help="lengths in tokens (default: evaluation_lengths, or the training length, doubled up to "
-        f"{MAX_LENGTH_FACTOR} times)",
+        help="lengths in tokens (default: evaluation_lengths, or the training length, and its doubles up to "
+        f"{MAX_LENGTH_FACTOR} times it)",
     )
     measurement.add_argument(
         "--modes",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kerple.positional.registry import canonical_name
+from kerple.positional.registry import PluginError, canonical_name, load_plugin
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="more checkpoints whose biases and weights to plot, of this project or the KERPLE release",
     )
 
+    parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
+
     # How it shows it.
     parser.add_argument(
         "--reference",
@@ -54,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (options.results or options.checkpoint):
         raise UserError("nothing to report: give folders with results, or --checkpoint")
     check_writable(options.output, "--output")
+    if options.pos_emb_module is not None:
+        try:
+            load_plugin(options.pos_emb_module)
+        except PluginError as error:
+            raise UserError(f"--pos-emb-module {error}") from error
     sources = Sources(read_results(options.results), options.checkpoint)
 
     # The figures of weights.

@@ -111,7 +111,8 @@ def _run(
             statuses.append(Status(State.TRAIN, 0, run.steps))
     unfinished = [run for run, status in zip(runs, statuses, strict=True) if status.state is not State.FINISHED]
     say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
-    with Display(runs, statuses, console) as display:
+    display = Display(runs, statuses, console)
+    with display.progress:
         runner = Runner(KERPLE, devices, display)
         stopped_by, claimed_elsewhere = runner.run(unfinished)
     for failure in runner.failures:
@@ -162,7 +163,11 @@ def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun]) -> Non
     table.add_column("tokens left", justify="right")
     total_steps = total_tokens = 0
     for run in runs:
-        status = run.status()
+        try:
+            status = run.status()
+        except UserError as error:
+            table.add_row(run.name, Text(str(error)))
+            continue
         state = status.state.value
         if status.state is State.RESUME:
             state += f" from {status.saved_iteration:,}"

@@ -246,11 +246,13 @@ class QueryScores:
         scores: A, the scaled dot products.
         static: B, the static bias; None if the method has none.
         adapted: f(A, B), the output of DAPE's network.
+        position: of the query. The keys end with its own.
     """
 
     scores: Tensor
     static: Tensor | None
     adapted: Tensor
+    position: int
 
 
 @torch.no_grad()
@@ -286,33 +288,33 @@ def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
     adapted = modified[0, :, 0] - scores[0, :, 0]
     if static is not None and method.variant != "Concat":
         adapted = adapted - static
-    return QueryScores(scores[0, :, 0], static, adapted)
+    return QueryScores(scores[0, :, 0], static, adapted, len(tokens) - 1)
 
 
 def adaptive_figure(scores: QueryScores, *, model: str, name: str) -> ReportFigure:
     """DAPE's Figure 1: a row for each of A, B and f(A, B), a column for each of the first heads."""
-    length = scores.scores.shape[1]
     rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
     shown = [(label, values) for label, values in rows if values is not None]
     return ReportFigure(
         slug("adaptive", name),
         f"Scores and biases of one query: {model}",
-        f"Attention scores of the query at position {length - 1:,} (DAPE, Figure 1): A, the scaled dot products of "
-        "query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
-        partial(adaptive_plot, shown),
+        f"Attention scores of the query at position {scores.position:,} (DAPE, Figure 1): A, the scaled dot products "
+        "of query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
+        partial(adaptive_plot, shown, scores.position),
     )
 
 
-def adaptive_plot(rows: Sequence[tuple[str, Tensor]], style: Style = SCREEN) -> Figure:
-    """Labels and values `[h, n]` as rows, heads as columns."""
+def adaptive_plot(rows: Sequence[tuple[str, Tensor]], position: int, style: Style = SCREEN) -> Figure:
+    """Labels and values `[h, n]` as rows, heads as columns. position: of the query."""
     num_heads, length = rows[0][1].shape
+    keys = range(position + 1 - length, position + 1)
     columns = min(MAX_ADAPTIVE_HEADS, num_heads)
     figure, panels = new_figure(style, len(rows) * columns, columns, sharex=True, sharey="row")
     for index, axes in enumerate(panels):
         (label, values), head = rows[index // columns], index % columns
         line = values[head].cpu().numpy()
-        axes.plot(range(length), line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096)
-        axes.set_xlim(0, max(1, length - 1))
+        axes.plot(keys, line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096)
+        axes.set_xlim(keys.start, max(keys.start + 1, position))
         axes.locator_params(axis="x", nbins=3)
         thousands(axes)
         if head == 0:

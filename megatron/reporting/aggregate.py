@@ -147,18 +147,6 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
     return Measurements(DataFrame(list(rows.values()), columns=columns))
 
 
-def records_by_seed(
-    records: Iterable[AnyRecord], kind: str
-) -> dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]]:
-    """(setting, length) -> method -> seed -> the record of this kind."""
-    groups: dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]] = {}
-    for record in records:
-        if record["kind"] == kind:
-            by_method = groups.setdefault((setting_of(record), record["length"]), {})
-            by_method.setdefault(method_of(record), {})[record.get("seed")] = record
-    return groups
-
-
 def _weights(record: AnyRecord) -> str:
     """Identifies the weights, independently of where they are stored."""
     return (record.get("checkpoint") or {}).get("fingerprint") or _source(record)

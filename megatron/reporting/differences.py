@@ -90,4 +90,4 @@ class PairedLosses:
     def text(self, first: Key, second: Key) -> str:
         """The difference for a cell of a table."""
         difference = self.difference(first, second)
-        return NOT_MEASURED if difference is None else format_difference(difference.mean, difference.stderr, 4)
+        return NOT_MEASURED if difference is None else str(difference)

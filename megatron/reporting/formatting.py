@@ -67,16 +67,11 @@ def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowe
     return [sign * number <= limit for number in printed]
 
 
-def format_difference(difference: float, error: float | None, decimals: int | None = None) -> str:
-    """A difference with its sign and, if known, its standard error: +0.0123 ± 0.0041.
-
-    decimals: of both (default: those that show two significant digits of the error).
-    """
+def format_difference(difference: float, error: float | None) -> str:
+    """A difference with its sign and, if known, its standard error: +0.0123 ± 0.0041."""
     if error is None or not math.isfinite(error):
         return f"{'+' if difference > 0 else ''}{format_number(difference)}"
-    if decimals is None:
-        decimals = _decimals(error, 2) if error > 1e-12 else 4
-    return f"{difference:+,.{decimals}f} ± {error:,.{decimals}f}"
+    return f"{difference:+,.4f} ± {error:,.4f}"
 
 
 def format_percent(values: Iterable[float]) -> str:

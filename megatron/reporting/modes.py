@@ -1,6 +1,6 @@
 """Methods in inference modes: heat maps of the loss, and differences from mode full."""
 
-import statistics
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from pandas import Series
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
 from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
@@ -41,16 +42,16 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
             if not losses.by_seed(*line).empty:
                 pairs = [((*line, length), (setting, reference, length)) for length in selected.lengths]
                 rows.append(((display_name(reference), mode), pairs))
-        tables.append(
-            Table(
-                slug("modes", setting.name).lower(),
-                f"Loss minus that of the same method in mode full, {setting_title(setting)}",
-                ("Method", "Mode"),
-                tuple(f"{length:,}" for length in selected.lengths),
-                paired.rows(rows),
-                (DIFFERENCE_NOTE,),
-            )
+        table = Table(
+            slug("modes", setting.name).lower(),
+            f"Loss minus that of the same method in mode full, {_title(setting)}",
+            ("Method", "Mode"),
+            tuple(f"{length:,}" for length in selected.lengths),
+            paired.rows(rows),
+            (DIFFERENCE_NOTE,),
         )
+        if any(paired.difference(*pair) for _, pairs in rows for pair in pairs):
+            tables.append(table)
     return tables
 
 
@@ -59,14 +60,13 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     losses = measurements(records, "extrapolation", "loss")
     figures = []
     for setting in _settings(losses):
-        title = f"Methods and inference modes: {setting_title(setting)}"
         figures.append(
             ReportFigure(
                 slug("modes", setting.name).lower(),
-                title,
+                f"Methods and inference modes: {_title(setting)}",
                 "Loss (nats per token) by method and inference mode, a panel per length; the lowest loss is framed. "
                 f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. {NOT_AVAILABLE}: the method "
-                f"does not support the mode; {NOT_MEASURED}: not measured.",
+                f"does not support the mode or the length; {NOT_MEASURED}: not measured.",
                 partial(heat_map, losses.select([setting]), setting),
             )
         )
@@ -87,8 +87,8 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
     figure, panels = new_figure(style, len(losses.lengths), columns, aspect)
     figure.set_figheight(figure.get_figheight() + 7 * style.em)  # the title and the color bar
     for axes, length in zip(panels, losses.lengths, strict=True):
-        cells = [[_mean(losses, setting, Method(method, mode), length) for mode in modes] for method in methods]
-        values = np.array(cells, dtype=float)
+        cells = [[losses.values(setting, Method(method, mode), length) for mode in modes] for method in methods]
+        values = np.array([[_mean(cell) for cell in row] for row in cells])
         axes.set_title(f"length {length:,}", loc="left")
         axes.grid(False)
         axes.spines[:].set_visible(False)
@@ -103,8 +103,8 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         # The number in each cell, with a frame around the lowest.
         for (row, column), value in np.ndenumerate(values):
             dark = value > lowest + COLOR_RANGE / 2
-            measured = losses.values(setting, Method(methods[row], modes[column]), length) is not None
-            text = format_number(value, 3) if not np.isnan(value) else NOT_AVAILABLE if measured else NOT_MEASURED
+            missing = NOT_MEASURED if cells[row][column] is None else NOT_AVAILABLE
+            text = missing if np.isnan(value) else format_number(value, 3)
             axes.text(
                 column,
                 row,
@@ -131,7 +131,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         pad=0.01,
     )
     bar.outline.set_visible(False)
-    title = textwrap.fill(f"Loss (nats per token), {setting_title(setting)}", int(style.width / style.em / CHARACTER))
+    title = textwrap.fill(f"Loss (nats per token), {_title(setting)}", int(style.width / style.em / CHARACTER))
     figure.suptitle(title, size=style.size)
     return figure
 
@@ -146,8 +146,10 @@ def _settings(losses: Measurements) -> list[Setting]:
     return found
 
 
-def _mean(losses: Measurements, setting: Setting, method: Method, length: int) -> float | None:
-    """The mean over the seeds; None if there is no value."""
-    values = losses.values(setting, method, length)
-    known = [] if values is None else values.dropna().tolist()
-    return statistics.fmean(known) if known else None
+def _title(setting: Setting) -> str:
+    return f"{setting_title(setting)}, protocol {setting.protocol}"
+
+
+def _mean(values: Series | None) -> float:
+    """The mean over the seeds; NaN if there is no value."""
+    return math.nan if values is None else float(values.mean())

@@ -137,7 +137,7 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
                     values = section.values(setting, method, length)
                     cells.append(Cell(NOT_MEASURED if values is None else format_percent(values)))
                 lines.append(Row((display_name(method),), tuple(cells)))
-        notes = ["Share of prompts answered with the complete pass key.", *_seeds_note(group)]
+        notes = ["Share of prompts answered with the complete pass key.", *_seeds_note(group, is_bold=False)]
         notes += missing_notes(group, {method: display_name(method) for method in methods})
         table = Table(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
@@ -327,11 +327,10 @@ def _notes(
     return notes + missing_notes(group, names)
 
 
-def _seeds_note(values: Measurements) -> list[str]:
+def _seeds_note(values: Measurements, *, is_bold: bool = True) -> list[str]:
     if values.num_seeds < 2:
         return []
     if values.seeds.nunique() == 1:
         return [f"Mean ± standard deviation over {values.num_seeds} seeds."]
-    return [
-        f"Mean ± standard deviation over up to {values.num_seeds} seeds; methods with fewer than others are not bold."
-    ]
+    bold = "; methods with fewer than others are not bold" if is_bold else ""
+    return [f"Mean ± standard deviation over up to {values.num_seeds} seeds{bold}."]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
-from megatron.reporting.aggregate import AnyRecord, Method, method_of, records_by_seed
+from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
@@ -43,7 +43,11 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     records = list(records)
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
     figures = []
-    groups = records_by_seed((record for record in records if record.get("losses")), "positions")
+    groups: dict[tuple[Setting, int], dict[Method, dict[int | None, AnyRecord]]] = {}
+    for record in records:
+        if record["kind"] == "positions" and record.get("losses"):
+            by_method = groups.setdefault((setting_of(record), record["length"]), {})
+            by_method.setdefault(method_of(record), {})[record.get("seed")] = record
     for (setting, length), by_method in groups.items():
         # Differences from the first method. They are empty without common texts.
         first, *others = load_published("kerple-3").ordered(by_method)

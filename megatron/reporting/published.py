@@ -100,7 +100,7 @@ def published_tables() -> dict[str, Published]:
         tables[name] = Published(
             source=entry["source"],
             title=entry["title"],
-            measure=entry["measure"],
+            measure=entry.get("measure", ""),
             protocols=tuple(entry.get("protocols", ())),
             train_length=entry["train_length"],
             lengths=tuple(entry.get("lengths", ())),

@@ -34,7 +34,7 @@ class Sources:
         records: evaluation records.
         checkpoints: folders of further checkpoints whose biases and weights are plotted.
         weight_figures, length_figures: see `megatron.plots.checkpoints.add_weight_figures`.
-        notes: filled by the report: what it omits, and why.
+        notes: filled by `add_weight_figures`: what is not plotted, and why.
     """
 
     records: Sequence[AnyRecord]
@@ -63,49 +63,9 @@ def write_report(
     reference: the method that the others are compared with by a t-test. Raises UserError if there is nothing to report
     or the folder cannot be written to.
     """
-    # Create the folders only if there is something to write.
-    chapters = report_chapters(sources, reference)
-    if all(chapter.empty for chapter in chapters):
-        raise UserError("there are no results to report")
-    folder = Path(directory)
-    try:
-        for name in ("tables", "figures"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
-
-    # Each table and figure as a file of its own, for papers.
-    for chapter in chapters:
-        for table in chapter.tables:
-            for extension, render in (("md", markdown), ("tex", latex)):
-                write_atomically(folder / "tables" / f"{table.name}.{extension}", render(table).encode())
-        for figure in chapter.figures:
-            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
-            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
-
-    # What the checkpoints were, and the notes of the sources.
-    notes = []
-    for record in sources.records:
-        checkpoint = record.get("checkpoint") or {}
-        if checkpoint.get("path"):
-            fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
-            notes.append(
-                f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
-                f"{checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
-            )
-    source_notes = [*dict.fromkeys(notes), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
-    source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
-    path = folder / "report.html"
-    write_atomically(path, render_page(title, [*chapters, source_chapter]).encode())
-    return path
-
-
-def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Chapter]:
-    """All chapters; those that the sources have no results for are empty. Adds to `sources.notes`."""
-    records = sources.records
-
     # The chapters in the order of the report.
-    return [
+    records = sources.records
+    chapters = [
         Chapter(
             "perplexity",
             "Perplexity by length",
@@ -139,3 +99,38 @@ def report_chapters(sources: Sources, reference: Method = REFERENCE) -> list[Cha
         Chapter("effective-lengths", "Effective lengths", figures=sources.length_figures),
         Chapter("speed", "Training time", tables=step_time_tables(step_times(records))),
     ]
+
+    # Create the folders only if there is something to write.
+    if all(chapter.empty for chapter in chapters):
+        raise UserError("there are no results to report")
+    folder = Path(directory)
+    try:
+        for name in ("tables", "figures"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
+
+    # Each table and figure as a file of its own, for papers.
+    for chapter in chapters:
+        for table in chapter.tables:
+            for extension, render in (("md", markdown), ("tex", latex)):
+                write_atomically(folder / "tables" / f"{table.name}.{extension}", render(table).encode())
+        for figure in chapter.figures:
+            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
+            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
+
+    # What the checkpoints were, and the notes of the sources.
+    notes = []
+    for record in sources.records:
+        checkpoint = record.get("checkpoint") or {}
+        if checkpoint.get("path"):
+            fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
+            notes.append(
+                f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
+                f"{checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
+            )
+    source_notes = [*dict.fromkeys(notes), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
+    source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
+    path = folder / "report.html"
+    write_atomically(path, render_page(title, [*chapters, source_chapter]).encode())
+    return path

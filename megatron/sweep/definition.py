@@ -52,19 +52,15 @@ class Sweep:
         """The choices of every run, one choice per axis."""
         return itertools.product(*self.axes.values())
 
-    def arguments(self, choices: tuple[Choice, ...]) -> tuple[list[str], list[str]]:
-        """The configuration files of a run, and the keys that override them, as `key=value`."""
+    def configuration(self, choices: tuple[Choice, ...]) -> Config:
+        """The merged configuration of a run, without its folders. Raises UserError that names the run."""
+        self._check_axes(choices)
         files = [*self.base, *(file for choice in choices for file in choice.files)]
         keys = dict(self.overrides)
         for choice in choices:
             keys |= choice.keys
         # JSON is valid YAML, except for surrogate pairs in escapes.
-        return files, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
-
-    def configuration(self, choices: tuple[Choice, ...]) -> Config:
-        """The merged configuration of a run, without its folders. Raises UserError that names the run."""
-        self._check_axes(choices)
-        files, overrides = self.arguments(choices)
+        overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
         try:
             return load_config(files, self.config_dir, overrides, strict=True)
         except UserError as error:
@@ -106,7 +102,7 @@ def read_sweep(path: str | Path) -> Sweep:
 
     # Axes: a run takes one choice of each, so their labels must differ.
     values = {name: entry.value for name, entry in entries.items()}
-    config_dir = Path(values["config_dir"]) if "config_dir" in values else None
+    config_dir = Path(expanded_path(values["config_dir"])) if "config_dir" in values else None
     if not values["axes"]:
         raise UserError(
             f"{entries['axes'].place}: axes must contain at least one axis, for example "

@@ -78,33 +78,23 @@ class Display:
         for run, status in zip(runs, statuses, strict=True):
             if status.state is not State.FINISHED:
                 self._work[run.name] += EVALUATION_SHARE * run.steps
-        self._progress = Progress("sweep", sum(self._work.values()), log_interval=LOG_INTERVAL, console=console)
-
-    def __enter__(self) -> "Display":
-        self._progress.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.__exit__()
-
-    def print(self, line: str) -> None:
-        self._progress.print(line)
+        self.progress = Progress("sweep", sum(self._work.values()), log_interval=LOG_INTERVAL, console=console)
 
     def finished(self, run: SweepRun, how: str) -> None:
         self._finished += 1
         self._done[run.name] = self._work[run.name]
-        self.print(f"[{self._counts()}] {run.name}: finished {how}")
+        self.progress.print(f"[{self._counts()}] {run.name}: finished {how}")
 
     def failed(self, failure: Failure) -> None:
         self._failed += 1
         self._done[failure.run.name] = self._work[failure.run.name]
         text = f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} ({failure.error}); the sweep continues"
         if failure.log is None:
-            self.print(text)
+            self.progress.print(text)
             return
-        self.print(f"{text}. The last lines of {failure.log}:")
+        self.progress.print(f"{text}. The last lines of {failure.log}:")
         for line in last_lines(failure.log):
-            self.print(f"    {line}")
+            self.progress.print(f"    {line}")
 
     def update(self, jobs: Sequence[Job]) -> None:
         """Show the progress of the running jobs, at most every `REFRESH_INTERVAL`."""
@@ -124,7 +114,7 @@ class Display:
             elif job.task == "evaluation":
                 self._done[run.name] = steps_left
             texts.append(text)
-        self._progress.update(sum(self._done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
+        self.progress.update(sum(self._done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
 
     def _counts(self) -> str:
         return f"{self._finished}/{self._total}" + (f", {self._failed} failed" if self._failed else "")
@@ -149,7 +139,7 @@ class Runner:
         self._threads: int | None = None
         if len(devices) > 1 and not devices[0] and "OMP_NUM_THREADS" not in os.environ:
             self._threads = max(1, len(os.sched_getaffinity(0)) // len(devices))
-            display.print(f"{self._threads} thread(s) per run (OMP_NUM_THREADS is not set)")
+            display.progress.print(f"{self._threads} thread(s) per run (OMP_NUM_THREADS is not set)")
 
     def run(self, runs: Sequence[SweepRun]) -> tuple[int | None, list[str]]:
         """Train and evaluate the unfinished `runs` that no other sweep process works on. `failures` lists those that
@@ -212,14 +202,14 @@ class Runner:
             claim.release()
             return False
         if run.failed_at() not in (None, failed_before):
-            self._display.print(f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}")
+            self._display.progress.print(f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}")
             claim.release()
             return False
         run.forget_failure()
         devices, self._free_devices = self._free_devices[:num_devices], self._free_devices[num_devices:]
         self._jobs.append(Job(run, claim, devices))
         if pids := find_processes(run.folder):
-            self._display.print(
+            self._display.progress.print(
                 f"{run.name}: processes of an earlier sweep are still running ({', '.join(map(str, pids))}); waiting "
                 "for them to exit"
             )
@@ -300,7 +290,7 @@ class Runner:
 
     def _handle_signal(self, number: int, _frame: object) -> None:
         self._signals.append(number)
-        self._display.print(
+        self._display.progress.print(
             "stopping: the runs save and exit; repeat the signal to kill them"
             if len(self._signals) == 1
             else "killing the runs"

@@ -268,7 +268,7 @@ class ModelConfig(ConfigSection):
             nearest = difflib.get_close_matches(self.pos_emb, names, n=3, cutoff=0.0)
             yield (
                 f'pos_emb "{self.pos_emb}" is not a known method; nearest: {", ".join(nearest)}. The file of your own '
-                "method must be named each time: --set pos-emb-module=FILE (for kerple convert and inspect, "
+                "method must be named each time: --set pos-emb-module=FILE (for kerple convert, inspect and report, "
                 "--pos-emb-module FILE)"
             )
             return

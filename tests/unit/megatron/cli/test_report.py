@@ -40,4 +40,6 @@ def test_invalid_arguments_and_results_are_rejected(tmp_path):
     assert_rejected(r"results\.jsonl.*1", main, [str(tmp_path / "bad"), *output])
     write_results(tmp_path / "good", [record("alibi", 512, 3.0)])
     assert_rejected("--reference t5", main, [str(tmp_path / "good"), "--reference", "t5", *output])
+    module = ["--pos-emb-module", str(tmp_path / "mine.py")]
+    assert_rejected(r"--pos-emb-module .*mine\.py: no such file", main, [str(tmp_path / "good"), *module, *output])
     assert not (tmp_path / "out").exists()

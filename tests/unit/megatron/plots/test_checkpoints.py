@@ -134,6 +134,9 @@ def test_scores_of_grouped_heads_in_a_window():
     assert grouped.scores.shape == (HEADS, 5)
     for field in ("scores", "static", "adapted"):
         torch.testing.assert_close(getattr(grouped, field), getattr(repeated, field))
+    figure = adaptive_figure(grouped, model="x", name="x")
+    assert "position 39" in figure.caption
+    assert list(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == [35, 36, 37, 38, 39]
     # Without a window, the last 5 of all keys have the same scores.
     attention = model.blocks[0].attention
     attention.window = None

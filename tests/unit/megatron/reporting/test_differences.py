@@ -30,7 +30,7 @@ def test_equal_documents_have_the_standard_error_of_the_mean_difference():
     assert difference.stderr == pytest.approx(statistics.stdev((0.1, 0.3, 0.05)) / math.sqrt(3))
     assert difference.seeds == 1
     assert not difference.significant
-    assert str(difference) == "+0.150 ± 0.076"
+    assert str(difference) == "+0.1500 ± 0.0764"
 
 
 def test_documents_count_by_their_tokens():

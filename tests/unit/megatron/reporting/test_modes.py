@@ -53,6 +53,14 @@ def test_a_setting_with_several_modes_has_a_table_and_a_figure():
     assert "standard error over documents" in table.notes[0]
     (figure,) = mode_figures([*records(), other])
     assert figure.name == table.name
+    assert mode_tables([row for row in records() if row["mode"] != "full"]) == []
+
+
+def test_titles_name_the_protocol():
+    rows = [*records(), *({**row, "protocol": "last-k@8"} for row in records())]
+    for found in (mode_tables(rows), mode_figures(rows)):
+        first, second = (entry.title for entry in found)
+        assert first != second
 
 
 def test_heat_map():

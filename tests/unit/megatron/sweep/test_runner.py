@@ -172,6 +172,9 @@ def test_a_run_with_damaged_files_fails_alone(sweep):
     (sweep.runs / "alibi" / "7" / "checkpoints" / "latest").write_text("global_step9")
     shutil.rmtree(sweep.runs / "alibi" / "7" / "checkpoints" / "global_step6")
     axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 8}, {"seed": 13}]}
+    planned = sweep("--dry-run", axes=axes)
+    assert "global_step9" in planned
+    assert "alibi/8" in planned
     output = sweep(axes=axes, status=1)
     assert "kerple_log/7: FAILED in preparation (" in output
     assert "alibi/7: FAILED in preparation (" in output
