@@ -131,7 +131,8 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         pad=0.01,
     )
     bar.outline.set_visible(False)
-    title = textwrap.fill(f"Loss (nats per token), {_title(setting)}", int(style.width / style.em / CHARACTER))
+    characters = int(style.width / style.em / CHARACTER)
+    title = textwrap.fill(f"Loss (nats per token), {_title(setting)}", characters, break_on_hyphens=False)
     figure.suptitle(title, size=style.size)
     return figure
 

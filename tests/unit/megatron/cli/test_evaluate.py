@@ -336,18 +336,11 @@ def test_two_checkpoints_with_the_same_method_and_seed_need_labels(tmp_path, che
     words += [str(checkpoints["kerple_log"][0]), str(tmp_path / "again")]
     assert_rejected("kerple_log.*4.*again.*5.*--label", main, words)
     assert not (tmp_path / "out").exists()
+    assert_rejected("--label.*1.*2", main, [*words, "--label", "first"])
     main([*words, "--label", "first", "second"])
-    assert [row["pos_emb"] for row in rows_in(tmp_path / "out")] == ["kerple_log (first)", "kerple_log (second)"]
-
-
-def test_labels_and_sizes_are_stored(tmp_path, checkpoints):
-    folder = str(checkpoints["alibi"][0])
-    words = ["--checkpoint", folder, "--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
-    assert_rejected("--label.*2.*1", main, [*words, "--label", "a", "b"])
-    main([*words, "--label", "slow"])
-    (row,) = rows_in(tmp_path)
-    assert row["pos_emb"] == "alibi (slow)"
-    assert (row["checkpoint"]["layers"], row["checkpoint"]["hidden_size"]) == (2, 32)
+    rows = rows_in(tmp_path / "out")
+    assert [row["pos_emb"] for row in rows] == ["kerple_log (first)", "kerple_log (second)"]
+    assert (rows[0]["checkpoint"]["layers"], rows[0]["checkpoint"]["hidden_size"]) == (2, 32)
 
 
 def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
