@@ -7,11 +7,11 @@
     .tar .zip                members of the types above except .parquet, in archive order; no archives inside archives
     .gz .zst .xz             compression of any of the above except .zip and .parquet
 
-In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files of other
-types, files named README and files that preprocessing writes are skipped as well, and counted in the log.
+In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files in hidden
+folders, of other types, named README and those that preprocessing writes are skipped as well, and counted in the log.
 
-With `suffixes` (for trees of source code), files with these extensions, also compressed, are one document each; others
-are skipped.
+With `suffixes` (for trees of source code), files with these extensions, also compressed, are one document each; hidden
+files and others are skipped.
 """
 
 import hashlib
@@ -60,9 +60,9 @@ def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
     return format_name if not suffixes or format_name in ARCHIVE_FORMATS else None
 
 
-def is_hidden(name: str) -> bool:
-    """Whether a file is skipped because of its name, whatever its type."""
-    return name.startswith((".", _UNFINISHED))
+def is_hidden(path: str) -> bool:
+    """Whether a file is skipped because of its name, the last part of the path, whatever its type."""
+    return PurePosixPath(path).name.startswith((".", _UNFINISHED))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     """Select the files to read among the names below a folder, in reading order."""
     # A tree of files with these suffixes is shuffled by hash, any other folder sorted.
     if suffixes:
-        selected = [name for name in names if file_format(name, suffixes) == "text"]
+        selected = [name for name in names if file_format(name, suffixes) == "text" and not is_hidden(name)]
         selected.sort(key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
         expected = f"whose name ends in {' or '.join(suffixes)}"
     else:
@@ -164,14 +164,15 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
         selected = []
         for name in present:
             path = PurePosixPath(name)
-            is_text = path.suffix and not is_hidden(path.name) and file_format(name) is not None
+            is_text = path.suffix and not is_hidden(name) and file_format(name) is not None
+            in_hidden_folder = any(folder.startswith(".") for folder in path.parts[:-1])
             # Manifests, the URLs of downloads, and the state files of unfinished preprocessing.
             belongs_to_data = (
                 f"{name.removesuffix('.json')}.idx" in present
                 or (name.endswith(".source.json") and name.removesuffix(".source.json") in present)
                 or name.endswith(".progress.json")
             )
-            if is_text and path.stem != "README" and not belongs_to_data:
+            if is_text and path.stem != "README" and not (in_hidden_folder or belongs_to_data):
                 selected.append(name)
         selected.sort(key=lambda name: PurePosixPath(name).parts)
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"

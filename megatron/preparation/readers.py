@@ -164,8 +164,8 @@ class FileCorpus:
             yield from self._document_chunks(content, member, source_of_member, in_archive=True)
 
     def _is_wanted(self, name: str) -> bool:
-        """With `suffixes`, all other members are skipped. Otherwise only hidden ones; unknown types are an error."""
-        return file_format(name, self._suffixes) is not None if self._suffixes else not is_hidden(name)
+        """Hidden members are skipped, with `suffixes` also all other types; otherwise these are an error."""
+        return not is_hidden(name) and (not self._suffixes or file_format(name, self._suffixes) is not None)
 
     def _document_chunks(self, raw: BinaryIO, name: str, source: str, in_archive: bool = False) -> Iterator[TextChunk]:
         format_name = file_format(name, self._suffixes)

@@ -32,7 +32,16 @@ def test_file_format(name, suffixes, expected):
 
 
 def test_folders_are_sorted_by_path(tmp_path):
-    for name in ("b.jsonl", "a.txt", "deep/c.jsonl.zst", "README.md", ".hidden.txt", "LICENSE", "model.bin"):
+    for name in (
+        "b.jsonl",
+        "a.txt",
+        "deep/c.jsonl.zst",
+        "README.md",
+        ".hidden.txt",
+        ".git/x.json",
+        "LICENSE",
+        "model.bin",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     files = find_files([tmp_path / "b.jsonl", tmp_path])
@@ -66,7 +75,7 @@ def test_errors(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     tree = tmp_path / "tree"
-    for name in ("a.c", "deep/b.h", "deep/er/c.c", "README", "x.py", "data.json", ".hidden/d.c", "e.c.gz"):
+    for name in ("a.c", "deep/b.h", "deep/er/c.c", "README", "x.py", "data.json", ".hidden/d.c", "e.c.gz", "._a.c"):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(gzip.compress(name.encode()) if name.endswith(".gz") else name.encode())
     (tree / "link.c").symlink_to("a.c")

@@ -144,6 +144,7 @@ def test_tar_of_shards(tmp_path, ending):
 
 def test_archives_of_source_files(tmp_path):
     members = {"linux/a.c": b"a.c", "linux/deep/b.h": b"b.h", "linux/README": b"no", "linux/x.json": b"no"}
+    members["linux/deep/._b.h"] = b"\0\5\x16\7"
     (tmp_path / "a.tar.xz").write_bytes(lzma.compress(tar_of(members)))
     assert read_inputs(tmp_path / "a.tar.xz", suffixes=(".c", ".h")) == ["a.c", "b.h"]
     (tmp_path / "a.zip").write_bytes(zip_of(members))
