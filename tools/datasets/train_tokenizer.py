@@ -38,13 +38,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max-megabytes",
         type=number(0, above=True),
-        help="train on the first MB of text only (default: all); memory use is proportional to it",
+        help="train on the first MB of text only, in whole documents (default: all); memory use is proportional to it",
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
+    if arguments.output.is_dir():
+        raise UserError(f"--output {arguments.output}: is a folder; choose a file")
     check_writable(arguments.output.parent, "--output")
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")

@@ -115,6 +115,7 @@ def test_gpt2_tokenizer(tmp_path, archive, run):
         ("preprocess_data", "--input a.jsonl --output-prefix x --workers 0 --tokenizer-type X", "--workers: "),
         ("train_tokenizer", "--input a.jsonl --vocab-size 300 --output t.json", "nothing to train on"),
         ("train_tokenizer", "--input nowhere --vocab-size 300 --output b.txt/t.json", "--output: "),
+        ("train_tokenizer", "--input nowhere --vocab-size 300 --output .", "--output .: "),
     ],
 )
 def test_errors(tmp_path, run, monkeypatch, tool, arguments, message):
