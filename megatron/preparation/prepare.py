@@ -58,8 +58,8 @@ KNOWN_DATASETS = {
     ),
     "github": KnownDataset(
         "Github",
-        f"{_PILE_SHARDS.format(subset='Github')}; {_HOSTS_GONE}; or any tree or tar of source files, e.g. a release of "
-        "the Linux kernel with --suffixes .c,.h",
+        f"{_PILE_SHARDS.format(subset='Github')}; {_HOSTS_GONE}; or any tree of source files, e.g. an extracted "
+        "release of the Linux kernel with --suffixes .c,.h",
     ),
     "arxiv": KnownDataset("ArXiv", f"{_PILE_SHARDS.format(subset='ArXiv')}; {_HOSTS_GONE}"),
     "pile": KnownDataset(None, f"shards of the Pile (jsonl.zst), all subsets; {_HOSTS_GONE}"),
@@ -145,7 +145,10 @@ def prepare(options: PrepareOptions) -> Path:
             f"--vocab-file and --merge-file need --tokenizer; without it, a BPE is trained on {options.dataset}"
         )
     if not train_tokenizer and options.vocab_size is not None:
-        raise UserError("--vocab-size is the size of a BPE trained on the text, but the tokenizer is given; remove it")
+        raise UserError(
+            f"--vocab-size is the size of a trained BPE, but only {EMBEDDED} and your own text (--from or --url) train "
+            "one, without --tokenizer; remove it"
+        )
     recipe: dict[str, object] = {
         "version": _RECIPE_VERSION,
         "dataset": options.dataset,
