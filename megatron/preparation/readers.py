@@ -100,7 +100,7 @@ class FileCorpus:
     Args:
         files: from `find_files`.
         suffixes: as passed to `find_files`. They also select the members of archives.
-        columns: columns to read from Parquet files. JSON lines are always read completely.
+        columns: columns to read from Parquet files; the first one must exist. JSON lines are always read completely.
     """
 
     def __init__(self, files: Sequence[InputFile], suffixes: Sequence[str] = (), columns: Sequence[str] = ("text",)):
@@ -282,9 +282,9 @@ def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterat
     try:
         table = pyarrow.parquet.ParquetFile(raw)
         schema = table.schema_arrow
-        present = [name for name in columns if name in schema.names]
-        if not present:
+        if columns[0] not in schema.names:
             raise UserError(f"{source} has no column {columns[0]!r}; its columns: {', '.join(schema.names[:20])}")
+        present = [name for name in columns if name in schema.names]
         for name in present:
             column_type = schema.field(name).type
             if pyarrow.types.is_binary(column_type) or pyarrow.types.is_large_binary(column_type):

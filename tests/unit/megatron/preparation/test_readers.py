@@ -228,7 +228,7 @@ def test_parquet_error_names_the_row(tmp_path, monkeypatch):
 
 def test_invalid_parquet_files(tmp_path):
     write_table(tmp_path / "a.parquet", raw=[b"\xff"] * len(TEXTS))
-    assert_rejected("'content'", read_inputs, tmp_path / "a.parquet", columns=("content",), keys=("content",))
+    assert_rejected("no column 'content'", read_inputs, tmp_path / "a.parquet", columns=("content", "meta"))
     assert_rejected("'raw'", read_inputs, tmp_path / "a.parquet", columns=("raw",), keys=("raw",))
     content = (tmp_path / "a.parquet").read_bytes()
     for damaged in (content[:-20], content[: len(content) // 2], b"", b"PAR1"):
