@@ -244,6 +244,9 @@ class _Job:
         state = self.journal.load()
         if state is None:
             return None
+        if state.rejected.bad and not self.options.skip_bad:
+            print(f"{self.name}: journal ignored: the earlier run skipped bad documents; starting from the beginning")
+            return None
         if state.manifests:
             # The run was killed while renaming its files. Finish that, unless the files no longer exist.
             try:
@@ -254,17 +257,18 @@ class _Job:
             except UserError:
                 return None
             return state
-        if state.rejected.bad and not self.options.skip_bad:
-            print(f"{self.name}: journal ignored: the earlier run skipped bad documents; starting from the beginning")
-            return None
-        outputs = zip(self.prefixes, state.outputs, strict=True)
-        if not all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in outputs):
+        if not self._has_files_of(state):
             print(
                 f"{self.name}: journal ignored: its partial files are missing or damaged; starting from the beginning"
             )
             return None
         print(f"{self.name}: resuming after {state.outputs[0].writer.documents:,} documents")
         return state
+
+    def _has_files_of(self, state: JournalState) -> bool:
+        """Whether the partial files still contain everything committed in `state`."""
+        outputs = zip(self.prefixes, state.outputs, strict=True)
+        return all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in outputs)
 
     def encode(self, source: ChunkSource) -> None:
         """Tokenize the remaining input and finalize the outputs."""
@@ -287,7 +291,10 @@ class _Job:
                     raise
                 for writer in writers:
                     writer.close()
-                saved = f"{self.state.outputs[0].writer.documents:,} documents are saved; the same command resumes"
+                documents = self.state.outputs[0].writer.documents
+                if not documents or not self._has_files_of(self.state):
+                    raise
+                saved = f"{documents:,} documents are saved; the same command resumes"
                 if isinstance(error, KeyboardInterrupt):
                     raise KeyboardInterrupt(saved) from error
                 if isinstance(error, UserError):
