@@ -81,11 +81,11 @@ def redact_url(address: str) -> str:
 
 def _fetch(address: str, checksum: str | None, path: Path) -> None:
     """Download the file. Raises an exception of the library if that fails."""
-    if (match := _HUB_DATASET.fullmatch(address.partition("?")[0])) and checksum is None and "/" not in match[3]:
-        repository, revision, name = match.groups()
-        revision = unquote(revision)
-        hf_hub_download(repository, unquote(name), repo_type="dataset", revision=revision, local_dir=path.parent)
-        return
+    if (match := _HUB_DATASET.fullmatch(address.partition("?")[0])) and checksum is None:
+        repository, revision, name = match[1], unquote(match[2]), unquote(match[3])
+        if "/" not in name:
+            hf_hub_download(repository, name, repo_type="dataset", revision=revision, local_dir=path.parent)
+            return
     pooch.get_logger().setLevel("WARNING")  # its other messages contain the query of the URL
     registry = {path.name: None if checksum is None else f"sha256:{checksum}"}
     files = pooch.create(path.parent, "", registry=registry, urls={path.name: address}, retry_if_failed=RETRIES)

@@ -124,6 +124,15 @@ def test_file_on_the_hub(query, tmp_path, monkeypatch):
     hub.assert_called_once_with("user/set", "a.tar", repo_type="dataset", revision="refs/pr/1", local_dir=tmp_path)
 
 
+def test_file_in_a_folder_of_the_hub(tmp_path, monkeypatch):
+    """The library would keep the folder."""
+    monkeypatch.setattr(module, "hf_hub_download", lambda *_, **__: pytest.fail("not used"))
+    files = SimpleNamespace(fetch=lambda name, downloader: (tmp_path / name).write_bytes(b"content"))
+    monkeypatch.setattr(module.pooch, "create", lambda *_, **__: files)
+    url = "https://huggingface.co/datasets/user/set/resolve/main/data%2Fa.jsonl"
+    assert download(url, tmp_path) == tmp_path / "a.jsonl"
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
