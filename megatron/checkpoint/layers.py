@@ -21,6 +21,7 @@ from megatron.checkpoint.directory import STATE_FILE, layer_file, layer_files, r
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT, TransformerBlock
+from megatron.model.parallel import full_shape, slice_for_rank
 from megatron.model.settings import ModelSettings
 
 # Parameters of GPT-NeoX's RMSNorm -> their names in this project.
@@ -157,23 +158,6 @@ def layer_state(layer: nn.Module) -> dict[str, Tensor]:
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
-
-
-def full_shape(tensor: Tensor, tensor_size: int) -> torch.Size:
-    """The tensor's shape before tensor-parallel slicing and ZeRO 3's partitioning."""
-    shape = list(getattr(tensor, "ds_shape", tensor.shape))
-    if getattr(tensor, "tensor_model_parallel", False):
-        shape[tensor.partition_dim] *= tensor_size  # type: ignore[attr-defined]  # set by megatron-core
-    return torch.Size(shape)
-
-
-def slice_for_rank(tensor: Tensor, full: Tensor, tensor_rank: int) -> Tensor:
-    """This tensor-parallel rank's slice of `full`, an unsliced value for `tensor`."""
-    if not getattr(tensor, "tensor_model_parallel", False):
-        return full
-    dim: int = tensor.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
-    size = tensor.shape[dim]
-    return full.narrow(dim, tensor_rank * size, size)
 
 
 def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, source: Path) -> Tensor:

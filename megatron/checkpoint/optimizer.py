@@ -34,16 +34,15 @@ from megatron.checkpoint.layers import (
     COMPUTED_BUFFERS,
     EMBEDDING,
     POSITIONAL_PREFIXES,
-    full_shape,
     merge_shards,
     open_layers,
     own_names,
-    slice_for_rank,
     tied_output,
     weight_layers,
 )
 from megatron.checkpoint.state_dict import TrainingEngine
 from megatron.checkpoint.storage import CheckpointError, load_tensors, read_weights
+from megatron.model.parallel import full_shape, slice_for_rank
 from megatron.optimizers.registry import get_step, initialize_state, set_step, state_shape
 from megatron.optimizers.whole_parameters import Fragment, WholeParameterOptimizer
 

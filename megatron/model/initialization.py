@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kerple.positional import outermost
+from megatron.model.parallel import full_shape, slice_for_rank
 from megatron.model.settings import ModelSettings
 
 Initializer = Callable[[Tensor, torch.Generator], object]
@@ -105,13 +106,6 @@ def initialize(
                 fill = fill_writer if name.endswith(RESIDUAL_WRITERS) else fill_reader
 
                 # Draw the full parameter, and keep this tensor-parallel rank's slice of it.
-                dim = getattr(parameter, "partition_dim", -1)
-                is_sliced = getattr(parameter, "tensor_model_parallel", False) and dim >= 0
-                shape = list(parameter.shape)
-                if is_sliced:
-                    shape[dim] *= settings.tp.size
-                full = torch.empty(shape, dtype=torch.float32)
+                full = torch.empty(full_shape(parameter, settings.tp.size), dtype=torch.float32)
                 fill(full, generator_for(seed, index, name))
-                if is_sliced:
-                    full = full.narrow(dim, settings.tp.rank * parameter.shape[dim], parameter.shape[dim])
-                parameter.copy_(full)
+                parameter.copy_(slice_for_rank(parameter, full, settings.tp.rank))

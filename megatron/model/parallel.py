@@ -96,6 +96,23 @@ def tensor_parallel_group(tp: TensorParallel) -> dist.ProcessGroup | None:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+def full_shape(tensor: Tensor, tensor_size: int) -> torch.Size:
+    """The tensor's shape before tensor-parallel slicing and ZeRO 3's partitioning."""
+    shape = list(getattr(tensor, "ds_shape", tensor.shape))
+    if getattr(tensor, "tensor_model_parallel", False):
+        shape[tensor.partition_dim] *= tensor_size  # type: ignore[attr-defined]  # set by megatron-core
+    return torch.Size(shape)
+
+
+def slice_for_rank(tensor: Tensor, full: Tensor, tensor_rank: int) -> Tensor:
+    """This tensor-parallel rank's slice of `full`, an unsliced value for `tensor`."""
+    if not getattr(tensor, "tensor_model_parallel", False):
+        return full
+    dim: int = tensor.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
+    size = tensor.shape[dim]
+    return full.narrow(dim, tensor_rank * size, size)
+
+
 def _core_config(tp: TensorParallel) -> "ModelParallelConfig":
     check_version("megatron-core")
     from megatron.core import ModelParallelConfig

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.model.gpt import positional_methods
+from megatron.model.parallel import full_shape
 from megatron.model.settings import Layout, ModelSettings
 
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ def count_parameters(
             if id(parameter) in seen or getattr(parameter, "ds_pipe_replicated", False):
                 continue
             seen.add(id(parameter))
-            numel = getattr(parameter, "ds_numel", parameter.numel())  # ds_numel: before ZeRO 3 partitions it
-            if getattr(parameter, "tensor_model_parallel", False):
-                numel *= settings.tp.size
+            numel = full_shape(parameter, settings.tp.size).numel()
             counts["total"] += numel
             if id(parameter) in positional:
                 counts["positional"] += numel

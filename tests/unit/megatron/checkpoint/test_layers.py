@@ -10,12 +10,10 @@ from megatron.checkpoint.directory import layer_file
 from megatron.checkpoint.layers import (
     check_sizes,
     embedding_rows,
-    full_shape,
     layer_state,
     load_layers,
     merge_shards,
     open_layers,
-    slice_for_rank,
     weight_layers,
 )
 from megatron.checkpoint.storage import CheckpointError
@@ -47,16 +45,6 @@ def test_equal_shapes_are_replicas():
 def test_shapes_that_do_not_fit_are_both_named():
     with pytest.raises(CheckpointError, match=r"layer_02.*2, 3.*4"):
         merge_shards("w", [torch.ones(2, 3)] * 2, torch.Size([4, 4]), WHERE)
-
-
-def test_slices_of_a_tensor_parallel_parameter():
-    parameter = nn.Parameter(torch.empty(2, 3))
-    full = torch.arange(12.0).view(4, 3)
-    assert full_shape(parameter, 2) == (2, 3)
-    assert slice_for_rank(parameter, full, 1) is full
-    parameter.tensor_model_parallel, parameter.partition_dim = True, 0
-    assert full_shape(parameter, 2) == (4, 3)
-    assert torch.equal(slice_for_rank(parameter, full, 1), full[2:])
 
 
 def test_saved_tensors_have_a_storage_of_their_own():

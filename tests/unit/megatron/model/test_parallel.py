@@ -11,8 +11,10 @@ from torch import nn
 
 from megatron.model.parallel import (
     column_linear,
+    full_shape,
     gather_vocabulary,
     row_linear,
+    slice_for_rank,
     sum_head_gradients,
     tensor_parallel_group,
     vocab_embedding,
@@ -60,3 +62,13 @@ def test_megatron_core_s_embedding_behaves_like_torch_s():
     nn.init.normal_(layer.weight)
     assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (True, 0)
     assert torch.equal(layer(tokens), F.embedding(tokens, layer.weight))
+
+
+def test_slices_of_a_tensor_parallel_parameter():
+    parameter = nn.Parameter(torch.empty(2, 3))
+    full = torch.arange(12.0).view(4, 3)
+    assert full_shape(parameter, 2) == (2, 3)
+    assert slice_for_rank(parameter, full, 1) is full
+    parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+    assert full_shape(parameter, 2) == (4, 3)
+    assert torch.equal(slice_for_rank(parameter, full, 1), full[2:])
