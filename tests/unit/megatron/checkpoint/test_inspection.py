@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.inspection import check_finite, describe, head_values, positional_methods
+from megatron.checkpoint.inspection import check_finite, describe, head_values
 from megatron.checkpoint.storage import CheckpointError
 from megatron.inference import load_model
 from tests.support.release import METHODS, checkpoints, split_for_ranks
@@ -30,15 +30,6 @@ def test_a_released_checkpoint(method):
     if "bias" in positional.hooks:
         expected["effective_length"] = positional.effective_length().tolist()
     assert description["kernels"] == ({"all layers": expected} if expected else {})
-
-
-def test_positional_methods_have_the_parameters_of_the_checkpoint():
-    step = checkpoints("kerple_log") / "global_step300"
-    ((place, method),) = positional_methods(step, settings_of(step))
-    state = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)
-    assert place == "all layers"
-    assert torch.equal(method.bias_p, state["attention.rpe.bias_p"])
-    assert head_values(step, settings_of(step))["all layers"].keys() == {"bias_p", "bias_a", "effective_length"}
 
 
 def test_tensor_parallel_shards_are_merged(tmp_path):
