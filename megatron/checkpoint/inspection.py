@@ -5,13 +5,12 @@ Legend: h heads.
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kerple.positional import PositionalMethod, build
+from kerple.positional import PositionalMethod, build_layers
 from megatron.checkpoint.directory import (
     OPTIMIZER_FILES,
     find_damage,
@@ -46,7 +45,7 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
     optimizer = "the release's" if isinstance(saved.get("optimizer"), dict) else "none"
     if optimizer_files:
         optimizer = f"per parameter, in {optimizer_files} file{'s' * (optimizer_files > 1)}"
-    counts, dtypes = _parameter_counts(layers, shared=config is None or _build_method(config).shared)
+    counts, dtypes = _parameter_counts(layers, shared=config is None or config.build_on_meta()[0].shared)
     description = {
         "step": str(step),
         "iteration": saved.get("iteration") or iteration_of(step),
@@ -92,20 +91,16 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
     return counts, dtypes
 
 
-def _build_method(config: ModelConfig, layer: int = 0) -> PositionalMethod:
-    return build(config.pos_emb, replace(config.shape, layer=layer), **config.positional_options)
-
-
 def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
     """The positional methods of a checkpoint with their parameters: ("all layers", method) if the layers share one, or
     ("layer I", method) for each layer. Reads only the positional parameters.
     """
-    for index, paths in layer_files(step).items():
-        if not 2 <= index < config.num_layers + 2:
+    files = layer_files(step)
+    methods = build_layers(config.pos_emb, config.shape, **config.positional_options)
+    for index, method in enumerate(methods, start=2):
+        if index not in files or "embed" in method.hooks:
             continue
-        method = _build_method(config, index - 2)
-        if "embed" in method.hooks:
-            continue
+        paths = files[index]
         shards = [read_weights(path) for path in paths]
         parameters = {}
         for name, parameter in method.named_parameters():
@@ -116,8 +111,6 @@ def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, P
             continue
         method.load_state_dict({**method.state_dict(), **{name: value.float() for name, value in parameters.items()}})
         yield ("all layers" if method.shared else f"layer {index - 2}"), method
-        if method.shared:
-            break
 
 
 def head_values(step: Path, config: ModelConfig) -> dict[str, dict[str, list[float]]]:
