@@ -36,10 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
-    is_step = STEP.fullmatch(options.directory.resolve().name)
+    directory = options.directory.resolve()
+    is_step = STEP.fullmatch(directory.name)
     if is_step and options.iteration is not None:
         raise CheckpointError(f"{options.directory}: is one checkpoint; remove --iteration, or name its parent folder")
-    step = options.directory if is_step else find_step(options.directory, options.iteration)
+    step = directory if is_step else find_step(options.directory, options.iteration)
     if options.accept:
         accept(step)
     try:

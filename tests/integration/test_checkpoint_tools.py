@@ -229,7 +229,7 @@ def run_inspect(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_a_checkpoint_of_this_project(ours, capsys):
+def test_a_checkpoint_of_this_project(ours, tmp_path, monkeypatch, capsys):
     status, report = run_inspect(capsys, ours)
     assert status == 0
     assert report["manifest"] == "whole"
@@ -239,6 +239,10 @@ def test_a_checkpoint_of_this_project(ours, capsys):
     assert report["shape"]["zero_stage"] == 0
     assert run_inspect(capsys, ours, "--iteration", 3)[1]["iteration"] == 3
     assert run_inspect(capsys, ours / "global_step3")[1]["iteration"] == 3
+    (tmp_path / "best").symlink_to(ours / "global_step3")
+    assert run_inspect(capsys, tmp_path / "best")[1]["iteration"] == 3
+    monkeypatch.chdir(ours / "global_step3")
+    assert run_inspect(capsys, ".")[1]["iteration"] == 3
     assert inspect.main([str(ours)]) == 0
     printed = capsys.readouterr().out
     for part in ("manifest        whole", "1 tensor parallel", "bias_p", "effective_length", "samples read    48"):
