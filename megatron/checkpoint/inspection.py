@@ -19,7 +19,7 @@ from megatron.checkpoint.directory import (
     read_manifest,
     read_state_file,
 )
-from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards
+from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards, tied_output
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.config.schema.model import ModelConfig
 
@@ -45,7 +45,9 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
     optimizer = "the release's" if isinstance(saved.get("optimizer"), dict) else "none"
     if optimizer_files:
         optimizer = f"per parameter, in {optimizer_files} file{'s' * (optimizer_files > 1)}"
-    counts, dtypes = _parameter_counts(layers, shared=config is None or config.build_on_meta()[0].shared)
+    tied = None if config is None else tied_output(config)
+    own_layers = {index: files for index, files in layers.items() if index != tied}
+    counts, dtypes = _parameter_counts(own_layers, shared=config is None or config.build_on_meta()[0].shared)
     description = {
         "step": str(step),
         "iteration": saved.get("iteration") or iteration_of(step),

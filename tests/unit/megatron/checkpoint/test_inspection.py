@@ -44,6 +44,15 @@ def test_tensor_parallel_shards_are_merged(tmp_path):
     assert description["kernels"] == head_values(original, settings_of(original))
 
 
+def test_tied_output_weights_are_counted_once(tmp_path):
+    """Also if the checkpoint has a file for the output layer."""
+    step = shutil.copytree(checkpoints("alibi") / "global_step300", tmp_path / "global_step300")
+    config = checkpoint_config(step, {"no_weight_tying": False}).model
+    model, _ = load_model(checkpoints("alibi"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert describe(step, config)["parameters"] == parameters - model.output.final_linear.weight.numel()
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_equal_slices_are_counted(value, tmp_path):
     """As after initialization: biases are 0 on all ranks."""
