@@ -1,6 +1,5 @@
 """Tokenizers based on Hugging Face's `tokenizers` library: tokenizer.json files, GPT-2's vocabulary, BPE training."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -11,7 +10,7 @@ import numpy as np
 import tokenizers
 
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer
-from megatron.utils.errors import UserError, first_line, is_library_error
+from megatron.utils.errors import UserError, library_errors
 from megatron.utils.files import read_file
 
 # The library needs about 100 bytes of memory per token of the text it encodes, so longer texts are encoded in pieces.
@@ -37,7 +36,7 @@ class _LibraryTokenizer(Tokenizer):
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
-        with _library_errors("the tokenizer cannot encode the text"):
+        with library_errors("the tokenizer cannot encode the text"):
             ids = [token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids]
         return self._start + ids
 
@@ -47,7 +46,7 @@ class _LibraryTokenizer(Tokenizer):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(len(text) > _MAX_CHARACTERS for text in texts):
             return [self.tokenize(text) for text in texts]
-        with _library_errors("the tokenizer cannot encode the texts"):
+        with library_errors("the tokenizer cannot encode the texts"):
             return [self._start + encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     @property
@@ -56,7 +55,7 @@ class _LibraryTokenizer(Tokenizer):
         return sorted({self.eod, *(token_id for token_id, token in added.items() if token.special)})
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        with _library_errors("the tokenizer cannot decode the ids"):
+        with library_errors("the tokenizer cannot decode the ids"):
             return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def byte_lengths(self) -> np.ndarray | None:
@@ -89,7 +88,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def __init__(self, path: Path):
         content = read_file(path)  # a tokenizer file with 260,000 tokens has 35 MB
-        with _library_errors(f"the tokenizers library cannot read {path} as a tokenizer.json"):
+        with library_errors(f"the tokenizers library cannot read {path} as a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -121,7 +120,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
 
     def __init__(self, vocab_file: Path, merge_file: Path):
         content = read_file(vocab_file) + b"\0" + read_file(merge_file)
-        with _library_errors(
+        with library_errors(
             f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its JSON of tokens and "
             "ids; for a tokenizer.json use tokenizer-type HFTokenizer"
         ):
@@ -146,7 +145,7 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
     if processor is None:
         return None
     # A text that has tokens, without and with the post-processor.
-    with _library_errors(f"{source}: the tokenizer cannot encode a text"):
+    with library_errors(f"{source}: the tokenizer cannot encode a text"):
         tokenizer.post_processor = None
         for text in ("a", *tokenizer.get_vocab()):
             if count := len(tokenizer.encode(text).ids):
@@ -166,17 +165,6 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
     if prefix and tokenizer.id_to_token(prefix[0]) is None:
         raise UserError(f"{source}: its post_processor adds the id {prefix[0]}, which is not in the vocabulary")
     return prefix[0] if prefix else None
-
-
-@contextlib.contextmanager
-def _library_errors(problem: str) -> Iterator[None]:
-    """Turn errors of the tokenizers library, which raises bare Exception and panics, into a UserError."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_library_error(error):
-            raise
-        raise UserError(f"{problem}: {first_line(error)}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> tokenizers.Tokenizer:

@@ -3,10 +3,11 @@
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import sentencepiece
 
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, SpecialTokens, Tokenizer
-from megatron.utils.errors import UserError, first_line, is_library_error
+from megatron.utils.errors import UserError, library_errors
 from megatron.utils.files import read_file
 
 
@@ -17,16 +18,18 @@ class SPMTokenizer(Tokenizer):
     tokenizer_config.json in the same folder decides whether texts start with the beginning-of-sequence piece, as it
     does for transformers; without the file they do not.
 
-    Raises UserError if sentencepiece is not installed, the file is not a SentencePiece model, or has no end-of-document
-    piece.
+    Raises UserError if the file is not a SentencePiece model, or has no end-of-document piece.
     """
 
     name = "SPMTokenizer"
 
     def __init__(self, path: Path):
         content = read_file(path)
-        self._processor = _read(content, path)
-        self.vocab_size = self._processor.get_piece_size()
+        with library_errors(f"{path} is not a SentencePiece model"):
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self.vocab_size = self._processor.get_piece_size()
+            if self.vocab_size < 1:
+                raise ValueError("it has no pieces")
         eod = self._processor.piece_to_id(END_OF_DOCUMENT)
         if eod == self._processor.unk_id():
             eod = self._processor.eos_id()
@@ -47,14 +50,9 @@ class SPMTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(content + f"bos {self.bos}".encode()).hexdigest()
 
     def tokenize(self, text: str) -> list[int]:
-        return self.tokenize_batch([text])[0]
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
-            rows = [self._processor.encode(text) for text in texts]
-        except Exception as error:
-            raise UserError(f"sentencepiece cannot encode the text: {first_line(error)}") from error
-        return rows if self.bos is None else [[self.bos, *row] for row in rows]
+        with library_errors("sentencepiece cannot encode the text"):
+            ids: list[int] = self._processor.encode(text)
+        return ids if self.bos is None else [self.bos, *ids]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         # An untrained model may sample ids beyond the vocabulary.
@@ -64,22 +62,3 @@ class SPMTokenizer(Tokenizer):
             known.append(int(token) if token < self.vocab_size else unknown)
         text: str = self._processor.decode(known)
         return text
-
-
-def _read(content: bytes, path: Path) -> Any:
-    """The library's processor."""
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise UserError(
-            "tokenizer-type SPMTokenizer needs the sentencepiece library: pip install sentencepiece"
-        ) from error
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        if processor.get_piece_size() < 1:
-            raise ValueError("it has no pieces")
-    except Exception as error:
-        if not is_library_error(error):
-            raise
-        raise UserError(f"{path} is not a SentencePiece model: {first_line(error)}") from error
-    return processor

@@ -1,6 +1,8 @@
 """The exception for wrong user input, and the text of other exceptions."""
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -38,6 +40,17 @@ def first_line(error: BaseException) -> str:
 def is_library_error(error: BaseException) -> bool:
     """Whether `error` is an Exception or a panic of a Rust library, which pyo3 derives from BaseException only."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Turn every exception of a library, also panics, into a UserError that begins with `problem`."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise UserError(f"{problem}: {first_line(error)}") from error
 
 
 def visible(text: str) -> str:
