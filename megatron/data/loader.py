@@ -1,6 +1,7 @@
 """Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -74,7 +75,7 @@ class Loader:
         # depend on how often batches were requested.
         loader = torch.utils.data.DataLoader(
             self._dataset,
-            batch_sampler=_BatchSampler(len(self._dataset), self._placement, first_batch),
+            batch_sampler=self._indices(first_batch),
             num_workers=num_workers,
             collate_fn=_Collate(self._dataset.settings),
             generator=torch.Generator(),
@@ -83,6 +84,12 @@ class Loader:
         )
         with _same_sigchld_handler():
             return iter(loader)
+
+    def _indices(self, first_batch: int) -> Iterator[list[int]]:
+        """Endless lists of dataset indices, from micro-batch `first_batch` on."""
+        length = len(self._dataset)
+        for batch in itertools.count(first_batch):
+            yield [position % length for position in rank_samples(batch, **self._placement)]
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         vocab_size = self._dataset.settings.vocab_size
@@ -134,21 +141,6 @@ def _start_worker(_: int) -> None:
     """
     exit_with_parent()
     os.setpgid(0, 0)
-
-
-@dataclass(frozen=True)
-class _BatchSampler:
-    """Endless lists of dataset indices, from micro-batch `first` on."""
-
-    length: int
-    placement: dict[str, int]
-    first: int = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batch = self.first
-        while True:
-            yield [position % self.length for position in rank_samples(batch, **self.placement)]
-            batch += 1
 
 
 @dataclass(frozen=True)
