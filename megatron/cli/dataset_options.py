@@ -51,5 +51,6 @@ def add_limit_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup
         "--limit-mb",
         type=number(0, above=True),
         metavar="MB",
-        help="use only the first MB of text (default: all)",
+        help="use only the first MB of text, in whole documents; no effect on a single document such as enwik8 "
+        "(default: all)",
     )

@@ -27,9 +27,9 @@ _HUB_CHUNK_BYTES = 1 << 20
 
 
 def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, text) of consecutive pieces of a source file, each of at most `limit` bytes unless a
-    single line is longer. Pieces begin at top-level statements after a blank line if possible, otherwise at any line.
-    Pieces without text are left out.
+    """(number of the first line, text) of consecutive pieces of a source file, each of about `limit` bytes at most,
+    or of a single longer line. Pieces begin at top-level statements after a blank line if possible, otherwise at any
+    line. Pieces without text are left out.
     """
     lines = content.splitlines(keepends=True)
     starts = [0]  # index of the first line of each piece
@@ -104,9 +104,9 @@ def documents_checksum(documents: Iterable[tuple[str, bytes]]) -> str:
 class StdlibCorpus(DocumentCorpus):
     """The Python sources of the running interpreter's standard library, in pieces. A `ChunkSource`.
 
-    A document is a piece of a file with at most PIECE_BYTES, so that no file dominates a part of the corpus. Pieces are
-    ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order validation and
-    test would consist of a few modules (the last twentieth is `xml` to `zipfile`).
+    A document is a piece of a file of about PIECE_BYTES at most, so that no file dominates a part of the corpus. Pieces
+    are ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order validation
+    and test would consist of a few modules (the last twentieth is `xml` to `zipfile`).
 
     Attributes:
         documents: name (file:line) and content of each piece.

@@ -22,7 +22,7 @@ class DocumentOptions:
     """How documents are read from chunks.
 
     Attributes:
-        keys: keys of the JSON objects; the text of each becomes a dataset. A plain text belongs to the first key.
+        keys: keys of the JSON objects; the text of each becomes a dataset. Plain texts are an error with several keys.
         subset: keep only documents with this meta.pile_set_name. Documents without that field are kept.
         append_eod: end every document with the end-of-document token.
         ftfy: repair broken Unicode with the package ftfy.
