@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import tokenizers
 
 from megatron.cli.prepare_data import main, parse_arguments
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation.prepare import PrepareOptions
 from megatron.tokenizer.hugging_face import train_bpe
-from megatron.utils.command_line import run_main
 from tests.support.corpora import json_lines
 
 
@@ -60,18 +58,3 @@ def test_special_tokens_in_documents(tmp_path, capsys):
     assert "\n2 special tokens" in "\n" + capsys.readouterr().out
     tokens = open_indexed_files(prefix).open_tokens()[:]
     assert ((tokens == 0).sum(), (tokens == pad).sum()) == (4, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["github"], "error: github needs a source: pass --from"),
-        (["wikitext"], "error: unknown dataset 'wikitext'"),
-        (["-t", "TiktokenTokenizer", "--from", "a.jsonl", "pile"], "error: tokenizer-type TiktokenTokenizer"),
-    ],
-)
-def test_errors(arguments, message, capsys):
-    assert run_main(lambda: main(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(message)
-    assert error.count("\n") == 1
