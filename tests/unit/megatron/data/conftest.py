@@ -6,9 +6,10 @@ import pytest
 
 from megatron.config import load_config
 from megatron.data.datasets import SampleSettings
+from tests.support.simulated_ranks import as_rank
 from tests.support.token_files import VOCABULARY, corpus, documents, no_fsync, tokenizer, tokenizer_file, write_corpus
 
-__all__ = ["corpus", "documents", "no_fsync", "tokenizer", "tokenizer_file", "write_corpus"]
+__all__ = ["as_rank", "corpus", "documents", "no_fsync", "tokenizer", "tokenizer_file", "write_corpus"]
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron.data.datasets import SampleSettings, datasets_from_split
 from megatron.data.index_cache import build_once
-from megatron.utils import ranks
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
@@ -54,22 +52,6 @@ def test_cache_folder_that_cannot_be_written(corpus, tmp_path):
     (tmp_path / "file").touch()
     settings = SampleSettings(1000, 0, 1234, cache_path=str(tmp_path / "file"))
     assert_rejected("data-cache-path", datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    """as_rank(0), then as_rank(1), run the same code on two simulated ranks. Both are the first rank of their
-    machine.
-    """
-    state = SimpleNamespace(rank=0)
-
-    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks.dist, "get_rank", lambda: state.rank)
-    monkeypatch.setattr(ranks.dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(
-        ranks.dist, "all_gather_object", lambda outcomes, outcome: outcomes.__setitem__(slice(None), [outcome])
-    )
-    return lambda rank: setattr(state, "rank", rank)
 
 
 def test_every_machine_builds_its_own_indices(corpus, tmp_path, as_rank):

@@ -1,32 +1,13 @@
-"""The process group is simulated: the ranks run one after the other and exchange pickled objects."""
-
-import pickle
+"""Calling functions on the ranks of a simulated process group."""
 
 import pytest
 
-from megatron.utils import ranks
 from megatron.utils.errors import UserError
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 
 class DataError(UserError):
     pass
-
-
-@pytest.fixture
-def as_rank(monkeypatch):
-    """Returns as_rank(rank), which makes the process that rank of a group of two; rank 0 must run first."""
-    sent = {}
-
-    def all_gather(outcomes, outcome):
-        sent[sent["rank"]] = pickle.dumps(outcome)
-        outcomes[:] = [pickle.loads(sent.get(rank, pickle.dumps((None, None)))) for rank in range(2)]
-
-    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks.dist, "get_rank", lambda: sent["rank"])
-    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(ranks.dist, "all_gather_object", all_gather)
-    return lambda rank: sent.__setitem__("rank", rank)
 
 
 def fail(error):
