@@ -229,7 +229,8 @@ def from_hugging_face(
         reference = load_reference(theirs, tensors)
         step = write_checkpoint(folder, model, file_dtype, values)
         if dtype is not None:
-            reference = reference.to(dtype).float()
+            for parameter in reference.parameters():
+                parameter.data = parameter.data.to(dtype).float()
         load_layers(layers_with_weights(model), step)
         compare(model, reference, model_type != "kerple", config, f"{output}: checkpoint from {source}", report)
 

@@ -393,14 +393,17 @@ def test_an_inference_mode_is_written(tmp_path):
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model(tokens))
 
 
-@pytest.mark.parametrize("pos_emb", ["rotary", "kerple_log", "learned"])
+@pytest.mark.parametrize(
+    ("pos_emb", "dtype"), [("rotary", None), ("rotary", torch.bfloat16), ("kerple_log", None), ("learned", None)]
+)
 @torch.no_grad()
 @pytest.mark.quick(2)
-def test_exported_models_are_imported_again(pos_emb, tmp_path):
+def test_exported_models_are_imported_again(pos_emb, dtype, tmp_path):
     model, config = make_model(pos_emb, gpt_j_residual=True)
     to_hugging_face(model, config, tmp_path / "hf", dtype=torch.bfloat16, report=quiet)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     (tmp_path / "hf" / "modeling_kerple.py").write_text("raise SystemExit('this code must not run')")
-    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
+    from_hugging_face(tmp_path / "hf", tmp_path / "ours", dtype=dtype, with_tokenizer=False, report=quiet)
     step = tmp_path / "ours" / "global_step0"
     state = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
