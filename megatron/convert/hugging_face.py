@@ -55,7 +55,7 @@ from megatron.convert.weights import (
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.tokenizer.tokenizer import TokenizerFiles
-from megatron.utils.errors import first_line, install_command
+from megatron.utils.errors import first_line, import_package
 
 
 def to_hugging_face(
@@ -313,12 +313,5 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def import_transformers() -> Any:
-    """The transformers library. Raises CheckpointError if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise CheckpointError(
-            "converting to or from Hugging Face needs the transformers library, which is not installed: "
-            f"{install_command('eval')}"
-        ) from error
-    return transformers
+    """The transformers library. Raises UserError if it is not installed."""
+    return import_package("transformers", "eval", "converting to or from Hugging Face")
