@@ -155,11 +155,11 @@ def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) ->
     else:
         names = {"rotary_emb_base": LLAMA_ROTARY["rotary_emb_base"]}  # all dimensions are rotated
         own = llama.config_json(model, padded_vocab_size, model_type)
-        own["rope_scaling"] = rope if scaling is not None else None
     if scaling == "dynamic":
         own["max_position_embeddings"] = options.get("trained_length") or model.max_position_embeddings
     return {
         **own,
+        "rope_scaling": rope if scaling is not None else None,
         "rope_parameters": {**rope, **{inside: rotary[ours] for ours, (inside, _, _) in names.items()}},
         **{top: rotary[ours] for ours, (_, top, _) in names.items()},
     }
