@@ -33,6 +33,8 @@ LLAMA = {**NEOX, "model_type": "llama", "intermediate_size": 44}
         ),
         ("rotary", {"pos_emb_options": {"scaling": "ntk", "factor": 4.0}}, None),
         ("rotary", {"norm": "rmsnorm", "activation": "silu"}, None),
+        ("rotary", {"activation": "swiglu"}, None),
+        ("rotary", {"norm": "rmsnorm", "activation": "swiglu", "rotary_pct": 0.5}, None),
         ("kerple_log", {"bias_gelu_fusion": True, "layernorm_epsilon": 1e-3, "no_weight_tying": False}, None),
         ("kerple_log", {"max_position_embeddings": 64}, None),
     ],

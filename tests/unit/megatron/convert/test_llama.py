@@ -81,16 +81,6 @@ def test_models_trained_here_are_exported(keys, tmp_path):
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model(tokens))
 
 
-@pytest.mark.parametrize(
-    "keys", [{"activation": "swiglu"}, {"norm": "rmsnorm", "activation": "swiglu", "rotary_pct": 0.5}]
-)
-def test_structures_without_a_counterpart(keys, tmp_path):
-    """transformers has no GPT-NeoX with a gated MLP; it is exported with its code."""
-    model, config = make_model("rotary", **keys)
-    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "kerple"
-
-
 def test_tensors_that_do_not_fit_are_named(tmp_path):
     family_model(tmp_path / "hf", "llama")
     path = tmp_path / "hf" / "model.safetensors"
