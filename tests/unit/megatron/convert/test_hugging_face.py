@@ -194,17 +194,6 @@ def test_rounded_distances_are_not_exported(tmp_path):
     assert (load(tmp_path / "out")(tokens).logits - exact(tokens)).abs().max() < 1e-4
 
 
-@torch.no_grad()
-def test_half_precision_is_compared_with_rounded_weights(tmp_path):
-    model, config = make_model("kerple_log")
-    to_hugging_face(model, config, tmp_path / "hf", dtype=torch.bfloat16, report=quiet)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    assert theirs.dtype == torch.bfloat16
-    tokens = random_tokens(1, LONG)
-    rounded = model.bfloat16().float()
-    assert (theirs.float()(tokens).logits - rounded(tokens)).abs().max() < 1e-4
-
-
 def test_labels_give_the_shifted_loss_and_gradients(tmp_path):
     model, config = make_model("kerple_power_ap_ap")
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
