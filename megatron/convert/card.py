@@ -19,7 +19,11 @@ def model_card(
     architecture: the class of transformers; None for a self-contained model. mode: of inference.
     """
     hooks = frozenset[str]().union(*(method.hooks for method in model.positional_methods().values()))
-    implementations = "eager" if "weight" in hooks else "eager, sdpa"
+    implementations = ["eager"]
+    if not hooks & {"weight", "modify_scores"}:
+        implementations.append("sdpa")
+    if "modify_scores" not in hooks and mode == FULL_MODE.name:
+        implementations.append("flex_attention")
     return (
         templates("megatron.convert")
         .get_template("card.md.j2")
@@ -30,6 +34,6 @@ def model_card(
             mode=mode,
             window=min(config.model.seq_length, config.model.windows[0] or config.model.seq_length),
             compiles=not hooks & {"embed", "rotate", "modify_scores", "scale_qk"},
-            implementations="eager" if "modify_scores" in hooks else f"{implementations}, flex_attention",
+            implementations=", ".join(implementations),
         )
     )

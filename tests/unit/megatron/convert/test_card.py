@@ -11,3 +11,9 @@ def test_the_metadata_are_valid_for_the_hub():
     assert card.data.tags == ["kerple-neox", "length-extrapolation", "alibi"]
     assert (card.data.library_name, card.data.license) == ("transformers", None)
     assert "sequences of 32\ntokens with the positional method `alibi`" in card.text
+
+
+def test_what_works_depends_on_the_inference_mode():
+    for mode, implementations in (("full", "eager, sdpa, flex_attention"), ("window@8", "eager, sdpa")):
+        card = model_card(*make_model("alibi"), architecture=None, has_tokenizer=False, mode=mode)
+        assert f"`attn_implementation`: {implementations};" in card
