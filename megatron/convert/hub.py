@@ -2,8 +2,8 @@
 checkpoint folder.
 
 huggingface_hub finds and downloads the files, so its cache (HF_HOME), offline mode (HF_HUB_OFFLINE) and login apply.
-A model is converted once per commit, into HF_HOME/kerple. Only safetensors, JSON and tokenizer files are downloaded;
-code and pickled files are not.
+A model is converted once per commit and version of this project, into HF_HOME/kerple. Only safetensors, JSON and
+tokenizer files are downloaded; code and pickled files are not.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import huggingface_hub
 from filelock import FileLock
 from huggingface_hub import constants
 
+from kerple import __version__
 from megatron.checkpoint.directory import has_checkpoint, looks_like_checkpoint
 from megatron.convert.hugging_face import from_hugging_face
 from megatron.convert.output import Report
@@ -47,7 +48,7 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print, pos_emb_mod
         repository, version = f"folder--{snapshot.name}", _version(snapshot)
     else:
         return Path(checkpoint)
-    output = Path(constants.HF_HOME) / "kerple" / repository / version
+    output = Path(constants.HF_HOME) / "kerple" / __version__ / repository / version
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

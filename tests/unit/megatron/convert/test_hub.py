@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
+from kerple import __version__
 from megatron.checkpoint.directory import find_step, weights_fingerprint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
@@ -53,7 +54,7 @@ def test_a_model_is_converted_once_per_commit(hub, tmp_path):
     for name, branch in (("hf:org/tiny", "main"), ("hf:org/tiny@v1", "v1"), (f"hf:org/tiny@{COMMIT}", "main")):
         model, _ = load_model(name)
         assert (model(tokens) - hub[branch](tokens).logits).abs().max() < 1e-4
-    converted = tmp_path / "home" / "kerple" / "models--org--tiny"
+    converted = tmp_path / "home" / "kerple" / __version__ / "models--org--tiny"
     assert {path.name for path in converted.iterdir() if path.is_dir()} == {COMMIT, OLDER}
     lines = []
     assert local_checkpoint("hf:org/tiny", lines.append) == converted / COMMIT
