@@ -3,6 +3,7 @@
 from kerple.attention import FULL_MODE
 from megatron.config import Config
 from megatron.model.gpt import GPT
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.templates import templates
 
 
@@ -11,7 +12,7 @@ def model_card(
     config: Config,
     *,
     architecture: str | None,
-    has_tokenizer: bool,
+    tokenizer: TokenizerFiles | None,
     mode: str = FULL_MODE.name,
 ) -> str:
     """README.md: what the model is, how to load it, and what works.
@@ -30,7 +31,7 @@ def model_card(
         .render(
             model=config.model,
             architecture=architecture,
-            has_tokenizer=has_tokenizer,
+            tokenizer=tokenizer,
             mode=mode,
             window=min(config.model.seq_length, config.model.windows[0] or config.model.seq_length),
             compiles=not hooks & {"embed", "rotate", "modify_scores", "scale_qk"},

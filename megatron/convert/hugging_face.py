@@ -140,7 +140,7 @@ def to_hugging_face(
             model,
             config,
             architecture=architecture,
-            has_tokenizer=tokenizer is not None,
+            tokenizer=tokenizer,
             mode=mode.name,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaTokenizerFast
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert.tokenizer_files import copy_tokenizer, write_tokenizer
@@ -136,8 +136,9 @@ def test_a_sentencepiece_model_without_configuration(tmp_path):
     (tmp_path / "hf").mkdir()
     files = TokenizerFiles("SPMTokenizer", model)
     assert write_tokenizer(files, tmp_path / "hf", 1024)["bos_token_id"] == files.build().eod
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert loaded(KINDS["python"])["input_ids"] == files.build().tokenize(KINDS["python"])
+    for kind in (AutoTokenizer, LlamaTokenizerFast):
+        loaded = kind.from_pretrained(tmp_path / "hf")
+        assert loaded(KINDS["python"])["input_ids"] == files.build().tokenize(KINDS["python"])
     other = train_sentencepiece(tmp_path / "unigram.model", model_type="unigram")
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match=r"unigram\.model.*LlamaTokenizer"):
