@@ -34,7 +34,6 @@ from megatron.utils.processes import Lock
 
 # Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
 TOLERANCE = 1e-4
-SIZE_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 MAX_COMPARED_LENGTH = 512
 MAX_LONGER_LENGTH = 2560
 
@@ -97,12 +96,7 @@ def write_checkpoint(folder: Path, model: GPT, dtype: torch.dtype, config_values
     for index, layer in layers_with_weights(model).items():
         state = {name: cast(tensor, dtype) for name, tensor in tensors_of(layer).items()}
         torch.save(state, layer_file(step, index, 0))
-    sizes = {
-        **{key: getattr(model.settings.config, key) for key in SIZE_KEYS},
-        "padded_vocab_size": model.settings.padded_vocab_size,
-        "model_parallel_size": 1,
-    }
-    torch.save({"iteration": iteration, "args": sizes}, step / STATE_FILE)
+    torch.save({"iteration": iteration}, step / STATE_FILE)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
     update_latest(folder, step.name)
