@@ -160,6 +160,9 @@ def test_dropout_is_off_and_the_mode_is_restored():
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[1, 70]], "vocab_size": 61}, "prompt 0 contains token id 70"),
         ({"prompts": [[1], [-2]]}, "prompt 1 contains token id -2"),
+        ({"temperature": -0.1}, "temperature.*0"),
+        ({"top_k": -1}, "top_k.*0"),
+        ({"top_p": 1.5}, "top_p"),
         ({"recompute": False}, "function is not a model of this project, so its KV cache"),
     ],
 )
@@ -263,18 +266,6 @@ def test_logits_that_are_not_finite(logit, temperature):
     with pytest.raises(UserError, match="logits are NaN or infinite"):
         Sampling(temperature).choose(torch.tensor([[0.0, logit]]), [None])
     assert Sampling(temperature).choose(torch.tensor([[0.0, -torch.inf]]), [np.random.default_rng(0)]) == [0]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -0.1}, "temperature.*0"),
-        ({"top_k": -1}, "top_k.*0"),
-        ({"top_p": 1.5}, "top_p"),
-    ],
-)
-def test_values_out_of_range(values, message):
-    assert_rejected(message, Sampling, **values)
 
 
 SINKS = Span(window=6, sinks=2)
