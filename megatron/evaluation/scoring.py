@@ -89,7 +89,7 @@ class SegmentReader:
             text = tokens[starts[:, None] + offsets].to(self.device)
             if bos is not None:
                 text[:, 0] = bos
-            cache = self.decoder.new_cache(len(starts), length, mode) if chunk < length else None
+            cache = self.decoder.new_cache(length, mode) if chunk < length else None
             for position in range(0, length, chunk):
                 inputs = text[:, position : min(position + chunk, length)]
                 with text_length(self.decoder.methods, length):

@@ -54,10 +54,8 @@ class Decoder(Protocol):
     def complete_segments(self) -> str | None:
         """Why a transformers model reads complete segments, not chunks through a KV cache; None if it does not."""
 
-    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
-        """An empty cache for `batch_size` rows of up to `max_length` tokens (None: any) in a mode; None if not
-        `cached`.
-        """
+    def new_cache(self, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
+        """An empty cache for rows of up to `max_length` tokens (None: any) in a mode; None if not `cached`."""
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
         """Why `hidden` does not support this mode, as a complete sentence part after the mode's name; None if it
@@ -132,7 +130,7 @@ class CallableDecoder:
             self._arguments = set()
         self._is_causal = False  # until the first text is read
 
-    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> None:
+    def new_cache(self, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> None:
         return None
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
@@ -233,7 +231,7 @@ class TransformersDecoder:
             keywords[str(self._cache_argument)] = cache
         return _logits(self._model, tokens, **keywords)
 
-    def new_cache(self, batch_size: int, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
+    def new_cache(self, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
         return self._empty_cache() if self.cached else None
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:

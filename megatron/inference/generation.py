@@ -278,7 +278,7 @@ class _NextTokenLogits:
         max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
         allocated = max_length if max_length <= _ALLOCATED_TOKENS else None  # otherwise the cache grows
         self._mode = mode
-        self._cache = None if recompute else decoder.new_cache(len(rows), allocated, self._mode)
+        self._cache = None if recompute else decoder.new_cache(allocated, self._mode)
         self._cached = 0
 
     def after(self, rows: list[_Row], length: int) -> Tensor:

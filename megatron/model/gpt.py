@@ -240,13 +240,9 @@ class GPT(nn.Module):
         """Layer index -> its positional method; one entry if the layers share the method."""
         return positional_methods(self.layers())
 
-    def new_cache(
-        self, batch_size: int | None = None, max_length: int | None = None, mode: AttentionMode = DEFAULT_MODE
-    ) -> KVCache:
-        """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once if it is given.
-
-        batch_size is ignored: the cache has the batch size of the first tokens appended to it. With a window, it drops
-        keys that no later query attends to.
+    def new_cache(self, max_length: int | None = None, mode: AttentionMode = DEFAULT_MODE) -> KVCache:
+        """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once if it is given. With
+        a window, it drops keys that no later query attends to.
         """
         return KVCache([mode.span.within(window) for window in self.settings.config.windows], max_length)
 

@@ -104,7 +104,7 @@ def test_evaluation(method, dtype):
         def tokens(batch: int, length: int) -> torch.Tensor:
             return torch.zeros(batch, length, dtype=torch.long, device="cuda")
 
-        cache = model.new_cache(1, 16_384)
+        cache = model.new_cache(16_384)
         model.hidden(tokens(1, 512), cache)
         for layer in cache.layers:
             layer.length = 15_000  # as if this many tokens had been processed

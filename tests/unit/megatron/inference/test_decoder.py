@@ -19,7 +19,7 @@ def test_a_model_of_this_project():
     assert isinstance(decoder, NativeDecoder)
     assert decoder.unsupported_reason(AttentionMode(Span(window=8))) is None
     tokens = random_tokens(6)[None]
-    cache = decoder.new_cache(1, 6)
+    cache = decoder.new_cache(6)
     chunks = [decoder.hidden(chunk, cache) for chunk in tokens.split(4, dim=1)]
     torch.testing.assert_close(decoder.logits(torch.cat(chunks, dim=1)), model(tokens))
 
@@ -53,7 +53,7 @@ def test_layers_without_positions_support_all_distances(mode):
     decoder = as_decoder(model)
     assert decoder.unsupported_reason(mode) is None
     with torch.no_grad():
-        cache = decoder.new_cache(1, None, mode)
+        cache = decoder.new_cache(None, mode)
         chunks = [decoder.hidden(chunk, cache, mode) for chunk in tokens.split(5, dim=1)]
         expected = decoder.hidden(tokens, mode=mode)
         torch.testing.assert_close(torch.cat(chunks, dim=1), expected)
@@ -74,7 +74,7 @@ def test_a_function_supports_the_spans_it_has_arguments_for():
     decoder = as_decoder(windowed)
     assert isinstance(decoder, CallableDecoder)
     assert not decoder.cached
-    assert decoder.new_cache(1, 8) is None
+    assert decoder.new_cache(8) is None
     assert [
         decoder.unsupported_reason(AttentionMode(span)) is None for span in (FULL, Span(window=8), Span(block=8))
     ] == [True, True, False]
@@ -225,7 +225,7 @@ def test_angles_that_depend_on_the_length_are_not_cached(model_type, rope, keys)
     expected = model(torch.stack((text[:40], text[40:80])), use_cache=False).logits
     decoder = as_decoder(model)
     assert not decoder.cached
-    assert decoder.new_cache(1, 40) is None
+    assert decoder.new_cache(40) is None
     losses = {
         chunk: evaluate_extrapolation(model, text, [80, 40], query_chunk=chunk, progress=False)[1]["loss"]
         for chunk in (7, 512)
