@@ -41,6 +41,14 @@ def fork_server():
     server.close()
 
 
+@pytest.fixture(scope="session")
+def data_path(tmp_path_factory):
+    """The prefix of a small dataset."""
+    from tests.support.checkpoints import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus"), documents=80)
+
+
 LONG = ("integration/", "unit/megatron/training/", "unit/megatron/checkpoint/", "unit/kerple/", "unit/megatron/model/")
 
 

@@ -5,16 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config
-from tests.support.checkpoints import write_corpus
 from tests.support.layouts import LAYOUTS, VOCABULARY, Trained
 from tests.support.ranks import Ranks
 from tests.support.runs import trained as run_here
 from tests.support.runs import training_settings
-
-
-@pytest.fixture(scope="session")
-def data_path(tmp_path_factory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), documents=80)
 
 
 @pytest.fixture(scope="session")

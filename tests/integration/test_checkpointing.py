@@ -109,12 +109,13 @@ def test_resuming_in_another_precision(before, after, stage, tmp_path, data_path
 def test_files_of_an_interrupted_save_are_removed(tmp_path, data_path):
     folder = tmp_path / "checkpoints"
     trained(tmp_path, data_path, train_iters=1)
-    for name in ("global_step3.unfinished", ".global_step1.deleted", ".global_step2.replaced"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "file.pt").write_text("half")
-    trained(tmp_path, data_path, train_iters=3)
-    # The checkpoint that was being replaced is restored.
-    assert sorted(path.name for path in folder.iterdir()) == ["global_step1", "global_step2", "global_step3", "latest"]
+    for steps, kept in ((1, ()), (3, ("global_step3",))):  # a finished run, and one that goes on
+        for name in ("global_step3.unfinished", ".global_step1.deleted", ".global_step2.replaced"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "file.pt").write_text("half")
+        trained(tmp_path, data_path, train_iters=steps)
+        # The checkpoint that was being replaced is restored.
+        assert sorted(path.name for path in folder.iterdir()) == ["global_step1", "global_step2", *kept, "latest"]
 
 
 def test_a_checkpoint_without_optimizer_state(tmp_path, data_path, capsys):

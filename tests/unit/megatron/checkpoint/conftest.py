@@ -4,13 +4,7 @@ import pytest
 
 from megatron.config import Config
 from megatron.training.loop import train
-from tests.support.checkpoints import write_corpus
 from tests.support.runs import training_settings
-
-
-@pytest.fixture(scope="session")
-def data_path(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus"), documents=40)
 
 
 def full_settings(folder, data_path, **keys):

@@ -3,13 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import write_corpus
-
-
-@pytest.fixture(scope="session")
-def data_path(tmp_path_factory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus"), documents=80)
-
 
 @pytest.fixture
 def wandb_offline(tmp_path, monkeypatch) -> Iterator[Path]:

@@ -71,15 +71,6 @@ def test_one_folder_in_two_spellings(tmp_path, data_path, monkeypatch):
     assert list((tmp_path / "logs").glob("events.*"))
 
 
-def test_a_finished_run_removes_what_a_killed_one_left(tmp_path, data_path):
-    trained(tmp_path, data_path, train_iters=1, eval_iters=0)
-    expected = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    for name in (".global_step0.deleted", "global_step2.unfinished"):
-        (tmp_path / "checkpoints" / name).mkdir()
-    trained(tmp_path, data_path, train_iters=1, eval_iters=0)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == expected
-
-
 def test_the_lock_is_released_after_success_and_failure(tmp_path, data_path):
     trained(tmp_path, data_path)
     assert not (tmp_path / "checkpoints" / "run.lock").exists()
