@@ -136,6 +136,6 @@ def check_finite(step: Path) -> None:
     for paths in layer_files(step).values():
         for path in paths:
             for name, tensor in read_weights(path).items():
-                count = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+                count = int((~torch.isfinite(tensor)).sum())
                 if count:
                     raise CheckpointError(f"{path}: {name} contains {count} values that are NaN or infinite")

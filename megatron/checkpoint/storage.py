@@ -133,13 +133,11 @@ def _load(path: str | Path, allowed: list[Any]) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 
 
-def read_weights(
-    path: Path, ignored: re.Pattern[str] = _NO_NAME, any_dtype: re.Pattern[str] = _NO_NAME
-) -> dict[str, Tensor]:
+def read_weights(path: Path, ignored: re.Pattern[str] = _NO_NAME) -> dict[str, Tensor]:
     """Tensor name -> tensor of a floating-point dtype, from a torch or .safetensors file.
 
-    Tensors of a torch file are memory-mapped. Omits names that match `ignored`. Names that match `any_dtype` need not
-    be floating-point. Raises CheckpointError if the file is missing, damaged or contains anything else.
+    Tensors of a torch file are memory-mapped. Omits names that match `ignored`. Raises CheckpointError if the file is
+    missing, damaged or contains anything else.
     """
     if path.suffix == ".safetensors":
         with _errors_of(path):
@@ -153,7 +151,7 @@ def read_weights(
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path}: has {name} of type {type(tensor).__name__}, not a tensor")
-        if tensor.dtype not in WEIGHT_DTYPES and not any_dtype.fullmatch(name):
+        if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{path}: has {name} of {tensor.dtype}; weights are float32, bfloat16, float16 or float64"
             )

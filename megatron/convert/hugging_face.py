@@ -43,7 +43,6 @@ from megatron.convert.sources import modeling_file, self_contained_files
 from megatron.convert.tokenizer_files import SPECIAL_IDS, copy_tokenizer, write_tokenizer
 from megatron.convert.weights import (
     SAFETENSORS,
-    cast,
     check_tensors,
     common_dtype,
     fill,
@@ -124,11 +123,6 @@ def to_hugging_face(
         write_json(folder / "config.json", values)
         tensors = hugging_face_tensors(model, dtype, stock or "kerple")
         if stock is None:
-            # The self-contained model keeps all buffers of its positional methods in the file.
-            prefixes = positional_prefixes(model)
-            for index, method in model.positional_methods().items():
-                buffers = method.named_buffers()
-                tensors.update({prefixes[index] + name: cast(buffer, dtype) for name, buffer in buffers})
             sources = self_contained_files(method_class(config.model.pos_emb), **config.model.positional_options)
             for name, text in sources.items():
                 (folder / name).write_text(text, encoding="utf-8")
@@ -214,12 +208,9 @@ def from_hugging_face(
         with torch.device("meta"):
             model = GPT(settings).eval()
         file_dtype = dtype or common_dtype(tensors.values())
-        # Self-contained models store buffers that our layer files omit.
-        prefixes = positional_prefixes(model)
-        computed: set[str] = set()
-        for index, method in model.positional_methods().items():
-            names = {*method.computed, *dict(method.named_buffers())} - method.state_dict().keys()
-            computed |= {prefixes[index] + name for name in names}
+        # Tensors that methods compute may be in the file, but are not needed.
+        prefixes, methods = positional_prefixes(model), model.positional_methods().items()
+        computed = {prefixes[index] + name for index, method in methods for name in method.computed}
         own_tensors = {name: tensor for name, tensor in tensors.items() if name not in computed}
         check_tensors(model, own_tensors, source, model_type)
         model = GPT(settings).eval()

@@ -36,9 +36,6 @@ COMPUTED = re.compile(
     r"|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
 
-# Tensors of positional methods, whose buffers may be integers: `check_tensors` compares their dtypes with the model's.
-POSITIONAL = re.compile(r"gpt_neox\.(layers\.\d+\.attention\.)?positional\..*")
-
 SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 
 
@@ -69,14 +66,13 @@ def layers_with_weights(model: GPT) -> dict[int, nn.Module]:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy on the CPU, in `dtype` if it is a floating-point tensor."""
-    target = dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to(dtype=target, device="cpu", copy=True).contiguous()
+    """A contiguous copy on the CPU, in `dtype`."""
+    return tensor.detach().to(dtype=dtype, device="cpu", copy=True).contiguous()
 
 
 def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype of the floating-point tensors, or float32 if they have several."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    """The dtype of the tensors, or float32 if they have several."""
+    dtypes = {tensor.dtype for tensor in tensors}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
@@ -87,7 +83,7 @@ def saved_dtype(step: Path) -> torch.dtype:
 
 
 def hugging_face_tensors(model: GPT, dtype: torch.dtype, model_type: str = "gpt_neox") -> dict[str, Tensor]:
-    """The model's tensors under the names of a model_type of transformers, floating-point ones in `dtype`."""
+    """The model's tensors in `dtype`, under the names of a model_type of transformers."""
     layers = layers_with_weights(model)
     names = hugging_face_names(model).items()
     tensors = {theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names}
@@ -102,7 +98,7 @@ def read_hugging_face(folder: Path, model_type: str = "gpt_neox") -> dict[str, T
     """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
-        content = read_weights(path, ignored=COMPUTED, any_dtype=POSITIONAL)
+        content = read_weights(path, ignored=COMPUTED)
         if model_type not in llama.ARCHITECTURES:
             content = {SYNONYMS.get(name, name): tensor for name, tensor in content.items()}
         tensors |= content
@@ -127,7 +123,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_type: str = "gpt_neox") -> None:
     """Compare tensors under the names of a model_type with those of a model on the meta device. Raises CheckpointError,
-    naming `source`, for a tensor that is missing, unknown, not finite, or has another shape or kind of dtype, and for
+    naming `source`, for a tensor that is missing, unknown, not finite, or has another shape, and for
     output weights that differ from the embedding to which they are tied.
     """
     layers = layers_with_weights(model)
@@ -149,8 +145,6 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
             raise CheckpointError(
                 f"{source}: {theirs} has shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}"
             )
-        if target.is_floating_point() != value.is_floating_point():
-            raise CheckpointError(f"{source}: {theirs} has dtype {value.dtype}, but the model needs {target.dtype}")
         if not torch.isfinite(value).all():
             raise CheckpointError(f"{source}: {theirs} contains values that are not finite (NaN or infinite)")
     is_tied = not model.settings.config.no_weight_tying

@@ -280,6 +280,14 @@ class ModelConfig(ConfigSection):
             yield f"pos_emb {self.pos_emb}: {error}"
             return
 
+        # Buffers, which casting the model would round.
+        buffers = [name for method in methods for name, _ in method.named_buffers()]
+        if buffers:
+            yield (
+                f"pos_emb {self.pos_emb}: the method has the buffer {buffers[0]}, which is rounded when the model is "
+                "cast; store constants as Python numbers"
+            )
+
         # The list of per_layer.
         if isinstance(methods[0], PerLayer):
             options = {**PerLayer.default_options(), **self.positional_options}

@@ -55,11 +55,7 @@ def make_positional(config, layer=0):
         max_positions=config.max_position_embeddings,
         layer=layer,
     )
-    method = Method.from_shape(shape, **config.positional_options)
-    for module in method.modules():
-        # transformers builds the model on the meta device and loads all values, so the file needs all buffers.
-        module._non_persistent_buffers_set.clear()
-    return method
+    return Method.from_shape(shape, **config.positional_options)
 
 
 def inference_mode(config, methods):
@@ -239,8 +235,8 @@ class KerplePreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         # transformers 5.0 and 5.10, among others, also call this for loaded modules, whose tensors have a mark.
         if isinstance(module, PositionalMethod):
-            tensors = (*module.parameters(), *module.buffers())
-            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+            marks = [getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()]
+            if not all(marks):
                 module.reset_parameters()
 
 

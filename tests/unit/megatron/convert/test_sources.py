@@ -66,13 +66,12 @@ def test_an_external_method(tmp_path, monkeypatch):
         "        super().__init__()\n"
         "        self.floor = floor\n"
         "        self.slope = nn.Parameter(torch.empty(num_heads, 1, 1))\n"
-        "        self.register_buffer('one', torch.ones(1), persistent=False)\n"
         "        self.reset_parameters()\n\n"
         "    def reset_parameters(self, generator=None):\n"
         "        draw(self.slope, 'uniform', 0.0, 1.0, generator)\n\n"
         "    def bias(self, distance):\n"
         "        slope = bounded(self.slope, self.floor).reshape(-1, *[1] * distance.dim())\n"
-        "        return -slope * (self.one * distance).sqrt()\n"
+        "        return -slope * distance.sqrt()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     keys = {"pos_emb_module": "mymethods.decay", "pos_emb_options": {"floor": 0.02}}

@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert.weights import (
-    cast,
     check_tensors,
     fill,
     hugging_face_names,
@@ -43,11 +42,6 @@ def test_export_and_import_restore_the_tensors():
     tensors = hugging_face_tensors(model, torch.float32)
     fill(other, tensors)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_only_floating_point_tensors_are_cast():
-    assert cast(torch.ones(2), torch.bfloat16).dtype == torch.bfloat16
-    assert cast(torch.ones(2, dtype=torch.int64), torch.bfloat16).dtype == torch.int64
 
 
 def test_tied_output_weights_may_be_in_the_file():

@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from kerple.positional import build
+from kerple.positional import Bias, build, register, registry
 from megatron.config import Config, UserError
 from megatron.model.attention import SelfAttention
 from megatron.model.settings import ModelSettings
@@ -127,3 +128,17 @@ def test_fused_gelu_is_the_tanh_approximation(flat, keys, activation):
 def test_the_shape_for_positional_methods(flat):
     shape = Config.from_flat({**flat, "max-position-embeddings": 64}).model.shape
     assert (shape.num_heads, shape.head_size, shape.num_layers, shape.max_positions) == (4, 8, 2, 64)
+
+
+def test_methods_with_a_buffer_are_rejected(flat, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+
+    @register("buffered")
+    class Buffered(Bias):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("slopes", torch.ones(4))
+
+    assert_rejected(
+        "pos_emb buffered: .*buffer slopes.*Python numbers", Config.from_flat, {**flat, "pos-emb": "buffered"}
+    )

@@ -147,8 +147,8 @@ def test_loaded_parameters_are_not_initialized_again(pos_emb):
     method = next(module for name, module in model.named_modules() if name.endswith("positional") and module)
     loaded = {name: value.clone() for name, value in method.state_dict().items()}
     for is_loaded in (True, False):
-        for tensor in (*method.parameters(), *method.buffers()):
-            tensor._is_hf_initialized = is_loaded
+        for parameter in method.parameters():
+            parameter._is_hf_initialized = is_loaded
         model._init_weights(method)
         same = [torch.equal(value, loaded[name]) for name, value in method.state_dict().items()]
         assert all(same) == is_loaded
