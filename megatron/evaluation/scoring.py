@@ -24,7 +24,6 @@ from megatron.evaluation.text import Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
 from megatron.model.gpt import text_length
-from megatron.model.settings import ONE_RANK
 
 LOGIT_POSITIONS = 1024
 
@@ -117,7 +116,7 @@ def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy `[b, s]` in nats for int64 targets `[b, s]` and hidden states `[b, s, e]`, in at least float32."""
     hidden_parts, target_parts = hidden.flatten(0, 1).split(LOGIT_POSITIONS), targets.flatten().split(LOGIT_POSITIONS)
     parts = zip(hidden_parts, target_parts, strict=True)
-    losses = [loss.token_losses(decoder.logits(positions), labels, ONE_RANK) for positions, labels in parts]
+    losses = [loss.token_losses(decoder.logits(positions), labels) for positions, labels in parts]
     return torch.cat(losses).view(targets.shape)
 
 

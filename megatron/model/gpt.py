@@ -134,13 +134,14 @@ class Output(nn.Module):
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Mean over the tokens of the cross entropy in nats times the weight (default: 1): hidden `[b, s, e]`, labels
-        int64 `[b, s]`, weights float `[b, s]`. Large logits are computed in chunks (see `loss.py`).
+        int64 `[b, s]`, weights float `[b, s]`. Large logits are computed in chunks, as are all logits under tensor
+        parallelism (see `loss.py`).
         """
         weight = cast(nn.Parameter, self.final_linear.weight)
         # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its full shape.
         vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
-        if not needs_chunks(hidden.device, hidden.dtype, labels.numel(), vocabulary):
-            return mean_loss(self.final_linear(hidden), labels, weights, self.tp)
+        if self.tp.size == 1 and not needs_chunks(hidden.device, hidden.dtype, labels.numel(), vocabulary):
+            return mean_loss(self.final_linear(hidden), labels, weights)
         flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
         flat_weights = None if weights is None else weights.flatten()
         if self.tp.size == 1:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kerple.attention.self_check import MAX_ERROR
-from megatron.model.settings import TensorParallel
 
 # Devices on which the kernel runs; Triton's interpreter also runs it on a CPU, slowly, for tests.
 KERNEL_DEVICES = ["cuda"]
@@ -34,16 +33,8 @@ KERNEL_CHUNK_BYTES, KERNEL_ROWS = 2**31, 128
 CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, CPU_MIN_ROWS = 2**26, 2**21, 256
 
 
-def token_losses(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
-    """Cross entropy of each token in nats, `[b, s]`, from this rank's slice of the logits, `[b, s, v / tp.size]`.
-
-    float32; float64 for float64 logits on one rank.
-    """
-    if tp.size > 1:
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-        # vocab_parallel_cross_entropy overwrites its input.
-        return vocab_parallel_cross_entropy(logits.to(torch.float32, copy=True), labels)
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of each token in nats, `[b, s]`, in at least float32, from logits `[b, s, v]`."""
     flat_logits, flat_labels = logits.flatten(0, -2), labels.flatten()
     if not torch.is_grad_enabled() and _uses_kernel(logits.device, logits.dtype):
         lse, label_logits = _statistics(flat_logits.contiguous(), flat_labels)
@@ -52,9 +43,9 @@ def token_losses(logits: Tensor, labels: Tensor, tp: TensorParallel) -> Tensor:
     return F.cross_entropy(flat_logits.to(dtype), flat_labels, reduction="none").view_as(labels)
 
 
-def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None, tp: TensorParallel) -> Tensor:
+def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     """Mean over the tokens of the cross entropy in nats times the weight (float `[b, s]`; default: 1); a scalar."""
-    losses = token_losses(logits, labels, tp)
+    losses = token_losses(logits, labels)
     return losses.mean() if weights is None else (losses * weights).mean()
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.model.loss import linear_cross_entropy, token_losses
-from megatron.model.settings import ONE_RANK
 from tests.support.simulated_cuda import SimulatedCuda
 from tests.support.simulated_cuda.traffic import Cost
 
@@ -91,6 +90,6 @@ def test_losses_of_tokens_need_no_copy_of_the_logits():
         logits = torch.empty(1, 1024, VOCABULARY, dtype=torch.bfloat16, device="cuda")
         labels = torch.empty(1, 1024, dtype=torch.int64, device="cuda")
         device.reset()
-        assert token_losses(logits, labels, ONE_RANK).dtype == torch.float32
+        assert token_losses(logits, labels).dtype == torch.float32
         assert device.kernels == {"triton.cross_entropy_kernel": 1, "sub": 1}
         assert device.peak < 1.1 * logits.nbytes

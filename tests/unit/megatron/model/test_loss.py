@@ -12,7 +12,6 @@ from megatron.model import gpt, loss
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.loss import chunk_rows, kernel_failure, linear_cross_entropy, token_losses
-from megatron.model.settings import ONE_RANK
 from tests.support.language_models import model_settings
 
 
@@ -98,9 +97,9 @@ def test_losses_of_tokens(kernel):
     logits, labels = torch.randn(2, 5, 70), torch.randint(70, (2, 5))
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
     before = logits.clone()
-    torch.testing.assert_close(token_losses(logits, labels, ONE_RANK), expected)
+    torch.testing.assert_close(token_losses(logits, labels), expected)
     with torch.no_grad():
-        torch.testing.assert_close(token_losses(logits, labels, ONE_RANK), expected)
+        torch.testing.assert_close(token_losses(logits, labels), expected)
     assert torch.equal(logits, before)
 
 
