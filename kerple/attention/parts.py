@@ -27,8 +27,14 @@ def run(
 ) -> Tensor:
     """Compute a validated call: by `compute`, in several calls if its documents, blocks or scales require them.
 
-    method: its `scale_qk` applies, if it has one. masks_documents: see `Backend`.
+    method: its `scale_qk` applies, if it has one. masks_documents: see `Backend`. Raises ValueError for blocks if the
+    first key is inside one.
     """
+    if call.span.block is not None and call.dropped % call.span.block:
+        raise ValueError(
+            f"block {call.span.block}: the first key is at position {call.dropped}, inside a block; pass the keys from "
+            "the start of a block on"
+        )
     scales = method is not None and "scale_qk" in method.hooks
     if call.documents is not None and (scales or not _masks_documents(call, masks_documents)):
         if call.q_len < call.kv_len or not call.documents.fill_rows:

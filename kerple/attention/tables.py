@@ -85,7 +85,9 @@ def position_tables(
     if method is None:
         return NO_TABLES
     bias, weight = tables(method, length, device, causal=causal, distance_map=distance_map)
-    bias_jacobian, weight_jacobian = jacobians(method, length, device) if with_jacobians else (None, None)
+    bias_jacobian = weight_jacobian = None
+    if with_jacobians and distance_map is None:
+        bias_jacobian, weight_jacobian = jacobians(method, length, device)
     scores = None
     if "modify_scores" in method.hooks:
         scores = score_table(method, length, device, causal=causal, distance_map=distance_map)

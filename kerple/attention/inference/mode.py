@@ -117,6 +117,8 @@ class AttentionMode:
     dynamic_ntk: DynamicNtk | None = None
 
     def __post_init__(self) -> None:
+        if not self.span.causal:
+            raise ValueError("inference modes are causal; for all keys, use Attention with causal=False")
         if self.reindexed and not self.span.sinks:
             raise ValueError("reindexed distances are those to sinks, but the mode has none")
 

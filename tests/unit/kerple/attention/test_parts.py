@@ -69,6 +69,20 @@ IDS = torch.tensor(
 BATCH, LENGTH = IDS.shape
 SHAPE = ModelShape(num_heads=4, head_size=6, hidden_size=24, num_layers=1, max_positions=LENGTH)
 
+
+@pytest.mark.parametrize("name", ["kerple_log", "fire", "xpos"])
+def test_blocks_of_dropped_keys(name):
+    """Blocks are those of the text, so the first key must start one."""
+    method = build(name, SHAPE)
+    query, key, value = (torch.randn(1, SHAPE.num_heads, 20, SHAPE.head_size) for _ in range(3))
+    attention = Attention("auto", method)
+    expected = attention(query, key, value, block=4)[:, :, -3:]
+    actual = attention(query[:, :, -3:], key[:, :, 8:], value[:, :, 8:], block=4, dropped=8)
+    torch.testing.assert_close(actual, expected)
+    with pytest.raises(ValueError, match=r"block 4.*6"):
+        attention(query[:, :, -3:], key[:, :, 6:], value[:, :, 6:], block=4, dropped=6)
+
+
 # Methods with each way of using positions, for the calls with a window or blocks.
 SPANNED = ("kerple_power_ap_ap", "rotary", "xpos", "dape_v2_kerple", "forgetting")
 

@@ -50,6 +50,8 @@ def test_reasons():
         Span(sinks=4)
     with pytest.raises(ValueError, match="the mode has none"):
         AttentionMode(reindexed=True)
+    with pytest.raises(ValueError, match="causal"):
+        AttentionMode(Span(causal=False))
 
 
 def test_scalings_of_queries():
