@@ -218,10 +218,12 @@ def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, fl
 def _small_call(
     method: PositionalMethod, device: torch.device, dtype: torch.dtype, head_size: int, kv_heads: int
 ) -> AttentionCall:
-    """A call with the method's tables, and with queries and keys after its `rotate`."""
+    """A call with the method's tables, with decays if it has any, and with queries and keys after its `rotate`."""
     query, key = (torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device) for heads in (HEADS, kv_heads))
     tables = position_tables(method, KV_LEN, device)
-    call = small_call(AttentionCall(query=query, key=key, value=key, scale=head_size**-0.5, tables=tables))
+    sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64) if "decay" in method.hooks else None
+    call = AttentionCall(query=query, key=key, value=key, scale=head_size**-0.5, tables=tables, decay_sums=sums)
+    call = small_call(call)
     if "modify_scores" in method.hooks:
         call = replace(call, modify_scores=method.final_scores)
     key_positions = torch.arange(call.kv_len, device="cpu")

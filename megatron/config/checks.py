@@ -105,7 +105,7 @@ def _positional_method(config: "Config") -> Iterator[str]:
     model, size = config.model, config.parallel.model_parallel_size
     try:
         methods = model.build_on_meta()
-    except (ValueError, NotImplementedError):
+    except (ValueError, NotImplementedError, TypeError):
         return  # a contradiction of the section
     if any("modify_scores" in method.hooks for method in methods) and size > 1:
         yield (

@@ -45,13 +45,13 @@ def attend_to_chunk(
     flat_query, flat_key, flat_value = (states.flatten(0, 1) for states in contiguous)
 
     # The queries of all heads that share a key/value head are the rows of one matrix.
-    group_rows = call.queries_per_kv * len(queries)
+    group_rows = call.queries_per_kv * query.shape[2]
     query_positions = torch.arange(queries.start, queries.stop, device="cpu") + call.dropped
     key_positions = torch.arange(keys.start, keys.stop, device="cpu") + call.dropped
     if call.products is None:
         flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
         scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
-        scores = scores.view(*query.shape[:3], len(keys))
+        scores = scores.view(*query.shape[:3], key.shape[2])
     else:
         scores = call.products(contiguous[0], contiguous[1], query_positions, key_positions, call.scale)
 
@@ -72,7 +72,7 @@ def attend_to_chunk(
     else:  # zero for queries without a visible key
         probabilities = scores.masked_fill(mask, torch.finfo(dtype).min).softmax(dim=-1).masked_fill(mask, 0.0)
     probabilities = F.dropout(probabilities, call.dropout_p)
-    context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, len(keys)), flat_value)
+    context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, key.shape[2]), flat_value)
     return context.view(*query.shape[:3], value.shape[3]).to(query.dtype)
 
 

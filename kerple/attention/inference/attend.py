@@ -57,6 +57,8 @@ def attend_in_mode(
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
+    if "decay" in method.hooks and decay_sums is None and scale is None:  # exported models have sums in their keys
+        raise ValueError(f"{type(method).__name__} has a decay: pass decay_sums")
     s, t, device = query.shape[2], key.shape[2], query.device
     start = t - s if start is None else start
     total, missing = start + s, missing_keys(mode, start, s, t)

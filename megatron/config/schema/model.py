@@ -276,7 +276,7 @@ class ModelConfig(ConfigSection):
             methods = self.build_on_meta()
             requirements = Requirements.of(*methods, dropout=self.attention_dropout > 0, head_size=self.head_size)
             check_backend(self.attention_backend, requirements)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, TypeError) as error:  # TypeError: options of another type
             yield f"pos_emb {self.pos_emb}: {error}"
             return
 

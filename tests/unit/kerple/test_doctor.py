@@ -115,6 +115,14 @@ def test_one_gpu_of_each_kind_is_checked(monkeypatch):
     assert doctor._devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
+def test_decays_are_checked(monkeypatch):
+    calls = []
+    monkeypatch.setattr(doctor, "relative_errors", lambda call, *_, **__: calls.append(call) or {"result": 0.0})
+    doctor.check_method("forgetting", CPU, torch.float32, 64)
+    assert calls
+    assert all(call.decay_sums.diff().abs().max() > 0 for call in calls)
+
+
 def test_float32_is_checked_without_tf32(monkeypatch):
     allowed = []
 

@@ -26,6 +26,7 @@ from tests.support.errors import assert_rejected
         ({"model-parallel-size": 2, "padded_vocab_size": 129}, "padded_vocab_size 129.*model_parallel_size 2"),
         ({"pos-emb": "kerple_logg"}, 'pos_emb "kerple_logg".*kerple_log'),
         ({"pos-emb": "rotary", "pos-emb-options": {"fraction": 2.0}}, "pos_emb rotary.*fraction"),
+        ({"pos-emb": "rpe", "pos-emb-options": {"max_distance": "200"}}, "pos_emb rpe"),
         ({"pos-emb": "kerple_power__ap", "attention-backend": "sdpa"}, "kerple_power__ap: attention-backend 'sdpa'"),
         ({"attention-dropout": 0.1, "model-parallel-size": 2}, r"attention_dropout 0\.1.*model_parallel_size 2"),
         (

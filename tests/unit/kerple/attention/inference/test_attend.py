@@ -258,6 +258,13 @@ def test_keys_that_do_not_fit_the_queries_are_rejected(span, keys, start, messag
         attend_in_mode(query, key, key, method, AttentionMode(span), start=start)
 
 
+def test_a_decay_needs_its_sums():
+    method = build("forgetting", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
+    states = torch.randn(1, HEADS, 10, HEAD_SIZE)
+    with pytest.raises(ValueError, match="decay_sums"):
+        attend_in_mode(states, states, states, method, SCALED_SINKS)
+
+
 def test_an_empty_batch():
     method = build("kerple_log", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
     states = torch.randn(0, HEADS, 10, HEAD_SIZE)
