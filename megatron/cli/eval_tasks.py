@@ -105,8 +105,9 @@ def evaluate_tasks(
     path = output / time.strftime(f"tasks_%Y%m%d-%H%M%S_{os.getpid()}.json")
     entries: list[dict[str, Any]] = []
     for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):
+        checkpoint = options.hub_names.get(str(folder), str(folder))
         for name, reason in unsupported.items():
-            print(f"{folder}: inference mode {name} {reason} (not measured)", flush=True)
+            print(f"{checkpoint}: inference mode {name} {reason} (not measured)", flush=True)
         if not modes:
             continue
 
@@ -117,7 +118,6 @@ def evaluate_tasks(
         # A learned table has no positions beyond its end.
         table = saved.model.max_position_embeddings if saved.model.pos_emb == "learned" else sys.maxsize
         max_length = tasks["max_length"] or min(MAX_LENGTH_FACTOR * saved.model.seq_length, table)
-        checkpoint = options.hub_names.get(str(folder), str(folder))
         source = {"checkpoint": checkpoint, "iteration": iteration_of(step), "pos_emb": evaluated_method(saved)}
         source |= {"precision": options.precision, "max_length": max_length}
         for mode in modes:

@@ -39,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="DIR",
         help="more checkpoints whose biases and weights to plot, of this project or the KERPLE release",
     )
-
     parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
 
     # How it shows it.

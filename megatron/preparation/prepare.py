@@ -169,6 +169,8 @@ def prepare(options: PrepareOptions) -> Path:
     # So are the files, and the vocabulary size if the tokenizer is trained.
     source = _open_source(options, urls)
     recipe["corpus"] = source.identity()
+    if options.suffixes:
+        recipe["hidden_files"] = False  # they were read by earlier versions
     if isinstance(source, OwnText):
         recipe["skip_bad"] = options.skip_bad
         if train_tokenizer and options.ftfy:

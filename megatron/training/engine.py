@@ -94,7 +94,9 @@ def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report:
 def _build_model(
     config: Config, settings: ModelSettings, layout: Layout, topology: PipeModelDataParallelTopology
 ) -> "GPTWithLoss | GPTPipeline":
-    """The initialized model, or this rank's stage of it, on the device of the rank."""
+    """The initialized model, or this rank's stage of it, on the device of the rank. Raises UserError for an invalid
+    `pipe_partition_method`.
+    """
     training = config.training
     checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
     model: GPTWithLoss | GPTPipeline
@@ -107,7 +109,9 @@ def _build_model(
                 )
         except (re.error, RuntimeError) as error:
             if isinstance(error, re.error) or "Partitioning" in str(error):
-                raise UserError(f"pipe_partition_method {method}: {error}") from error
+                raise UserError(
+                    f"pipe_partition_method {method}: {error}; use parameters, uniform or type:transformer|mlp"
+                ) from error
             raise
     else:
         model = GPTWithLoss(settings, checkpoint_every=checkpoint_every)

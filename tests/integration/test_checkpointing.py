@@ -1,6 +1,7 @@
 """Options of checkpoints in training runs: fallback, another precision."""
 
 import resource
+import shutil
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ def test_files_of_an_interrupted_save_are_removed(tmp_path, data_path):
     folder = tmp_path / "checkpoints"
     trained(tmp_path, data_path, train_iters=1)
     for steps, kept in ((1, ()), (3, ("global_step3",))):  # a finished run, and one that goes on
+        shutil.rmtree(folder / "global_step2", ignore_errors=True)
         for name in ("global_step3.unfinished", ".global_step1.deleted", ".global_step2.replaced"):
             (folder / name).mkdir(parents=True)
             (folder / name / "file.pt").write_text("half")

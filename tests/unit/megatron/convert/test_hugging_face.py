@@ -383,7 +383,7 @@ def test_an_inference_mode_is_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pos_emb", "dtype"), [("rotary", None), ("rotary", torch.bfloat16), ("kerple_log", None), ("learned", None)]
+    ("pos_emb", "dtype"), [("rotary", torch.bfloat16), ("kerple_log", None), ("rotary", None), ("learned", None)]
 )
 @torch.no_grad()
 @pytest.mark.quick(2)
