@@ -217,12 +217,15 @@ def answer(records: Sequence[AnyRecord], long_context: Sequence[AnyRecord]) -> s
         differences.append(f"{found.mean:+.2f} [{low:+.2f}, {high:+.2f}]")
     cost = costs(long_context)
     cost = cost[cost["length"] == LONG_CONTEXT_LONGEST].groupby("pos_emb")["cost"].mean()
+    changes = []
+    for pos_emb, name in (("kerple_log", "log's loss"), ("alibi", "ALiBi's"), ("rpe", "T5's"), ("rotary", "rotary's")):
+        verb = "lowers" if cost[pos_emb] < 0 else "raises"
+        changes.append(f"{verb} {name} by {abs(cost[pos_emb]):.2f}")
     second = f"""
         A second experiment, planned before its first run, trains at 512 tokens until models use their context (C, 3
         seeds). Log's loss minus ALiBi's is {differences[0]} nats at 512 tokens and {differences[1]} at 4 to 32 times
-        this length. This does not reproduce KERPLE's result, and is too imprecise to exclude it. At 16,384 tokens, all
-        keys instead of the last 512 change log's loss by {cost["kerple_log"]:+.2f} nats, ALiBi's by
-        {cost["alibi"]:+.2f}, T5's by {cost["rpe"]:+.2f} and rotary's by {cost["rotary"]:+.1f}.
+        this length. This does not reproduce KERPLE's result, and is too imprecise to exclude it. Attention to
+        all 16,384 keys instead of the last 512 {", ".join(changes)} nats.
     """
     return "\n\n".join(textwrap.fill(" ".join(text.split()), width=100) for text in (first, second))
 
