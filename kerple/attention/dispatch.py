@@ -324,15 +324,17 @@ class Attention:
         if self.modifies_scores:
             return f"chunked (auto: the only memory-efficient backend for a method with modify_scores){chunks}"
         options: dict[str, Any] = {"device": device, "dtype": dtype, "head_size": head_size}
-        usual, has_tables = self._requirements(**options), self.has_bias or self.has_weight
+        usual = self._requirements(**options)
+        plain, other = self._fastest(2, not windowed, **options), self._fastest(2, False, **options)
         if documents:
-            plain = other = _fastest_for_documents(usual, 2, packed=True)
-        else:
-            plain, other = self._fastest(2, not windowed, **options), self._fastest(2, False, **options)
+            # All of them in one call of the fused kernels, or ordinary calls for documents of equal size.
+            plain = "fused" if _fused_is_fastest(usual, 2) and not self._scales_qk else plain
+            other = plain
 
         # Why, and for which calls.
         reason = f"fastest on {device.type} for this method"
-        unsupported = _unsupported_reason("fused", usual) if has_tables and device.type == "cuda" else None
+        could_be_fused = self.has_bias or self.has_weight or self.has_decay or windowed or documents
+        unsupported = _unsupported_reason("fused", usual) if could_be_fused and device.type == "cuda" else None
         if self_check.failure(usual) is not None:
             reason = "the fused kernels failed their self-check"
         elif unsupported is not None:

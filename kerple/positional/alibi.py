@@ -22,13 +22,12 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 class Alibi(Bias):
     """Bias -slope_h δ, without parameters."""
 
+    lowest_slope = 0.0
+
     def __init__(self, num_heads: int):
         super().__init__()
-        self._set_slopes(alibi_slopes(num_heads))
-
-    def _set_slopes(self, slopes: tuple[float, ...]) -> None:
-        self.slopes = slopes
-        self._slopes_on = DeviceConstant(slopes)
+        self.slopes = tuple(max(slope, self.lowest_slope) for slope in alibi_slopes(num_heads))
+        self._slopes_on = DeviceConstant(self.slopes)
 
     def bias(self, distance: Tensor) -> Tensor:
         slopes = self._slopes_on(distance.device)
@@ -43,8 +42,5 @@ class KerplePowerOriginal(Alibi):
     than ALiBi's.
     """
 
+    lowest_slope = 0.01
     computed = ("bias_a",)
-
-    def __init__(self, num_heads: int):
-        super().__init__(num_heads)
-        self._set_slopes(tuple(max(slope, 0.01) for slope in self.slopes))

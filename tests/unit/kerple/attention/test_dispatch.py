@@ -95,14 +95,18 @@ def test_the_choice_is_described(fused_available):
     assert plain.choice("cpu", documents=True).startswith("sdpa (auto")
     assert biased.choice("cuda").startswith("fused (auto")
     assert biased.choice("cpu").startswith("chunked (auto")
+    assert biased.choice("cpu", documents=True).startswith("chunked (auto")
+    assert Attention("auto", build("xpos", SHAPE)).choice("cuda", documents=True).startswith("sdpa (auto")
     assert Attention("auto", build("dape", SHAPE)).choice("cuda").startswith("chunked (auto")
     assert Attention("reference").choice("cpu") == "reference (as configured)"
 
 
 def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
     monkeypatch.setattr(launch, "_load_kernels", lambda: None)
-    choice = Attention("auto", build("alibi", SHAPE)).choice("cuda")
-    assert choice == "chunked (auto: fused needs Triton, which is not installed)"
+    backends = {("alibi", False): "chunked", ("forgetting", False): "sdpa", ("rotary", True): "sdpa"}
+    for (name, windowed), backend in backends.items():
+        choice = Attention("auto", build(name, SHAPE)).choice("cuda", windowed=windowed)
+        assert choice == f"{backend} (auto: fused needs Triton, which is not installed)"
     assert Attention("auto").choice("cuda") == "sdpa (auto: fastest on cuda for this method)"
 
 
