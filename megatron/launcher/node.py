@@ -124,79 +124,108 @@ def run_node(
     Returns:
         The exit status of the rank that failed first (128 + N if signal N killed it), or 0.
     """
-    received: list[str] = []
-
-    def receive(number: int, _frame: object) -> None:
-        if not (received and number == signal.SIGHUP):
-            received.append(signal.Signals(number).name)
-
-    previous_handlers = {number: signal.signal(number, receive) for number in (*stop_signals(), KILL_SIGNAL)}
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    failures: list[tuple[int, int]] = []  # (rank, exit status or -signal), without ranks that this process killed
-    parent = os.getppid()
-    killed = False
-
-    def kill_all() -> None:
-        nonlocal killed
-        killed = True
-        for process in running.values():
-            _kill(process)
-
+    ranks = _Ranks(node, connected)
+    previous_handlers = {number: signal.signal(number, ranks.receive) for number in (*stop_signals(), KILL_SIGNAL)}
     try:
-        for index in range(len(node.slots)):
-            variables = {**environment, **node.variables(index), LAUNCHER_VARIABLE: str(os.getpid())}
-            # In a session of its own, a rank does not receive Ctrl-C, which would end its data workers at once.
-            running[node.first_rank + index] = subprocess.Popen(
-                command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
-            )
-        status = handled = 0
-        kill_at = math.inf
-        stopping = False
-        while running:
+        ranks.start(command, environment, stdin, stdout, stderr)
+        while ranks.running:
             time.sleep(0.1)
-
-            # Forward signals, and stop if no one can send them any longer.
-            if len(received) > handled and (stopping or KILL_SIGNAL.name in received):
-                if node.host is None:
-                    _report(node, f"{received[-1]} again: killing all processes")
-                kill_all()
-            elif len(received) > handled or not (stopping or connected is None or connected()):
-                stopping = True
-                if received and node.host is None:
-                    asked = f"asked {len(running)} process(es) to save and exit; repeat to kill them"
-                    _report(node, f"{received[0]}: {asked}")
-                for process in running.values():
-                    process.terminate()
-            handled = len(received)
-            if stopping and not (os.getppid() == parent if connected is None else connected()):
-                kill_at = min(kill_at, time.monotonic() + _SECONDS_TO_SAVE)
-
-            # Note which ranks have failed. The others end soon.
-            for rank, code in _ended(running):
-                _kill(running.pop(rank))  # its data workers
-                if code == 0:
-                    continue
-                status = status or _exit_status(code)
-                if not killed and not (stopping and (code > 0 or code == -signal.SIGTERM)):
-                    failures.append((rank, code))
-                seconds = _SECONDS_TO_SAVE if stopping else _SECONDS_AFTER_FAILURE
-                kill_at = min(kill_at, time.monotonic() + seconds)
-
-            if running and time.monotonic() > kill_at:
-                _report(node, f"killing rank {', '.join(map(str, running))}, which did not exit")
-                kill_all()
-                kill_at = math.inf
-
-        if not failures:
-            return status
-        # A rank that lost the connection to another one has only noticed the failure.
-        rank, code = next((each for each in failures if each[1] != STATUS_OF_LOST_CONNECTION), failures[0])
-        _report_failure(node, rank, code)
-        return _exit_status(code)
+            ranks.forward_signals()
+            ranks.note_failures()
+            ranks.kill_late()
+        return ranks.exit_status()
     finally:
-        kill_all()
+        ranks.kill()
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+class _Ranks:
+    """The processes of one host, for `run_node`."""
+
+    def __init__(self, node: Node, connected: Callable[[], bool] | None):
+        self.node = node
+        self.connected = connected
+        self.parent = os.getppid()
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.received: list[str] = []  # the names of signals
+        self.handled = 0  # how many of them
+        self.stopping = self.killed = False
+        self.kill_at = math.inf  # time.monotonic()
+        self.failures: list[tuple[int, int]] = []  # (rank, exit status or -signal), without ranks that were killed here
+        self.status = 0  # of the first rank that failed
+
+    def receive(self, number: int, _frame: object) -> None:
+        if not (self.received and number == signal.SIGHUP):
+            self.received.append(signal.Signals(number).name)
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int | None,
+        stdout: int | None,
+        stderr: int | None,
+    ) -> None:
+        for index in range(len(self.node.slots)):
+            variables = {**environment, **self.node.variables(index), LAUNCHER_VARIABLE: str(os.getpid())}
+            # In a session of its own, a rank does not receive Ctrl-C, which would end its data workers at once.
+            self.running[self.node.first_rank + index] = subprocess.Popen(
+                command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        self.killed = True
+        for process in self.running.values():
+            _kill(process)
+
+    def forward_signals(self) -> None:
+        """Forward new signals to the ranks. Stop them if no one can send signals any longer."""
+        received = len(self.received)  # another signal can arrive at any time
+        is_new, self.handled = received > self.handled, received
+        if is_new and (self.stopping or KILL_SIGNAL.name in self.received):
+            if self.node.host is None:
+                _report(self.node, f"{self.received[-1]} again: killing all processes")
+            self.kill()
+        elif is_new or not (self.stopping or self.connected is None or self.connected()):
+            self.stopping = True
+            if self.received and self.node.host is None:
+                asked = f"asked {len(self.running)} process(es) to save and exit; repeat to kill them"
+                _report(self.node, f"{self.received[0]}: {asked}")
+            for process in self.running.values():
+                process.terminate()
+        if self.stopping and not (os.getppid() == self.parent if self.connected is None else self.connected()):
+            self.kill_within(_SECONDS_TO_SAVE)
+
+    def note_failures(self) -> None:
+        """Remove the ranks that have ended. After a failure, the others end soon."""
+        for rank, code in _ended(self.running):
+            _kill(self.running.pop(rank))  # its data workers
+            if code == 0:
+                continue
+            self.status = self.status or _exit_status(code)
+            if not self.killed and not (self.stopping and (code > 0 or code == -signal.SIGTERM)):
+                self.failures.append((rank, code))
+            self.kill_within(_SECONDS_TO_SAVE if self.stopping else _SECONDS_AFTER_FAILURE)
+
+    def kill_within(self, seconds: float) -> None:
+        self.kill_at = min(self.kill_at, time.monotonic() + seconds)
+
+    def kill_late(self) -> None:
+        if self.running and time.monotonic() > self.kill_at:
+            _report(self.node, f"killing rank {', '.join(map(str, self.running))}, which did not exit")
+            self.kill()
+            self.kill_at = math.inf
+
+    def exit_status(self) -> int:
+        """The result of `run_node`; reports the failure that caused the others."""
+        if not self.failures:
+            return self.status
+        # A rank that lost the connection to another one has only noticed the failure.
+        causes = [failure for failure in self.failures if failure[1] != STATUS_OF_LOST_CONNECTION]
+        rank, code = (causes or self.failures)[0]
+        _report_failure(self.node, rank, code)
+        return _exit_status(code)
 
 
 def _ended(running: Mapping[int, "subprocess.Popen[bytes]"]) -> list[tuple[int, int]]:
