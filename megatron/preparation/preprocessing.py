@@ -348,8 +348,9 @@ class _Job:
         if writers[0].tokens == 0 and subsets:
             raise UserError(f"the input has no documents of subset {self.options.subset}; its subsets: {subsets}")
 
-        # The source may have advanced further, over input without documents.
-        current.position, current.bytes_read = source.position, source.bytes_read
+        # The source may have advanced further, over input without documents. At the limit, it was not read at all.
+        if source.position > current.position:
+            current.position, current.bytes_read = source.position, source.bytes_read
         if self.journal.exists:
             self._commit(writers, current)
         else:

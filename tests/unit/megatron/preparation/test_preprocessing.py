@@ -16,6 +16,7 @@ from megatron.preparation import encoding, preprocessing, readers
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.preparation.input_files import find_files
+from megatron.preparation.own_text import OwnText
 from megatron.preparation.preprocessing import Journal, preprocess, summary
 from megatron.preparation.readers import START, FileCorpus
 from megatron.tokenizer.tokenizer import TokenizerFiles
@@ -233,6 +234,28 @@ def test_resume(tmp_path, shared_input, expected, small_items, monkeypatch, caps
     assert starts[0] > START
     assert contents(output) == expected
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f"x{name}" for name in expected)
+
+
+@pytest.mark.parametrize("limit_mb", [None, 0.001])
+def test_failures_after_the_last_document(tmp_path, small_items, monkeypatch, limit_mb):
+    """With the documents of a list, or up to a limit of files, no document is written again or lost."""
+    (tmp_path / "a.jsonl").write_bytes(json_lines(*(f"document {number}" for number in range(100))))
+
+    def run(name):
+        files = FileCorpus(find_files([tmp_path / "a.jsonl"]))
+        corpus = OwnText(files, DocumentOptions()) if limit_mb is None else files
+        preprocess(corpus, tmp_path / name, BYTE_TOKENIZER, DocumentOptions(), limit_mb=limit_mb)
+        return dataset_text(tmp_path / f"{name}_text_document")
+
+    def fail(writer):
+        raise UserError("the disk is full")
+
+    expected = run("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedWriter, "finalize", fail)
+        for _ in range(3):
+            assert_rejected("the same command resumes", run, "failed")
+    assert run("failed") == expected
 
 
 @pytest.mark.ci
