@@ -7,8 +7,9 @@
     .tar .zip                members of the types above except .parquet, in archive order; no archives inside archives
     .gz .zst .xz             compression of any of the above except .zip and .parquet
 
-In folders and archives, hidden files and unfinished archives of lm-dataformat are skipped. In folders, files in hidden
-folders, of other types, named README and those that preprocessing writes are skipped as well, and counted in the log.
+In folders and archives, hidden files, files in hidden folders and unfinished archives of lm-dataformat are skipped. In
+folders, files of other types, those named README and those that preprocessing writes are skipped as well, and counted
+in the log.
 
 With `suffixes` (for trees of source code), files with these extensions, also compressed, are one document each; hidden
 files and others are skipped.
@@ -61,8 +62,9 @@ def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a file is skipped because of its name, the last part of the path, whatever its type."""
-    return PurePosixPath(path).name.startswith((".", _UNFINISHED))
+    """Whether a file is skipped because of its name or its folders. path: in the input folder or the archive."""
+    plain = PurePosixPath(path)
+    return plain.name.startswith(_UNFINISHED) or any(part.startswith(".") and part != ".." for part in plain.parts)
 
 
 @dataclass(frozen=True)
@@ -165,14 +167,13 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
         for name in present:
             path = PurePosixPath(name)
             is_text = path.suffix and not is_hidden(name) and file_format(name) is not None
-            in_hidden_folder = any(folder.startswith(".") for folder in path.parts[:-1])
             # Manifests, the URLs of downloads, and the state files of unfinished preprocessing.
             belongs_to_data = (
                 f"{name.removesuffix('.json')}.idx" in present
                 or (name.endswith(".source.json") and name.removesuffix(".source.json") in present)
                 or name.endswith(".progress.json")
             )
-            if is_text and path.stem != "README" and not (in_hidden_folder or belongs_to_data):
+            if is_text and path.stem != "README" and not belongs_to_data:
                 selected.append(name)
         selected.sort(key=lambda name: PurePosixPath(name).parts)
         expected = f"of a supported type ({READABLE}); for a tree of source code pass --suffixes"

@@ -170,7 +170,7 @@ def prepare(options: PrepareOptions) -> Path:
     source = _open_source(options, urls)
     recipe["corpus"] = source.identity()
     if options.suffixes:
-        recipe["hidden_files"] = False  # they were read by earlier versions
+        recipe["hidden_folders"] = False  # their files were read by earlier versions
     if isinstance(source, OwnText):
         recipe["skip_bad"] = options.skip_bad
         if train_tokenizer and options.ftfy:

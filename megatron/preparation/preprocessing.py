@@ -79,7 +79,7 @@ def preprocess(
         "append_eod": options.append_eod,
         "ftfy": options.ftfy,
         "limit_mb": limit_mb,
-        "reading": [2, BLOCK],
+        "reading": [3, BLOCK],
     }
 
     # A run that was killed while publishing only publishes.

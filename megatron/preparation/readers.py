@@ -163,9 +163,9 @@ class FileCorpus:
                 )
             yield from self._document_chunks(content, member, source_of_member, in_archive=True)
 
-    def _is_wanted(self, name: str) -> bool:
+    def _is_wanted(self, path: str) -> bool:
         """Hidden members are skipped, with `suffixes` also all other types; otherwise these are an error."""
-        return not is_hidden(name) and (not self._suffixes or file_format(name, self._suffixes) is not None)
+        return not is_hidden(path) and (not self._suffixes or file_format(path, self._suffixes) is not None)
 
     def _document_chunks(self, raw: BinaryIO, name: str, source: str, in_archive: bool = False) -> Iterator[TextChunk]:
         format_name = file_format(name, self._suffixes)
@@ -190,12 +190,12 @@ def archive_members(
     Args:
         name: of the archive; ends in .zip, or in .tar or .tgz with a compression.
         source: the name of the archive for messages.
-        is_wanted: called with the name of a file, without its folders.
+        is_wanted: called with the path of a file in the archive.
     """
     if name.lower().endswith(".zip"):
         with zipfile.ZipFile(raw) as zipped:
             for entry in zipped.infolist():
-                if entry.is_dir() or not is_wanted(PurePosixPath(entry.filename).name):
+                if entry.is_dir() or not is_wanted(entry.filename):
                     continue
                 if entry.flag_bits & 1:
                     raise UserError(f"{source}:{entry.filename} is encrypted; unpack it first")
@@ -208,7 +208,7 @@ def archive_members(
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a large archive
-            if member.isfile() and is_wanted(PurePosixPath(member.name).name):
+            if member.isfile() and is_wanted(member.name):
                 yield member.name, cast(BinaryIO, archive.extractfile(member))
         # Read to the end of the file, which also verifies the checksum of a compressed archive.
         remainder = cast(BinaryIO, archive.fileobj)

@@ -144,7 +144,7 @@ def test_tar_of_shards(tmp_path, ending):
 
 def test_archives_of_source_files(tmp_path):
     members = {"linux/a.c": b"a.c", "linux/deep/b.h": b"b.h", "linux/README": b"no", "linux/x.json": b"no"}
-    members["linux/deep/._b.h"] = b"\0\5\x16\7"
+    members |= {"linux/deep/._b.h": b"\0\5\x16\7", "linux/.cache/c.h": b"no"}
     (tmp_path / "a.tar.xz").write_bytes(lzma.compress(tar_of(members)))
     assert read_inputs(tmp_path / "a.tar.xz", suffixes=(".c", ".h")) == ["a.c", "b.h"]
     (tmp_path / "a.zip").write_bytes(zip_of(members))
@@ -173,7 +173,8 @@ def test_archive_in_an_archive(tmp_path, inner, suffixes):
 
 def test_hidden_members(tmp_path):
     """macOS's tar adds `._NAME` to NAME; lm-dataformat keeps its unfinished archive next to the others."""
-    members = {"x/._a.jsonl": b"\0\5\x16\7", "x/current_chunk_incomplete": b"\x28\xb5", "x/a.jsonl": json_lines("one")}
+    members = {"x/._a.jsonl": b"\0\5\x16\7", "x/current_chunk_incomplete": b"\x28\xb5", ".git/HEAD": b"no"}
+    members["./x/a.jsonl"] = json_lines("one")
     (tmp_path / "a.tar").write_bytes(tar_of(members))
     (tmp_path / "b.zip").write_bytes(zip_of(members))
     assert read_inputs(tmp_path / "a.tar") == read_inputs(tmp_path / "b.zip") == ["one"]
