@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from kerple.positional import ModelShape, primary_names
+from kerple.positional.registry import canonical_name
 from megatron.chomsky.decoder import DecoderExperiment
 from megatron.chomsky.encoder import ARCHITECTURES, build_methods
 from megatron.chomsky.experiment import (
@@ -108,16 +109,16 @@ def _run_experiments(options: argparse.Namespace) -> None:
     )
 
     # Save each result, so that an interruption loses only one experiment.
+    decoder = settings.architecture == DECODER
+    kind = DecoderExperiment if decoder else EncoderExperiment
     for index, (task, method, seed) in enumerate(missing, start=1):
         title = f"[{index}/{len(missing)}] {task}, {method}, seed {seed}"
-        kind = DecoderExperiment if settings.architecture == DECODER else EncoderExperiment
         experiment = kind(task, method, seed, settings, device)
         results.append(_run(experiment, title, console))
         write_chomsky_results(path, settings, results)
 
     # Tables of the requested experiments.
     shown = [result for result in results if (result["task"], result["pos_emb"], result["seed"]) in set(requested)]
-    decoder = settings.architecture == DECODER
     tables, draw = ((length_table, distance_table), length_figure) if decoder else ((chomsky_table,), chomsky_figure)
     for table in tables:
         print_table(console, table(shown, settings))
@@ -218,6 +219,5 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 f"--train-longest {options.settings.train_longest}: the shortest input of {task} has {shortest} "
                 "tokens; choose a larger value, or leave out the task"
             )
-    if options.methods == ["all"]:
-        options.methods = primary_names()
+    options.methods = primary_names() if options.methods == ["all"] else list(map(canonical_name, options.methods))
     return options

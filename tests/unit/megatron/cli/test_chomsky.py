@@ -38,7 +38,7 @@ def decoder_words(folder, *words):
 
 
 def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
-    words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "dape_kerple", "--seeds", "0")
+    words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "kerple_c", "dape_kerple", "--seeds", "0")
     main(arguments(tmp_path, *words))
     printed = capsys.readouterr().out
     assert "4 experiments on cpu, 0 of them already finished" in printed
