@@ -8,6 +8,7 @@ import torch
 from megatron.cli.eval_tasks import MAX_LENGTH_FACTOR, TASK_OPTIONS, add_task_options, task_options
 from megatron.cli.model_options import add_checkpoint_options
 from megatron.config import Config, UserError
+from megatron.data.streams import evaluation_stream
 from megatron.evaluation.metrics.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.metrics.resolution import plan_resolution
 from megatron.evaluation.modes import parse_modes, supported_modes
@@ -21,7 +22,7 @@ from megatron.evaluation.runner import (
     plan_extrapolation,
     unique_lengths,
 )
-from megatron.evaluation.text import PlannedText, Text, evaluation_lengths, text_source
+from megatron.evaluation.text import PlannedText, Text, text_source
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.command_line import OptionParser, integer, number, option_name, path_option
 
@@ -194,8 +195,8 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
         [(modes, _)] = supported_modes([config], options.modes, skip_unsupported=True)
         if has_data:
             # The size of the text that evaluate.py would read.
-            length = int(evaluation_lengths(config, options.split).sum())
-            tokens = torch.empty(length, dtype=torch.int8, device="meta")
+            stream, _ = evaluation_stream(config, options.split)
+            tokens = torch.empty(len(stream), dtype=torch.int8, device="meta")
             text = PlannedText(tokens, source=text_source(config, options.split))
             prompts = Prompts(TokenizerFiles.of(config).build()) if options.passkey else None
             source = Provenance(train_length=config.model.seq_length)

@@ -37,7 +37,7 @@ class TokenStream:
         return torch.from_numpy(tokens)
 
 
-def open_part(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> TokenFile:
+def open_part(prefix: str, split: str | None, part: str) -> tuple[TokenFile, np.ndarray]:
     """Open the concatenated documents of one part of a corpus.
 
     Args:
@@ -45,26 +45,25 @@ def open_part(prefix: str, split: str | None = "949,50,1", part: str = "valid") 
         split: as for training. None means the whole corpus.
         part: "train", "valid" or "test".
 
+    Returns:
+        the tokens, and the number of tokens in each document, int64 [documents].
+
     Raises UserError if the files are invalid, or the part has no documents.
     """
     files = open_indexed_files(prefix)
-    return files.open_tokens(*part_span(split, part, files.sequences, files.prefix))
-
-
-def document_lengths(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> np.ndarray:
-    """Return the tokens in each document of `open_part(prefix, split, part)`, int64 [documents]."""
-    files = open_indexed_files(prefix)
     first, last = part_span(split, part, files.sequences, files.prefix)
-    return files.lengths[first:last].astype(np.int64)
+    return files.open_tokens(first, last), files.lengths[first:last].astype(np.int64)
 
 
-def evaluation_stream(config: Config, part: str = "valid") -> TokenStream:
-    """Return the stream of a part that `config.data` defines: a share of data-path, or e.g. valid-data-paths.
+def evaluation_stream(config: Config, part: str = "valid") -> tuple[TokenStream, np.ndarray]:
+    """Return a part that `config.data` defines, a share of data-path, or e.g. valid-data-paths: the tokens, and the
+    number of tokens in each document, int64 [documents].
 
     Several corpora are concatenated in the order of their list. Their weights, which are for sampling, are ignored.
     """
     prefixes, split = evaluation_corpora(config, part)
-    return TokenStream([open_part(prefix, split, part) for prefix in prefixes])
+    files, lengths = zip(*(open_part(prefix, split, part) for prefix in prefixes), strict=True)
+    return TokenStream(files), np.concatenate(lengths)
 
 
 def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:

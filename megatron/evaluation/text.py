@@ -12,12 +12,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.indexed_dataset import check_tokenizer
-from megatron.data.streams import (
-    TokenStream,
-    document_lengths,
-    evaluation_corpora,
-    evaluation_stream,
-)
+from megatron.data.streams import TokenStream, evaluation_corpora, evaluation_stream
 from megatron.evaluation.protocols import Protocol, Segments
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
@@ -165,21 +160,15 @@ def evaluation_text(config: Config, tokenizer: Tokenizer | None = None, part: st
     if tokenizer is not None:
         known = [check_tokenizer(prefix, tokenizer) for prefix in prefixes]
         is_known, token_bytes = all(known), tokenizer.byte_lengths()
-    offsets = np.concatenate(([0], np.cumsum(evaluation_lengths(config, part))))
-    name, source = corpus_name(prefixes, part), text_source(config, part)
-    return Text(evaluation_stream(config, part), offsets, token_bytes, name, is_known, source)
+    tokens, lengths = evaluation_stream(config, part)
+    offsets = np.concatenate(([0], np.cumsum(lengths)))
+    return Text(tokens, offsets, token_bytes, corpus_name(prefixes, part), is_known, text_source(config, part))
 
 
 def text_source(config: Config, part: str = "valid") -> str:
     """The files of a part, and the split that selects it from them."""
     prefixes, split = evaluation_corpora(config, part)
     return visible(", ".join(prefixes)) + ("" if split is None else f", {part} part of split {split}")
-
-
-def evaluation_lengths(config: Config, part: str = "valid") -> IntArray:
-    """The number of tokens of each configured document of a part, int64 `[documents]`."""
-    prefixes, split = evaluation_corpora(config, part)
-    return np.concatenate([document_lengths(prefix, split, part) for prefix in prefixes])
 
 
 def corpus_name(prefixes: Sequence[str], part: str = "valid") -> str:

@@ -339,8 +339,8 @@ def checkpoint_adaptive_figure(
         return None
     gpt, _ = load_model(directory, iteration)
     length = min(MAX_ADAPTIVE_LENGTH, 16 * config.model.seq_length)
-    tokens = evaluation_stream(config)[:length]
-    return adaptive_figure(query_scores(gpt, tokens), model=model, name=name)
+    tokens, _ = evaluation_stream(config)
+    return adaptive_figure(query_scores(gpt, tokens[:length]), model=model, name=name)
 
 
 # -- all figures of a report -------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from tests.support.texts import KINDS
 BYTE_TOKENIZER = TokenizerFiles("CharLevelTokenizer")
 
 
-def part_tokens(prefix: str, split: str | None = "949,50,1", part: str = "valid") -> np.ndarray:
+def part_tokens(prefix: str, split: str | None, part: str = "valid") -> np.ndarray:
     """All tokens of one part of a corpus, int64 [tokens]."""
-    return open_part(prefix, split, part)[:].astype(np.int64)
+    tokens, _ = open_part(prefix, split, part)
+    return tokens[:].astype(np.int64)
 
 
 TEXTS = [*KINDS.values(), "", "last"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.data.datasets import SampleSettings, datasets_from_split
-from megatron.data.streams import document_lengths, evaluation_stream
+from megatron.data.streams import evaluation_stream, open_part
 from megatron.preparation.indexed_writer import IndexedWriter
 from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
@@ -23,16 +23,16 @@ def numbered(tmp_path) -> str:
 
 
 def test_stream_is_in_file_order(numbered):
-    lengths = document_lengths(numbered, "3,1")
-    stream = part_tokens(numbered, "3,1")
-    assert stream.dtype == lengths.dtype == np.int64
-    assert stream.tolist() == np.repeat(np.arange(30, 40), lengths).tolist()
+    tokens, lengths = open_part(numbered, "3,1", "valid")
+    assert lengths.dtype == np.int64
+    assert tokens[:].tolist() == np.repeat(np.arange(30, 40), lengths).tolist()
 
 
 def test_parts_cover_the_corpus(numbered):
     parts = [part_tokens(numbered, "7,2,1", part) for part in ("train", "valid", "test")]
     assert np.concatenate(parts).tolist() == part_tokens(numbered, None).tolist()
-    assert len(part_tokens(numbered, None)) == document_lengths(numbered, None).sum()
+    tokens, lengths = open_part(numbered, None, "valid")
+    assert len(tokens) == lengths.sum()
 
 
 def test_stream_contains_no_training_document(numbered):
@@ -48,16 +48,18 @@ def test_stream_contains_no_training_document(numbered):
 def test_stream_of_a_configuration(configuration, numbered, corpus):
     config = configuration(data_path=numbered, split="1,1")
     expected = part_tokens(numbered, "1,1")
-    stream = evaluation_stream(config)
-    assert (len(stream), stream[:9].dtype) == (len(expected), torch.int64)
+    stream, lengths = evaluation_stream(config)
+    assert len(stream) == lengths.sum() == len(expected)
+    assert stream[:9].dtype == torch.int64
     assert stream[3:].tolist() == expected[3:].tolist()
     several = configuration(train_data_paths=[corpus], valid_data_paths=[numbered, corpus], valid_data_weights=[1, 9])
     both = np.concatenate([part_tokens(numbered, None), part_tokens(corpus, None)])
-    stream = evaluation_stream(several)
+    stream, lengths = evaluation_stream(several)
+    assert lengths.sum() == len(stream) == len(both)
     first = len(part_tokens(numbered, None))
     for part in (slice(None), slice(first - 2, first), slice(first - 1, first + 1), slice(first, None), slice(5, 5)):
         assert stream[part].tolist() == both[part].tolist()
     indices = torch.tensor([[first, 0], [len(both) - 1, first - 1]])
     assert stream[indices].tolist() == both[indices].tolist()
-    assert evaluation_stream(several, "train")[:].tolist() == part_tokens(corpus, None).tolist()
+    assert evaluation_stream(several, "train")[0][:].tolist() == part_tokens(corpus, None).tolist()
     assert_rejected("test-data-paths", evaluation_stream, several, "test")

@@ -112,7 +112,7 @@ def test_evaluation_text(tmp_path):
     assert (text.corpus, len(text.tokens)) == ("text", 20 * 201)
     test_split = evaluation_text(config, part="test")
     assert test_split.corpus == "text (test split)"
-    assert test_split.tokens[:].tolist() == evaluation_stream(config, "test")[:].tolist() != text.tokens[:].tolist()
+    assert test_split.tokens[:].tolist() == evaluation_stream(config, "test")[0][:].tolist() != text.tokens[:].tolist()
 
 
 def test_corpus_names():
