@@ -12,6 +12,7 @@ import pooch
 from huggingface_hub import hf_hub_download
 
 from megatron.utils.errors import UserError, first_line, visible
+from megatron.utils.files import write_errors
 
 RETRIES = 2
 _BLOCK = 1 << 20
@@ -37,7 +38,7 @@ def download(url: str, folder: Path) -> Path:
     path = folder / file_name(url)
     source = folder / f"{path.name}.source.json"
     record = json.dumps({"url": hashlib.sha256(address.encode()).hexdigest()})
-    try:
+    with write_errors(path):
         if path.exists():
             if checksum is not None and pooch.file_hash(str(path)) != checksum:
                 raise UserError(f"{path} exists, but its SHA-256 is not {checksum}; remove it to download it again")
@@ -50,8 +51,6 @@ def download(url: str, folder: Path) -> Path:
             return path
         folder.mkdir(parents=True, exist_ok=True)
         source.write_text(record)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     print(f"downloading {shown}", file=sys.stderr, flush=True)
     try:
         _fetch(address, checksum, path)

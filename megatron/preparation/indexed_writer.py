@@ -24,7 +24,7 @@ from megatron.data.indexed_dataset import (
     open_indexed_files,
 )
 from megatron.utils.errors import UserError
-from megatron.utils.files import sync_folder
+from megatron.utils.files import sync_folder, write_errors
 from megatron.utils.processes import Lock
 
 _BLOCK = 1 << 22  # tokens in memory at a time while the result is read back
@@ -101,23 +101,19 @@ class IndexedWriter:
             lengths: tokens in each document, [documents].
         """
         content = np.ascontiguousarray(tokens).data  # not tobytes(), which copies
-        try:
+        with write_errors(bin_path(self.prefix)):
             self._bin_stream.write(content)
             self._lengths_stream.write(np.ascontiguousarray(lengths, dtype="<i4").tobytes())
-        except OSError as error:
-            raise UserError(f"cannot write {self.prefix}.bin: {error.strerror}") from error
         self._checksum = zlib.crc32(content, self._checksum)
         self.documents += len(lengths)
         self.tokens += len(tokens)
 
     def commit(self) -> WriterState:
         """Sync all added documents to disk, so that a writer created with the returned state resumes after them."""
-        try:
+        with write_errors(bin_path(self.prefix)):
             for stream in (self._bin_stream, self._lengths_stream):
                 stream.flush()
                 os.fsync(stream.fileno())
-        except OSError as error:
-            raise UserError(f"cannot write {self.prefix}.bin: {error.strerror}") from error
         return WriterState(self.documents, self.tokens, self._checksum)
 
     def finalize(self) -> WrittenFiles:
@@ -130,7 +126,7 @@ class IndexedWriter:
         if self.tokens == 0:
             raise UserError(f"nothing to write to {self.prefix}.bin: the input contains no text")
         self.commit()
-        try:
+        with write_errors(idx_path(self.prefix)):
             with open(self._idx, "wb") as stream:
                 stream.write(HEADER.pack(MAGIC, VERSION, ID_TYPE_CODES[self.dtype], self.documents, self.documents + 1))
                 for lengths in self._read_lengths():
@@ -168,8 +164,6 @@ class IndexedWriter:
                     f"{self.vocab_size - 1}"
                 )
             return WrittenFiles(self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
-        except OSError as error:
-            raise UserError(f"cannot write {self.prefix}.idx: {error.strerror}") from error
 
     def finish(self) -> WrittenFiles:
         """`finalize`, `publish` and `close`. Raises what `finalize` raises."""
@@ -217,7 +211,7 @@ def publish(prefix: str | Path) -> None:
     Raises UserError if a file cannot be renamed.
     """
     binary, index, lengths = _partial_files(prefix)
-    try:
+    with write_errors(idx_path(prefix)):
         if binary.exists():
             idx_path(prefix).unlink(missing_ok=True)
             binary.replace(bin_path(prefix))
@@ -225,8 +219,6 @@ def publish(prefix: str | Path) -> None:
             index.replace(idx_path(prefix))
         lengths.unlink(missing_ok=True)
         sync_folder(binary.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {prefix}.idx: {error.strerror}") from error
 
 
 def _committed_sizes(state: WriterState, dtype: np.dtype) -> tuple[int, int]:

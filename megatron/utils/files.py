@@ -82,6 +82,15 @@ def _read_errors(path: str | Path) -> Iterator[None]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
+@contextlib.contextmanager
+def write_errors(path: str | Path) -> Iterator[None]:
+    """Turn every OSError into a UserError that names the file that is written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def check_writable(folder: str | Path, key: str) -> None:
     """Check that files can be written to `folder`, by writing, flushing and deleting a small one.
 
@@ -109,14 +118,13 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
-        with open(partial, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        with write_errors(path):
+            with open(partial, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(path)
+            sync_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
