@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -77,7 +77,7 @@ class Loader:
             self._dataset,
             batch_sampler=self._indices(first_batch),
             num_workers=num_workers,
-            collate_fn=_Collate(self._dataset.settings),
+            collate_fn=partial(_stack, self._dataset.settings),
             generator=torch.Generator(),
             pin_memory=self._pin_memory,
             worker_init_fn=_start_worker,
@@ -143,16 +143,11 @@ def _start_worker(_: int) -> None:
     os.setpgid(0, 0)
 
 
-@dataclass(frozen=True)
-class _Collate:
-    """Stacks samples into a batch. A class rather than a closure, so that it can be pickled for worker processes."""
-
-    settings: SampleSettings
-
-    def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        keys = ["tokens", "labels"] + ["loss_mask"] * self.settings.eod_mask_loss
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
-        if self.settings.reset_attention_mask:
-            ends = (batch["tokens"] == self.settings.eod).long()
-            batch["document_ids"] = ends.cumsum(1) - ends  # a document ends with the token `eod`
-        return batch
+def _stack(settings: SampleSettings, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of these samples."""
+    keys = ["tokens", "labels"] + ["loss_mask"] * settings.eod_mask_loss
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
+    if settings.reset_attention_mask:
+        ends = (batch["tokens"] == settings.eod).long()
+        batch["document_ids"] = ends.cumsum(1) - ends  # a document ends with the token `eod`
+    return batch
