@@ -97,8 +97,7 @@ def evaluate_tasks(
     configs = [saved_config(step, config, options, check=len(folders) == 1) for step in steps]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
     for saved in configs:
-        size = saved.model.max_position_embeddings
-        if saved.model.pos_emb == "learned" and (tasks["max_length"] or 0) > size:
+        if (tasks["max_length"] or 0) > (size := _positions(saved)):
             raise UserError(f"--max-length must be at most {size}, the number of positions of pos_emb learned")
     found = find_tasks(tasks["eval_tasks"], tasks["include_path"])
 
@@ -115,9 +114,7 @@ def evaluate_tasks(
         own_tokenizer = options.from_checkpoint and config.tokenizer == configs[0].tokenizer
         tokenizer = tokenizer_files(saved if own_tokenizer else config, saved)
         model, _ = load_model(step.parent, iteration_of(step), overrides=overrides_of(step, config, options))
-        # A learned table has no positions beyond its end.
-        table = saved.model.max_position_embeddings if saved.model.pos_emb == "learned" else sys.maxsize
-        max_length = tasks["max_length"] or min(MAX_LENGTH_FACTOR * saved.model.seq_length, table)
+        max_length = tasks["max_length"] or min(MAX_LENGTH_FACTOR * saved.model.seq_length, _positions(saved))
         source = {"checkpoint": checkpoint, "iteration": iteration_of(step), "pos_emb": evaluated_method(saved)}
         source |= {"precision": options.precision, "max_length": max_length}
         for mode in modes:
@@ -143,3 +140,8 @@ def evaluate_tasks(
                     print(make_table(results, column), flush=True)
     if entries:
         print(path, flush=True)
+
+
+def _positions(config: Config) -> int:
+    """The longest text that a model can read: a learned table has no positions beyond its end."""
+    return config.model.max_position_embeddings if config.model.pos_emb == "learned" else sys.maxsize

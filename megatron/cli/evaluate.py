@@ -16,11 +16,7 @@ from megatron.checkpoint.configuration import evaluated_method
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.cli.eval_tasks import evaluate_tasks, task_options
-from megatron.cli.evaluation_options import (
-    add_options,
-    complete_options,
-    plan_tasks,
-)
+from megatron.cli.evaluation_options import add_options, complete_options, plan_tasks
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -36,12 +32,7 @@ from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import UNSUPPORTED_NOTE, supported_modes
 from megatron.evaluation.records import Checkpoint, Provenance, Record
 from megatron.evaluation.results_file import ResultsFile
-from megatron.evaluation.runner import (
-    LOSS_NOTE,
-    EvalTask,
-    plan_extrapolation,
-    run_eval_tasks,
-)
+from megatron.evaluation.runner import LOSS_NOTE, EvalTask, plan_extrapolation, run_eval_tasks
 from megatron.evaluation.text import Text, check_range, corpus_name, evaluation_text
 from megatron.model.gpt import GPT
 from megatron.preparation.documents import DocumentOptions

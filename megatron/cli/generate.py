@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from megatron.config.schema.training import GenerationConfig
 from megatron.convert.tokenizer_files import check_rows
 from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
-from megatron.inference.generation import Generation, generate
+from megatron.inference.generation import generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.command_line import integer, path_option
@@ -199,13 +200,7 @@ def continue_texts(
 
     # Progress is counted in texts, because their lengths are not known in advance.
     with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:
-        completed = 0
-
-        def update(index: int, generation: Generation) -> None:
-            nonlocal completed
-            completed += 1
-            progress.update(completed)
-
+        finished = itertools.count(1)
         generations = generate(
             model,
             prompts,
@@ -219,7 +214,7 @@ def continue_texts(
             batch_size=batch_size,
             recompute=settings.recompute,
             mode=mode.attention,
-            on_generation=update,
+            on_generation=lambda *_: progress.update(next(finished)),
         )
 
     # Text and length do not include the prompt.

@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +86,7 @@ def _find_on_hub(options: argparse.Namespace, pos_emb_module: str | None) -> Non
     """Replace the Hugging Face models in --checkpoint (names on the hub, and folders) by folders of checkpoints;
     `options.hub_names` maps these to the names.
     """
-    report = partial(print, file=sys.stderr, flush=True)
-    folders = [str(local_checkpoint(name, report, pos_emb_module)) for name in options.checkpoint]
+    folders = [str(local_checkpoint(name, _print_error, pos_emb_module)) for name in options.checkpoint]
     names = zip(folders, options.checkpoint, strict=True)
     options.hub_names = {folder: name for folder, name in names if folder != str(Path(name))}
     options.checkpoint = folders
@@ -133,7 +131,7 @@ def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path
 def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:
     if not fallback:
         return find_step(folder, iteration)  # load_model verifies it
-    return find_valid_step(folder, iteration, fallback=True, report=partial(print, file=sys.stderr, flush=True))
+    return find_valid_step(folder, iteration, fallback=True, report=_print_error)
 
 
 def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:
@@ -170,19 +168,15 @@ def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool
         overrides=overrides_of(step, config, options),
     )
     _checked_config(step, saved, config, check)
-    is_first = os.environ.get("RANK", "0") == "0"
-    report = partial(print, file=sys.stderr, flush=True) if is_first else lambda line: None
+    report = _print_error if os.environ.get("RANK", "0") == "0" else lambda line: None
     if notice := slow_dtype_notice(device, dtype):
         report(notice)
     check_kernels(model, device, dtype, training=False, report=report)
-    if is_first:
-        print(
-            f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of hidden size "
-            f"{saved.model.hidden_size}, {options.precision} on {device}, "
-            f"attention {describe_backends(model, device, dtype)}",
-            file=sys.stderr,
-            flush=True,
-        )
+    report(
+        f"loaded {step}: {evaluated_method(saved)}, {saved.model.num_layers} layers of hidden size "
+        f"{saved.model.hidden_size}, {options.precision} on {device}, "
+        f"attention {describe_backends(model, device, dtype)}"
+    )
     return model, saved
 
 
@@ -257,6 +251,9 @@ def first_process() -> bool:
         return False
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
-        note = f"note: this script runs in one process; the other {processes - 1} exit"
-        print(note, file=sys.stderr, flush=True)
+        _print_error(f"note: this script runs in one process; the other {processes - 1} exit")
     return True
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -6,11 +6,7 @@ The result is DIR/DATASET/DATASET_text_document.bin and .idx, which `data-path` 
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli.dataset_options import (
-    add_bad_documents_argument,
-    add_limit_argument,
-    split_words,
-)
+from megatron.cli.dataset_options import add_bad_documents_argument, add_limit_argument, split_words
 from megatron.preparation.prepare import (
     DATASETS,
     EMBEDDED,

@@ -90,22 +90,14 @@ _RECIPE = "prepare.json"  # in the folder of the dataset
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of prepare_data.py.
+    """The options of prepare_data.py, whose help (megatron/cli/prepare_data.py) describes them.
 
     Attributes:
         dataset: one of DATASETS, or any other name for own text, which needs a source.
-        directory: DIR; the result is DIR/NAME/NAME_text_document.
         tokenizer_type: None trains a BPE for own text (from `sources` or `urls`) and EMBEDDED, and otherwise means
             GPT2BPETokenizer.
-        vocab_file, merge_file: if both are None, GPT2BPETokenizer's files are downloaded to `directory`.
-        vocab_size: size of the trained BPE; None: EMBEDDED_VOCAB_SIZE or `OwnText.vocab_size`.
-        sources: files and folders to read. Empty for EMBEDDED.
-        urls: files to download and read (see `megatron.preparation.download`). Without any source, the dataset's own.
+        sources, urls: files and folders to read, and files to download. Without any source, the dataset's own URL.
         hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
-        text_key: key of the text in JSON objects, tables and datasets of the hub.
-        suffixes: read a tree of source files: files with these extensions, each as one document.
-        limit_mb: use only the first MB of text (see `preprocess` and `OwnText`).
-        rebuild: rebuild the dataset even if it is up to date.
     """
 
     dataset: str

@@ -61,13 +61,18 @@ def versions() -> str:
 
 def processor() -> str:
     """The model name of the processor."""
-    try:
-        for line in CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    for line in _cpu_info():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _cpu_info() -> list[str]:
+    """The lines of Linux's description of the processors; none elsewhere."""
+    try:
+        return CPU_INFO.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def slow_dtype_notice(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -83,11 +88,7 @@ def slow_dtype_notice(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def has_bf16_instructions() -> bool:
     """Whether the processor multiplies matrices in bfloat16 (AVX512-BF16, AMX or Arm's BF16). False outside Linux."""
-    try:
-        lines = CPU_INFO.read_text().splitlines()
-    except OSError:
-        return False
-    flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+    flags = {word for line in _cpu_info() if line.startswith(("flags", "Features")) for word in line.split()}
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 

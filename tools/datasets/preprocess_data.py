@@ -15,12 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import (
-    add_input_arguments,
-    add_limit_argument,
-    new_parser,
-    split_words,
-)
+from megatron.cli.dataset_options import add_input_arguments, add_limit_argument, new_parser, split_words
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess, summary
