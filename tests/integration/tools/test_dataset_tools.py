@@ -86,6 +86,7 @@ def test_keys_inputs_and_subset(tmp_path, run):
     status, output, error = run("preprocess_data", *inputs, *output_options, *keys)
     assert status == 0, error
     assert output.count("skipped: 1 unreadable, 1 of other subsets") == 2
+    assert f"skipped: {tmp_path / 'b.jsonl'}, line 2: not JSON" in output
     tokenizer = build_tokenizer("CharLevelTokenizer")
     assert read_texts(tmp_path / "x_text_document", tokenizer) == ["text a"]
     assert read_texts(tmp_path / "x_title_document", tokenizer) == ["title a"]

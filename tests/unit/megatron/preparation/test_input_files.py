@@ -31,34 +31,22 @@ def test_file_format(name, suffixes, expected):
     assert file_format(name, suffixes) == expected
 
 
-def test_folders_are_sorted_by_path(tmp_path):
-    for name in (
-        "b.jsonl",
-        "a.txt",
-        "deep/c.jsonl.zst",
-        "README.md",
-        ".hidden.txt",
-        ".git/x.json",
-        "LICENSE",
-        "model.bin",
-    ):
+def test_files_of_a_folder(tmp_path, capsys):
+    """Files are sorted by path. Those that preprocessing and downloads write, and others, are counted in the log."""
+    read = ["a.jsonl", "a.txt", "b.source.json", "deep/c.jsonl.zst"]
+    written = ["x_text.bin", "x_text.idx", "x_text.json", "y.progress.json", "a.jsonl.source.json"]
+    other = ["README.md", "README", "LICENSE", ".hidden.txt", ".git/x.json", "c.png", "d.png", "\x1b[2J.x\x1b"]
+    for name in (*read, *written, *other):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    files = find_files([tmp_path / "b.jsonl", tmp_path])
-    names = [file.name.removeprefix(f"{tmp_path}/") for file in files]
-    assert names == ["b.jsonl", "a.txt", "b.jsonl", "deep/c.jsonl.zst"]
-
-
-def test_outputs_of_preprocessing_are_skipped(tmp_path):
-    for name in ("a.jsonl", "x_text.bin", "x_text.idx", "x_text.json", "y.progress.json"):
-        (tmp_path / name).touch()
-    assert [Path(file.name).name for file in find_files([tmp_path])] == ["a.jsonl"]
-
-
-def test_urls_of_downloads_are_skipped(tmp_path):
-    for name in ("a.jsonl", "a.jsonl.source.json", "b.source.json"):
-        (tmp_path / name).touch()
-    assert [Path(file.name).name for file in find_files([tmp_path])] == ["a.jsonl", "b.source.json"]
+    files = find_files([tmp_path / "a.txt", tmp_path])
+    assert [file.name.removeprefix(f"{tmp_path}/") for file in files] == ["a.txt", *read]
+    shown = capsys.readouterr().err
+    assert f"{tmp_path}: skipped 13 files that are hidden, named README or of other types (" in shown
+    assert "2 .png" in shown
+    assert "2 no extension" in shown
+    assert "input: 5 files, 0 bytes" in shown
+    assert "\x1b" not in shown
 
 
 def test_errors(tmp_path):
@@ -117,17 +105,6 @@ def test_inputs_that_are_not_regular_files(tmp_path, capsys):
     (tmp_path / "a.txt").unlink()
     os.mkfifo(tmp_path / "a.txt")
     assert_rejected("is not a regular file", list, FileCorpus([file]).chunks())
-
-
-def test_files_of_other_types_are_counted(tmp_path, capsys):
-    for name in ("a.txt", "b.jsonl", "c.png", "d.png", ".hidden.txt", "README", "\x1b[2J.x\x1b"):
-        (tmp_path / name).write_text("")
-    assert len(find_files([tmp_path])) == 2
-    shown = capsys.readouterr().err
-    assert f"{tmp_path}: skipped 5 files that are hidden, named README or of other types (2 .png, " in shown
-    assert "1 no extension" in shown
-    assert "input: 2 files, 0 bytes" in shown
-    assert "\x1b" not in shown
 
 
 def test_folder_that_cannot_be_read(tmp_path, monkeypatch):

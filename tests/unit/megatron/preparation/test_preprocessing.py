@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,37 +58,15 @@ def test_round_trip(tmp_path, shard, documents, tokenizer_file, tokenizer):
     assert f"skipped: {manifest.skipped_empty:,} empty" in summary(prefix, manifest)
 
 
-@pytest.mark.parametrize("workers", [3])
-def test_output_does_not_depend_on_workers(tmp_path, shard, tokenizer_file, workers, monkeypatch):
+def test_output_does_not_depend_on_workers(tmp_path, shard, tokenizer_file, monkeypatch):
     monkeypatch.setattr(encoding, "WORK_ITEM_BYTES", 1)
     monkeypatch.setattr(readers, "BLOCK", 10000)
     files = TokenizerFiles("HFTokenizer", str(tokenizer_file))
-    assert run(shard, tmp_path / "one", files, append_eod=True) == run(
-        shard, tmp_path / "several", files, workers, append_eod=True
-    )
+    one = run(shard, tmp_path / "one", files, append_eod=True)
+    assert run(shard, tmp_path / "several", files, workers=3, append_eod=True) == one
     for extension in ("bin", "idx", "json"):
         one, several = (tmp_path / f"{name}_text_document.{extension}" for name in ("one", "several"))
         assert one.read_bytes() == several.read_bytes()
-
-
-def test_several_keys(tmp_path, shard, documents):
-    manifests = run(shard, tmp_path / "out", keys=("title", "text"))
-    assert list(manifests) == ["title", "text"]
-    assert dataset_text(tmp_path / "out_title_document") == "".join(
-        f"number {number}" for number in range(len(documents))
-    )
-    assert open_indexed_files(tmp_path / "out_text_document").documents == sum(map(bool, documents))
-
-
-def test_bad_document(tmp_path, shard, capsys):
-    lines = shard.read_bytes().splitlines(keepends=True)
-    shard.write_bytes(b"".join([*lines[:100], b"{broken\n", *lines[100:]]))
-    assert_rejected(r"shard\.jsonl.*101.*JSON.*--bad-documents", run, shard, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.jsonl"]
-    manifest = run(shard, tmp_path / "out", skip_bad=True)["text"]
-    assert manifest.skipped_bad == 1
-    assert "1 unreadable" in summary(tmp_path / "out_text_document", manifest)
-    assert f"skipped: {shard}, line 101" in capsys.readouterr().out
 
 
 def test_subset_without_documents(tmp_path):
@@ -336,23 +313,26 @@ def test_only_bad_documents(tmp_path):
     assert_rejected(expected, run, tmp_path / "a.jsonl", tmp_path / "out", skip_bad=True)
 
 
-@pytest.mark.parametrize("damage", ["removed", "truncated", "unreadable journal", "edited journal"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("out_title_document.partial.bin", lambda content: None),
+        ("out_title_document.partial.bin", lambda content: content[:3]),
+        ("out.progress.json", lambda content: b'{"work"'),
+        ("out.progress.json", lambda content: content.replace(b'"position": [0', b'"position": [1')),
+    ],
+    ids=["removed", "truncated", "unreadable journal", "edited journal"],
+)
 def test_unusable_files_of_an_unfinished_run(
-    tmp_path, shared_input, expected, small_items, monkeypatch, capsys, damage
+    tmp_path, shared_input, expected, small_items, monkeypatch, capsys, name, damage
 ):
     interrupt(shared_input, tmp_path / "out", monkeypatch)
-    partial = tmp_path / "out_title_document.partial.bin"
-    if damage == "removed":
-        partial.unlink()
-    elif damage == "truncated":
-        os.truncate(partial, 3)
-    elif damage == "unreadable journal":
-        (tmp_path / "out.progress.json").write_text('{"work"')
-    else:
-        journal = (tmp_path / "out.progress.json").read_text()
-        edited = journal.replace('"position": [0', '"position": [1')
-        assert edited != journal
-        (tmp_path / "out.progress.json").write_text(edited)
+    content = (tmp_path / name).read_bytes()
+    damaged = damage(content)
+    assert damaged != content
+    (tmp_path / name).unlink()
+    if damaged is not None:
+        (tmp_path / name).write_bytes(damaged)
     build(shared_input, tmp_path / "out")
     assert "starting from the beginning" in capsys.readouterr().out
     assert contents(tmp_path / "out") == expected
