@@ -54,18 +54,6 @@ def test_cache_folder_that_cannot_be_written(corpus, tmp_path):
     assert_rejected("data-cache-path", datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
 
 
-def test_every_machine_builds_its_own_indices(corpus, tmp_path, as_rank):
-    """The ranks, the first ones of their machines, do not see each other's folders."""
-    samples = []
-    for rank in (0, 1):
-        as_rank(rank)
-        settings = SampleSettings(1000, 0, 1234, cache_path=str(tmp_path / str(rank)))
-        train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
-        samples.append([train[index]["tokens"].tolist() for index in range(10)])
-        assert len(_folders(tmp_path / str(rank))) == 1
-    assert samples[0] == samples[1]
-
-
 class Payload:
     def __reduce__(self):
         return os.mkdir, ("executed",)

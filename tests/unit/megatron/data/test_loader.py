@@ -87,9 +87,8 @@ def test_documents_are_those_of_megatron_core(corpus):
         assert torch.equal(documents.positions[row], positions)
 
 
-@pytest.mark.parametrize("num_workers", [2])
-def test_worker_processes_do_not_change_batches(train, num_workers):
-    prefetched = take(train, 20, micro_batch_size=4, consumed_samples=5, num_workers=num_workers)
+def test_worker_processes_do_not_change_batches(train):
+    prefetched = take(train, 20, micro_batch_size=4, consumed_samples=5, num_workers=2)
     assert torch.equal(rows(prefetched), rows(take(train, 20, micro_batch_size=4, consumed_samples=5)))
 
 
