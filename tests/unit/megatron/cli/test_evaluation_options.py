@@ -26,6 +26,7 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
     )
     for words, message in (
         (["--lengths", "x"], "sweep.yml: argument --lengths: must be an integer from 1"),
+        (["--passkey", "--passkey-depths", "0.5", "2"], "--passkey-depths: must be a number from 0 to 1, not '2'"),
         (["--modes", "sliding"], "'sliding' is unknown"),
         (["--lengths", str(1 << 30)], r"text_document, valid part of split .* \([\d,]+ tokens\): .* too short"),
         (["--lengths", "32", "--modes", "sinks@4+12", "--resolution"], "--resolution: not measured in inference mode"),

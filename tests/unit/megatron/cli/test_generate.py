@@ -51,39 +51,36 @@ def read_records(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_prompts_from_a_file(tmp_path, configuration, trained, capsys):
-    prompts = ["def main(", "class Ünï:", "x"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
-    output = tmp_path / "out.jsonl"
-    main([configuration(), "-i", str(tmp_path / "prompts.txt"), "-o", str(output)])
-    records = read_records(output)
-    assert [record["context"] for record in records] == prompts
-    assert [record["text"] for record in records] == expected(trained[1], prompts)
+PROMPTS = ["def main(", "class Ünï:", "x"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words", "contexts"),
+    [
+        ({}, ["-i", "prompts.txt", "-o", "out"], PROMPTS),
+        ({"text_gen_type": "unconditional", "num_samples": 3, "sample_output_file": "out"}, [], [""] * 3),
+        (
+            {"text_gen_type": "input-file", "sample_input_file": "prompts.txt", "num_samples": 2},
+            ["-o", "out"],
+            [prompt for prompt in PROMPTS for _ in range(2)],
+        ),
+    ],
+    ids=["file of prompts", "unconditional", "several samples"],
+)
+def test_records(tmp_path, monkeypatch, configuration, trained, capsys, keys, words, contexts):
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("\n".join(PROMPTS) + "\n\n", encoding="utf-8")
+    main([configuration(**keys), *words])
+    records = read_records("out")
+    assert [record["context"] for record in records] == contexts
+    assert [record["text"] for record in records] == expected(trained[1], contexts)
+    assert len({record["text"] for record in records}) == len(records)
     for record in records:
         assert list(record) == ["context", "text", "length", "finished", "message", "duration_seconds"]
         assert record["finished"] or record["length"] == 48  # beyond the training length of 32
         assert record["message"] is None
         assert record["duration_seconds"] > 0
-    assert "wrote 3 texts to" in capsys.readouterr().out
-
-
-def test_unconditional_samples(tmp_path, configuration, trained):
-    output = tmp_path / "samples.jsonl"
-    main([configuration(text_gen_type="unconditional", num_samples=3, sample_output_file=str(output))])
-    records = read_records(output)
-    assert [record["context"] for record in records] == [""] * 3
-    assert [record["text"] for record in records] == expected(trained[1], [""] * 3)
-    assert len({record["text"] for record in records}) == 3
-
-
-def test_several_samples_per_prompt(tmp_path, configuration, trained):
-    (tmp_path / "p.txt").write_text("ab\ncd")
-    output = tmp_path / "o.jsonl"
-    keys = {"text_gen_type": "input-file", "sample_input_file": str(tmp_path / "p.txt"), "num_samples": 2}
-    main([configuration(**keys), "-o", str(output)])
-    records = read_records(output)
-    assert [record["context"] for record in records] == ["ab", "ab", "cd", "cd"]
-    assert [record["text"] for record in records] == expected(trained[1], ["ab", "ab", "cd", "cd"])
+    assert f"wrote {len(contexts)} texts to" in capsys.readouterr().out
 
 
 def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monkeypatch):
@@ -216,21 +213,18 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
     assert_rejected(r"512.*384", main, ["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
 
 
-def test_the_default_type(tmp_path, configuration, capsys):
-    (tmp_path / "p.txt").write_text("ab")
-    for keys, context, mode in (
-        ({}, "", "unconditional"),
-        ({"sample_input_file": tmp_path / "p.txt"}, "ab", "input-file"),
-    ):
-        main([configuration(**{name: str(path) for name, path in keys.items()}), "-o", "-"])
-        output, errors = capsys.readouterr()
-        assert json.loads(output)["context"] == context
-        assert errors.count(f"text_gen_type is not set; using {mode}") == 1
-
-
-def test_a_file_of_prompts_overrides_the_type(tmp_path, configuration, capsys):
-    (tmp_path / "p.txt").write_text("a")
-    main([configuration(text_gen_type="unconditional"), "-i", str(tmp_path / "p.txt"), "-o", "-"])
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["context"] == "a"
-    assert "text_gen_type unconditional is ignored" in captured.err
+@pytest.mark.parametrize(
+    ("keys", "words", "context", "note"),
+    [
+        ({}, [], "", "text_gen_type is not set; using unconditional"),
+        ({"sample_input_file": "p.txt"}, [], "ab", "text_gen_type is not set; using input-file"),
+        ({"text_gen_type": "unconditional"}, ["-i", "p.txt"], "ab", "text_gen_type unconditional is ignored"),
+    ],
+)
+def test_the_type_by_default_and_with_a_file(tmp_path, monkeypatch, configuration, capsys, keys, words, context, note):
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("ab")
+    main([configuration(**keys), *words, "-o", "-"])
+    output, errors = capsys.readouterr()
+    assert json.loads(output)["context"] == context
+    assert errors.count(note) == 1

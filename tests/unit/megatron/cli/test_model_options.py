@@ -14,7 +14,6 @@ from megatron.cli.model_options import (
     load,
     parse_with_checkpoint,
     saved_config,
-    tokenizer_files,
 )
 from megatron.config import Config
 from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
@@ -119,11 +118,6 @@ def test_another_model_is_rejected(run):
     options.from_checkpoint = False
     assert_rejected("num_layers.*2.*3", saved_config, run / "global_step8", configured(num_layers=3), options)
     assert saved_config(run / "global_step8", configured(num_layers=3), options, check=False).model.num_layers == 2
-
-
-def test_the_tokenizer_of_the_configuration_or_the_checkpoint():
-    saved = configured()
-    assert tokenizer_files(saved, saved).build().vocab_size == 512
 
 
 def test_ranks_of_slurm_with_only_a_checkpoint(run, monkeypatch):

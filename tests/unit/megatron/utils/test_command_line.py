@@ -84,29 +84,18 @@ def test_key_options_of_gpt_neox():
     assert [parse_override(text)[1] for text in overrides] == ["5", 1, "-file", "b=c", "hosts", "run 🚀"]
 
 
-def test_user_errors_do_not_show_secrets(capsys, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
-    assert run_main(raising(UserError("a.yml: the server says: 0123456789 is unknown, my_token=abc"))) == 2
-    assert capsys.readouterr().err == "error: a.yml: the server says: *** is unknown, my_token=***\n"
-
-
-def test_user_errors_are_one_line_and_status_2(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    fail = raising(UserError("what is wrong"))
-    assert run_main(fail) == 2
-    assert capsys.readouterr().err == "error: what is wrong\n"
+def test_errors_of_ranks_name_the_rank(no_rank, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    assert run_main(fail) == 2
+    assert run_main(raising(UserError("what is wrong"))) == 2
     assert capsys.readouterr().err == "error on rank 3: what is wrong\n"
-    assert run_main(lambda: None) == 0
-    assert run_main(lambda: 3) == 3
-
-
-def test_an_error_that_another_rank_prints_is_not_repeated(capsys):
     error = UserError("what is wrong")
     error.printed_by_other_rank = True
     assert run_main(raising(error)) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_status_of_main():
+    assert (run_main(lambda: None), run_main(lambda: 3)) == (0, 3)
 
 
 @pytest.fixture
@@ -133,21 +122,27 @@ def test_lost_connections_to_other_ranks_are_one_line_and_status_3(no_rank, caps
     assert run_main(fail) == 70  # not a rank: the traceback is useful
 
 
-def test_control_characters_of_messages_are_escaped(no_rank, capsys):
-    assert run_main(raising(UserError("tensor \x1b[31mred\udc80"))) == 2
-    assert capsys.readouterr().err == "error: tensor \\x1b[31mred\\udc80\n"
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (UserError("the server says: 0123456789 is unknown, my_token=abc"), 2, "*** is unknown, my_token=***\n"),
+        (UserError("tensor \x1b[31mred\udc80"), 2, "error: tensor \\x1b[31mred\\udc80\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt("3 are saved"), 130, "interrupted; 3 are saved\n"),
+    ],
+)
+def test_errors_and_interrupts_are_one_line(no_rank, capsys, monkeypatch, error, status, line):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    assert run_main(raising(error)) == status
+    printed = capsys.readouterr().err
+    assert printed.endswith(line)
+    assert printed.count("\n") == 1
+
+
+def test_unknown_options_with_control_characters(capsys):
     with pytest.raises(SystemExit):
         OptionParser().parse_args(["--\x1b[31m"])
     assert "\x1b" not in capsys.readouterr().err
-
-
-def test_an_interrupt_is_one_line_and_status_130(no_rank, capsys):
-    for error, line in (
-        (KeyboardInterrupt(), "interrupted"),
-        (KeyboardInterrupt("3 are saved"), "interrupted; 3 are saved"),
-    ):
-        assert run_main(raising(error)) == 130
-        assert capsys.readouterr().err == line + "\n"
 
 
 def test_names_that_are_not_utf8(capfdbinary):

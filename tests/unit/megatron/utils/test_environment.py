@@ -24,8 +24,7 @@ from tests.support.errors import assert_rejected
 
 
 @pytest.fixture(autouse=True)
-def no_cache(monkeypatch):
-    monkeypatch.delenv("KERPLE_COMMIT", raising=False)
+def no_cache():
     environment.commit.cache_clear()
     yield
     environment.commit.cache_clear()
@@ -48,25 +47,27 @@ def test_bfloat16_instructions(line, expected, tmp_path, monkeypatch):
     assert not environment.has_bf16_instructions()
 
 
-@pytest.mark.parametrize(("status", "git", "expected"), [(0, True, "ab12-dirty"), (128, True, None), (0, False, None)])
-def test_the_commit_is_that_of_this_working_tree(status, git, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("status", "git", "variable", "expected"),
+    [
+        (0, True, "0123abc", "ab12-dirty"),
+        (128, True, "", None),
+        (0, False, "", None),
+        (0, False, "0123abc-dirty", "0123abc-dirty"),
+    ],
+)
+def test_the_commit_is_that_of_this_working_tree_or_of_the_variable(
+    status, git, variable, expected, tmp_path, monkeypatch
+):
     def run(command, **options):
         assert str(tmp_path) in command
         return SimpleNamespace(returncode=status, stdout="ab12-dirty\n")
 
     monkeypatch.setattr(environment.subprocess, "run", run)
     monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setenv("KERPLE_COMMIT", variable)
     if git:
         (tmp_path / ".git").touch()
-    assert environment.commit() == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [("", None), ("0123abc", "0123abc"), ("0" * 40 + "-dirty", "0" * 40 + "-dirty")]
-)
-def test_without_a_working_tree_the_commit_is_that_of_the_variable(value, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "ROOT", tmp_path)
-    monkeypatch.setenv("KERPLE_COMMIT", value)
     assert environment.commit() == expected
 
 
