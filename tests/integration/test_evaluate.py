@@ -157,6 +157,7 @@ def test_a_killed_evaluation_loses_nothing(tmp_path):
         process.join(timeout=240)
         assert process.exitcode == (-9 if kill else 0), (tmp_path / "output of 0").read_text()
         assert len(read_results(results.parent)) >= 3
+        assert (results.parent / "extrapolation.md").exists() != kill
     assert lines_in(results) == 8, "nothing was measured twice"
     main([*words, str(tmp_path / "whole")])
     assert read_results(results.parent) == read_results(tmp_path / "whole")

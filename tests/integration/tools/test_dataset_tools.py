@@ -1,9 +1,7 @@
 """The command lines of tools/datasets, called in this process. (Started as processes in test_preprocessing.py.)"""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import lm_dataformat
 import pytest
@@ -13,15 +11,7 @@ from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
 from tests.support.corpora import dataset_text
 from tests.support.texts import KINDS
-
-ROOT = Path(__file__).parents[3]
-
-
-def load_script(name) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(name, ROOT / "tools" / "datasets" / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+from tools.datasets import merge_datasets, preprocess_data, train_tokenizer
 
 
 @pytest.fixture
@@ -31,7 +21,7 @@ def run(capsys):
     def run_script(script, *arguments):
         capsys.readouterr()
         try:
-            status = run_main(lambda: load_script(script).main([str(argument) for argument in arguments]))
+            status = run_main(lambda: script.main([str(argument) for argument in arguments]))
         except SystemExit as exit:  # argparse
             status = exit.code
         output = capsys.readouterr()
@@ -57,11 +47,11 @@ def read_texts(prefix, tokenizer) -> list[str]:
 def test_train_a_tokenizer_and_preprocess(tmp_path, archive, run):
     """With all options of GPT-NeoX's command line."""
     vocab_file = tmp_path / "deep" / "tokenizer.json"
-    status, output, error = run("train_tokenizer", "--input", archive, "--vocab-size", 600, "--output", vocab_file)
+    status, output, error = run(train_tokenizer, "--input", archive, "--vocab-size", 600, "--output", vocab_file)
     assert (status, output) == (0, f"{vocab_file}: 600 ids\n"), error
     (tmp_path / "more.txt").write_text("one more")
     status, output, error = run(
-        "preprocess_data",
+        preprocess_data,
         *("--input", f"{archive},{tmp_path / 'more.txt'}", "--output-prefix", tmp_path / "out" / "mine"),
         *("--tokenizer-type", "HFTokenizer", "--vocab-file", vocab_file, "--append-eod"),
         *("--workers", 1, "--num-docs", 8, "--dataset-impl", "mmap", "--log-interval", 1),
@@ -78,12 +68,12 @@ def test_keys_inputs_and_subset(tmp_path, run):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n" + "broken\n" * (name == "b"))
     inputs = ["--input", tmp_path / "a.jsonl", "--input", tmp_path / "b.jsonl"]
     output_options = ["--output-prefix", tmp_path / "x", "--tokenizer-type", "CharLevelTokenizer"]
-    status, _, error = run("preprocess_data", *inputs, *output_options)
+    status, _, error = run(preprocess_data, *inputs, *output_options)
     assert status == 2
     assert f"error: {tmp_path / 'b.jsonl'}, line 2: not JSON" in error
     assert not list(tmp_path.glob("x*"))
     keys = ["--jsonl-keys", "text", "title", "--pile-subset", "Github", "--bad-documents", "skip"]
-    status, output, error = run("preprocess_data", *inputs, *output_options, *keys)
+    status, output, error = run(preprocess_data, *inputs, *output_options, *keys)
     assert status == 0, error
     assert output.count("skipped: 1 unreadable, 1 of other subsets") == 2
     assert f"skipped: {tmp_path / 'b.jsonl'}, line 2: not JSON" in output
@@ -95,12 +85,12 @@ def test_keys_inputs_and_subset(tmp_path, run):
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
-        ("preprocess_data", "--input gone --output-prefix x --tokenizer-type CharLevelTokenizer", "input gone"),
-        ("preprocess_data", "--input a.jsonl --output-prefix x --tokenizer-type TiktokenTokenizer", "Tiktoken"),
-        ("preprocess_data", "--input a.jsonl --output-prefix x --workers 0 --tokenizer-type X", "--workers: "),
-        ("train_tokenizer", "--input a.jsonl --vocab-size 300 --output t.json", "nothing to train on"),
-        ("train_tokenizer", "--input nowhere --vocab-size 300 --output b.txt/t.json", "--output: "),
-        ("train_tokenizer", "--input nowhere --vocab-size 300 --output .", "--output .: "),
+        (preprocess_data, "--input gone --output-prefix x --tokenizer-type CharLevelTokenizer", "input gone"),
+        (preprocess_data, "--input a.jsonl --output-prefix x --tokenizer-type TiktokenTokenizer", "Tiktoken"),
+        (preprocess_data, "--input a.jsonl --output-prefix x --workers 0 --tokenizer-type X", "--workers: "),
+        (train_tokenizer, "--input a.jsonl --vocab-size 300 --output t.json", "nothing to train on"),
+        (train_tokenizer, "--input nowhere --vocab-size 300 --output b.txt/t.json", "--output: "),
+        (train_tokenizer, "--input nowhere --vocab-size 300 --output .", "--output .: "),
     ],
 )
 def test_errors(tmp_path, run, monkeypatch, tool, arguments, message):
@@ -116,7 +106,7 @@ def test_errors(tmp_path, run, monkeypatch, tool, arguments, message):
 def test_vocabulary_size_that_cannot_be_reached(tmp_path, run):
     (tmp_path / "a.txt").write_text("abab")
     output = tmp_path / "tokenizer.json"
-    _, shown, _ = run("train_tokenizer", "--input", tmp_path / "a.txt", "--vocab-size", 500, "--output", output)
+    _, shown, _ = run(train_tokenizer, "--input", tmp_path / "a.txt", "--vocab-size", 500, "--output", output)
     assert shown == f"{output}: 258 ids, not 500: the text has no more pairs to merge\n"
 
 
@@ -126,7 +116,7 @@ def test_tokenizer_from_a_part_of_a_source_tree(tmp_path, run):
     (tmp_path / "other.txt").write_text("not read")
     output = tmp_path / "tokenizer.json"
     arguments = ["--input", tmp_path, "--suffixes", ".py", "--vocab-size", 300, "--output", output]
-    _, shown, error = run("train_tokenizer", *arguments, "--max-megabytes", 0.01)
+    _, shown, error = run(train_tokenizer, *arguments, "--max-megabytes", 0.01)
     assert shown == f"{output}: 300 ids\n", error
 
 
@@ -134,9 +124,9 @@ def test_merge(tmp_path, run):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"text {name}")
         arguments = ["--input", tmp_path / f"{name}.txt", "--output-prefix", tmp_path / name]
-        run("preprocess_data", *arguments, "--tokenizer-type", "CharLevelTokenizer", "--append-eod")
+        run(preprocess_data, *arguments, "--tokenizer-type", "CharLevelTokenizer", "--append-eod")
     prefixes = [tmp_path / "a_text_document", tmp_path / "b_text_document"]
-    status, output, error = run("merge_datasets", "--input", *prefixes, "--output-prefix", tmp_path / "merged")
+    status, output, error = run(merge_datasets, "--input", *prefixes, "--output-prefix", tmp_path / "merged")
     assert status == 0, error
     assert f"{tmp_path / 'merged'}.bin/.idx: 2 documents, " in output
     assert dataset_text(tmp_path / "merged") == "text a\0text b\0"

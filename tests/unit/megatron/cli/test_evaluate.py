@@ -13,7 +13,6 @@ from megatron.cli.evaluate import main
 from megatron.cli.report import main as report
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.evaluation.records import extrapolation_records, read_results
-from megatron.evaluation.results_file import ResultsFile
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
@@ -332,28 +331,6 @@ def test_two_checkpoints_with_the_same_method_and_seed_need_labels(tmp_path, che
     rows = rows_in(tmp_path / "out")
     assert [row["pos_emb"] for row in rows] == ["kerple_log (first)", "kerple_log (second)"]
     assert (rows[0]["checkpoint"]["layers"], rows[0]["checkpoint"]["hidden_size"]) == (2, 32)
-
-
-def test_an_interrupted_run_resumes(tmp_path, configuration, monkeypatch):
-    words = [configuration(), "--lengths", "32", "64", "128", "--tokens", "512", "--output"]
-    add = ResultsFile.add
-
-    def add_two(results, record):
-        if len(results.records) == 2:
-            raise KeyboardInterrupt
-        add(results, record)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResultsFile, "add", add_two)
-        with pytest.raises(KeyboardInterrupt):
-            main([*words, str(tmp_path / "interrupted")])
-    stored = (tmp_path / "interrupted" / "results.jsonl").read_bytes()
-    assert stored.count(b"\n") == 2
-    assert not (tmp_path / "interrupted" / "extrapolation.md").exists()
-    main([*words, str(tmp_path / "interrupted")])
-    assert (tmp_path / "interrupted" / "results.jsonl").read_bytes().startswith(stored)
-    main([*words, str(tmp_path / "uninterrupted")])
-    assert rows_in(tmp_path / "interrupted") == rows_in(tmp_path / "uninterrupted")
 
 
 def test_a_mode_is_measured_once_it_is_supported(tmp_path, checkpoints):

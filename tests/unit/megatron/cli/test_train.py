@@ -5,19 +5,14 @@ import pytest
 from megatron.checkpoint.directory import saved_iterations
 from megatron.cli.train import main
 from megatron.utils.command_line import run_main
-from tests.support.checkpoints import write_corpus, write_yaml
+from tests.support.checkpoints import write_yaml
 from tests.support.runs import training_settings
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, data_path):
     """config(**keys): the path of a configuration file."""
-    data_path = write_corpus(tmp_path, documents=80)
-
-    def write(**keys: object) -> str:
-        return str(write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys)))
-
-    return write
+    return lambda **keys: str(write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys)))
 
 
 def test_train(config, tmp_path, capsys):
