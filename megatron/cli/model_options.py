@@ -21,12 +21,12 @@ from megatron.config.loader import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.convert.hub import local_checkpoint
 from megatron.inference.loading import load_model
-from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, parse_arguments
+from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, make_parser, parse_arguments
 from megatron.model.attention import describe_backends
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
 from megatron.tokenizer.tokenizer import TokenizerFiles
-from megatron.utils.command_line import OptionParser, extract_overrides, integer, path_option
+from megatron.utils.command_line import extract_overrides, integer, path_option
 from megatron.utils.environment import choose_device, slow_dtype_notice
 from megatron.utils.errors import UserError
 
@@ -58,12 +58,8 @@ def parse_with_checkpoint(
 
     overrides, rest = extract_overrides(argv)
     if not {"-h", "--help", MERGED_CONFIG_OPTION} & set(rest):
-        parser = OptionParser(description=description)
-        parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
-        parser.add_argument("--fallback", action="store_true")
-        add_options(parser)
-        options, unknown = parser.parse_known_args(rest)
-        if options.checkpoint and not unknown:
+        options, unknown = make_parser(description, add_options).parse_known_args(rest)
+        if options.checkpoint and not (options.files or options.conf_dir or unknown):
             options.from_checkpoint = True
             options.overrides = dict(map(parse_override, overrides))
             # The module that defines an external method must be known before reading the checkpoint's configuration.
