@@ -184,5 +184,5 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     skipped = Counter(PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected))
     if skipped:
         types = ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common(10))
-        _note(f"{folder}: skipped {_count(skipped.total())} that are hidden, named README or of other types ({types})")
+        _note(f"{folder}: skipped {_count(skipped.total())}: hidden, named README or of other types ({types})")
     return selected

@@ -42,7 +42,7 @@ def test_files_of_a_folder(tmp_path, capsys):
     files = find_files([tmp_path / "a.txt", tmp_path])
     assert [file.name.removeprefix(f"{tmp_path}/") for file in files] == ["a.txt", *read]
     shown = capsys.readouterr().err
-    assert f"{tmp_path}: skipped 13 files that are hidden, named README or of other types (" in shown
+    assert f"{tmp_path}: skipped 13 files: hidden, named README or of other types (" in shown
     assert "2 .png" in shown
     assert "2 no extension" in shown
     assert "input: 5 files, 0 bytes" in shown

@@ -46,7 +46,7 @@ def test_documents(folder, capsys):
     assert all(piece.startswith("Paragraph") for piece in pieces)
     captured = capsys.readouterr()
     assert f"documents of more than 4,000 bytes: 1, divided into {len(pieces)}" in captured.out
-    assert "skipped 1 file that are hidden, named README or of other types (1 .png)" in captured.err
+    assert "skipped 1 file: hidden, named README or of other types (1 .png)" in captured.err
 
 
 def test_too_little_text_is_a_note(tmp_path, capsys):
