@@ -31,7 +31,7 @@ from tests.support.conversion import LONG, greedy, make_model, quiet, random_tok
 from tests.support.errors import assert_rejected
 from tests.support.families import family_model
 from tests.support.release import checkpoints
-from tests.support.runs import ROOT, environment, trained
+from tests.support.runs import ROOT, environment
 from tests.support.texts import KINDS, PYTHON
 from tools.datasets import preprocess_data
 
@@ -218,18 +218,13 @@ def test_a_rejected_archive_leaves_no_files(step, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.zip", "source"]
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ours")
-    return trained(folder, write_corpus(folder, documents=40), eval_iters=0) / "checkpoints"
-
-
 def run_inspect(capsys, *arguments):
     status = inspect.main([*map(str, arguments), "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_a_checkpoint_of_this_project(ours, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_of_this_project(default_run, tmp_path, monkeypatch, capsys):
+    ours = default_run / "checkpoints"
     status, report = run_inspect(capsys, ours)
     assert status == 0
     assert report["manifest"] == "whole"
@@ -249,34 +244,33 @@ def test_a_checkpoint_of_this_project(ours, tmp_path, monkeypatch, capsys):
         assert part in printed
 
 
-def test_damage_is_reported(ours, tmp_path, capsys):
-    shutil.copytree(ours, tmp_path / "copy")
-    file = tmp_path / "copy/global_step6/optimizer_rank_00000.pt"
+def test_damage_is_reported(finished_run, tmp_path, capsys):
+    file = tmp_path / "checkpoints/global_step6/optimizer_rank_00000.pt"
     data = bytearray(file.read_bytes())
     data[-200] ^= 4
     file.write_bytes(data)
-    status, report = run_inspect(capsys, tmp_path / "copy")
+    status, report = run_inspect(capsys, tmp_path / "checkpoints")
     assert status == 1
     assert "optimizer_rank_00000.pt: contents" in report["manifest"]
 
 
-def test_a_lost_manifest_is_reported_and_accepted(ours, tmp_path, capsys):
-    shutil.copytree(ours, tmp_path / "copy")
-    step = tmp_path / "copy/global_step6"
+def test_a_lost_manifest_is_reported_and_accepted(finished_run, tmp_path, capsys):
+    ours = tmp_path / "checkpoints"
+    step = ours / "global_step6"
     (step / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json.*--accept.*3"):
-        load_model(tmp_path / "copy")
-    status, report = run_inspect(capsys, tmp_path / "copy")
+        load_model(ours)
+    status, report = run_inspect(capsys, ours)
     assert status == 1
     assert "manifest.json: no such file" in report["manifest"]
     # Also for a run that saves neither optimizer nor random states.
     for file in [*step.glob("optimizer_*"), *step.glob("random_*")]:
         file.unlink()
-    assert run_inspect(capsys, tmp_path / "copy")[0] == 1
-    assert run_inspect(capsys, tmp_path / "copy", "--accept")[1]["manifest"] == "whole"
-    load_model(tmp_path / "copy")
+    assert run_inspect(capsys, ours)[0] == 1
+    assert run_inspect(capsys, ours, "--accept")[1]["manifest"] == "whole"
+    load_model(ours)
     (step / "optimizer_rank_00000.pt").write_bytes(b"of another run")
     with pytest.raises(CheckpointError, match=r"optimizer_rank_00000\.pt"):
-        load_model(tmp_path / "copy")
+        load_model(ours)
     with pytest.raises(CheckpointError, match="is not in the manifest"):
-        run_inspect(capsys, tmp_path / "copy", "--accept")
+        run_inspect(capsys, ours, "--accept")

@@ -16,7 +16,7 @@ from megatron.cli.evaluate import main
 from megatron.cli.model_options import load
 from megatron.evaluation import PROTOCOLS, read_results
 from megatron.evaluation.records import KINDS
-from tests.support.checkpoints import write_checkpoint, write_corpus
+from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import free_ports
 from tests.support.runs import run, training_settings
 
@@ -25,10 +25,9 @@ DOCUMENTATION = (ROOT / "docs" / "evaluation.md").read_text()
 
 
 @pytest.mark.ci
-def test_deepy_starts_two_ranks(tmp_path, forked_scripts):
-    data = write_corpus(tmp_path)
-    write_checkpoint(tmp_path / "checkpoints", "kerple_log", data, iteration=6)
-    settings = training_settings(tmp_path, data)
+def test_deepy_starts_two_ranks(tmp_path, data_path, forked_scripts):
+    write_checkpoint(tmp_path / "checkpoints", "kerple_log", data_path, iteration=6)
+    settings = training_settings(tmp_path, data_path)
     keys = {"evaluation_lengths": [32, 128, 512], "num_gpus": 2}
     words = ("--tokens", "1024", "--output", str(tmp_path / "report"))
     output = run(tmp_path, {**settings, **keys}, *words, script="evaluate.py")
@@ -76,9 +75,8 @@ def run_ranks(folder, words, expected_error=None):
 
 
 @pytest.mark.ci
-def test_two_ranks_measure_what_one_rank_measures(tmp_path):
-    data = write_corpus(tmp_path)
-    write_checkpoint(tmp_path / "run", "kerple_log", data)
+def test_two_ranks_measure_what_one_rank_measures(tmp_path, data_path):
+    write_checkpoint(tmp_path / "run", "kerple_log", data_path)
     words = ["--checkpoint", str(tmp_path / "run"), "--lengths", "256", "512", "--modes", "full", "window@16"]
     words += ["--by-position", "8", "--resolution", "3", "--passkey", "--passkey-depths", "0.5"]
     words += ["--passkey-trials", "3", "--protocol", "non-overlapping", "last-k@16", "--tokens", "1280", "--output"]
@@ -97,18 +95,17 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path):
     run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write to")
 
 
-def test_checkpoints_saved_during_an_evaluation_are_ignored(tmp_path, monkeypatch):
+def test_checkpoints_saved_during_an_evaluation_are_ignored(tmp_path, data_path, monkeypatch):
     """Each checkpoint is measured at the iteration, and with the fingerprint, of its records."""
-    data = write_corpus(tmp_path)
-    write_checkpoint(tmp_path / "a", "kerple_log", data, iteration=2)
-    write_checkpoint(tmp_path / "b", "alibi", data, iteration=2)
+    write_checkpoint(tmp_path / "a", "kerple_log", data_path, iteration=2)
+    write_checkpoint(tmp_path / "b", "alibi", data_path, iteration=2)
     words = ["--lengths", "64", "--tokens", "64", "--output"]
     main(["--checkpoint", str(tmp_path / "b"), *words, str(tmp_path / "before")])
 
     def load_and_save_another(step, *arguments, **options):
         loaded = load(step, *arguments, **options)
         if step.parent.name == "a":
-            write_checkpoint(tmp_path / "b", "alibi", data, iteration=4)
+            write_checkpoint(tmp_path / "b", "alibi", data_path, iteration=4)
         return loaded
 
     monkeypatch.setattr(evaluate, "load", load_and_save_another)
@@ -118,11 +115,10 @@ def test_checkpoints_saved_during_an_evaluation_are_ignored(tmp_path, monkeypatc
     assert record == read_results(tmp_path / "before")[0]
 
 
-def test_two_ranks_evaluate_the_same_step(tmp_path, monkeypatch):
+def test_two_ranks_evaluate_the_same_step(tmp_path, data_path, monkeypatch):
     """Rank 1 looks later, when training has saved another checkpoint."""
-    data = write_corpus(tmp_path)
     for iteration in (4, 2):
-        write_checkpoint(tmp_path / "run", "kerple_log", data, iteration=iteration)
+        write_checkpoint(tmp_path / "run", "kerple_log", data_path, iteration=iteration)
 
     def find_step(*_):
         return tmp_path / "run" / ("global_step4" if os.environ.get("RANK") == "1" else "global_step2")
@@ -139,10 +135,9 @@ def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def test_a_killed_evaluation_loses_nothing(tmp_path):
+def test_a_killed_evaluation_loses_nothing(tmp_path, data_path):
     """Each run continues where the last one was killed."""
-    data = write_corpus(tmp_path)
-    write_checkpoint(tmp_path / "checkpoints", "kerple_log", data)
+    write_checkpoint(tmp_path / "checkpoints", "kerple_log", data_path)
     lengths = [str(length) for length in range(16, 48, 8)]
     words = ["--checkpoint", str(tmp_path / "checkpoints"), "--lengths", *lengths, "--modes", "full", "window@4"]
     words += ["--protocol", "last-k@8", "--output"]

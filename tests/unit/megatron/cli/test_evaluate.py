@@ -22,25 +22,6 @@ from tests.support.language_models import direct_losses
 from tests.support.texts import KINDS
 
 LENGTHS = ["--lengths", "32", "64", "256"]
-METHODS = ("kerple_log", "alibi", "learned")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory, data):
-    """Method -> (folder, model)."""
-    folders = {method: tmp_path_factory.mktemp(method) for method in METHODS}
-    return {method: (folder, write_checkpoint(folder, method, data)) for method, folder in folders.items()}
-
-
-@pytest.fixture
-def configuration(tmp_path, data, checkpoints):
-    """Writes a configuration of the kerple_log checkpoint, with further keys, and returns its path."""
-
-    def write(**keys):
-        settings = settings_of("kerple_log", data, load=str(checkpoints["kerple_log"][0]))
-        return str(write_yaml(tmp_path / "all.yml", {**settings, **keys}))
-
-    return write
 
 
 def mean_loss(model, data, length, total, piece=None, **span):
@@ -88,7 +69,7 @@ def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
     folders = [str(folder) for folder, _ in checkpoints.values()]
     main(["--checkpoint", *folders, *LENGTHS, "--tokens", "600", "--output", str(tmp_path)])
     rows = rows_in(tmp_path)
-    assert [(row["pos_emb"], row["length"]) for row in rows] == [(m, n) for m in METHODS for n in (32, 64, 256)]
+    assert [(row["pos_emb"], row["length"]) for row in rows] == [(m, n) for m in checkpoints for n in (32, 64, 256)]
     for row in rows:
         if row["pos_emb"] == "learned" and row["length"] > TRAIN_LENGTH:
             assert row["loss"] is None

@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.config.schema.training import GenerationConfig
 from megatron.inference.generation import Generation, generate
 from megatron.tokenizer.tokenizer import build_tokenizer
-from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
+from tests.support.checkpoints import settings_of, write_checkpoint
 from tests.support.errors import assert_rejected
 from tests.support.language_models import small_gpt
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
@@ -22,22 +22,15 @@ TOKENIZER = build_tokenizer("CharLevelTokenizer")
 CHOICE = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "maximum_tokens": 48}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, data):
+@pytest.fixture
+def trained(checkpoints):
     """Folder of a checkpoint, and the model in it."""
-    folder = tmp_path_factory.mktemp("kerple_log")
-    return folder, write_checkpoint(folder, "kerple_log", data)
+    return checkpoints["kerple_log"]
 
 
 @pytest.fixture
-def configuration(tmp_path, data, trained):
-    """Writes a configuration file with further keys and returns its path."""
-
-    def write(**keys):
-        settings = settings_of("kerple_log", data, load=str(trained[0]), **CHOICE, **keys)
-        return str(write_yaml(tmp_path / "all.yml", settings))
-
-    return write
+def configuration(configuration):
+    return partial(configuration, **CHOICE)
 
 
 def expected(model, contexts, *, seed=77, **changes):
