@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.evaluation.records import RESULTS, Record, fingerprint_of, identity, parse_record, read_results_file
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import write_atomically, write_errors
 from megatron.utils.processes import Lock
 
 
@@ -44,10 +44,8 @@ class ResultsFile:
 
     def __enter__(self) -> "ResultsFile":
         # Fail before anything is measured.
-        try:
+        with write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
 
         # Locked, so that no other process writes at the same time.
         with contextlib.ExitStack() as stack:
@@ -68,12 +66,10 @@ class ResultsFile:
                 write_atomically(self.path, lines)
 
             # A process that was killed may have left an incomplete line.
-            try:
+            with write_errors(self.path):
                 self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
                 self._file.seek(0)
                 self._file.truncate(self._file.read().rfind(b"\n") + 1)
-            except OSError as error:
-                raise UserError(f"cannot write results to {self.folder}: {error.strerror or error}") from error
             self._stack = stack.pop_all()
         return self
 
@@ -95,11 +91,9 @@ class ResultsFile:
         """
         line = json.dumps(record).encode() + b"\n"
         parse_record(line[:-1], f"cannot write {self.path}")  # never write what cannot be read
-        try:
+        with write_errors(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from error
         key = identity(record)
         self.records = [stored for stored in self.records if identity(stored) != key] + [record]

@@ -23,7 +23,7 @@ from megatron.reporting.published import corpus_name
 from megatron.reporting.speed import step_time_tables, step_times
 from megatron.reporting.tables import latex, markdown
 from megatron.utils.errors import UserError
-from megatron.utils.files import write_atomically
+from megatron.utils.files import write_atomically, write_errors
 
 
 @dataclass
@@ -104,11 +104,9 @@ def write_report(
     if all(chapter.empty for chapter in chapters):
         raise UserError("there are no results to report")
     folder = Path(directory)
-    try:
+    with write_errors(folder):
         for name in ("tables", "figures"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write the report to {folder}: {error.strerror or error}") from error
 
     # Each table and figure as a file of its own, for papers.
     for chapter in chapters:
