@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from megatron.utils.errors import UserError, visible
-from megatron.utils.files import open_file, read_file, write_atomically
+from megatron.utils.files import open_file, read_errors, read_file, write_atomically
 from megatron.utils.typed_json import Count
 
 if TYPE_CHECKING:
@@ -121,10 +121,8 @@ class TokenFile:
         self._path = path
         self._first = first
         self._tokens = tokens
-        try:
+        with read_errors(path):
             self._stream = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with this object)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
 
     def __len__(self) -> int:
         return self._tokens

@@ -40,11 +40,9 @@ def open_file(path: str | Path) -> BufferedReader:
 
     Raises UserError if the file is missing, unreadable, or not a regular file.
     """
-    try:
+    with read_errors(path):
         # O_NONBLOCK: open() would wait for the writer of a FIFO.
         stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise UserError(f"{path} is not a regular file")
@@ -56,7 +54,7 @@ def read_file(path: str | Path, limit: int = 1 << 26) -> bytes:
 
     Use it for files from outside that are parsed as a whole. Raises UserError if the file is larger, or as `open_file`.
     """
-    with _read_errors(path), open_file(path) as stream:
+    with read_errors(path), open_file(path) as stream:
         content = stream.read(min(os.fstat(stream.fileno()).st_size, limit) + 1)
     if len(content) > limit:
         raise UserError(f"{path} is larger than {limit:,} bytes, the limit for files of this kind")
@@ -65,7 +63,7 @@ def read_file(path: str | Path, limit: int = 1 << 26) -> bytes:
 
 def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
     """The lines of a regular file of any size, with their newlines. Like `read_file`; `limit` is that of a line."""
-    with _read_errors(path), open_file(path) as stream:
+    with read_errors(path), open_file(path) as stream:
         number = 0
         while line := stream.readline(limit + 1):
             number += 1
@@ -75,7 +73,8 @@ def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _read_errors(path: str | Path) -> Iterator[None]:
+def read_errors(path: str | Path) -> Iterator[None]:
+    """Turn every OSError into a UserError that names the file that is read."""
     try:
         yield
     except OSError as error:
