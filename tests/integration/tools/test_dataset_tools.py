@@ -1,15 +1,13 @@
 """The command lines of tools/datasets, called in this process. (Started as processes in test_preprocessing.py.)"""
 
 import json
-from pathlib import Path
 
-import lm_dataformat
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.utils.command_line import run_main
-from tests.support.corpora import dataset_text
+from tests.support.corpora import dataset_text, json_lines
 from tests.support.texts import KINDS
 from tools.datasets import merge_datasets, preprocess_data, train_tokenizer
 
@@ -30,36 +28,28 @@ def run(capsys):
     return run_script
 
 
-@pytest.fixture
-def archive(tmp_path) -> Path:
-    archive = lm_dataformat.Archive(str(tmp_path / "archive"))
-    for text in KINDS.values():
-        archive.add_data(text)
-    archive.commit()
-    return tmp_path / "archive"
-
-
-def read_texts(prefix, tokenizer) -> list[str]:
-    dataset = IndexedDataset(str(prefix))
-    return [tokenizer.detokenize(dataset[number]) for number in range(len(dataset))]
-
-
-def test_train_a_tokenizer_and_preprocess(tmp_path, archive, run):
+def test_train_a_tokenizer_and_preprocess(tmp_path, run):
     """With all options of GPT-NeoX's command line."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_bytes(json_lines(*KINDS.values()))
     vocab_file = tmp_path / "deep" / "tokenizer.json"
-    status, output, error = run(train_tokenizer, "--input", archive, "--vocab-size", 600, "--output", vocab_file)
+    status, output, error = run(train_tokenizer, "--input", texts, "--vocab-size", 600, "--output", vocab_file)
     assert (status, output) == (0, f"{vocab_file}: 600 ids\n"), error
     (tmp_path / "more.txt").write_text("one more")
     status, output, error = run(
         preprocess_data,
-        *("--input", f"{archive},{tmp_path / 'more.txt'}", "--output-prefix", tmp_path / "out" / "mine"),
+        *("--input", f"{texts},{tmp_path / 'more.txt'}", "--output-prefix", tmp_path / "out" / "mine"),
         *("--tokenizer-type", "HFTokenizer", "--vocab-file", vocab_file, "--append-eod"),
         *("--workers", 1, "--num-docs", 8, "--dataset-impl", "mmap", "--log-interval", 1),
     )
     assert status == 0, error
     assert "mine_text_document.bin/.idx: 8 documents, " in output
-    texts = read_texts(tmp_path / "out" / "mine_text_document", build_tokenizer("HFTokenizer", vocab_file))
-    assert texts == [text + "<|endoftext|>" for text in [*KINDS.values(), "one more"]]
+    dataset, tokenizer = (
+        IndexedDataset(f"{tmp_path}/out/mine_text_document"),
+        build_tokenizer("HFTokenizer", vocab_file),
+    )
+    documents = [tokenizer.detokenize(dataset[number]) for number in range(len(dataset))]
+    assert documents == [text + "<|endoftext|>" for text in [*KINDS.values(), "one more"]]
 
 
 def test_keys_inputs_and_subset(tmp_path, run):
@@ -77,9 +67,8 @@ def test_keys_inputs_and_subset(tmp_path, run):
     assert status == 0, error
     assert output.count("skipped: 1 unreadable, 1 of other subsets") == 2
     assert f"skipped: {tmp_path / 'b.jsonl'}, line 2: not JSON" in output
-    tokenizer = build_tokenizer("CharLevelTokenizer")
-    assert read_texts(tmp_path / "x_text_document", tokenizer) == ["text a"]
-    assert read_texts(tmp_path / "x_title_document", tokenizer) == ["title a"]
+    assert dataset_text(tmp_path / "x_text_document") == "text a"
+    assert dataset_text(tmp_path / "x_title_document") == "title a"
 
 
 @pytest.mark.parametrize(

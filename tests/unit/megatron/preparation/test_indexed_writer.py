@@ -49,14 +49,6 @@ def test_equal_to_megatron_cores_builder(tmp_path_factory, batches, vocab_size):
     assert files.open_tokens()[:].tolist() == [token for document in documents for token in document]
 
 
-def test_final_names_appear_only_after_finish(tmp_path):
-    with IndexedWriter(tmp_path / "a", 100) as writer:
-        writer.add(np.arange(5, dtype=np.uint16), np.array([5]))
-        assert not (tmp_path / "a.bin").exists()
-        assert not (tmp_path / "a.idx").exists()
-    assert os.listdir(tmp_path) == []
-
-
 def test_two_writers_of_one_prefix(tmp_path):
     with IndexedWriter(tmp_path / "a", 100), pytest.raises(UserError, match=r"a\.bin"):
         IndexedWriter(tmp_path / "a", 100)
