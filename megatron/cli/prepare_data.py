@@ -13,11 +13,11 @@ from megatron.preparation.prepare import (
     EMBEDDED_VOCAB_SIZE,
     KNOWN_DATASETS,
     PrepareOptions,
-    default_workers,
     prepare,
 )
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
 from megatron.utils.command_line import OptionParser, integer
+from megatron.utils.processes import available_cores
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
@@ -112,7 +112,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     parser.add_argument(
         "--workers",
         type=integer(1, 1024),
-        default=default_workers(),
+        default=available_cores(),
         help="number of processes (default: one per processor)",
     )
     parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")

@@ -217,11 +217,6 @@ def prepare(options: PrepareOptions) -> Path:
     return prefix
 
 
-def default_workers() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _check_source_options(options: PrepareOptions) -> None:
     """Reject missing and conflicting sources before anything is downloaded or built."""
     # The embedded dataset takes no source.

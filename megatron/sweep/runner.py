@@ -19,7 +19,7 @@ from rich.console import Console
 from megatron.evaluation.records import has_results
 from megatron.sweep.planning import State, Status, SweepRun
 from megatron.utils.errors import UserError
-from megatron.utils.processes import Lock, LockBusyError, signal_without_parent
+from megatron.utils.processes import Lock, LockBusyError, available_cores, signal_without_parent
 from megatron.utils.progress import Progress, readable_time
 
 OUTPUT = "output.log"
@@ -138,7 +138,7 @@ class Runner:
         # CPU runs in parallel share the cores; with a thread per core each, they would slow each other down.
         self._threads: int | None = None
         if len(devices) > 1 and not devices[0] and "OMP_NUM_THREADS" not in os.environ:
-            self._threads = max(1, len(os.sched_getaffinity(0)) // len(devices))
+            self._threads = max(1, available_cores() // len(devices))
             display.progress.print(f"{self._threads} thread(s) per run (OMP_NUM_THREADS is not set)")
 
     def run(self, runs: Sequence[SweepRun]) -> tuple[int | None, list[str]]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron.utils.errors import UserError, first_line
+from megatron.utils.processes import available_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
@@ -49,7 +50,7 @@ def machine() -> str:
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bf16_instructions() else "")
     return f"{processor()}, {instructions}, {cores} core{'s' if cores > 1 else ''}"
 

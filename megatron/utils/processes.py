@@ -21,6 +21,11 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
 
 
+def available_cores() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def signal_without_parent(number: int) -> Callable[[], None]:
     """A preexec_fn for subprocess.Popen: the new process receives a signal as soon as this one has ended.
 

@@ -44,10 +44,8 @@ def test_train_a_tokenizer_and_preprocess(tmp_path, run):
     )
     assert status == 0, error
     assert "mine_text_document.bin/.idx: 8 documents, " in output
-    dataset, tokenizer = (
-        IndexedDataset(f"{tmp_path}/out/mine_text_document"),
-        build_tokenizer("HFTokenizer", vocab_file),
-    )
+    dataset = IndexedDataset(f"{tmp_path}/out/mine_text_document")
+    tokenizer = build_tokenizer("HFTokenizer", vocab_file)
     documents = [tokenizer.detokenize(dataset[number]) for number in range(len(dataset))]
     assert documents == [text + "<|endoftext|>" for text in [*KINDS.values(), "one more"]]
 
