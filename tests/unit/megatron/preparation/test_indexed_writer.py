@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation.indexed_writer import IndexedWriter, is_resumable, publish
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
 
@@ -49,44 +48,43 @@ def test_equal_to_megatron_cores_builder(tmp_path_factory, batches, vocab_size):
     assert files.open_tokens()[:].tolist() == [token for document in documents for token in document]
 
 
-def test_two_writers_of_one_prefix(tmp_path):
-    with IndexedWriter(tmp_path / "a", 100), pytest.raises(UserError, match=r"a\.bin"):
-        IndexedWriter(tmp_path / "a", 100)
-
-
-def test_damage_on_disk_is_detected(tmp_path):
+@pytest.fixture
+def writer(tmp_path):
+    """A writer with a document, of which no file is left after a failure."""
     with IndexedWriter(tmp_path / "a", 100) as writer:
         writer.add(np.arange(5, dtype=np.uint16), np.array([5]))
-        writer.commit()
-        with open(tmp_path / "a.partial.bin", "r+b") as stream:
-            stream.seek(4)
-            stream.write(b"\x09")
-        assert_rejected("reads back differently", writer.finish)
+        yield writer
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
-    with IndexedWriter(tmp_path / "a", 100) as writer:
-        writer.add(np.arange(5, dtype=np.uint16), np.array([5]))
+def test_two_writers_of_one_prefix(writer, tmp_path):
+    assert_rejected(r"a\.bin", IndexedWriter, tmp_path / "a", 100)
 
-        def full(descriptor):
-            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(os, "fsync", full)
-        assert_rejected(r"cannot write .*a.*: No space left on device", writer.finish)
-    assert os.listdir(tmp_path) == []
+def test_damage_on_disk_is_detected(writer, tmp_path):
+    writer.commit()
+    with open(tmp_path / "a.partial.bin", "r+b") as stream:
+        stream.seek(4)
+        stream.write(b"\x09")
+    assert_rejected("reads back differently", writer.finish)
+
+
+def test_a_full_disk(writer, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert_rejected(r"cannot write .*a.*: No space left on device", writer.finish)
+
+
+def test_ids_beyond_the_vocabulary_are_rejected(writer):
+    writer.add(np.array([3, 100], dtype=np.uint16), np.array([2]))
+    assert_rejected(r"100.*99", writer.finish)
 
 
 def test_writing_nothing(tmp_path):
-    with IndexedWriter(tmp_path / "a", 100) as writer, pytest.raises(UserError, match=r"contains no text"):
-        writer.finish()
-    assert os.listdir(tmp_path) == []
-
-
-def test_ids_beyond_the_vocabulary_are_rejected(tmp_path):
     with IndexedWriter(tmp_path / "a", 100) as writer:
-        writer.add(np.array([3, 100], dtype=np.uint16), np.array([2]))
-        assert_rejected(r"100.*99", writer.finish)
+        assert_rejected("contains no text", writer.finish)
     assert os.listdir(tmp_path) == []
 
 
