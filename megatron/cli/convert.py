@@ -19,13 +19,13 @@ from megatron.convert.output import check_new_folder
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
 from megatron.tokenizer.tokenizer import TokenizerFiles
-from megatron.utils.command_line import OptionParser, integer
+from megatron.utils.command_line import docstring_parser, integer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises UserError if the conversion is not possible."""
     # Each direction is a command.
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = docstring_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add_command(

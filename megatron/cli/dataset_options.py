@@ -3,17 +3,12 @@
 import argparse
 from collections.abc import Iterable
 
-from megatron.utils.command_line import OptionParser, number
+from megatron.utils.command_line import number
 
 
 def split_words(values: Iterable[str]) -> list[str]:
     """Split values that are separated by commas as well as by spaces."""
     return [word for value in values for word in value.split(",") if word]
-
-
-def new_parser(description: str | None) -> OptionParser:
-    """Return a parser that prints a script's docstring unchanged."""
-    return OptionParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

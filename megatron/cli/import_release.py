@@ -8,7 +8,6 @@ if one of its checkpoints contains anything but tensors and plain values or weig
 one has sizes that differ from its configuration. Each checkpoint gets a manifest, so that later damage is detected.
 """
 
-import argparse
 import contextlib
 import json
 import sys
@@ -31,13 +30,13 @@ from megatron.cli.inspect import readable
 from megatron.convert.archive import unpack
 from megatron.convert.output import new_folder
 from megatron.inference import load_model
-from megatron.utils.command_line import OptionParser
+from megatron.utils.command_line import docstring_parser
 from megatron.utils.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises UserError if the archive is rejected."""
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = docstring_parser(__doc__)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -17,7 +17,7 @@ from megatron.data.indexed_dataset import IndexedFiles, open_indexed_files, read
 from megatron.data.splits import split_spans
 from megatron.preparation.own_text import SPLIT
 from megatron.tokenizer.tokenizer import build_tokenizer
-from megatron.utils.command_line import OptionParser
+from megatron.utils.command_line import docstring_parser
 from megatron.utils.environment import has_bf16_instructions, machine
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = docstring_parser(__doc__)
     parser.add_argument("name", metavar="NAME", help="dataset that `kerple prepare NAME` has prepared")
     parser.add_argument(
         "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="its folder (default: %(default)s)"

@@ -7,7 +7,6 @@ DIR contains `latest` and global_stepN, as this project or the KERPLE release wr
 Exit status: 0; 1 if a file does not match the manifest; 2 if a file cannot be read.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import MANIFEST, STEP, find_damage, find_step, iteration_of, write_manifest_of_folder
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.utils.command_line import OptionParser, integer
+from megatron.utils.command_line import docstring_parser, integer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. Raises CheckpointError if a file cannot be read."""
-    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = docstring_parser(__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -72,6 +72,11 @@ class OptionParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
+def docstring_parser(docstring: str | None) -> OptionParser:
+    """A parser that prints a module's docstring unchanged."""
+    return OptionParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def _with_dashes(option: str) -> str:
     return option.replace("_", "-") if option.startswith("--") else option
 

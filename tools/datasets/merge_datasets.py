@@ -10,13 +10,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import new_parser
 from megatron.preparation.merging import merge
-from megatron.utils.command_line import run_main
+from megatron.utils.command_line import docstring_parser, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = new_parser(__doc__)
+    parser = docstring_parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="path without .bin and .idx")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     arguments = parser.parse_args(argv)

@@ -15,17 +15,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, add_limit_argument, new_parser, split_words
+from megatron.cli.dataset_options import add_input_arguments, add_limit_argument, split_words
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, TokenizerFiles
-from megatron.utils.command_line import integer, run_main
+from megatron.utils.command_line import docstring_parser, integer, run_main
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+    parser = docstring_parser(__doc__)
     data = parser.add_argument_group("input")
     add_input_arguments(data)
     data.add_argument(

@@ -14,18 +14,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, new_parser, split_words
+from megatron.cli.dataset_options import add_input_arguments, split_words
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.hugging_face import train_bpe
-from megatron.utils.command_line import integer, number, run_main
+from megatron.utils.command_line import docstring_parser, integer, number, run_main
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, write_atomically
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = new_parser(__doc__)
+    parser = docstring_parser(__doc__)
     add_input_arguments(parser)
     parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to train on (default: text)")
     parser.add_argument(
