@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kerple.attention import FULL_MODE, Mode
 from megatron.cli.model_options import (
@@ -232,18 +232,15 @@ def continue_texts(
     return records
 
 
-def interact(
-    texts: Callable[..., list[dict[str, Any]]], prompt_end: str, seed: int, source: IO[bytes] | None = None
-) -> None:
+def interact(texts: Callable[..., list[dict[str, Any]]], prompt_end: str, seed: int) -> None:
     """Read prompts from standard input and continue each one, until the end of the input. Each has another seed, so
     that repeating a prompt gives another text. texts: `continue_texts` with its first arguments.
     """
-    source = source or sys.stdin.buffer
-    terminal = source.isatty()
+    terminal = sys.stdin.isatty()
     if terminal:
         print(f"Type a prompt, ended by {prompt_end!r}. Ctrl-D (end of input) quits.", flush=True)
     try:
-        for turn, prompt in enumerate(_typed_prompts(source, prompt_end, ">>> " if terminal else "")):
+        for turn, prompt in enumerate(_typed_prompts(prompt_end, ">>> " if terminal else "")):
             (record,) = texts([prompt], seed=seed + turn)
             print(record["text"], flush=True)
             if record["message"] is not None:
@@ -252,12 +249,12 @@ def interact(
         print(flush=True)
 
 
-def _typed_prompts(source: IO[bytes], prompt_end: str, marker: str) -> Iterator[str]:
+def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
     """Yield each prompt as soon as it is complete. The end of the input ends the last one."""
     buffer, decoder = "", codecs.getincrementaldecoder("utf-8-sig")()
     while True:
         print("" if buffer else marker, end="", flush=True)
-        line = source.readline()
+        line = sys.stdin.buffer.readline()
         try:
             buffer += decoder.decode(line, final=not line).replace("\r\n", "\n")
         except UnicodeDecodeError as error:

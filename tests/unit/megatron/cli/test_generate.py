@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli.generate import continue_texts, interact, main, read_prompts, split_prompts
-from megatron.config import Config
+from megatron.cli.generate import continue_texts, main, read_prompts, split_prompts
 from megatron.config.schema.training import GenerationConfig
 from megatron.inference.generation import Generation, generate
 from megatron.tokenizer.tokenizer import build_tokenizer
-from tests.support.checkpoints import settings_of, write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.support.errors import assert_rejected
 from tests.support.language_models import small_gpt
 from tests.support.sentencepiece import LLAMA, train_sentencepiece
@@ -118,24 +117,21 @@ def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
     assert_rejected("temprature", main, [*words, "temprature=0.5"])
 
 
-def test_interactive_reads_prompts_until_the_input_ends(configuration, trained, monkeypatch, capsys):
-    # Windows PowerShell starts a pipe with a byte order mark.
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfdef f\n\nab")))
-    main([configuration(text_gen_type="interactive", num_samples=2)])
-    first = expected(trained[1], ["def f"], seed=77)[0]
-    second = expected(trained[1], ["ab"], seed=78)[0]
-    captured = capsys.readouterr()
-    assert captured.out == f"{first}\n{second}\n"
-    assert "num_samples are ignored" in captured.err
-
-
-def test_interactive_prompts_may_span_lines(configuration, trained, data, capsys):
-    config = Config.from_flat(settings_of("kerple_log", data, **CHOICE))
-    texts = partial(continue_texts, trained[1], TOKENIZER, config.generation, batch_size=1)
-    interact(texts, "###", 77, io.BytesIO(b"def f():\n    return ###\nx = 1 ### y"))
-    contexts = ["def f():\n    return ", "x = 1 ", " y"]
+@pytest.mark.parametrize(
+    ("keys", "typed", "contexts"),
+    [
+        ({}, b"\xef\xbb\xbfdef f\n\nab", ["def f", "ab"]),  # Windows PowerShell starts a pipe with a byte order mark
+        ({"prompt_end": "###"}, b"def f():\n    return ###\nx = 1 ### y", ["def f():\n    return ", "x = 1 ", " y"]),
+    ],
+    ids=["lines", "over lines"],
+)
+def test_interactive_prompts(configuration, trained, monkeypatch, capsys, keys, typed, contexts):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
+    main([configuration(text_gen_type="interactive", num_samples=2, **keys)])
     texts = [expected(trained[1], [context], seed=77 + turn)[0] for turn, context in enumerate(contexts)]
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in texts)
+    captured = capsys.readouterr()
+    assert captured.out == "".join(f"{text}\n" for text in texts)
+    assert "num_samples are ignored" in captured.err
 
 
 def test_learned_positions_stop_with_a_message(tmp_path, data):
