@@ -90,21 +90,6 @@ def test_the_folder_with_a_checkpoint(run, tmp_path):
     assert_rejected("no checkpoint in ", checkpoint_folders, configured(save=str(tmp_path)), options)
 
 
-def test_the_chosen_step_is_loaded_although_latest_changes(tmp_path, capsys):
-    """A run that is still training saves another checkpoint between the choice and the load."""
-    models = {4: write_checkpoint(tmp_path, "rotary", "nowhere", iteration=4)}
-    config, options = parse("--checkpoint", tmp_path, "--device", "cpu")
-    step = chosen_step(tmp_path, config, options)
-    models[8] = write_checkpoint(tmp_path, "rotary", "nowhere", iteration=8)
-    assert chosen_step(tmp_path, config, options).name == "global_step8"
-    loaded, _ = load(step, config, options)
-    weights = {iteration: next(model.parameters()) for iteration, model in models.items()}
-    assert torch.equal(next(loaded.parameters()), weights[4])
-    assert not torch.equal(weights[4], weights[8])
-    assert "loaded " in (printed := capsys.readouterr().err)
-    assert "global_step4" in printed
-
-
 @pytest.mark.parametrize("supported", [False, True])
 def test_a_dtype_that_is_slow_on_this_processor(supported, run, monkeypatch, capsys):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
