@@ -97,8 +97,8 @@ class Logger:
         if settings.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Steps after the checkpoint, which a killed run has logged too, are dropped.
-            purge_step = iteration + 1 if iteration else None
+            # Training drops the steps after the checkpoint, which a killed run has logged too.
+            purge_step = iteration + 1 if iteration and self._config.schedule.train_iters else None
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
             text = json.dumps(without_secrets(self._config.to_flat()), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")

@@ -113,13 +113,17 @@ def test_the_mean_loss_after_a_resume_covers_all_steps_since_the_last_line(tmp_p
 
 
 def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offline):
-    """Steps that were trained twice appear once in TensorBoard, and Weights & Biases continues the run."""
+    """Steps that were trained twice appear once in TensorBoard, and Weights & Biases continues the run. Evaluating
+    an earlier checkpoint drops no steps.
+    """
     keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "save_interval": 2}
     trained(tmp_path, data_path, **keys, train_iters=4)
     checkpoints = tmp_path / "checkpoints"
     shutil.rmtree(checkpoints / "global_step4")
     (checkpoints / "latest").write_text("global_step2")
     trained(tmp_path, data_path, **keys)
+    del keys["use_wandb"]
+    trained(tmp_path, data_path, **keys, train_iters=0, iteration=2, load=str(checkpoints))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
