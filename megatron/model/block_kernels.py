@@ -153,8 +153,8 @@ def activation_backward_kernel(
         inside = (row < rows) & (column < size)
         offsets = row.to(tl.int64) * size + column
         value, slope = activate(tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) + b, ACTIVATION)
-        tl.store(y + offsets, value.to(y.dtype.element_ty), mask=inside)
         dx = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(y + offsets, value.to(y.dtype.element_ty), mask=inside)
         tl.store(grad + offsets, dx.to(grad.dtype.element_ty), mask=inside)
         total += tl.sum(dx, 0, keep_dims=True)
     tl.store(sums + tl.program_id(1) * size + column, total, mask=column < size)

@@ -251,7 +251,7 @@ class _NormLinear(torch.autograd.Function):
         with _on_device(hidden):
             kernels.norm_kernel[(rows,)](
                 *(hidden, update, update_bias, norm_weight, norm_bias, new_hidden, normed, stats, size, eps),
-                **row_options(size, rms),
+                **row_options(size, rms, hidden.dtype),
             )
         ctx.save_for_backward(new_hidden, norm_weight, norm_bias, weight, stats)
         ctx.has_update, ctx.has_update_bias, ctx.has_bias = (
@@ -281,7 +281,7 @@ class _NormLinear(torch.autograd.Function):
                 grad_normed,
                 None if grad_hidden is None else grad_hidden.contiguous(),
                 *(hidden, norm_weight, norm_bias, stats, grad_input, normed, sums, rows, size),
-                **row_options(size, ctx.rms),
+                **row_options(size, ctx.rms, hidden.dtype),
             )
         grad_norm_weight, grad_norm_bias, grad_update_bias = _sum_rows(sums, norm_weight.dtype)
         return (
@@ -405,10 +405,13 @@ def _sum_rows(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def row_options(size: int, rms: bool) -> dict[str, Any]:
-    """Constants of the norm's kernels for rows of this size: each thread has 16 elements, more only in long rows."""
+def row_options(size: int, rms: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of the norm's kernels for rows of this size and dtype. Each thread has 16 elements, more only in long
+    rows, but 8 in the longest float32 rows, which would spill registers otherwise.
+    """
     block = 1 << (size - 1).bit_length()
-    return {"RMS": rms, "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    longest = 32 if dtype == torch.float32 else 16
+    return {"RMS": rms, "BLOCK": block, "num_warps": longest if block > 4096 else max(4, block // 512)}
 
 
 def _on_device(states: Tensor) -> contextlib.AbstractContextManager[object]:

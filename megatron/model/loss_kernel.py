@@ -39,8 +39,6 @@ def cross_entropy_kernel(
     if MERGED:
         row_lse = tl.load(lse + row)
     else:
-        label_logit = tl.load(logits + label, mask=(label >= 0) & (label < vocabulary), other=0.0)
-        tl.store(label_logits + row, label_logit.to(tl.float32))
         # Each lane sums its own columns, relative to the maximum so far of all columns.
         maximum = float("-inf")
         sums = tl.zeros([BLOCK], tl.float32)
@@ -52,7 +50,9 @@ def cross_entropy_kernel(
             sums = sums * tl.exp2((maximum - new_maximum) * LOG2_E) + tl.exp2((tile - new_maximum) * LOG2_E)
             maximum = new_maximum
 
-        # Merge the lanes.
+        # Merge the lanes. The sum waits for all threads, so the label's logit is read before its gradient replaces it.
+        label_logit = tl.load(logits + label, mask=(label >= 0) & (label < vocabulary), other=0.0)
+        tl.store(label_logits + row, label_logit.to(tl.float32))
         row_lse = maximum + tl.log(tl.sum(sums, 0))
         tl.store(lse + row, row_lse)
     if GRADIENT:

@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -64,7 +65,7 @@ def block_rows(architecture: int, dtype: str, hidden_size: int) -> Iterator[dict
     rows, columns = block_kernels.TILE_ROWS, block_kernels.TILE_COLUMNS
     cases = [("sums", block_kernels.sum_rows_kernel, {"BLOCK": columns, "ROWS": rows})]
     for rms in (False, True):
-        options = row_options(hidden_size, rms)
+        options = row_options(hidden_size, rms, torch.float32 if dtype == "fp32" else torch.bfloat16)
         cases.append((f"norm {rms}", block_kernels.norm_kernel, options))
         cases.append((f"norm backward {rms}", block_kernels.norm_backward_kernel, options))
     for name in ("gelu", "gelu_tanh", "relu", "silu"):
