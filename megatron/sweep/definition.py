@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config import Config, UserError, load_config
 from megatron.config.loader import canonical_path
-from megatron.config.yaml_files import find_file, read_file
+from megatron.config.yaml_files import YamlEntry, find_file, read_file
 from megatron.utils.files import expanded_path
 
 # Key -> type of its value; None: checked when it is used.
@@ -88,7 +88,12 @@ def read_sweep(path: str | Path) -> Sweep:
     """Read and check a sweep file. Raises UserError that names the file, line and key."""
     # Keys and the types of their values.
     path = find_file(path)
-    entries = {entry.key.replace("-", "_"): entry for entry in read_file(path)}
+    entries: dict[str, YamlEntry] = {}
+    for entry in read_file(path):
+        name = entry.key.replace("-", "_")
+        if name in entries:
+            raise UserError(f"{entry.place}: key {entry.key!r} is {entries[name].key!r} again; remove one of them")
+        entries[name] = entry
     for name, entry in entries.items():
         if name not in KEYS:
             raise UserError(f"{entry.place}: unknown key {entry.key!r}; the keys of a sweep are {', '.join(KEYS)}")

@@ -36,6 +36,7 @@ def test_the_last_axis_varies_fastest(tmp_path):
         ({"evaluation": [1]}, "evaluation"),
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths"),
         ({"output": 3}, "output"),
+        ({"config_dir": "b"}, "config_dir.*config-dir"),
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):
