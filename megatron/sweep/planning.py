@@ -36,7 +36,7 @@ from megatron.data.indexed_dataset import idx_path, read_manifest
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
-from megatron.reporting.training_log import parse_metrics
+from megatron.reporting.training_log import MAX_LINE_BYTES, parse_metrics
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import METRICS, open_file, read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
@@ -214,7 +214,7 @@ class SweepRun:
         if not self.metrics.is_file():
             return 0
         with open(self.metrics, "rb") as stream:
-            stream.seek(max(0, stream.seek(0, 2) - 4096))
+            stream.seek(max(0, stream.seek(0, 2) - MAX_LINE_BYTES))
             lines = stream.read().splitlines()
         for line in reversed(lines):
             with contextlib.suppress(UserError):  # this is only shown as progress

@@ -127,6 +127,15 @@ def test_the_plan_shows_the_state_of_every_run(sweep):
     assert "3 │         768" in output  # 3 steps of 8 x 32 tokens
 
 
+def test_the_progress_of_a_run_with_many_kernel_statistics(tmp_path):
+    run = plan(read_sweep(write_sweep(tmp_path)))[0]
+    run.metrics.parent.mkdir(parents=True)
+    statistics = {f"kernel/layer_{layer}/bias_p/mean": 0.123456789 for layer in range(200)}
+    lines = [json.dumps({"iteration": iteration, **statistics}) for iteration in (2, 4)]
+    run.metrics.write_text("\n".join([*lines, '{"iteration": 6, "ker']))
+    assert run.logged_iteration() == 4
+
+
 def test_a_run_with_a_damaged_last_checkpoint_is_not_finished(sweep):
     sweep()
     step = sweep.runs / "alibi" / "7" / "checkpoints" / "global_step6"
