@@ -149,10 +149,16 @@ def test_epochs(corpus, settings):
         assert number in line
 
 
-def test_order_does_not_depend_on_the_length_of_the_run(corpus, settings):
+def test_order_does_not_depend_on_the_length_of_the_run(tmp_path, write_corpus, corpus, settings):
     short = datasets_from_split(corpus, "1", LENGTHS, (500, 0, 0), settings).train
     long = datasets_from_split(corpus, "1", LENGTHS, (5000, 0, 0), settings).train
     assert torch.equal(tokens(short), tokens(long, 500))
+    assert short.order == long.order
+    write_corpus(tmp_path / "second", [300] * 5)
+    blend = [Blend((corpus, str(tmp_path / "second")), (2, 1)), None, None]
+    short = datasets_from_blends(blend, LENGTHS, (300, 0, 0), settings).train
+    long = datasets_from_blends(blend, LENGTHS, (900, 0, 0), settings).train
+    assert torch.equal(tokens(short), tokens(long, 300))
     assert short.order == long.order
 
 

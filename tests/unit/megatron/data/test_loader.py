@@ -100,6 +100,12 @@ def test_global_random_state_is_unchanged(train):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_restarts_at_the_end(train):
+    wrapped = rows(take(train, 4, micro_batch_size=4, consumed_samples=292))
+    assert torch.equal(wrapped[:8], torch.stack([train[index]["tokens"] for index in range(292, 300)]))
+    assert torch.equal(wrapped[8:], torch.stack([train[index]["tokens"] for index in range(8)]))
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_id_beyond_the_vocabulary(corpus, train, num_workers):
     ids = np.memmap(f"{corpus}.bin", dtype=np.uint16, mode="r+")

@@ -1,5 +1,6 @@
 """The Python standard library and datasets of the Hugging Face hub (a fake of its package) as corpora."""
 
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -25,6 +26,12 @@ def test_stdlib_corpus(tmp_path, monkeypatch):
     corpus = StdlibCorpus()
     pieces = {name: content.decode() for name, content in corpus.documents}
     assert pieces == {"this.py:1": "a", "json/decoder.py:1": "b", "x.py:1": "c"}
+    shutil.copytree(library, tmp_path / "copy")
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "copy")})
+    assert StdlibCorpus().identity() == corpus.identity()
+    assert list(StdlibCorpus().tokenizer_texts()) == list(corpus.tokenizer_texts())
+    (tmp_path / "copy" / "x.py").write_text("changed")
+    assert StdlibCorpus().identity() != corpus.identity()
     rest = [chunk.source for chunk in corpus.chunks(ReadPosition(0, 2))]
     assert rest == [name for name, _ in corpus.documents[2:]]
 

@@ -82,6 +82,9 @@ def test_prepare(folder, tmp_path, capsys):
     capsys.readouterr()
     prepare(options)
     assert capsys.readouterr().out == f"{prefix}: up to date\n"
+    (folder / "notes.rst").write_text("New notes\n")
+    prepare(options)
+    assert "rebuilt: corpus changed" in capsys.readouterr().out
 
 
 def test_limit(folder, tmp_path, monkeypatch):
