@@ -115,7 +115,7 @@ RMSNORM = {"norm": "rmsnorm", "activation": "silu"}
     ("pos_emb", "keys", "stock"),
     [
         *(("rotary", PARALLEL, True), ("rotary", TIED, True), ("rotary", RMSNORM, False)),
-        ("kerple_log", TIED, False),
+        *(("rotary", {"activation": "swiglu"}, False), ("kerple_log", TIED, False)),
     ],
 )
 @torch.no_grad()
