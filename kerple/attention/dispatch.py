@@ -326,14 +326,15 @@ class Attention:
         options: dict[str, Any] = {"device": device, "dtype": dtype, "head_size": head_size}
         usual = self._requirements(**options)
         plain, other = self._fastest(2, not windowed, **options), self._fastest(2, False, **options)
+        masked = documents and not self._scales_qk
         if documents:
             # All of them in one call of the fused kernels, or ordinary calls for documents of equal size.
-            plain = "fused" if _fused_is_fastest(usual, 2) and not self._scales_qk else plain
+            plain = "fused" if masked and _fused_is_fastest(usual, 2) else plain
             other = plain
 
         # Why, and for which calls.
         reason = f"fastest on {device.type} for this method"
-        could_be_fused = self.has_bias or self.has_weight or self.has_decay or windowed or documents
+        could_be_fused = self.has_bias or self.has_weight or self.has_decay or windowed or masked
         unsupported = _unsupported_reason("fused", usual) if could_be_fused and device.type == "cuda" else None
         if self_check.failure(usual) is not None:
             reason = "the fused kernels failed their self-check"

@@ -59,7 +59,7 @@ def parse_with_checkpoint(
     overrides, rest = extract_overrides(argv)
     if not {"-h", "--help", MERGED_CONFIG_OPTION} & set(rest):
         options, unknown = make_parser(description, add_options).parse_known_args(rest)
-        if options.checkpoint and not (options.files or options.conf_dir or unknown):
+        if options.checkpoint and not (options.files or options.conf_dir or options.neox_config or unknown):
             options.from_checkpoint = True
             options.overrides = dict(map(parse_override, overrides))
             # The module that defines an external method must be known before reading the checkpoint's configuration.
@@ -82,7 +82,7 @@ def _find_on_hub(options: argparse.Namespace, pos_emb_module: str | None) -> Non
     """Replace the Hugging Face models in --checkpoint (names on the hub, and folders) by folders of checkpoints;
     `options.hub_names` maps these to the names.
     """
-    folders = [str(local_checkpoint(name, _print_error, pos_emb_module)) for name in options.checkpoint]
+    folders = [str(local_checkpoint(name, _print_line, pos_emb_module)) for name in options.checkpoint]
     names = zip(folders, options.checkpoint, strict=True)
     options.hub_names = {folder: name for folder, name in names if folder != str(Path(name))}
     options.checkpoint = folders
@@ -127,7 +127,7 @@ def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path
 def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Path:
     if not fallback:
         return find_step(folder, iteration)  # load_model verifies it
-    return find_valid_step(folder, iteration, fallback=True, report=_print_error)
+    return find_valid_step(folder, iteration, fallback=True, report=_print_line)
 
 
 def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:
@@ -164,7 +164,7 @@ def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool
         overrides=overrides_of(step, config, options),
     )
     _checked_config(step, saved, config, check)
-    report = _print_error if os.environ.get("RANK", "0") == "0" else lambda line: None
+    report = _print_line if os.environ.get("RANK", "0") == "0" else lambda line: None
     if notice := slow_dtype_notice(device, dtype):
         report(notice)
     check_kernels(model, device, dtype, training=False, report=report)
@@ -247,9 +247,9 @@ def first_process() -> bool:
         return False
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
-        _print_error(f"note: this script runs in one process; the other {processes - 1} exit")
+        _print_line(f"note: this script runs in one process; the other {processes - 1} exit")
     return True
 
 
-def _print_error(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

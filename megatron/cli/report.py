@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kerple.positional.registry import canonical_name, load_plugin
+from kerple.positional.registry import PluginError, canonical_name, load_plugin
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import Sources, write_report
 from megatron.utils.command_line import OptionParser
-from megatron.utils.errors import UserError, library_errors
+from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable
 
 DESCRIPTION = (
@@ -56,8 +56,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("nothing to report: give folders with results, or --checkpoint")
     check_writable(options.output, "--output")
     if options.pos_emb_module is not None:
-        with library_errors("--pos-emb-module"):
+        try:
             load_plugin(options.pos_emb_module)
+        except PluginError as error:
+            raise UserError(f"--pos-emb-module {error}") from error
+        except Exception as error:  # the module is the user's own code
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"--pos-emb-module {options.pos_emb_module}: {problem}") from error
     sources = Sources(read_results(options.results), options.checkpoint)
 
     # The figures of weights.

@@ -162,7 +162,7 @@ def prepare(options: PrepareOptions) -> Path:
     source = _open_source(options, urls)
     recipe["corpus"] = source.identity()
     if options.suffixes:
-        recipe["hidden_folders"] = False  # their files were read by earlier versions
+        recipe["hidden_files"] = "skipped, as those in hidden folders"  # earlier versions read them
     if isinstance(source, OwnText):
         recipe["skip_bad"] = options.skip_bad
         if train_tokenizer and options.ftfy:
@@ -321,6 +321,7 @@ def _rebuild_reason(
         "trained_vocab_size": "--vocab-size",
         "tokenizer_fingerprint": "tokenizer file",
         "skip_bad": "--bad-documents",
+        "hidden_files": "rule for hidden files",
     }
     changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
     if changed:

@@ -107,7 +107,10 @@ def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
     for (name, windowed), backend in backends.items():
         choice = Attention("auto", build(name, SHAPE)).choice("cuda", windowed=windowed)
         assert choice == f"{backend} (auto: fused needs Triton, which is not installed)"
-    assert Attention("auto").choice("cuda") == "sdpa (auto: fastest on cuda for this method)"
+    for method, documents in ((None, False), (build("xpos", SHAPE), True)):
+        choice = Attention("auto", method).choice("cuda", documents=documents)
+        assert choice.startswith("sdpa")
+        assert choice.endswith("(auto: fastest on cuda for this method)")
 
 
 def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):

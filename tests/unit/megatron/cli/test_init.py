@@ -30,7 +30,9 @@ def dataset(tmp_path, monkeypatch):
 def test_files(dataset, tmp_path, capsys):
     dataset(150_000)
     init.main(["mytext"])
-    assert "kerple train mytext.yml pos_emb/kerple_log.yml\n" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "kerple train mytext.yml pos_emb/kerple_log.yml\n" in output
+    assert "kerple sweep mytext-sweep.yml\n" in output
     sweep = read_sweep("mytext-sweep.yml")
     configs = [sweep.configuration(choices) for choices in sweep.combinations()]
     assert [(config.model.pos_emb, config.training.seed) for config in configs] == [

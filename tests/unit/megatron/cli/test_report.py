@@ -41,7 +41,7 @@ def test_invalid_arguments_and_results_are_rejected(tmp_path):
     write_results(tmp_path / "good", [record("alibi", 512, 3.0)])
     assert_rejected("--reference t5", main, [str(tmp_path / "good"), "--reference", "t5", *output])
     module = ["--pos-emb-module", str(tmp_path / "mine.py")]
-    assert_rejected(r"--pos-emb-module: .*mine\.py: no such file", main, [str(tmp_path / "good"), *module, *output])
+    assert_rejected(r"--pos-emb-module .*mine\.py: no such file", main, [str(tmp_path / "good"), *module, *output])
     (tmp_path / "mine.py").write_text("1 / 0")
-    assert_rejected("--pos-emb-module: division by zero", main, [str(tmp_path / "good"), *module, *output])
+    assert_rejected(r"mine\.py: ZeroDivisionError: division by zero", main, [str(tmp_path / "good"), *module, *output])
     assert not (tmp_path / "out").exists()

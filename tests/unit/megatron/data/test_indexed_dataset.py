@@ -120,7 +120,8 @@ def test_the_tokenizer_of_the_manifest(pair, write_corpus, tokenizer):
     assert not check_tokenizer(pair, tokenizer)  # no manifest
     manifest = manifest_of(open_indexed_files(pair), 1234)
     write_manifest(pair, manifest)
-    message = rf"with 2,000 ids .* with 600 ids .*{tokenizer.fingerprint[:12]}.*tokenizer-type.*{pair}\.json$"
+    message = rf"with 2,000 ids .* with 600 ids .*{tokenizer.fingerprint[:12]}.*tokenizer-type.*kerple prepare"
+    message += rf".*same ids, remove {pair}\.json$"
     assert_rejected(message, check_tokenizer, pair, tokenizer)
     write_manifest(pair, replace(manifest, tokenizer_fingerprint=tokenizer.fingerprint))
     assert check_tokenizer(pair, tokenizer)
