@@ -262,7 +262,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--checkpoint", nargs="+", default=[], metavar="DIR", help="one per method; these are also shown after training"
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="keep the pictures of other methods as they are")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=primary_names(),
+        metavar="NAME",
+        help="keep the pictures of other methods as they are",
+    )
     options = parser.parse_args(argv)
     paths = write_page(options.output, options.checkpoint, options.only)
     print(f"wrote {paths[0]} and {len(paths) - 1} pictures")

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -39,6 +40,12 @@ def test_page(tmp_path, monkeypatch, capsys):
     assert {path.stem for path in (tmp_path / "pictures").iterdir()} == set(plots)
     two_columns = {name for name, width in plots.items() if width > 1.5 * plots["alibi"]}
     assert two_columns == {"kerple_log", "dape_kerple"}, "methods with parameters and a checkpoint"
+
+
+def test_an_unknown_method_is_rejected(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--output", str(tmp_path / "page.md"), "--only", "alibbi"])
+    assert "'alibbi'" in capsys.readouterr().err
 
 
 def test_curves():
