@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import MANIFEST, STEP, find_damage, find_step, iteration_of, write_manifest_of_folder
+from megatron.checkpoint.directory import (
+    MANIFEST,
+    STEP,
+    find_damage,
+    find_step,
+    iteration_of,
+    layer_files,
+    write_manifest_of_folder,
+)
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.utils.command_line import docstring_parser, integer
@@ -47,11 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def accept(step: Path) -> None:
-    """Write a manifest of the files on disk. Raises CheckpointError if there is one, or a file cannot be read."""
+    """Write a manifest of the files on disk. Raises CheckpointError if there is one, if the folder is not a checkpoint,
+    or if a file cannot be read.
+    """
     if (step / MANIFEST).exists():
         damage = find_damage(step)
         state = f"which reports: {damage}" if damage else "and all files match it"
         raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}")
+    layer_files(step)  # raises if there are none
     for path in sorted(step.glob("[!.]*.pt")):
         load_file(path)
     write_manifest_of_folder(step, iteration_of(step))
