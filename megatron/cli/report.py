@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kerple.positional.registry import PluginError, canonical_name, load_plugin
+from kerple.positional.registry import PluginError, load_plugin
 from megatron.evaluation.records import RESULTS, read_results
 from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
-from megatron.reporting.report import Sources, write_report
+from megatron.reporting.report import Sources, primary_name, write_report
 from megatron.utils.command_line import OptionParser
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The method to compare with must have results.
     reference = REFERENCE
     if options.reference is not None:
-        reference = Method(canonical_name(options.reference))
+        reference = Method(primary_name(options.reference))
         evaluated = dict.fromkeys(record["pos_emb"] for record in sources.records if record["kind"] == "extrapolation")
         if reference.pos_emb not in evaluated:
             raise UserError(

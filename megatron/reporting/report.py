@@ -45,11 +45,13 @@ class Sources:
 
     def __post_init__(self) -> None:
         """Replace aliases of methods by their primary names."""
-        records = []
-        for record in self.records:
-            pos_emb, bracket, options = method_of(record).pos_emb.partition(" (")
-            records.append({**record, "pos_emb": canonical_name(pos_emb) + bracket + options})
-        self.records = records
+        self.records = [{**record, "pos_emb": primary_name(method_of(record).pos_emb)} for record in self.records]
+
+
+def primary_name(pos_emb: str) -> str:
+    """The `pos_emb` of a record, which can have options, with the primary name of its method."""
+    name, bracket, options = pos_emb.partition(" (")
+    return canonical_name(name) + bracket + options
 
 
 def write_report(

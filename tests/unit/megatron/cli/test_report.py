@@ -16,8 +16,8 @@ def write_results(folder, records):
 
 def test_report_of_several_folders(tmp_path, capsys):
     for name, base in {"kerple_log": 3.0, "t5": 3.1}.items():
-        write_results(tmp_path / "runs" / name / "evaluation", seeds(name, 512, [base, base + 0.2, base + 0.3]))
-    main([str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--title", "Mine", "--reference", "t5"])
+        write_results(tmp_path / "runs" / name / "evaluation", seeds(f"{name} (a)", 512, [base, base + 0.2]))
+    main([str(tmp_path / "runs"), "--output", str(tmp_path / "out"), "--title", "Mine", "--reference", "t5 (a)"])
     *notes, path = capsys.readouterr().out.splitlines()
     assert path == str(tmp_path / "out" / "report.html")
     assert len(notes) == 2
