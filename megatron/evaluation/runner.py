@@ -336,10 +336,12 @@ def evaluate_extrapolation(
 
 
 def unique_lengths(lengths: Iterable[int]) -> list[int]:
-    """The lengths without duplicates. Raises UserError if there are none, or one is below 1."""
-    unique = list(dict.fromkeys(int(length) for length in lengths))
+    """The lengths without duplicates. Raises UserError if there are none, or one is below 1 or not an integer."""
+    unique: dict[int, None] = {}  # as an ordered set
+    for length in lengths:
+        if not 1 <= length < math.inf or length != int(length):
+            raise UserError(f"a length must be an integer of at least 1 token, not {length}")
+        unique[int(length)] = None
     if not unique:
         raise UserError("no lengths to evaluate: give at least one")
-    if min(unique) < 1:
-        raise UserError(f"a length must be at least 1 token, not {min(unique)}")
-    return unique
+    return list(unique)

@@ -162,6 +162,8 @@ def test_models_with_a_sliding_window():
     [
         ({"lengths": []}, "lengths"),
         ({"lengths": [0, 4]}, "length.*0"),
+        ({"lengths": [2.9]}, r"length.*2\.9"),
+        ({"lengths": [math.nan]}, "length.*nan"),
         ({"lengths": [1024]}, "600.*1,024"),
         ({"modes": ["window@4"]}, "window@4.*window"),
         ({"modes": ["blockwise"]}, "blockwise"),
