@@ -1,12 +1,14 @@
 """The sweep file (docs/experiments.md): base configuration, axes, and the evaluation of every run."""
 
 import itertools
-import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron.config import Config, UserError, load_config
 from megatron.config.loader import canonical_path
@@ -56,11 +58,9 @@ class Sweep:
         """The merged configuration of a run, without its folders. Raises UserError that names the run."""
         self._check_axes(choices)
         files = [*self.base, *(file for choice in choices for file in choice.files)]
-        keys = dict(self.overrides)
-        for choice in choices:
-            keys |= choice.keys
-        # JSON is valid YAML, except for surrogate pairs in escapes.
-        overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+        overrides = []
+        for keys in (self.overrides, *(choice.keys for choice in choices)):
+            overrides += [f"{key}={_as_yaml(value)}" for key, value in keys.items()]
         try:
             return load_config(files, self.config_dir, overrides, strict=True)
         except UserError as error:
@@ -131,6 +131,7 @@ def read_sweep(path: str | Path) -> Sweep:
         raise UserError(f"{place}: evaluation must be a mapping or a list of mappings, not {values['evaluation']!r}")
 
     # Paths and command lines.
+    _check_spellings(values.get("set", ()), f"{path}: set")
     return Sweep(
         path=path,
         title=values.get("title", f"Sweep {path.stem}"),
@@ -141,6 +142,21 @@ def read_sweep(path: str | Path) -> Sweep:
         overrides=values.get("set", {}),
         evaluation=tuple(_command_line(options, place) for options in evaluations),
     )
+
+
+def _as_yaml(value: Any) -> str:
+    """In one line, with the type of each scalar: PyYAML reads 1e-3 as a string, and so does not quote this string."""
+    options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "width": math.inf, "sort_keys": False}
+    return yaml.safe_dump(value, default_style='"', **options)
+
+
+def _check_spellings(keys: Iterable[str], place: str) -> None:
+    """Raises UserError if two of the keys are spellings of the same configuration key."""
+    spellings: dict[tuple[str, ...], str] = {}
+    for key in keys:
+        first = spellings.setdefault(canonical_path(key), key)
+        if first != key:
+            raise UserError(f"{place}: key {key!r} is {first!r} again; remove one of them")
 
 
 def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
@@ -164,6 +180,7 @@ def _parse_choice(value: Any, config_dir: Path | None, place: str) -> Choice:
         keys = dict(value)
         files = _file_list(keys.pop("files", []), f"{place}: files")
         label = keys.pop("name", None)
+        _check_spellings(keys, place)
         for key_value in keys.values():
             if label is None and not isinstance(key_value, str | int | float):
                 raise UserError(f"{place}: cannot derive a name from {key_value!r}; name it: {{name: ..., ...}}")

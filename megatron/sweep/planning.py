@@ -285,10 +285,13 @@ def plan(sweep: Sweep) -> list[SweepRun]:
         checkpoints = str(folder / "checkpoints")
         folders = {"save": checkpoints, "load": checkpoints, "log_dir": str(folder / "logs")}
         config = sweep.configuration(choices)
-        _check_checkpoint_keys(config, checkpoints, f"{sweep.path}: run {name}")
         if config.logging.tensorboard_dir is not None:
             folders["tensorboard_dir"] = str(folder / "tensorboard")
-        runs.append(SweepRun(name, folder, config.updated(**folders), ()))
+        run = SweepRun(name, folder, config.updated(**folders), ())
+        place = f"{sweep.path}: run {name}"
+        _check_checkpoint_keys(config, checkpoints, place)
+        _check_training(run, place)
+        runs.append(run)
 
     # Two runs with one configuration would be the same run.
     names: dict[str, str] = {}
@@ -329,6 +332,18 @@ def _check_checkpoint_keys(config: Config, checkpoints: str, place: str) -> None
             f"{place}: load is {settings.load}, but the runs of a sweep start from scratch, and resume from their own "
             "checkpoints; remove it (or set: {load: null})"
         )
+
+
+def _check_training(run: SweepRun, place: str) -> None:
+    """Raises UserError if the run has nothing to train, or no valid batch size."""
+    if not run.steps:
+        raise UserError(
+            f"{place}: train_iters is {run.config.schedule.train_iters}; set it to the number of iterations"
+        )
+    try:
+        run.tokens_per_step  # noqa: B018
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 def select(runs: Sequence[SweepRun], patterns: Sequence[str]) -> list[SweepRun]:

@@ -37,6 +37,8 @@ def test_the_last_axis_varies_fastest(tmp_path):
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths"),
         ({"output": 3}, "output"),
         ({"config_dir": "b"}, "config_dir.*config-dir"),
+        ({"axes": {"length": [{"seq-length": 16, "seq_length": 32}]}}, "length.*seq_length.*seq-length"),
+        ({"set": {"seq-length": 16, "seq_length": 32}}, "set.*seq_length.*seq-length"),
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):
@@ -58,11 +60,22 @@ def test_axes_that_set_the_same_key_are_an_error(first, second, tmp_path):
     assert_rejected(r"sweep\.yml", sweep.configuration, choices)
 
 
-def test_characters_beyond_16_bits(tmp_path):
-    axes = {"name": [{"wandb-run-name": "😀", "name": "smile"}]}
+@pytest.mark.parametrize("name", ["😀", "1e-3", "0123", 'a "quoted" line\nand another'])
+def test_strings_remain_strings(name, tmp_path):
+    axes = {"name": [{"wandb-run-name": name, "name": "any"}]}
     sweep = read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"}))
     (choices,) = sweep.combinations()
-    assert sweep.configuration(choices).to_flat()["wandb_run_name"] == "😀"
+    assert sweep.configuration(choices).to_flat()["wandb_run_name"] == name
+
+
+def test_choices_override_set_as_a_whole(tmp_path):
+    keys = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "optimizer.params.lr": 0.2, "gradient_clipping": 2.5}
+    choice = {"name": "any", "optimizer": {"type": "Adam", "params": {"lr": 0.3}}}
+    path = write_sweep(tmp_path, axes={"a": [choice]}, set={"pos-emb": "alibi", **keys})
+    (choices,) = read_sweep(path).combinations()
+    assert read_sweep(path).configuration(choices).optimizer.lr == 0.3
+    path.write_text(path.read_text().replace("2.5", ".inf"))
+    assert_rejected("run any: .*gradient_clipping.*inf", read_sweep(path).configuration, choices)
 
 
 def test_required_keys(tmp_path):

@@ -99,9 +99,12 @@ def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
         ({"finetune": True, "load": "pretrained"}, "finetune"),
         ({"iteration": 3, "load": "pretrained"}, "iteration"),
         ({"load": "pretrained"}, "pretrained"),
+        ({"train-iters": None}, "train_iters"),
+        ({"train-iters": 0}, "train_iters"),
+        ({"train_batch_size": None}, "train_batch_size"),
     ],
 )
-def test_other_checkpoints_to_start_from_are_an_error(keys, message, tmp_path):
+def test_keys_that_a_run_cannot_have(keys, message, tmp_path):
     assert_rejected(rf"sweep\.yml: run kerple_log/7: .*{message}", plan, read_sweep(write_sweep(tmp_path, set=keys)))
     # As in configurations that resume from the folder that they save to.
     plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))
