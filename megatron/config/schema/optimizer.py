@@ -15,6 +15,8 @@ _ZERO_3_KEYS = (
     "zero_quantized_nontrainable_weights",
     "zero_quantized_weights",
 )
+# What DeepSpeed, which converts types, reads as false. 0 equals False.
+_FALSE = (False, "0", "off", "f", "false", "n", "no")
 
 
 class OptimizerConfig(ConfigSection):
@@ -132,8 +134,16 @@ class OptimizerConfig(ConfigSection):
                     f"zero_optimization.{name} has no effect with stage {self.zero_stage}: DeepSpeed uses it only with "
                     "stage 3; remove the key, or use stage 3"
                 )
-        if self.zero.get("compute_grad_norm") is False and self.gradient_clipping:
+        norm = self.zero.get("compute_grad_norm")
+        if (norm.lower() if isinstance(norm, str) else norm) not in _FALSE:
+            return
+        if self.gradient_clipping:
             yield "zero_optimization.compute_grad_norm false needs gradient_clipping 0; set it, or remove the key"
+        if self.zero_stage == 3:
+            yield (
+                "zero_optimization.compute_grad_norm false with stage 3 is not supported by DeepSpeed; remove the key, "
+                "or use stage 1 or 2"
+            )
 
 
 class ScheduleConfig(ConfigSection):
