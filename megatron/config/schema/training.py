@@ -133,6 +133,16 @@ class CurriculumConfig(ConfigSection):
                 f"{self.max_difficulty}; lower it"
             )
 
+    def warnings(self) -> Iterator[str]:
+        step, shortest, longest = self.difficulty_step, self.min_difficulty, self.max_difficulty
+        if not self.enabled or step is None or shortest is None or longest is None:
+            return
+        if shortest < longest <= math.ceil(shortest / step) * step:
+            yield (
+                f"{_CONFIG}.difficulty_step {step}: every length is max_difficulty {longest}, because no multiple of "
+                f"{step} from min_difficulty {shortest} on is shorter; lower it"
+            )
+
     def _discrete_contradictions(self) -> Iterator[str]:
         lengths, steps = self.difficulty or (), self.max_step or ()
         if len(steps) != len(lengths) - 1:

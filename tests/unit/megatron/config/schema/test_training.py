@@ -30,6 +30,13 @@ LINEAR = {
 def test_complete_schedules(flat, keys):
     config = Config.from_flat({**flat, "seq-length": 8, "curriculum-learning": keys})
     assert config.curriculum.enabled == keys["enabled"]
+    assert config.notices == ()
+
+
+def test_a_schedule_of_one_length_is_a_notice(flat):
+    keys = {**LINEAR, "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 9}}
+    (notice,) = Config.from_flat({**flat, "seq-length": 8, "curriculum-learning": keys}).notices
+    assert notice.startswith("curriculum_learning.schedule_config.difficulty_step 9: ")
 
 
 @pytest.mark.parametrize(
