@@ -35,6 +35,8 @@ from megatron.config.schema.base import (
     field_aliases,
     field_path,
     has_placeholders,
+    integral,
+    is_integer,
     is_path,
 )
 from megatron.config.schema.data import DataConfig, TokenizerConfig
@@ -339,9 +341,12 @@ def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
         if path not in FIELDS:
             raise UserError(f"{where}: {match[0]} is not a key with a single value, such as {{pos-emb}} or {{seed}}")
         section, name = FIELDS[path]
+        field = SECTIONS[section].model_fields[name]
         value: Any = keys[path[0]].value if path[0] in keys else None
         if value is None:
-            value = SECTIONS[section].model_fields[name].default
+            value = field.default
+        if is_integer(field):
+            value = integral(value)
         if value is None or value is PydanticUndefined:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):

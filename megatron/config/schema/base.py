@@ -75,16 +75,21 @@ def is_path(info: FieldInfo) -> bool:
     return info.annotation in (PathText | None, Paths | None)
 
 
+def is_integer(info: FieldInfo) -> bool:
+    """True if the value of the field is an integer."""
+    return info.annotation in (int, Int | None)
+
+
 def _extra(info: FieldInfo) -> dict[str, Any]:
     return cast(dict[str, Any], info.json_schema_extra)
 
 
-def _integral(value: Any) -> Any:
+def integral(value: Any) -> Any:
     """YAML reads 1.0e5 as a float. An integral float is accepted as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INT else value
 
 
-Int = Annotated[int, BeforeValidator(_integral)]
+Int = Annotated[int, BeforeValidator(integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
 Steps = Annotated[

@@ -180,10 +180,11 @@ def test_bad_overrides(write, override, message):
 
 
 def test_placeholders(flat):
-    config = Config.from_flat({**flat, "save": "runs/{pos-emb}/{seed}", "load": "runs/{pos_emb}/{seq-length}"})
-    assert config.checkpoint.save == "runs/kerple_log/1234"
-    assert config.checkpoint.load == "runs/kerple_log/16"
-    assert config.to_flat()["save"] == "runs/kerple_log/1234"
+    keys = {"save": "runs/{pos-emb}/{seed}/{train-iters}", "load": "runs/{pos_emb}/{warmup}", "train_iters": 1e5}
+    config = Config.from_flat({**flat, **keys, "warmup": 0.0})
+    assert config.checkpoint.save == "runs/kerple_log/1234/100000"
+    assert config.checkpoint.load == "runs/kerple_log/0.0"
+    assert config.to_flat()["save"] == "runs/kerple_log/1234/100000"
 
 
 def test_paths_are_expanded(write, monkeypatch):
