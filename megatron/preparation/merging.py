@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
 
 
 def _open_documents(prefix: str) -> IndexedFiles:
-    files = open_indexed_files(prefix)
+    files = open_indexed_files(Path(prefix).absolute())
     if not np.array_equal(files.document_index, np.arange(files.sequences + 1)):
         raise UserError(f"{prefix} has documents of several sequences; only one sequence per document is supported")
     return files
