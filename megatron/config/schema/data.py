@@ -76,6 +76,11 @@ class DataConfig(ConfigSection):
                     "give one weight per path"
                 )
 
+    def warnings(self) -> Iterator[str]:
+        lists = [f"{part}_data_paths" for part in ("train", "valid", "test") if getattr(self, f"{part}_data_paths")]
+        if self.data_path is not None and lists:
+            yield f"data_path has no effect, because {lists[0]} is set"
+
 
 def split_shares(split: str) -> list[float]:
     """Shares of training, validation and test documents from the key `split`. Not normalized; missing ones are 0.
