@@ -125,20 +125,23 @@ def _positional_method(config: "Config") -> Iterator[str]:
     of_layers = [each.method for each in methods if isinstance(each, PerLayer)]
     random_ranges = {each.random.range for each in (*methods, *of_layers) if isinstance(each, Randomized)}
     lengths = {"seq_length": model.seq_length, "seq_length_val": config.training.seq_length_val}
-    for name, length in lengths.items():
-        if length is None:
-            continue
-        if model.pos_emb == "learned" and length > model.max_position_embeddings:
-            yield (
-                f"{name} {length} is more than max_position_embeddings "
-                f"{model.max_position_embeddings}, and pos_emb learned has no embeddings beyond; "
-                "raise max_position_embeddings or choose another pos_emb"
-            )
+    given = [(name, length) for name, length in lengths.items() if length is not None]
+    for name, length in given:
         for longest in random_ranges:
             if length > longest:
                 yield (
                     f"{name} {length} is more than random_range {longest}, the number of positions to "
                     "sample from; raise pos_emb_options.random_range"
+                )
+
+    # Positions of the learned table.
+    if model.pos_emb == "learned":
+        for name, length in [*given, *(("random_range", longest) for longest in random_ranges)]:
+            if length > model.max_position_embeddings:
+                yield (
+                    f"{name} {length} is more than max_position_embeddings "
+                    f"{model.max_position_embeddings}, and pos_emb learned has no embeddings beyond; "
+                    "raise max_position_embeddings or choose another pos_emb"
                 )
 
 

@@ -39,6 +39,10 @@ from tests.support.errors import assert_rejected
         ({"pos-emb-module": "no/such/file.py"}, r"pos_emb_module no/such/file\.py.*such file"),
         ({"pos-emb": "learned", "max-position-embeddings": 8}, "seq_length 16.*max_position_embeddings 8.*learned"),
         (
+            {"pos-emb": "learned", "pos-emb-options": {"random_range": 17}},
+            "random_range 17.*max_position_embeddings 16",
+        ),
+        (
             {"pos-emb": "rotary", "pos-emb-options": {"random_range": 64}, "reset-attention-mask": True},
             "reset_attention_mask.*random_range.*rotary",
         ),
@@ -58,6 +62,17 @@ from tests.support.errors import assert_rejected
                 (1, "zero_quantized_weights", True),
                 (0, "zero_hpz_partition_size", 4),
             )
+        ),
+        *(
+            (
+                {"zero_optimization": {"stage": 2, "compute_grad_norm": value}},
+                r"compute_grad_norm false.*gradient_clipping 0",
+            )
+            for value in (False, 0, "False")
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "compute_grad_norm": 0}, "gradient_clipping": 0},
+            "compute_grad_norm false.*stage 3",
         ),
         ({"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}}, r'"use_bnb_optimizer".*optimizer\.type.*lion'),
         (
@@ -98,6 +113,7 @@ def test_consistent_combinations_are_accepted(flat):
     for keys in (
         {"zero_optimization": {"stage": 1}, "pipe-parallel-size": 2},
         {"zero_optimization": {"stage": 1, **off}},
+        {"zero_optimization": {"stage": 2, "compute_grad_norm": False}, "gradient_clipping": 0},
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         {"pos-emb": "alibi", "max-position-embeddings": 8},
         {"extrapolation-lengths": [131_072], "pipe-parallel-size": 1},
