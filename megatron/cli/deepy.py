@@ -45,7 +45,5 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str],
         raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
     reject_config_options(parsed)
     config.batch.resolve(config.parallel.data_parallel_size(world_size))
-    prefixes = [config.data.data_path or ""]
-    if (blends := config_blends(config)) is not None:
-        prefixes = [prefix for blend in blends if blend is not None for prefix in blend.prefixes]
-    return list(dict.fromkeys(prefixes))
+    blends = config_blends(config)
+    return list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))

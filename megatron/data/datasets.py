@@ -6,6 +6,7 @@ order does not depend on the number of samples, so a run can be extended and res
 same samples in a new order. Blends follow megatron-core's rule.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -190,11 +191,7 @@ def build_datasets(
     valid_sequence_length = valid_sequence_length or sequence_length
     lengths = (sequence_length, valid_sequence_length, valid_sequence_length)
     blends = config_blends(config)
-    if blends is None:
-        assert data.data_path is not None  # checked by config_blends
-        _check_files(data.data_path, tokenizer, settings)
-        return datasets_from_split(data.data_path, data.split, lengths, num_samples, settings)
-    for prefix in {prefix: None for blend in blends if blend is not None for prefix in blend.prefixes}:
+    for prefix in dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes):
         _check_files(prefix, tokenizer, settings)
     return datasets_from_blends(blends, lengths, num_samples, settings)
 
@@ -209,55 +206,50 @@ def _check_files(prefix: str, tokenizer: Tokenizer, settings: SampleSettings) ->
         )
 
 
-def datasets_from_split(
-    prefix: str,
-    split: str,
-    sequence_lengths: Sequence[int],
-    num_samples: Sequence[int | None],
-    settings: SampleSettings,
-) -> Datasets:
-    """Divide the documents of one corpus in proportion to `split`. The sequences are per part (train, valid, test)."""
-    files = open_indexed_files(prefix)
-    parts: list[Samples | None] = []
-    for part, span in enumerate(split_spans(split, files.sequences)):
-        # A corpus of one document, such as enwik8, has no validation documents. The test share of a split is often too
-        # small for a single sample.
-        too_small = span is not None and (
-            (part == 1 and span[0] == span[1]) or (part == 2 and _tokens(files, span) <= sequence_lengths[part])
-        )
-        if num_samples[part] == 0 or span is None or too_small:
-            parts.append(None)
-        else:
-            parts.append(build_corpus_part(files, span, part, sequence_lengths[part], num_samples[part], settings))
-    return Datasets(*parts)
-
-
 def datasets_from_blends(
     blends: Sequence[Blend | None],
     sequence_lengths: Sequence[int],
     num_samples: Sequence[int | None],
     settings: SampleSettings,
 ) -> Datasets:
-    """Build a blend of whole corpora for each part (train, valid, test). None samples: one epoch of all corpora."""
+    """Build the blend of each part. The sequences are per part (train, valid, test); see `build_datasets`."""
+    open_files = functools.cache(open_indexed_files)  # a corpus that is split belongs to several parts
     parts: list[Samples | None] = []
     for part, blend in enumerate(blends):
-        samples = num_samples[part]
+        samples, length = num_samples[part], sequence_lengths[part]
         if blend is None or samples == 0:
             parts.append(None)
             continue
+
+        # Its corpora. Of several, the blend repeats each as often as needed.
         corpora, documents = [], []
         for prefix in blend.prefixes:
-            files = open_indexed_files(prefix)
-            corpus_samples = samples if len(blend.prefixes) == 1 else None
-            span = (0, files.sequences)
-            documents.append(files.documents)
-            corpora.append(build_corpus_part(files, span, part, sequence_lengths[part], corpus_samples, settings))
-        if len(corpora) == 1:
-            parts.append(corpora[0])
-            continue
-        samples = sum(map(len, corpora)) if samples is None else samples
-        parts.append(BlendedParts(corpora, blend.shares(documents), samples))
+            files = open_files(prefix)
+            span = _span(files, blend.split, part, length)
+            if span is not None:
+                corpus_samples = samples if len(blend.prefixes) == 1 else None
+                documents.append(files.documents)
+                corpora.append(build_corpus_part(files, span, part, length, corpus_samples, settings))
+
+        # Their blend. The share of a part in a split may be 0.
+        if len(corpora) > 1:
+            samples = sum(map(len, corpora)) if samples is None else samples
+            parts.append(BlendedParts(corpora, blend.shares(documents), samples))
+        else:
+            parts.append(corpora[0] if corpora else None)
     return Datasets(*parts)
+
+
+def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tuple[int, int] | None:
+    """The first and one-past-last sequence of a part of a corpus; None for a share of 0, and for a part that may be
+    missing: the validation part of a corpus of one document, such as enwik8, and a test part of less than a sample.
+    """
+    if split is None:
+        return 0, files.sequences
+    span = split_spans(split, files.sequences)[part]
+    if span is None or (part == 1 and span[0] == span[1]) or (part == 2 and _tokens(files, span) <= length):
+        return None
+    return span
 
 
 def build_corpus_part(

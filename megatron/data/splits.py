@@ -14,17 +14,20 @@ PARTS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Blend:
-    """Corpora to sample from, with their weights. Without weights all have the same share, as in GPT-NeoX.
+    """Corpora of a part (train, valid or test), with their weights. Without weights all have the same share, as in
+    GPT-NeoX.
 
     Attributes:
         prefixes: paths without .bin and .idx.
         by_documents: exponent a: weights are (number of documents)^a instead. Values below 1 sample more often from
             small corpora; Conneau et al. 2020 (arXiv:1911.02116) use 0.3.
+        split: the shares of all parts in the only corpus; None if the part consists of whole corpora.
     """
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
     by_documents: float | None = None
+    split: str | None = None
 
     def shares(self, documents: Sequence[int]) -> list[float]:
         """Return the unnormalized weight of each corpus, given its number of documents."""
@@ -33,11 +36,8 @@ class Blend:
         return list(self.weights or [1.0] * len(self.prefixes))
 
 
-def config_blends(config: Config) -> list[Blend | None] | None:
-    """Return the train, valid and test blends of `config.data`, or None if it has one corpus to split instead.
-
-    Raises UserError if no data paths are set.
-    """
+def config_blends(config: Config) -> list[Blend | None]:
+    """Return the train, valid and test blends of `config.data`. Raises UserError if no data paths are set."""
     data = config.data
     paths_and_weights = [
         (data.train_data_paths, data.train_data_weights),
@@ -47,9 +47,9 @@ def config_blends(config: Config) -> list[Blend | None] | None:
     if not any(paths for paths, _ in paths_and_weights):
         if not data.data_path:
             raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
-        return None
+        return [Blend((data.data_path,), split=data.split)] * len(PARTS)
     by_documents = data.weighted_sampler_alpha if data.weight_by_num_documents else None
-    blends = []
+    blends: list[Blend | None] = []
     for paths, weights in paths_and_weights:
         blends.append(Blend(paths, weights or None, by_documents) if paths else None)
     return blends

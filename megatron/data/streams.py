@@ -71,11 +71,7 @@ def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[st
 
     Raises UserError if `config.data` has no data for this part.
     """
-    blends = config_blends(config)
-    if blends is None:
-        assert config.data.data_path is not None  # checked by config_blends
-        return [config.data.data_path], config.data.split
-    blend = dict(zip(PARTS, blends, strict=True)).get(part)
+    blend = config_blends(config)[PARTS.index(part)]
     if blend is None:
         raise UserError(f"no {part} data: {part}-data-paths is not set")
-    return blend.prefixes, None
+    return blend.prefixes, blend.split

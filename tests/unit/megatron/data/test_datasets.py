@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.data.datasets import (
-    BlendedParts,
-    SampleSettings,
-    build_datasets,
-    datasets_from_blends,
-    datasets_from_split,
-)
+from megatron.data.datasets import BlendedParts, SampleSettings, build_datasets, datasets_from_blends
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.splits import Blend
 from megatron.utils.errors import UserError
 from tests.support.corpora import manifest_of
+from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
 LENGTHS = (32, 32, 32)

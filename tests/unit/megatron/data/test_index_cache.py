@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.datasets import SampleSettings, datasets_from_split
+from megatron.data.datasets import SampleSettings
 from megatron.data.index_cache import build_once
 from megatron.utils.errors import UserError
+from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
 LENGTHS = (32, 32, 32)

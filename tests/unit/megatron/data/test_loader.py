@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kerple.attention import Documents
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.data.datasets import SampleSettings, datasets_from_split
+from megatron.data.datasets import SampleSettings
 from megatron.data.loader import Loader, rank_samples
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_corpus
+from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.datasets import SampleSettings, datasets_from_split
+from megatron.data.datasets import SampleSettings
 from megatron.data.streams import evaluation_stream, open_part
 from megatron.preparation.indexed_writer import IndexedWriter
 from tests.support.corpora import part_tokens
+from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
 
