@@ -10,9 +10,8 @@ if __name__ == "__main__" and sys.path[0] in sys.path[1:]:
     # Python starts sys.path with the folder of this file, which may be site-packages: leave it where it was.
     del sys.path[0]
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 
 from kerple import __version__
 
@@ -64,7 +63,7 @@ def main() -> int:
     sys.argv = [f"kerple {name}", *words]
     extra = command.extra
     if extra is None:
-        return load(command)() or 0
+        return resolve_name(command.function)() or 0
     import check_megatron  # noqa: F401
     from megatron.utils.command_line import run_main
 
@@ -85,18 +84,13 @@ def usage() -> str:
     )
 
 
-def load(command: Command) -> Callable[[], int | None]:
-    module, _, function = command.function.partition(":")
-    imported: Callable[[], int | None] = getattr(importlib.import_module(module), function)
-    return imported
-
-
 def run(name: str, command: Command, extra: str) -> int | None:
     """Run a command of `megatron`. Raises UserError if a package that it needs is not installed."""
     from megatron.utils.errors import UserError, install_command
 
     try:
-        return load(command)()
+        status: int | None = resolve_name(command.function)()
+        return status
     except ModuleNotFoundError as error:
         raise UserError(
             f"kerple {name} needs the module {error.name}, which is not installed: {install_command(extra)}"

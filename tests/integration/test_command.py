@@ -57,11 +57,11 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(run, capsys,
     )
 
 
-IMPORTS = """import sys, kerple_command
+IMPORTS = """import pkgutil, sys, kerple_command
 for name in sorted(kerple_command.COMMANDS, key=("report", "chomsky").__contains__):
     if name == "report":
         print("figures:", *[name for name in ("matplotlib", "pandas") if name in sys.modules], file=sys.stderr)
-    kerple_command.load(kerple_command.COMMANDS[name])
+    pkgutil.resolve_name(kerple_command.COMMANDS[name].function)
 from megatron.cli import generate
 generate.main([sys.argv[1]])
 import torch
