@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,15 +15,16 @@ from kerple.positional.wrappers import PerLayer
 from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, Widths, field
 from megatron.utils.errors import first_line, shortened
 
-# Key, a positional method that reads it, the option of the method.
+# Keys that are options of some positional methods: key, option, patterns of the methods' names.
+_ROTARY = ("rotary", "dape_rotary", "dape_v2_rotary", "kerple_log_rotary")
 _METHOD_KEYS = (
-    ("rotary_pct", "rotary", "fraction"),
-    ("rotary_emb_base", "rotary", "base"),
-    ("mlp_width", "fire", "mlp_width"),
-    ("dapev2_kernel", "dape_v2", "kernel_size"),
-    ("noise_seq_length", "fire", "threshold"),
-    ("rpe_num_buckets", "rpe", "num_buckets"),
-    ("rpe_max_distance", "rpe", "max_distance"),
+    ("rotary_pct", "fraction", _ROTARY),
+    ("rotary_emb_base", "base", (*_ROTARY, "p_rope", "xpos")),
+    ("mlp_width", "mlp_width", ("fire", "dape*")),
+    ("dapev2_kernel", "kernel_size", ("dape_v2*",)),
+    ("noise_seq_length", "threshold", ("fire", "dape_fire", "dape_v2_fire")),
+    ("rpe_num_buckets", "num_buckets", ("rpe",)),
+    ("rpe_max_distance", "max_distance", ("rpe",)),
 )
 _SiluIsSwish = BeforeValidator(lambda x: "silu" if x == "swish" else x)
 
@@ -297,19 +299,19 @@ class ModelConfig(ConfigSection):
                     f"pos_emb per_layer: methods has {len(entries)} entries, but num_layers is {self.num_layers}; "
                     "remove those that no layer uses"
                 )
-            for name, method, option in self._keys_without_effect():
-                if method == "rotary":
+            for name, option in self._keys_without_effect():
+                if name.startswith("rotary"):
                     yield (
                         f"{name} has no effect with pos_emb per_layer; set the option in its list: "
                         f'{{"rotary": {{"{option}": {getattr(self, name)}}}}}'
                     )
 
-    def _keys_without_effect(self) -> Iterator[tuple[str, str, str]]:
-        """Those of _METHOD_KEYS that are set, but that the positional method does not read."""
-        for name, method, option in _METHOD_KEYS:
+    def _keys_without_effect(self) -> Iterator[tuple[str, str]]:
+        """Those of _METHOD_KEYS that are set, but that the positional method does not read, with their options."""
+        for name, option, _ in _METHOD_KEYS:
             default = type(self).model_fields[name].default
             if getattr(self, name) != default and option not in self.positional_options:
-                yield name, method, option
+                yield name, option
 
     def warnings(self) -> Iterator[str]:
         # Gated MLPs of published models have at least 8/3 * hidden_size features.
@@ -325,7 +327,7 @@ class ModelConfig(ConfigSection):
                 f"intermediate_size {size}: the gated MLP has {features:,} features, a third of it as in GPT-NeoX; "
                 f"for {size:,} features, set {3 * size}"
             )
-        for name, _, _ in self._keys_without_effect():
+        for name, _ in self._keys_without_effect():
             yield f"{name} {getattr(self, name)} has no effect with pos_emb {self.pos_emb}"
         if self.use_qk_layernorm:
             yield (
@@ -345,19 +347,11 @@ class ModelConfig(ConfigSection):
         """Options of the positional method: the keys of GPT-NeoX and DAPE for it, then pos_emb_options."""
         method = canonical_name(self.pos_emb)
         options: dict[str, Any] = {}
-        if method in ("rotary", "dape_rotary", "dape_v2_rotary", "kerple_log_rotary"):
-            options |= {"fraction": self.rotary_pct, "base": self.rotary_emb_base}
-        if method in ("p_rope", "xpos"):
-            options["base"] = self.rotary_emb_base
-        if method == "rpe":
-            options |= {"num_buckets": self.rpe_num_buckets, "max_distance": self.rpe_max_distance}
-        if method == "fire" or method.startswith("dape"):
-            options["mlp_width"] = self.mlp_width
-        if method.startswith("dape_v2"):
-            options["kernel_size"] = self.dapev2_kernel
-        if method in ("fire", "dape_fire", "dape_v2_fire") and self.noise_seq_length is not None:
-            options["threshold"] = self.noise_seq_length // 2
-        return {**{name: value for name, value in options.items() if value is not None}, **self.pos_emb_options}
+        for name, option, patterns in _METHOD_KEYS:
+            value = getattr(self, name)
+            if value is not None and any(fnmatchcase(method, pattern) for pattern in patterns):
+                options[option] = value // 2 if name == "noise_seq_length" else value
+        return {**options, **self.pos_emb_options}
 
     @property
     def shape(self) -> ModelShape:
