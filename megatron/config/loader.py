@@ -173,8 +173,6 @@ def _build(entries: Iterable[YamlEntry], overrides: Iterable[str] = (), strict: 
             messages.problems += sections[name].contradictions()
         except ValidationError as error:
             messages.problems += _describe(error, name, keys)
-        except UserError as error:
-            messages.problems.append(str(error))
     config = None
     if len(sections) == len(SECTIONS):
         config = Config(**sections)
