@@ -42,14 +42,6 @@ class DocumentOptions:
             raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
 
 
-@dataclass(frozen=True)
-class Document:
-    """A document: one text per key, and its meta.pile_set_name if it has one."""
-
-    texts: list[str]
-    subset: str | None = None
-
-
 @dataclass
 class SkippedDocuments:
     """Documents that were skipped for any key.
@@ -85,14 +77,14 @@ class BadDocument(Exception):
         self.line = line
 
 
-def parse_documents(chunk: TextChunk, options: DocumentOptions, skipped: SkippedDocuments) -> Iterator[Document]:
-    """Yield the documents of a chunk, and record unreadable ones and those of other subsets in `skipped`.
+def parse_documents(chunk: TextChunk, options: DocumentOptions, skipped: SkippedDocuments) -> Iterator[list[str]]:
+    """Yield the texts of each document of a chunk, one per key; record the others in `skipped`.
 
     Raises UserError if a document is unreadable and options.skip_bad is False.
     """
     for first_line, parse in _records(chunk):
         try:
-            document = _to_document(parse(), options)
+            texts = _texts(parse(), options, skipped)
         except BadDocument as error:
             problem = f"{chunk.source}, {chunk.unit} {first_line + error.line - 1}: {error}"
             if not options.skip_bad:
@@ -101,20 +93,15 @@ def parse_documents(chunk: TextChunk, options: DocumentOptions, skipped: Skipped
                 ) from error
             skipped.add(SkippedDocuments(1, [problem]))
             continue
-        if document.subset is not None and options.subset not in (None, document.subset):
-            skipped.add(SkippedDocuments(other_subsets={document.subset: 1}))
-        else:
-            yield document
+        if texts is not None:
+            yield texts
 
 
-def read_texts(
-    chunks: Iterable[TextChunk], options: DocumentOptions, skipped: SkippedDocuments | None = None
-) -> Iterator[str]:
+def read_texts(chunks: Iterable[TextChunk], options: DocumentOptions, skipped: SkippedDocuments) -> Iterator[str]:
     """Yield every text of every document, and count the skipped ones. Raises what `parse_documents` raises."""
-    skipped = SkippedDocuments() if skipped is None else skipped
     for chunk in chunks:
-        for document in parse_documents(chunk, options, skipped):
-            yield from document.texts
+        for texts in parse_documents(chunk, options, skipped):
+            yield from texts
 
 
 def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
@@ -172,9 +159,10 @@ def _parse_json(content: list[memoryview]) -> Any:
         raise BadDocument("JSON nested too deeply") from error
 
 
-def _to_document(value: object, options: DocumentOptions) -> Document:
+def _texts(value: object, options: DocumentOptions, skipped: SkippedDocuments) -> list[str] | None:
+    """The text of each key of a document; None, recorded in `skipped`, if it belongs to another subset."""
     if isinstance(value, str) and len(options.keys) == 1:
-        return Document([_checked_text(value, options)])
+        return [_checked_text(value, options)]
     if not isinstance(value, dict):
         expected = "an object" if len(options.keys) > 1 else "an object or a string"
         raise BadDocument(f"expected {expected}, found {type(value).__name__}")
@@ -182,7 +170,8 @@ def _to_document(value: object, options: DocumentOptions) -> Document:
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
     subset = None if name is None else str(name)[:200]
     if subset is not None and options.subset not in (None, subset):
-        return Document([], subset)  # skipped, so its texts may be invalid
+        skipped.add(SkippedDocuments(other_subsets={subset: 1}))  # its texts may be invalid
+        return None
     texts = []
     for key in options.keys:
         if key not in value:
@@ -194,7 +183,7 @@ def _to_document(value: object, options: DocumentOptions) -> Document:
         if not isinstance(text, str):
             raise BadDocument(f"{key!r} is not a string but {type(text).__name__}")
         texts.append(_checked_text(text, options))
-    return Document(texts, subset)
+    return texts
 
 
 def _checked_text(text: str, options: DocumentOptions) -> str:

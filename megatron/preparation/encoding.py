@@ -65,9 +65,9 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
     bos_bytes = 0 if tokenizer.bos is None else dtype.itemsize
     for column in range(len(options.keys)):
         # Take the texts of a column, so that their memory is freed with this list.
-        texts = [document.texts[column] for document in documents]
+        texts = [document[column] for document in documents]
         for document in documents:
-            document.texts[column] = ""
+            document[column] = ""
         encoded.text_bytes.append(sum(len(text.encode("utf-8")) for text in texts))
 
         # Ids of all documents in a row. A document without text is dropped.

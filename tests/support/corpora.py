@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron.data.indexed_dataset import IndexedFiles, Manifest, open_indexed_files
 from megatron.data.streams import open_part
-from megatron.preparation.documents import DocumentOptions, read_texts
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.tokenizer import CharLevelTokenizer, TokenizerFiles
@@ -33,7 +33,7 @@ def json_lines(*texts: str) -> bytes:
 def read_inputs(*inputs: str | Path, suffixes=(), columns=("text", "meta"), **options) -> list[str]:
     """The texts of all documents in the input files."""
     corpus = FileCorpus(find_files(inputs, suffixes), suffixes, columns)
-    return list(read_texts(corpus.chunks(), DocumentOptions(**options)))
+    return list(read_texts(corpus.chunks(), DocumentOptions(**options), SkippedDocuments()))
 
 
 def dataset_text(prefix: str | Path) -> str:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from megatron.preparation import corpora
 from megatron.preparation.corpora import HubCorpus, StdlibCorpus, source_pieces
-from megatron.preparation.documents import DocumentOptions, read_texts
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.readers import ReadPosition
 from tests.support.corpora import TEXTS
 from tests.support.errors import assert_rejected
@@ -106,7 +106,8 @@ def test_hub_corpus_resumes_at_every_row(monkeypatch):
     assert corpus.total_bytes == 123
     for rows in range(len(TEXTS) + 1):
         chunks = corpus.chunks(ReadPosition(0, rows))
-        assert list(read_texts(chunks, DocumentOptions(keys=("content",)))) == TEXTS[rows:]
+        texts = read_texts(chunks, DocumentOptions(keys=("content",)), SkippedDocuments())
+        assert list(texts) == TEXTS[rows:]
     assert hub.skipped == list(range(1, len(TEXTS) + 1))
     assert corpus.identity() == HubCorpus("owner/name", columns=COLUMNS).identity()
     assert corpus.identity() != HubCorpus("owner/name", split="test", columns=COLUMNS).identity()

@@ -15,7 +15,7 @@ def parse(content, kind="lines", first_line=1, skipped=None, **options):
         content = "\n".join(json.dumps(value) for value in content).encode()
     chunk = TextChunk("shard.jsonl", kind, first_line, content)
     skipped = SkippedDocuments() if skipped is None else skipped
-    return [document.texts for document in parse_documents(chunk, DocumentOptions(**options), skipped)]
+    return list(parse_documents(chunk, DocumentOptions(**options), skipped))
 
 
 def test_record_types():

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.preparation import encoding, readers
-from megatron.preparation.documents import DocumentOptions, read_texts
+from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.encoding import work_items
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import START, FileCorpus, ReadPosition
@@ -210,7 +210,7 @@ def test_parquet(tmp_path, monkeypatch):
     assert sorted(read for _, read, _ in states) == [read for _, read, _ in states]
     assert not any(has_other_columns for _, _, has_other_columns in states)
     rest = FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2))
-    assert list(read_texts(rest, DocumentOptions())) == TEXTS[6:]
+    assert list(read_texts(rest, DocumentOptions(), SkippedDocuments())) == TEXTS[6:]
 
 
 def test_parquet_error_names_the_row(tmp_path, monkeypatch):
