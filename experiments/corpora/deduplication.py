@@ -8,7 +8,6 @@ computes the signatures and finds candidates.
 import hashlib
 import re
 import zlib
-from dataclasses import dataclass
 
 import datasketch
 import numpy as np
@@ -25,25 +24,6 @@ _BANDS, _ROWS = 32, 4
 _WORD = re.compile(rb"[0-9A-Za-z_\x80-\xff]+|[^\s0-9A-Za-z_\x80-\xff]")
 
 
-@dataclass
-class DuplicateCounts:
-    """Numbers of documents that were checked and removed."""
-
-    documents: int = 0
-    exact: int = 0
-    near: int = 0
-
-    @property
-    def kept(self) -> int:
-        return self.documents - self.exact - self.near
-
-    def __str__(self) -> str:
-        return (
-            f"{self.documents:,} documents: {self.exact:,} exact duplicates and {self.near:,} near-duplicates removed, "
-            f"{self.kept:,} kept"
-        )
-
-
 class Deduplicator:
     """Checks one document at a time, and keeps it unless it resembles a document that was kept earlier.
 
@@ -52,26 +32,33 @@ class Deduplicator:
     """
 
     def __init__(self) -> None:
-        self.counts = DuplicateCounts()
+        self._documents = self._exact = self._near = 0  # checked, and removed as duplicates
         # The result depends on the scheme, and datasketch 1 used another one.
         self._empty = datasketch.MinHash(_PERMUTATIONS, seed=1, hashfunc=int, scheme="affine32")
         self._index = datasketch.MinHashLSH(num_perm=_PERMUTATIONS, params=(_BANDS, _ROWS))
         self._hashes: set[bytes] = set()
         self._signatures: list[np.ndarray] = []
 
+    def __str__(self) -> str:
+        """The numbers of documents that were checked, removed and kept."""
+        return (
+            f"{self._documents:,} documents: {self._exact:,} exact duplicates and {self._near:,} near-duplicates "
+            f"removed, {self._documents - self._exact - self._near:,} kept"
+        )
+
     def is_new(self, content: bytes) -> bool:
         """Return whether to keep this document, and count it."""
-        self.counts.documents += 1
+        self._documents += 1
         content_hash = hashlib.sha256(content).digest()
         if content_hash in self._hashes:
-            self.counts.exact += 1
+            self._exact += 1
             return False
         self._hashes.add(content_hash)
         signature = self._empty.copy()
         signature.update_batch(shingle_hashes(content).tolist())
         for candidate in self._index.query(signature):
             if np.mean(self._signatures[candidate] == signature.hashvalues) >= THRESHOLD:
-                self.counts.near += 1
+                self._near += 1
                 return False
         self._index.insert(len(self._signatures), signature, check_duplication=False)
         self._signatures.append(signature.hashvalues)

@@ -44,7 +44,7 @@ def test_exact_and_near_duplicates():
     decisions = [deduplicator.is_new(text.encode()) for text in (first, second, first, slightly, heavily, slightly)]
     # A removed near-duplicate that comes again is an exact duplicate.
     assert decisions == [True, True, False, False, True, False]
-    assert str(deduplicator.counts) == "6 documents: 2 exact duplicates and 1 near-duplicates removed, 3 kept"
+    assert str(deduplicator) == "6 documents: 2 exact duplicates and 1 near-duplicates removed, 3 kept"
 
 
 def test_results_are_the_same_everywhere():
