@@ -151,8 +151,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=path_option,
         metavar="DIR",
         help="folder for the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); "
-        "results "
-        "that it already contains for these models are not measured again",
+        "results that it already contains for these models are not measured again",
     )
     report.add_argument("--replace", action="store_true", help="delete results of other models from the folder")
     report.add_argument(

@@ -6,7 +6,6 @@ kerple init NAME [-d data]
 NAME.yml trains one model; NAME-sweep.yml compares KERPLE's log kernel and ALiBi, with two seeds each.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the two files. Raises UserError if one exists, if there is no dataset of this name with its own
     tokenizer, or too little text.
     """
-    options = parse_arguments(argv)
+    parser = docstring_parser(__doc__)
+    parser.add_argument("name", metavar="NAME", help="dataset that `kerple prepare NAME` has prepared")
+    parser.add_argument(
+        "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="its folder (default: %(default)s)"
+    )
+    options = parser.parse_args(argv)
+
+    # The dataset must have been tokenized with the tokenizer in its folder.
     prefix = options.data_dir / options.name / f"{options.name}_text_document"
     if not Path(f"{prefix}.idx").is_file():
         raise UserError(
@@ -64,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     fingerprint = build_tokenizer("HFTokenizer", vocabulary).fingerprint if vocabulary.is_file() else None
     if fingerprint is None or (manifest is not None and manifest.tokenizer_fingerprint != fingerprint):
         raise UserError(f"{prefix} was not tokenized with {vocabulary}; prepare it again, without --tokenizer")
+
+    # Nothing is overwritten.
     paths = Path(f"{options.name}.yml"), Path(f"{options.name}-sweep.yml")
     for path in paths:
         if path.exists():
@@ -74,15 +82,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_atomically(path, text.encode())
     print(f"{paths[0]}: one model, for example: kerple train {paths[0]} pos_emb/kerple_log.yml")
     print(f"{paths[1]}: four models and their comparison: kerple sweep {paths[1]}")
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = docstring_parser(__doc__)
-    parser.add_argument("name", metavar="NAME", help="dataset that `kerple prepare NAME` has prepared")
-    parser.add_argument(
-        "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="its folder (default: %(default)s)"
-    )
-    return parser.parse_args(argv)
 
 
 def configuration(name: str, prefix: Path) -> str:
@@ -97,16 +96,13 @@ def configuration(name: str, prefix: Path) -> str:
     steps = min(size.steps, MAX_EPOCHS * train // step_tokens)
     lengths = [size.length * multiple for multiple in MULTIPLES if size.length * multiple <= valid // 4]
     if steps < MIN_STEPS or not lengths:
-        needed = max(MIN_STEPS * step_tokens // MAX_EPOCHS, 1)
+        needed = MIN_STEPS * step_tokens // MAX_EPOCHS
         raise UserError(
             f"{prefix} has {train:,} tokens for training and {valid:,} for validation, but at least {needed:,} and "
             f"{4 * size.length:,} are needed; prepare more text"
         )
     scored = min(valid, MAX_SCORED_TOKENS) // lengths[-1] * lengths[-1]
-    if on_gpu:
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        bf16 = has_bf16_instructions()
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_bf16_instructions()
     values = {"name": name, "prefix": prefix, "split": SPLIT, "machine": machine(), "size": size, "lengths": lengths}
     values |= {"train": train, "steps": steps, "step_tokens": step_tokens, "scored": scored}
     return (

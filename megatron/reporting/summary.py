@@ -14,14 +14,14 @@ from megatron.reporting.terminal import print_table
 from megatron.utils.files import write_atomically
 
 
-def write_summary(records: Sequence[AnyRecord], folder: Path, console: Console | None = None) -> list[Path]:
+def write_summary(records: Sequence[AnyRecord], folder: Path) -> list[Path]:
     """Print the tables of perplexities, attention resolutions and passkey accuracies, and write them as
     `extrapolation.md`, with the report's figures of perplexities and inference modes as `NAME.png`.
 
     Returns the paths. Raises UserError if a file cannot be written.
     """
     # The tables with their notes.
-    console = console or Console()
+    console = Console()
     tables = perplexity_tables(records, papers=False) + resolution_tables(records) + passkey_tables(records)
     for table in tables:
         print_table(console, table)

@@ -1,9 +1,6 @@
 """What evaluate.py prints and writes next to the records."""
 
-import io
-
 import matplotlib.image
-from rich.console import Console
 
 from megatron.reporting.summary import write_summary
 from tests.support.errors import assert_rejected
@@ -20,17 +17,12 @@ def records():
     return losses + resolutions + [passkey_record("kerple_log", 512, depth, 0.3) for depth in (0, 1)]
 
 
-def test_printed_tables(tmp_path):
-    output = io.StringIO()
-    write_summary(records(), tmp_path, Console(file=output, width=80))
-    text = output.getvalue()
-    for expected in ("KERPLE (log)", "3.449", "3.398", "0.6250", "30%", "n/a: learned at 1,024: positions end at 511."):
-        assert expected in text
-
-
-def test_files(tmp_path):
+def test_printed_tables_and_files(tmp_path, capsys):
     modes = [record("kerple_log", length, 3.4, mode="window@512") for length in LENGTHS]
     paths = write_summary([*records(), *modes], tmp_path)
+    printed = capsys.readouterr().out
+    for expected in ("KERPLE (log)", "3.449", "3.398", "0.6250", "30%", "n/a: learned at 1,024: positions end at 511."):
+        assert expected in printed
     assert [path.name for path in paths] == [
         "extrapolation.md",
         "extrapolation-github-12x768-512-non-overlapping.png",
