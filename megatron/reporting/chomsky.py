@@ -23,12 +23,7 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         for result in results:
             if result["task"] == task:
                 scores[result["pos_emb"]].append(100 * result["score"])
-        texts, means = [NOT_MEASURED] * len(methods), [math.nan] * len(methods)
-        for index, values in enumerate(scores.values()):
-            if values:
-                texts[index], means[index] = format_mean(values, digits=3), statistics.fmean(values)
-        cells = map(Cell, texts, best_texts(means, texts, "highest"))
-        rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
+        rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(mean_cells(scores.values()))))
     tested = [length for length in settings.test_lengths if length > settings.train_longest]
     step = {0: " by doubling", 1: ""}.get(settings.test_every, f" in steps of {settings.test_every}")
     note = (
@@ -37,6 +32,15 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         f"architecture {settings.architecture})."
     )
     return Table("chomsky", "Tasks of the Chomsky hierarchy", ("level", "task"), tuple(methods), tuple(rows), (note,))
+
+
+def mean_cells(values: Iterable[Sequence[float]], *, standard_error: bool = False) -> list[Cell]:
+    """The mean over the seeds of each method; the highest ones are bold. standard_error: see `format_mean`."""
+    texts, means = [], []
+    for seeds in values:
+        texts.append(format_mean(seeds, digits=3, standard_error=standard_error) if seeds else NOT_MEASURED)
+        means.append(statistics.fmean(seeds) if seeds else math.nan)
+    return list(map(Cell, texts, best_texts(means, texts, "highest")))
 
 
 def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN) -> Figure:

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.length_tasks import LENGTH_TASKS
-from megatron.reporting.chomsky import tasks_of
-from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean, standard_error_of_mean
+from megatron.reporting.chomsky import mean_cells, tasks_of
+from megatron.reporting.formatting import standard_error_of_mean
 from megatron.reporting.published import line_numbers
 from megatron.reporting.style import (
     SCREEN,
@@ -64,12 +64,8 @@ def _table(
         cells: dict[str, list[Cell]] = {method: [] for method in by_method}
         for column in columns:
             values = [[seed[column] for seed in seeds if column in seed] for seeds in by_method.values()]
-            texts, means = [NOT_MEASURED] * len(values), [float("nan")] * len(values)
-            for index, seeds in enumerate(values):
-                if seeds:
-                    texts[index], means[index] = format_mean(seeds, 3, standard_error=True), statistics.fmean(seeds)
-            for method, text, best in zip(cells, texts, best_texts(means, texts, "highest"), strict=True):
-                cells[method].append(Cell(text, best))
+            for method, cell in zip(cells, mean_cells(values, standard_error=True), strict=True):
+                cells[method].append(cell)
         lines += [Row((method,), tuple(row)) for method, row in cells.items()]
 
     # The number of seeds decides what the values are.
