@@ -54,8 +54,6 @@ def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
     assert "4 of them already finished" in capsys.readouterr().out
     assert json.loads((tmp_path / "chomsky.json").read_text()) == stored
 
-    assert_rejected(r"other settings \(steps 6, not 7\)", main, arguments(tmp_path, *words, "--steps", "7"))
-
 
 @pytest.mark.ci
 def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):

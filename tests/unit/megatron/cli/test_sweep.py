@@ -16,9 +16,6 @@ def test_dry_run_changes_nothing(sweep):
 
 
 def test_errors_before_anything_is_started(sweep, monkeypatch):
-    assert_rejected(r"evaluate\.py.*depths", sweep, evaluation={"lengths": [32], "depths": 3})
-    assert_rejected("set cannot be used in a sweep", sweep, evaluation={"lengths": [32], "set": ["seed=1"]})
-    assert_rejected("windowed", sweep, evaluation={"lengths": [32], "modes": "windowed"})
     with pytest.raises(SystemExit):
         sweep("--jobs", "0")
     assert_rejected(r"nowhere\.idx", sweep, set={"data-path": "nowhere"})

@@ -10,7 +10,6 @@ import transformers
 
 from kerple.attention import AttentionMode, Span
 from megatron.evaluation import evaluate_extrapolation
-from megatron.evaluation.runner import unique_lengths
 from megatron.evaluation.text import Text
 from megatron.inference import load_model
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
@@ -38,7 +37,8 @@ def mean_loss(model, length: int, total: int, pieces=(0,), **keywords) -> float:
 
 def test_the_token_budget_applies_to_every_length():
     model = AlibiByHand()
-    rows = evaluate_extrapolation(model, STREAM, LENGTHS, token_budget=200, progress=False)
+    rows = evaluate_extrapolation(model, STREAM, [*LENGTHS, 8], token_budget=200, progress=False)
+    assert [row["length"] for row in rows] == LENGTHS
     assert [row["tokens"] for row in rows] == [192, 192, 192]
     for row in rows:
         assert row["loss"] == pytest.approx(mean_loss(model, row["length"], 192, (0, 199, 399)), abs=1e-12)
@@ -323,10 +323,6 @@ def test_bits_per_byte_count_bytes_not_tokens_or_characters(tmp_path):
     )
     # 9 bits per target; the end-of-document token costs bits but has no bytes.
     assert row["bits_per_byte"] == pytest.approx(9 * (len(stream) - 1) / len(text.encode()))
-
-
-def test_unique_lengths():
-    assert unique_lengths([32, 16, 32]) == [32, 16]
 
 
 # Losses that the original KERPLE code computed

@@ -1,6 +1,7 @@
 """Step times from training logs."""
 
 import json
+import math
 
 from megatron.reporting.speed import step_time_tables, step_times
 from megatron.reporting.training_log import read_log
@@ -9,13 +10,15 @@ from tests.support.records import record
 
 
 def line(iteration: int, rate: float) -> str:
-    return json.dumps({"iteration": iteration, "train/tokens_per_second": rate, "train/tokens": float(iteration * 256)})
+    values = {"train/loss": math.nan, "train/tokens_per_second": rate, "train/tokens": float(iteration * 256)}
+    return json.dumps({"iteration": iteration, **values})
 
 
 def test_seconds_per_step_from_logs(tmp_path):
     log = tmp_path / "logs" / "metrics.jsonl"
     log.parent.mkdir()
-    lines = [line(5, 10.0), line(10, 256.0), line(15, 512.0), line(20, 1024.0), json.dumps({"iteration": 20}), '{"cut']
+    lines = ['{"itera{"iteration": 3}', line(5, 10.0), line(10, 256.0), line(15, 512.0), line(20, 1024.0)]
+    lines += [json.dumps({"iteration": 20}), line(25, 9.0)[:-3]]
     log.write_text("\n".join(lines))
     assert read_log(log) == (0.5, 512.0), "the median without the first line"
     log.write_text(line(5, 128.0))

@@ -1,22 +1,14 @@
-"""The sweep file: its combinations, and error messages for invalid files."""
+"""The sweep file: its evaluations and overrides, and error messages for invalid files."""
 
 import pytest
 
-from megatron.sweep.definition import read_sweep, run_name
+from megatron.sweep.definition import read_sweep
 from tests.support.errors import assert_rejected
 from tests.support.sweeps import write_sweep
 
 
-def test_the_last_axis_varies_fastest(tmp_path):
-    axes = {
-        "pos_emb": ["kerple_log.yml", {"name": "slopes", "files": ["alibi.yml"], "hidden-dropout": 0.1}],
-        "length": [{"seq-length": 32, "name": "short"}, {"seq-length": 16, "name": "shorter"}],
-        "seed": [{"seed": 1}, {"seed": 2}],
-    }
-    sweep = read_sweep(write_sweep(tmp_path, axes=axes))
-    names = [run_name(choices) for choices in sweep.combinations()]
-    assert len(names) == 8
-    assert names[:3] == ["kerple_log/short/1", "kerple_log/short/2", "kerple_log/shorter/1"]
+def test_evaluations_are_command_lines(tmp_path):
+    sweep = read_sweep(write_sweep(tmp_path))
     assert sweep.evaluation == (("--lengths", "32", "64", "--tokens", "128"),)
     evaluation = [{"lengths": [32], "by-position": True}, {"lengths": [64], "modes": ["full"], "resolution": False}]
     sweep = read_sweep(write_sweep(tmp_path, evaluation=evaluation))

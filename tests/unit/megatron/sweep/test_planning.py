@@ -16,7 +16,7 @@ from tests.support.checkpoints import write_corpus
 from tests.support.corpora import manifest_of
 from tests.support.errors import assert_rejected
 from tests.support.runs import ROOT
-from tests.support.sweeps import write_sweep
+from tests.support.sweeps import logged_iterations, write_sweep
 
 
 def test_a_run_has_the_merged_configuration_and_its_own_folders(tmp_path):
@@ -25,8 +25,10 @@ def test_a_run_has_the_merged_configuration_and_its_own_folders(tmp_path):
         "length": [{"seq-length": 32, "name": "short"}, {"seq-length": 16, "name": "shorter"}],
         "seed": [{"seed": 1}, {"seed": 2}],
     }
-    run = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"optimizer.params.lr": 0.5, "train-iters": 3})))[-1]
-    config = run.config
+    runs = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"optimizer.params.lr": 0.5, "train-iters": 3})))
+    assert len(runs) == 8
+    assert [run.name for run in runs[:3]] == ["kerple_log/short/1", "kerple_log/short/2", "kerple_log/shorter/1"]
+    run, config = runs[-1], runs[-1].config
     assert run.name == "slopes/shorter/2"
     assert (config.model.pos_emb, config.model.seq_length, config.training.seed) == ("alibi", 16, 2)
     assert (config.model.hidden_dropout, config.optimizer.lr, run.steps) == (0.1, 0.5, 3)
@@ -120,7 +122,7 @@ def test_keys_that_do_not_change_the_training_do_not_make_another_run(tmp_path):
         plan(read_sweep(write_sweep(tmp_path, axes=axes, set={**keys, "eval-interval": 7})))
 
 
-def test_the_plan_shows_the_state_of_every_run(sweep):
+def test_the_plan_shows_the_state_of_a_run_that_resumes_from_its_last_checkpoint(sweep):
     axes = {"seed": [{"seed": 17, "pos-emb": "alibi", "name": "17"}]}
     output = sweep("--dry-run", axes=axes)
     assert "to train" in output
@@ -128,6 +130,10 @@ def test_the_plan_shows_the_state_of_every_run(sweep):
     output = sweep("--dry-run", axes=axes)
     assert "to resume from 3" in output
     assert "3 │         768" in output  # 3 steps of 8 x 32 tokens
+    sweep(axes=axes)
+    assert logged_iterations(sweep.runs / "17") == [1, 2, 3, 4, 5, 6]
+    assert any(line.startswith("training from 3") for line in sweep.output_lines("17"))
+    assert not (sweep.runs / "17" / "failed.json").exists()
 
 
 def test_the_progress_of_a_run_with_many_kernel_statistics(tmp_path):

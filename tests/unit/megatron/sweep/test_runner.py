@@ -52,25 +52,6 @@ def test_a_run_with_a_failed_evaluation_is_not_finished(sweep):
     assert "report of" not in sweep(axes=axes, status=1)
 
 
-def test_a_run_resumes_from_its_last_checkpoint(sweep):
-    axes = {"seed": [{"seed": 17, "pos-emb": "alibi", "name": "17"}]}
-    sweep(axes=axes, status=1)
-    sweep(axes=axes)
-    assert logged_iterations(sweep.runs / "17") == [1, 2, 3, 4, 5, 6]
-    assert any(line.startswith("training from 3") for line in sweep.output_lines("17"))
-    assert not (sweep.runs / "17" / "failed.json").exists()
-
-
-def test_other_evaluation_options_evaluate_again_without_training(sweep):
-    sweep()
-    keys = {"evaluation": {"lengths": [32, 64], "tokens": 256}}
-    assert sweep("--dry-run", **keys).count("to evaluate") == 2
-    sweep(**keys)
-    lines = sweep.output_lines("alibi/7")
-    assert [line.split()[0] for line in lines] == ["training", "evaluating", "evaluating"]
-    assert lines[-1].endswith("--tokens 256")
-
-
 def test_results_of_former_options_and_labels_are_not_reported(sweep):
     def measured():
         return {(record["pos_emb"], record["length"]) for record in read_results(sweep.runs / "alibi")}
@@ -78,6 +59,7 @@ def test_results_of_former_options_and_labels_are_not_reported(sweep):
     axes = {"pos_emb": ["alibi.yml"], "lr": [{"optimizer.params.lr": 0.1}], "seed": [{"seed": 7}]}
     sweep(axes=axes)
     sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
+    assert [line.split()[0] for line in sweep.output_lines("alibi/0.1/7")] == ["training", "evaluating", "evaluating"]
     assert measured() == {("alibi", 32)}
     axes["lr"].append({"optimizer.params.lr": 0.2})
     sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
@@ -310,6 +292,7 @@ def test_selected_runs(sweep):
         ({"lengths": [32], "modes": ["full", "full+dynamic-ntk"]}, r"full\+dynamic-ntk.*pos_emb kerple_log"),
         ({"lengths": [32], "checkpoint": "folder"}, "kerple_log/7: checkpoint"),
         ({"lengths": [32], "output": "folder"}, "kerple_log/7: output"),
+        ({"lengths": [32], "set": ["seed=1"]}, "kerple_log/7: set"),
         ({"lengths": [32], "eval-tasks": "lambada"}, "kerple_log/7: eval-tasks"),
     ],
 )
