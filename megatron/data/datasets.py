@@ -118,13 +118,12 @@ class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Samples from several corpora in proportion to their weights, each corpus in its own order.
 
     Sample `i` comes from the corpus that is furthest behind its share, so the order does not depend on the length of
-    the blend. Attributes and methods are those of CorpusPart.
+    the blend. `order`, `settings` and the methods are those of CorpusPart.
     """
 
     def __init__(self, parts: Sequence[CorpusPart], weights: Sequence[float], samples: int):
         shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
         self.parts = parts
-        self.name = " + ".join(part.name for part in parts)
         order = json.dumps([[part.order for part in parts], shares.tolist()])
         self.order = hashlib.sha256(order.encode()).hexdigest()
         self.settings = parts[0].settings

@@ -94,7 +94,6 @@ def test_shares_of_a_blend(tmp_path, write_corpus, settings):
         of_second = [int(blend[index]["tokens"].min()) >= 100 for index in range(1000)]
         assert abs(sum(of_second) - expected) <= 1
         assert [blend.source(index) == f"{prefixes[1]} (train)" for index in range(1000)] == of_second
-    assert blend.name == f"{prefixes[0]} (train) + {prefixes[1]} (train)"
     # An epoch of each corpus has 4,999 // 32 = 156 samples.
     for line, prefix in zip(blend.describe(), prefixes, strict=True):
         assert prefix in line
