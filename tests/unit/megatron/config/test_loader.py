@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -167,9 +168,6 @@ def test_overrides(write):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed", "--set seed"),
-        ("=3", "--set"),
-        ("seed=[", r"--set seed=\[: not YAML"),
         ("sed=3", '--set: "sed"'),
         ("seed.deeper=3", r'"seed\.deeper".*seed.*1'),
         ("seed=x", "--set: \"seed\".*'x'"),
@@ -274,32 +272,30 @@ def test_unknown_keys_are_rejected_with_suggestions(flat, key, nearest):
     assert nearest in message.split("nearest: ")[1]
 
 
-@pytest.mark.parametrize("key", ["wandb_api_key", "hf_token"])
-def test_secrets_are_rejected(flat, key):
-    with pytest.raises(UserError, match=f'"{key}" looks like a secret.*WANDB_API_KEY') as caught:
-        Config.from_flat({**flat, key: "0123456789abcdef"})
-    assert "0123456789abcdef" not in str(caught.value)
-
-
-def test_the_value_of_a_secret_environment_variable_is_rejected(write, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    with pytest.raises(UserError, match=r'^--set: "wandb_group"') as caught:
-        load(write, MODEL, overrides=["wandb_group='0123456789abcdef'"])
-    assert "0123456789abcdef" not in str(caught.value)
-
-
-def test_secrets_in_values_that_are_passed_on_are_rejected(flat, write):
-    extra = {"wandb": {"enabled": True, "api_key": "abcdefg"}}
-    for key, value, name in (
-        ("zero_optimization", extra, "zero_optimization.wandb.api_key"),
-        ("wandb_host", "https://user:word@host", "wandb_host"),
-        ("data-path", "https://user:word@host/data", "data-path"),
-        ("eval_include_path", ["a", "https://user:word@host/b"], "eval_include_path.1"),
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("wandb_api_key", "abcdefg", "wandb_api_key"),
+        ("hf_token", "abcdefg", "hf_token"),
+        ("zero_optimization", {"wandb": {"enabled": True, "api_key": "abcdefg"}}, "zero_optimization.wandb.api_key"),
+        ("wandb_host", "https://user:abcdefg@host", "wandb_host"),
+        ("data-path", "https://user:abcdefg@host/data", "data-path"),
+        ("eval_include_path", ["a", "https://user:abcdefg@host/b"], "eval_include_path.1"),
         ("comment", "--export WANDB_API_KEY=abcdefg", "comment"),
-    ):
-        assert_rejected(f'^here: "{name}" looks like a secret', Config.from_flat, {**flat, key: value}, source="here")
-    with pytest.raises(UserError, match=r'^--set: "zero_optimization\.comet\.api_key"'):
-        load(write, MODEL, overrides=["zero_optimization.comet.api_key=abc"])
+        ("wandb_group", "in the environment, abcdefg", "wandb_group"),
+    ],
+)
+def test_secrets_are_rejected(flat, write, monkeypatch, key, value, name):
+    monkeypatch.setenv("WANDB_API_KEY", "in the environment, abcdefg")
+    calls = [partial(Config.from_flat, {**flat, key: value}, source="here")]
+    calls.append(partial(load, write, MODEL, overrides=[f"{key}={json.dumps(value)}"]))
+    for call, place in zip(calls, ("here", "--set"), strict=True):
+        with pytest.raises(UserError, match=f'^{place}: "{name}" looks like a secret.*WANDB_API_KEY') as caught:
+            call()
+        assert "abcdefg" not in str(caught.value)
+
+
+def test_a_secret_without_a_value_is_accepted(flat):
     Config.from_flat({**flat, "zero_optimization": {"comet": {"enabled": False, "api_key": None}}})
 
 

@@ -176,9 +176,11 @@ def test_names_that_no_file_has(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("seed", "--set seed"),
+        ("=3", "--set"),
         ("a={b: 1, b: 2}", "--set.*'b'"),
         ("a=!!int abc", "--set.*'abc'"),
-        ("a=[", "not YAML: .*; put quotes around strings"),
+        ("a=[", r"--set a=\[: not YAML: .*; put quotes around strings"),
     ],
 )
 def test_bad_overrides(text, message):

@@ -48,43 +48,26 @@ def pair(tmp_path, write_corpus):
     return tmp_path / "pair"
 
 
-def _edit(path, offset, content):
-    with open(path, "r+b") as stream:
-        stream.seek(offset)
-        stream.write(content)
-
-
-def test_both_missing(tmp_path, pair):
+def test_missing_files(tmp_path, pair):
     assert_rejected(r"absent\.bin.*absent\.idx", open_indexed_files, tmp_path / "absent")
     assert_rejected(r"tools/datasets/preprocess_data\.py", open_indexed_files, tmp_path / "nowhere" / "absent")
     assert_rejected("--set.*data-path=PREFIX", open_indexed_files, "nowhere/absent")
-
-
-@pytest.mark.parametrize("ending", ["bin", "idx"])
-def test_one_missing(pair, ending):
-    pair.with_suffix(f".{ending}").unlink()
-    assert_rejected(rf"pair\.{ending} missing", open_indexed_files, pair)
-
-
-def test_prefix_with_extension(pair):
     assert_rejected(r"give the prefix without the extension: .*pair$", open_indexed_files, f"{pair}.bin")
+    pair.with_suffix(".bin").rename(tmp_path / "other.bin")
+    assert_rejected(r"pair\.bin missing", open_indexed_files, pair)
+    assert_rejected(r"other\.idx missing", open_indexed_files, tmp_path / "other")
 
 
-def test_truncated_bin(pair):
-    os.truncate(f"{pair}.bin", 30)
-    assert_rejected(r"pair\.bin.*36.*30", open_indexed_files, pair)
+def test_truncated_files(pair):
+    for name, size, message in (("pair.bin", 30, ".*36.*30"), ("pair.idx", 40, ""), ("pair.idx", 4, "")):
+        os.truncate(pair.with_name(name), size)
+        assert_rejected(name + message, open_indexed_files, pair)
 
 
 def test_idx_of_another_file(pair, tmp_path, write_corpus):
     write_corpus(tmp_path / "other", [5, 6])
     os.replace(tmp_path / "other.idx", f"{pair}.idx")
     assert_rejected(r"pair\.idx.*22.*36", open_indexed_files, pair)
-
-
-@pytest.mark.parametrize("size", [4, 40])
-def test_truncated_idx(pair, size):
-    os.truncate(f"{pair}.idx", size)
-    assert_rejected(r"pair\.idx", open_indexed_files, pair)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +86,9 @@ def test_truncated_idx(pair, size):
 def test_damaged_idx(pair, offset, content, message, monkeypatch):
     monkeypatch.setattr("megatron.data.indexed_dataset._VALIDATION_BLOCK", 1)
     open_indexed_files(pair)
-    _edit(f"{pair}.idx", offset, content)
+    with open(f"{pair}.idx", "r+b") as stream:
+        stream.seek(offset)
+        stream.write(content)
     assert_rejected(message, open_indexed_files, pair)
 
 
