@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.cli import train as train_script
 from megatron.config import Config, UserError
-from megatron.data.splits import config_blends
+from megatron.data.splits import dataset_prefixes
 from megatron.launcher import main as launcher
 from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, make_parser, reject_config_options
 
@@ -45,5 +45,4 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str],
         raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
     reject_config_options(parsed)
     config.batch.resolve(config.parallel.data_parallel_size(world_size))
-    blends = config_blends(config)
-    return list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+    return dataset_prefixes(config)

@@ -55,6 +55,12 @@ def config_blends(config: Config) -> list[Blend | None]:
     return blends
 
 
+def dataset_prefixes(config: Config) -> list[str]:
+    """Return the prefixes of all datasets in `config.data`, each once. Raises UserError if no data paths are set."""
+    blends = filter(None, config_blends(config))
+    return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
+
+
 def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
     """Return the first and one-past-last sequence of train, valid and test; None for a share of 0.
 

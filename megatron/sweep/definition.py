@@ -55,16 +55,13 @@ class Sweep:
         return itertools.product(*self.axes.values())
 
     def configuration(self, choices: tuple[Choice, ...]) -> Config:
-        """The merged configuration of a run, without its folders. Raises UserError that names the run."""
+        """The merged configuration of a run, without its folders. Raises UserError."""
         self._check_axes(choices)
         files = [*self.base, *(file for choice in choices for file in choice.files)]
         overrides = []
         for keys in (self.overrides, *(choice.keys for choice in choices)):
             overrides += [f"{key}={_as_yaml(value)}" for key, value in keys.items()]
-        try:
-            return load_config(files, self.config_dir, overrides, strict=True)
-        except UserError as error:
-            raise UserError(f"{self.path}: run {run_name(choices)}: {error}") from error
+        return load_config(files, self.config_dir, overrides, strict=True)
 
     def _check_axes(self, choices: tuple[Choice, ...]) -> None:
         """Raises UserError if the choices of two axes set the same key, or one a key inside a mapping of the other."""
@@ -74,7 +71,7 @@ class Sweep:
                 paths = canonical_path(first_key), canonical_path(second_key)
                 if all(one == other for one, other in zip(*paths, strict=False)):
                     raise UserError(
-                        f"{self.path}: axis {first_axis} sets {first_key}, and axis {second_axis} sets {second_key}, "
+                        f"axis {first_axis} sets {first_key}, and axis {second_axis} sets {second_key}, "
                         "so one would override the other; set it in one of the axes only, or combine them into one axis"
                     )
 

@@ -33,6 +33,7 @@ from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
 from megatron.data.indexed_dataset import idx_path, read_manifest
+from megatron.data.splits import dataset_prefixes
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
@@ -262,7 +263,7 @@ class SweepRun:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if not has_checkpoint(self.checkpoints):
-            data = {prefix: _identify_dataset(prefix) for prefix in _datasets(self.config)}
+            data = {prefix: _identify_dataset(prefix) for prefix in dataset_prefixes(self.config)}
             write_atomically(self.folder / DATA, f"{json.dumps(data, indent=1)}\n".encode())
         path = self.folder / "config.yml"
         content = json.dumps(self.config.to_flat(), indent=1, ensure_ascii=False)  # YAML has no surrogate pairs
@@ -282,16 +283,15 @@ def plan(sweep: Sweep) -> list[SweepRun]:
     for choices in combinations:
         name = run_name(choices)
         folder = sweep.output / "runs" / name
-        checkpoints = str(folder / "checkpoints")
-        folders = {"save": checkpoints, "load": checkpoints, "log_dir": str(folder / "logs")}
-        config = sweep.configuration(choices)
-        if config.logging.tensorboard_dir is not None:
+        try:
+            run = SweepRun(name, folder, sweep.configuration(choices), ())
+            _check_keys(run)
+        except UserError as error:
+            raise UserError(f"{sweep.path}: run {name}: {error}") from error
+        folders = {"save": str(run.checkpoints), "load": str(run.checkpoints), "log_dir": str(folder / "logs")}
+        if run.config.logging.tensorboard_dir is not None:
             folders["tensorboard_dir"] = str(folder / "tensorboard")
-        run = SweepRun(name, folder, config.updated(**folders), ())
-        place = f"{sweep.path}: run {name}"
-        _check_checkpoint_keys(config, checkpoints, place)
-        _check_training(run, place)
-        runs.append(run)
+        runs.append(replace(run, config=run.config.updated(**folders)))
 
     # Two runs with one configuration would be the same run.
     names: dict[str, str] = {}
@@ -318,32 +318,23 @@ def plan(sweep: Sweep) -> list[SweepRun]:
     return runs
 
 
-def _check_checkpoint_keys(config: Config, checkpoints: str, place: str) -> None:
-    """Raises UserError if a run should start from another checkpoint than the last one in its folder."""
-    settings = config.checkpoint
+def _check_keys(run: SweepRun) -> None:
+    """Raises UserError if a run has nothing to train or no valid batch size, or if it should start from another
+    checkpoint than the last one in its folder.
+    """
+    if not run.steps:
+        raise UserError(f"train_iters is {run.config.schedule.train_iters}; set it to the number of iterations")
+    run.tokens_per_step  # noqa: B018 (raises for an invalid batch size)
+    settings = run.config.checkpoint
     if settings.finetune:
-        raise UserError(f"{place}: finetune cannot be used in a sweep; remove it, or finetune with train.py")
+        raise UserError("finetune cannot be used in a sweep; remove it, or finetune with train.py")
     if settings.iteration is not None:
+        raise UserError("iteration cannot be used in a sweep, which resumes from the last checkpoint; remove it")
+    if settings.load not in (None, settings.save, str(run.checkpoints)):
         raise UserError(
-            f"{place}: iteration cannot be used in a sweep, which resumes from the last checkpoint; remove it"
-        )
-    if settings.load not in (None, settings.save, checkpoints):
-        raise UserError(
-            f"{place}: load is {settings.load}, but the runs of a sweep start from scratch, and resume from their own "
+            f"load is {settings.load}, but the runs of a sweep start from scratch, and resume from their own "
             "checkpoints; remove it (or set: {load: null})"
         )
-
-
-def _check_training(run: SweepRun, place: str) -> None:
-    """Raises UserError if the run has nothing to train, or no valid batch size."""
-    if not run.steps:
-        raise UserError(
-            f"{place}: train_iters is {run.config.schedule.train_iters}; set it to the number of iterations"
-        )
-    try:
-        run.tokens_per_step  # noqa: B018
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from error
 
 
 def select(runs: Sequence[SweepRun], patterns: Sequence[str]) -> list[SweepRun]:
@@ -388,16 +379,8 @@ def missing_data(runs: Sequence[SweepRun]) -> list[str]:
     """Prefixes of datasets that the runs need and that do not exist."""
     missing: dict[str, None] = {}  # as an ordered set
     for run in runs:
-        missing |= {prefix: None for prefix in _datasets(run.config) if not idx_path(prefix).is_file()}
+        missing |= {prefix: None for prefix in dataset_prefixes(run.config) if not idx_path(prefix).is_file()}
     return list(missing)
-
-
-def _datasets(config: Config) -> list[str]:
-    """Prefixes of the datasets of a configuration."""
-    data = config.data
-    blends = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
-    prefixes = [data.data_path, *(prefix for blend in blends for prefix in blend or ())]
-    return [prefix for prefix in prefixes if prefix is not None]
 
 
 def _identify_dataset(prefix: str) -> dict[str, str]:

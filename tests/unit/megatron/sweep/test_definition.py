@@ -49,7 +49,7 @@ def test_errors_name_the_place(tmp_path, keys, message):
 def test_axes_that_set_the_same_key_are_an_error(first, second, tmp_path):
     sweep = read_sweep(write_sweep(tmp_path, axes={"a": [first], "b": [second]}, set={"pos-emb": "alibi"}))
     (choices,) = sweep.combinations()
-    assert_rejected(r"sweep\.yml", sweep.configuration, choices)
+    assert_rejected("axis a .* axis b ", sweep.configuration, choices)
 
 
 @pytest.mark.parametrize("name", ["😀", "1e-3", "0123", 'a "quoted" line\nand another'])
@@ -67,7 +67,7 @@ def test_choices_override_set_as_a_whole(tmp_path):
     (choices,) = read_sweep(path).combinations()
     assert read_sweep(path).configuration(choices).optimizer.lr == 0.3
     path.write_text(path.read_text().replace("2.5", ".inf"))
-    assert_rejected("run any: .*gradient_clipping.*inf", read_sweep(path).configuration, choices)
+    assert_rejected("gradient_clipping.*inf", read_sweep(path).configuration, choices)
 
 
 def test_required_keys(tmp_path):
