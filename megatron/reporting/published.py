@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import yaml
+from pydantic import BeforeValidator, TypeAdapter
 
 from megatron.reporting.aggregate import Method, Setting
 
@@ -23,6 +25,12 @@ CORPORA = {
 }
 
 
+# A key of the file, `pos-emb` or `pos-emb mode`.
+MethodKey = Annotated[Method, BeforeValidator(lambda key: Method(*key.split(" ")))]
+# One value or a list of values, which must be strings, because numbers would lose trailing zeros.
+Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: value if isinstance(value, list) else [value])]
+
+
 @dataclass(frozen=True)
 class Published:
     """One table of a paper.
@@ -37,14 +45,14 @@ class Published:
 
     source: str
     title: str
-    measure: str
-    protocols: tuple[str, ...]
     train_length: int
-    lengths: tuple[int, ...]
-    methods: Mapping[Method, str]
-    values: Mapping[str, Mapping[Method, tuple[str, ...]]]
+    methods: Mapping[MethodKey, str]
+    values: Mapping[str, Mapping[MethodKey, Texts]]
     model: tuple[int, int]
-    note: str | None
+    measure: str = ""
+    protocols: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    note: str | None = None
 
     def matches(self, setting: Setting) -> bool:
         """Whether the paper's values are comparable with this setting, apart from the corpus."""
@@ -87,29 +95,7 @@ class Published:
 @cache
 def published_tables() -> dict[str, Published]:
     """All tables in `published.yml`, by name."""
-    tables = {}
-    for name, entry in yaml.safe_load(FILE.read_text(encoding="utf-8")).items():
-        values: dict[str, dict[Method, tuple[str, ...]]] = {}
-        for corpus, methods in entry["values"].items():
-            values[corpus] = {}
-            for key, value in methods.items():
-                texts = tuple(value if isinstance(value, list) else [value])
-                if not all(isinstance(text, str) for text in texts):
-                    raise ValueError(f"{FILE}: {name}: {texts}: put numbers in quotes, to keep trailing zeros")
-                values[corpus][_method(key)] = texts
-        tables[name] = Published(
-            source=entry["source"],
-            title=entry["title"],
-            measure=entry.get("measure", ""),
-            protocols=tuple(entry.get("protocols", ())),
-            train_length=entry["train_length"],
-            lengths=tuple(entry.get("lengths", ())),
-            methods={_method(key): method_name for key, method_name in entry["methods"].items()},
-            values=values,
-            model=tuple(entry["model"]),
-            note=entry.get("note"),
-        )
-    return tables
+    return TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(FILE.read_text(encoding="utf-8")))
 
 
 def load_published(name: str) -> Published:
@@ -173,8 +159,3 @@ def _names() -> dict[str, str]:
 def _split_options(pos_emb: str) -> tuple[str, str]:
     plain, bracket, options = pos_emb.partition(" (")
     return plain, bracket + options
-
-
-def _method(key: str) -> Method:
-    """A key of the file, `pos-emb` or `pos-emb mode`."""
-    return Method(*key.split(" "))
