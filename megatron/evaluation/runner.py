@@ -96,7 +96,8 @@ class ExtrapolationTask(EvalTask):
             note = str(error)
         note = context.share_note(note)
         if note is None:
-            sums.reduce()
+            for values in (sums.losses, sums.counts, sums.position_losses, sums.position_counts, sums.bytes):
+                context.sum_over_ranks(values)
             if not math.isfinite(sums.loss):
                 note = f"{LOSS_NOTE} {sums.loss}"
         return self._records(sums, note)

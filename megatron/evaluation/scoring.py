@@ -124,7 +124,7 @@ class LossAccumulator:
     """Sums the losses of segments of a text, by document (by segment if documents are not known) and by position.
 
     All sums are float64 on the CPU. Each of several ranks adds the losses of its share of the segments
-    (`Segments.shard`); `reduce` then adds up the ranks.
+    (`Segments.shard`); then the sums of all ranks must be added up.
     """
 
     def __init__(self, text: Text, segments: Segments, rank: int = 0, world_size: int = 1):
@@ -157,12 +157,6 @@ class LossAccumulator:
         self.position_counts[positions] += rows
         if self._token_bytes is not None:
             self.bytes += self._token_bytes[self.text.tokens[targets]].sum()
-
-    def reduce(self) -> None:
-        """Replace the sums with those over all ranks."""
-        if self._world_size > 1:
-            for sums in (self.losses, self.counts, self.position_losses, self.position_counts, self.bytes):
-                torch.distributed.all_reduce(sums)
 
     @property
     def tokens(self) -> int:
