@@ -191,17 +191,13 @@ def _symlog_distance(axes: Axes, base: int = 10) -> None:
 
 
 def effective_length_figure(
-    lengths: Mapping[str, Sequence[int]],
-    *,
-    model: str,
-    name: str,
-    numbers: Mapping[str, int] | None = None,
+    lengths: Mapping[str, Sequence[int]], numbers: Mapping[str, int], *, model: str, name: str
 ) -> ReportFigure:
     """The share of heads up to each effective length.
 
     Args:
         lengths: label -> effective lengths of all heads (of all layers, if the layers differ).
-        numbers: those of the line styles by label (default: in order).
+        numbers: label -> number of its line style.
     """
     return ReportFigure(
         slug("effective-lengths", name),
@@ -209,22 +205,19 @@ def effective_length_figure(
         "Share of heads whose effective length is at most the value on the x axis (KERPLE, Figure 6: number). The "
         "effective length of a head is the smallest distance with a bias below -2. If a line ends below 1, the "
         f"effective lengths of the remaining heads are larger than {LIMIT:,} tokens.",
-        partial(effective_length_plot, lengths, numbers=numbers),
+        partial(effective_length_plot, lengths, numbers),
     )
 
 
 def effective_length_plot(
-    lengths: Mapping[str, Sequence[int]],
-    style: Style = SCREEN,
-    *,
-    numbers: Mapping[str, int] | None = None,
+    lengths: Mapping[str, Sequence[int]], numbers: Mapping[str, int], style: Style = SCREEN
 ) -> Figure:
     figure, (axes,) = new_figure(style)
-    for index, (label, head_lengths) in enumerate(lengths.items()):
+    for label, head_lengths in lengths.items():
         ends = sorted(length for length in head_lengths if length < LIMIT)
         distances = [0, *ends, LIMIT]
         shares = [count / len(head_lengths) for count in (*range(len(ends) + 1), len(ends))]
-        style_kwargs = {**line_style(style, index if numbers is None else numbers[label]), "marker": None}
+        style_kwargs = {**line_style(style, numbers[label]), "marker": None}
         axes.step(distances, shares, where="post", label=label, **style_kwargs)
     _symlog_distance(axes)
     axes.set_xlim(0, LIMIT)
@@ -405,7 +398,7 @@ def add_weight_figures(sources: Sources) -> None:
     numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
     for setting, by_method in lengths.items():
         model = corpus_name(setting.corpus)
-        length_figures.append(effective_length_figure(by_method, model=model, name=setting.name, numbers=numbers))
+        length_figures.append(effective_length_figure(by_method, numbers, model=model, name=setting.name))
 
     # The checkpoints that the user named. A missing kernel is an error here.
     named_lengths: dict[str, list[int]] = {}
@@ -429,7 +422,9 @@ def add_weight_figures(sources: Sources) -> None:
         if head_lengths := _effective_lengths(tables):
             named_lengths[model] = head_lengths
     if named_lengths:
-        length_figures.append(effective_length_figure(named_lengths, model="given checkpoints", name="named"))
+        numbers = {label: number for number, label in enumerate(named_lengths)}
+        figure = effective_length_figure(named_lengths, numbers, model="given checkpoints", name="named")
+        length_figures.append(figure)
 
 
 def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:

@@ -100,7 +100,7 @@ def test_effective_lengths(method):
     expected = [int(row.argmax()) if row.any() else LIMIT for row in below]
     assert table.effective_lengths.tolist() == expected
     lengths = {"A": expected, "B": [5, LIMIT, LIMIT, 5]}
-    figure = effective_length_figure(lengths, model="x", name="x")
+    figure = effective_length_figure(lengths, {"A": 0, "B": 1}, model="x", name="x")
     (axes,) = figure.draw(SCREEN).axes
     for label, head_lengths in lengths.items():
         (line,) = (line for line in axes.lines if line.get_label() == label)
@@ -109,11 +109,6 @@ def test_effective_lengths(method):
         for distance in (0, 4, 5, 6, 60, 300, LIMIT):
             count = sum(length <= distance and length < LIMIT for length in head_lengths)
             assert y[np.searchsorted(x, distance, side="right") - 1] == count / 4, (label, distance)
-
-
-def test_methods_without_bias_and_weight_have_no_tables():
-    assert distance_tables(RELEASE / "rotary_checkpoints") == []
-    assert distance_tables(RELEASE / "sinusoidal_checkpoints") == []
 
 
 def test_layers_with_their_own_parameters_have_their_own_panels():
@@ -159,16 +154,14 @@ def test_scores_of_the_first_layer(pos_emb, options):
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
     parts = query_scores(model, tokens)
 
-    state = {name: value.double().numpy() for name, value in model.state_dict().items()}
-    block = next(name for name in state if name.endswith("query_key_value.weight")).removesuffix(
-        "attention.query_key_value.weight"
-    )
-    hidden = next(value for name, value in state.items() if name.endswith("word_embeddings.weight"))[tokens.numpy()]
+    block = model.blocks[0]
+    state = {name: value.double().numpy() for name, value in block.state_dict().items()}
+    hidden = model.embedding.word_embeddings.weight.detach().double().numpy()[tokens.numpy()]
     mean, variance = hidden.mean(1, keepdims=True), hidden.var(1, keepdims=True)
     normed = (hidden - mean) / np.sqrt(variance + 1e-5)
-    normed = normed * state[f"{block}input_layernorm.weight"] + state[f"{block}input_layernorm.bias"]
-    mixed = normed @ state[f"{block}attention.query_key_value.weight"].T
-    mixed = (mixed + state[f"{block}attention.query_key_value.bias"]).reshape(LENGTH, HEADS, 3, SIZE)
+    normed = normed * state["input_layernorm.weight"] + state["input_layernorm.bias"]
+    mixed = normed @ state["attention.query_key_value.weight"].T
+    mixed = (mixed + state["attention.query_key_value.bias"]).reshape(LENGTH, HEADS, 3, SIZE)
     angles = np.multiply.outer(np.arange(LENGTH), 10_000 ** (-np.arange(0, SIZE, 2) / SIZE)) * (
         pos_emb == "dape_rotary"
     )
@@ -176,16 +169,11 @@ def test_scores_of_the_first_layer(pos_emb, options):
     scores = np.einsum("hd,lhd->hl", turned[-1, :, 0], turned[:, :, 1].conj()).real / math.sqrt(SIZE)
     np.testing.assert_allclose(parts.scores.numpy(), scores, rtol=1e-4, atol=1e-4)
 
-    rpe = {
-        name.partition("rpe.")[2]: value for name, value in state.items() if name.startswith(f"{block}attention.rpe.")
-    }
+    rpe = {name.removeprefix("attention.rpe."): value for name, value in state.items()}
     distance = LENGTH - 1 - np.arange(LENGTH, dtype=np.float64)
     static = None
-    if pos_emb == "dape_kerple":
-        p, a = (np.maximum(rpe[f"static.bias_{name}"].reshape(-1, 1), 0.01) for name in "pa")
-        static = -p * np.log(1 + a * distance)
-    elif pos_emb == "dape_alibi":
-        static = -(2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)).reshape(-1, 1) * distance
+    if pos_emb in ("dape_kerple", "dape_alibi"):
+        static = block.attention.rpe.static.bias(torch.from_numpy(distance)).detach().numpy()
     elif pos_emb == "dape_fire":
         c, longest = abs(rpe["static.c"]), max(LENGTH - 1, abs(rpe["static.m"].item()) * 512)
         hidden = rpe["static.first.weight"] * np.log1p(c * distance) / np.log1p(c * longest)
