@@ -2,10 +2,7 @@
 
 import gzip
 import hashlib
-import io
 import lzma
-import tarfile
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from experiments.corpora.debian import DEBIAN_CORPORA, CorpusDefinition, DebianC
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation import corpora
 from megatron.tokenizer.tokenizer import build_tokenizer
-from tests.support.archives import tar_of
+from tests.support.archives import tar_of, zip_of
 from tests.support.errors import assert_rejected
 from tests.support.servers import serve
 
@@ -148,13 +145,9 @@ def test_package_that_no_mirror_has(corpus, tmp_path):
 
 def test_npm_package(corpus, tmp_path):
     """It has one address, and nothing is added to it."""
-    with tarfile.open(tmp_path / "novel-1.0.tgz", "w:gz") as archive:
-        for name, content in (("package/data/1.c", b"int chapter_1;\n"), ("package/README.md", b"no")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    content = tar_of({"package/data/1.c": b"int chapter_1;\n", "package/README.md": b"no"}, "w:gz")
+    (tmp_path / "novel-1.0.tgz").write_bytes(content)
     mirror = debian.MIRRORS[0].removesuffix("mirror/")
-    content = (tmp_path / "novel-1.0.tgz").read_bytes()
     package = Package(f"{mirror}novel-1.0.tgz", hashlib.sha256(content).hexdigest(), ".c")
     assert corpus(packages=(package,), limit_mb=1).documents == [
         ("novel-1.0.tgz:package/data/1.c", b"int chapter_1;\n"),
@@ -166,11 +159,8 @@ def test_npm_package(corpus, tmp_path):
 def test_archives_in_a_package(corpus, tmp_path):
     """linux-source contains another archive, and packages contain compressed documentation."""
     source = lzma.compress(tar_of({"linux/a.c": b"int a;", "linux/Makefile": b"no"}))
-    zipped = io.BytesIO()
-    with zipfile.ZipFile(zipped, "w") as archive:
-        archive.writestr("d.c", b"int d;")
     files = {"./usr/src/linux.tar.xz": source, "./b.c.gz": gzip.compress(b"int b;"), "./c.png": b"no"}
-    content = debian_package({**files, "./x.ZIP": zipped.getvalue()})
+    content = debian_package({**files, "./x.ZIP": zip_of({"d.c": b"int d;"})})
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "x.deb").write_bytes(content)
     package = Package("x/x.deb", hashlib.sha256(content).hexdigest(), ".c")

@@ -27,9 +27,14 @@ def dataset(tmp_path, monkeypatch):
     return prepare_text
 
 
-def test_files(dataset, tmp_path, capsys):
+def test_files(dataset, tmp_path, monkeypatch, capsys):
     dataset(150_000)
-    init.main(["mytext"])
+    for has_bf16, precision in ((False, "fp32"), (True, "bfloat16")):
+        monkeypatch.setattr(init, "has_bf16_instructions", lambda has_bf16=has_bf16: has_bf16)
+        for path in tmp_path.glob("*.yml"):
+            path.unlink()
+        init.main(["mytext"])
+        assert load_config(["mytext.yml"]).precision.precision == precision
     output = capsys.readouterr().out
     assert "kerple train mytext.yml pos_emb/kerple_log.yml\n" in output
     assert "kerple sweep mytext-sweep.yml\n" in output
@@ -56,14 +61,6 @@ def test_files(dataset, tmp_path, capsys):
     assert 4 * lengths[-1] <= train_tokens / 8 < 8 * lengths[-1] or len(lengths) == 5
     assert config.evaluation.tokens % lengths[-1] == 0
     assert sweep.evaluation == (("--by-position",),)
-
-
-@pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bfloat16"), (False, "fp32")])
-def test_precision(dataset, monkeypatch, has_bf16, precision):
-    dataset(150_000)
-    monkeypatch.setattr(init, "has_bf16_instructions", lambda: has_bf16)
-    init.main(["mytext"])
-    assert load_config(["mytext.yml"]).precision.precision == precision
 
 
 def test_sizes_for_a_gpu(dataset, monkeypatch):

@@ -105,20 +105,13 @@ def test_blocks_start_at_the_segment_s_start():
     assert changed_losses(Span(block=8), query_chunk=5) == list(range(9, 24))
 
 
-@pytest.mark.parametrize(("query_chunk", "batch_tokens"), [(1, 10_000), (7, 129), (64, 1)])
-def test_chunk_and_batch_sizes_do_not_change_losses(query_chunk, batch_tokens):
-    model = small_gpt("alibi").double()
-    segments = Segments(32, range(0, 320, 32))
-    losses = losses_of(model, segments, query_chunk=query_chunk, batch_tokens=batch_tokens)
-    torch.testing.assert_close(losses, direct(model, segments), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("first", [3, 40])
-def test_positions_before_first_are_not_scored(first):
+@pytest.mark.parametrize(
+    ("first", "query_chunk", "batch_tokens"), [(0, 1, 10_000), (0, 7, 129), (0, 64, 1), (3, 16, 128), (40, 16, 128)]
+)
+def test_sizes_do_not_change_losses_and_positions_before_first_are_not_scored(first, query_chunk, batch_tokens):
     model = small_gpt("rotary").double()
-    segments = Segments(48, range(0, 240, 48), first=first)
-    losses = losses_of(model, segments)
-    assert losses.shape == (5, 48 - first)
+    segments = Segments(48, range(0, 240, 48), first)
+    losses = losses_of(model, segments, query_chunk=query_chunk, batch_tokens=batch_tokens)
     torch.testing.assert_close(losses, direct(model, segments), rtol=0, atol=1e-10)
 
 

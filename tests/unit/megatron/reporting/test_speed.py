@@ -3,7 +3,7 @@
 import json
 import math
 
-from megatron.reporting.speed import step_time_tables, step_times
+from megatron.reporting.speed import StepTime, step_time_tables, step_times
 from megatron.reporting.training_log import read_log
 from tests.support.checkpoints import write_checkpoint
 from tests.support.records import record
@@ -41,12 +41,9 @@ def test_seconds_per_step_from_logs(tmp_path):
     assert step_times(records) == []
 
 
-def test_published_step_times(tmp_path):
-    from megatron.reporting.speed import StepTime
-
-    times = [
-        StepTime("github", name, seed, 0.3 + seed / 10, (12, 768, 512)) for name in ("rpe", "x") for seed in (1, 2)
-    ]
+def test_published_step_times():
+    keys = [(name, seed) for name in ("rpe", "x") for seed in (1, 2)]
+    times = [StepTime("github", name, seed, 0.3 + seed / 10, (12, 768, 512)) for name, seed in keys]
     (table,) = step_time_tables(times)
     assert table.columns == ("T5", "x")
     assert [[cell.text for cell in row.cells] for row in table.rows] == [["0.4500 ± 0.0707"] * 2, ["0.340", ""]]
