@@ -57,21 +57,15 @@ class LengthTask:
         symbols: size of the alphabet, of tokens and targets.
         shortest: the smallest length in tokens.
         guess: accuracy of random guessing among the possible answers.
-        draw: (generator, samples, length) -> batch with sequences of `length` tokens; copying draws one less for an
-            even length.
+        sample: (generator, samples, length) -> batch with sequences of `length` tokens, at least `shortest`; copying
+            draws one less for an even length.
     """
 
     name: str
     symbols: int
     shortest: int
     guess: float
-    draw: Draw
-
-    def sample(self, generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
-        """A batch with sequences of this length. Raises ValueError for a length below `shortest`."""
-        if length < self.shortest:
-            raise ValueError(f"{self.name}: the length must be at least {self.shortest}, not {length}")
-        return self.draw(generator, samples, length)
+    sample: Draw
 
 
 LENGTH_TASKS: dict[str, LengthTask] = {}

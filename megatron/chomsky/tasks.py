@@ -63,9 +63,7 @@ class Task:
     ended: bool = False
 
     def sample(self, generator: np.random.Generator, samples: int, length: int) -> Batch:
-        """A batch with inputs of this length (or one less, see `odd_only`). Raises ValueError for a length below 1."""
-        if length < 1:
-            raise ValueError(f"{self.name}: the length must be at least 1, not {length}")
+        """A batch with inputs of this length, at least 1 (or of one less, see `odd_only`)."""
         if self.odd_only and length % 2 == 0:
             length -= 1
         inputs, targets = self.draw(generator, samples, length)
