@@ -374,7 +374,7 @@ def add_weight_figures(sources: Sources) -> None:
         if path is not None:
             try:
                 measured = fingerprint_of(record)
-                if measured is not None and weights_fingerprint(find_step(path, iteration)) != measured:
+                if weights_fingerprint(find_step(path, iteration)) != measured:
                     raise UserError(
                         f"{path}: iteration {iteration} has other weights than those that were evaluated (fingerprint "
                         f"{measured}); evaluate it again"

@@ -43,18 +43,11 @@ class ResolutionTask(EvalTask):
     text: Text
 
     def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
-        """If the model has no positions for the length, the record has a note instead of values.
-
-        Raises UserError if the model is not one of this project.
+        """If the model has no positions for the length, the record has a note instead of values. The model must be a
+        `GPT`, because other models do not record scores.
         """
-        # Only this project's attention can record scores.
-        model = context.model
-        if not isinstance(model, GPT):
-            raise UserError(
-                f"attention resolution needs access to attention scores: only models of this project, not {type(model)}"
-            )
-
         # Sums over texts, as soon as a batch of texts is complete.
+        model: GPT = context.model
         totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
         try:
             with record_scores(model) as recorders:

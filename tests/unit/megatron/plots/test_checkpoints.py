@@ -227,8 +227,6 @@ def test_kernels_are_those_of_the_evaluated_weights(tmp_path):
         f"No kernels are plotted for KERPLE (log), GitHub, seed 1: {tmp_path / 'run'}: iteration 3 has "
         f"other weights than those that were evaluated (fingerprint {checkpoint['fingerprint']}); evaluate it again."
     )
-    checkpoint["fingerprint"] = None  # not known
-    assert len(kernels()[0]) == 2
 
 
 def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
