@@ -170,27 +170,16 @@ def comparable_means(cells: Iterable[Series | None]) -> list[float]:
     return means
 
 
-def p_value(first: Series, second: Series) -> float | None:
-    """p of the paired two-sided t-test over the seeds (the index) that both have, as in KERPLE's Table 3.
-
-    None with fewer than two such seeds, or if all pairs are equal.
+def significantly_better(first: Series, second: Series) -> bool:
+    """Whether `first` has the lower mean over the seeds (the index) that both have, with p < ALPHA in the paired
+    two-sided t-test of KERPLE's Table 3. False with fewer than two such seeds.
     """
-    pairs = _pairs(first, second)
+    pairs = concat({"first": first, "second": second}, axis=1, join="inner").dropna()
     if len(pairs) < 2:
-        return None
+        return False
     from scipy.stats import ttest_rel  # large; `make demo` does not install it
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about differences that are equal up to rounding
-        p = float(ttest_rel(pairs["first"], pairs["second"]).pvalue)
-    return None if math.isnan(p) else p
-
-
-def significantly_better(first: Series, second: Series) -> bool:
-    """Whether `first` has the lower mean over the seeds that both have, with p < ALPHA."""
-    p, means = p_value(first, second), _pairs(first, second).mean()
-    return p is not None and p < ALPHA and bool(means["first"] < means["second"])
-
-
-def _pairs(first: Series, second: Series) -> DataFrame:
-    return concat({"first": first, "second": second}, axis=1, join="inner").dropna()
+        p = float(ttest_rel(pairs["first"], pairs["second"]).pvalue)  # NaN if all pairs are equal
+    return p < ALPHA and bool(pairs["first"].mean() < pairs["second"].mean())
