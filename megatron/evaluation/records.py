@@ -239,10 +239,10 @@ class Provenance:
         )
 
 
-def perplexity(loss: float | None) -> float | None:
-    """exp(loss); None if the loss is None or the result overflows."""
+def perplexity(loss: float) -> float | None:
+    """exp(loss); None if it overflows."""
     try:
-        return None if loss is None else math.exp(loss)
+        return math.exp(loss)
     except OverflowError:
         return None
 

@@ -73,7 +73,8 @@ class Text:
 
     def targets_digest(self, segments: Segments) -> str:
         """16 hexadecimal digits that identify the scored tokens, regardless of their context."""
-        spans = _target_spans(segments)
+        first_targets = np.unique(segments.starts) + segments.first + 1
+        spans = _merged(first_targets, segments.length - segments.first)
         digest = self._read_digest(spans)
         digest.update(spans.tobytes())
         return digest.hexdigest()[:16]
@@ -122,11 +123,6 @@ def _merged(starts: IntArray, length: int) -> IntArray:
     new = np.concatenate(([True], starts[1:] > starts[:-1] + length))
     last = np.concatenate((new[1:], [True]))
     return np.stack((starts[new], starts[last] + length), axis=1)
-
-
-def _target_spans(segments: Segments) -> IntArray:
-    """The positions of the scored tokens, as in `_merged`."""
-    return _merged(np.unique(segments.starts) + segments.first + 1, segments.length - segments.first)
 
 
 def as_text(tokens: Tensor | IntArray | Sequence[int] | Text) -> Text:

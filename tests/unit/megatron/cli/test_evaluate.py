@@ -113,8 +113,6 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
 @pytest.mark.parametrize(
     ("keys", "words", "message"),
     [
-        ({"load": None}, [], '--checkpoint DIR.*"load".*"save"'),
-        ({"load": "empty", "save": "unmade"}, [], "empty.*unmade"),
         ({}, ["--iteration", "5"], "iteration 5.*4"),
         ({}, ["--text", "a.txt", "--split", "test"], r"--text a\.txt.*--split"),
         ({"tokenizer_type": "GPT2BPETokenizer"}, ["--text", "a.txt"], "vocab-file"),
@@ -127,7 +125,6 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
 )
 def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
     assert_rejected(message, main, [configuration(**keys), *words, "--output", "report"])
     assert not (tmp_path / "report").exists()
 

@@ -66,6 +66,5 @@ def test_folders_without_results(tmp_path):
 
 def test_perplexity_and_kinds():
     assert perplexity(2.0) == math.exp(2.0)
-    assert perplexity(None) is None
     assert perplexity(1e9) is None
     assert extrapolation_records([stored_record(), {**stored_record(), "kind": "positions"}]) == [stored_record()]
