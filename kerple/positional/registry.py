@@ -114,6 +114,8 @@ def load_plugin(path_or_module: str | Path) -> None:
         name = text
         if name in sys.modules:
             return
+        if name.startswith(".") or not name:  # a path, or a relative import
+            raise PluginError(f"{text}: cannot be imported; give the path of a .py file, or a module")
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

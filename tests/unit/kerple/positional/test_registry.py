@@ -118,6 +118,7 @@ def test_a_plugin_that_raises_registers_nothing(tmp_path):
         ("absent.py", None, "no such file"),
         ("empty.py", "x = 1\n", "registers no new method"),
         ("no.such.module", None, "cannot be imported"),
+        ("./mine", None, "cannot be imported"),
     ],
 )
 def test_invalid_plugins_are_rejected(tmp_path, monkeypatch, name, text, message):
