@@ -271,9 +271,19 @@ class AttentionCall:
         return torch.promote_types(self.query.dtype, torch.float32)
 
     @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that may require gradients."""
+        tensors = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def training(self) -> bool:
+        """Whether gradients are required."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
+
+    @property
     def requirements(self) -> Requirements:
         batch, heads, _, head_size = self.query.shape
-        inputs = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
         return Requirements(
             causal=self.span.causal,
             weight=self.tables.weight is not None,
@@ -281,7 +291,7 @@ class AttentionCall:
             decay=self.decay_sums is not None,
             key_mask=self.key_mask is not None,
             dropout=self.dropout_p > 0,
-            training=torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
+            training=self.training,
             dtype=self.query.dtype,
             head_size=head_size,
             value_size=self.value.shape[3],
@@ -293,16 +303,15 @@ class AttentionCall:
     def kind(self) -> Hashable:
         """What `validate` and the choice of a backend depend on: equal for calls that need no other decision."""
         query, key, value, tables = self.query, self.key, self.value, self.tables
-        inputs = (query, key, value, tables.bias, tables.weight, self.decay_sums)
         ids = None if self.documents is None else self.documents.ids
-        optional = [*inputs[3:], tables.scores, ids, self.key_mask]
+        optional = [tables.bias, tables.weight, self.decay_sums, tables.scores, ids, self.key_mask]
         for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
             optional += [None, None] if jacobian is None else [jacobian.coefficients, jacobian.directions]
         return (
             *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
             *[getattr(tensor, "shape", None) for tensor in optional],
-            torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs),
-            *(self.span, self.scale, self.dropout_p, None if self.key_mask is None else self.key_mask.dtype),
+            *(self.training, self.span, self.scale, self.dropout_p),
+            None if self.key_mask is None else self.key_mask.dtype,
         )
 
     def validate(self) -> "AttentionCall":

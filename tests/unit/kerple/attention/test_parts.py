@@ -207,6 +207,15 @@ def test_one_document_per_row_changes_nothing(method, monkeypatch):
     assert torch.equal(attention(*states, documents=documents), attention(*states))
 
 
+@pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap", "xpos"])
+def test_padding_alone_has_gradients(method):
+    attention, states = Attention("auto", build(method, SHAPE)), float64_states(4, 6, 9)
+    context = attention(*states, documents=Documents(torch.full((2, 9), -1)))
+    assert torch.equal(context, torch.zeros_like(states[0]))
+    grads = torch.autograd.grad(context.sum(), [*states, *attention.positional.parameters()])
+    assert not any(grad.any() for grad in grads)
+
+
 def test_documents_of_equal_size_are_one_group():
     groups = Documents(torch.tensor([[0, 0, 0, 1, 1], [7, 7, 8, 8, 8]])).groups(q_len=5)
     sizes = sorted((tuple(queries.shape), tuple(keys.shape)) for queries, keys, _ in groups)
