@@ -3,7 +3,8 @@
 Legend: s positions, n rotated dimensions or distances, c queries, l keys.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,18 +80,41 @@ class DeviceConstant:
         return self._cache[device]
 
 
+class LatestResults:
+    """The latest results of a function of positions, which are cached because all layers use the same positions.
+
+    Positions are compared by value, which is done only for those on the CPU: on a GPU it would synchronize.
+    """
+
+    SIZE = 2
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[tuple[Tensor, ...], torch.device, tuple[Tensor, Tensor]]] = []
+
+    def get(
+        self, compute: Callable[..., tuple[Tensor, Tensor]], device: torch.device, *positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """compute(device, *positions), or its cached result."""
+        if any(part.device.type != "cpu" for part in positions) or not may_cache():
+            return compute(device, *positions)
+        for cached, cached_device, result in self.entries:
+            if cached_device == device and all(map(torch.equal, cached, positions)):
+                return result
+        # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
+        with torch.inference_mode(False):
+            result = compute(device, *positions)
+            entry = tuple(part.clone() for part in positions), device, result
+        self.entries = [entry, *self.entries[: self.SIZE - 1]]
+        return result
+
+
 class Angles:
     """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
 
     The frequencies are base^(-2i/n), or the given ones. Angles are computed in float64: in float32 an angle near
     65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is for comparisons with
-    models that compute angles in float32.
-
-    All layers use the same positions, so the latest results are cached. The cache compares positions by value, which is
-    done only for positions on the CPU: on a GPU it would synchronize.
+    models that compute angles in float32. Raises ValueError unless the base is above 1.
     """
-
-    CACHE_SIZE = 2
 
     def __init__(
         self,
@@ -102,11 +126,13 @@ class Angles:
     ):
         self.size = size
         self.base = float(base)
+        if not 1 < self.base < math.inf:
+            raise ValueError(f"base {base}: the base of the wavelengths must be a number above 1")
         self.dtype = dtype
         self.frequencies = None if frequencies is None else tuple(frequencies)
         self._frequencies_on = DeviceConstant(frequencies or (), dtype)
         self.scale = scale
-        self._cache: list[tuple[Tensor, torch.device, tuple[Tensor, Tensor]]] = []
+        self._cache = LatestResults()
         self._stretched: tuple[float, Angles] | None = None
 
     def stretched(self, factor: float) -> "Angles":
@@ -122,19 +148,10 @@ class Angles:
 
     def __call__(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cosines, sines) on `device` for int64 or floating-point positions `[s]`."""
-        if positions.device.type != "cpu" or not may_cache():
-            return self._compute(positions, device)
-        for cached_positions, cached_device, result in self._cache:
-            if cached_device == device and torch.equal(cached_positions, positions):
-                return result
-        # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
-        with torch.inference_mode(False):
-            result = self._compute(positions, device)
-            self._cache = [(positions.clone(), device, result), *self._cache[: self.CACHE_SIZE - 1]]
-        return result
+        return self._cache.get(self._compute, device, positions)
 
     @torch.no_grad()
-    def _compute(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _compute(self, device: torch.device, positions: Tensor) -> tuple[Tensor, Tensor]:
         if device.type != "mps":  # MPS has no float64
             positions = positions_on(positions, device, positions.dtype)
         if self.frequencies is None:

@@ -40,7 +40,14 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import PositionalMethod
-from kerple.positional.functional import Angles, DeviceConstant, default_frequencies, may_cache, ntk_base, positions_on
+from kerple.positional.functional import (
+    Angles,
+    DeviceConstant,
+    LatestResults,
+    default_frequencies,
+    ntk_base,
+    positions_on,
+)
 from kerple.positional.registry import register
 
 # Scaling -> its options.
@@ -181,6 +188,7 @@ class Rotary(Rotation):
             raise ValueError(f"scaling {scaling} needs more than 2 rotated dimensions; got {self.rotated}")
 
         # Frequencies and scale, with the defaults of the scaling's paper or code.
+        self.angles = Angles(self.rotated, base)
         scaled: tuple[float, ...] | None = None
         scale = 1.0
         self.dynamic: tuple[float, int] | None = None  # factor and trained length
@@ -203,7 +211,8 @@ class Rotary(Rotation):
         # What inference modes and attention read.
         self.scaling = scaling
         self.length_dependent, self.turns = self.dynamic is not None, self.dynamic is None
-        self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
+        if scaled is not None:
+            self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
 
     def stretched(self, factor: float) -> PositionalMethod | None:
         return super().stretched(factor) if self.scaling is None else None
@@ -307,8 +316,6 @@ class PRope(Rotary):
 class XPos(Rotation):
     """The option `scale_base` is the distance at which the first pair of dimensions has decayed to 0.4 / 1.4."""
 
-    CACHE_SIZE = 2
-
     def __init__(self, head_size: int, base: float = 10_000.0, scale_base: float = 512.0):
         super().__init__()
         if head_size % 2:
@@ -320,7 +327,7 @@ class XPos(Rotation):
         half = head_size // 2
         zeta = (torch.arange(half, dtype=torch.float64, device="cpu") / half + 0.4) / 1.4
         self.log_zeta = DeviceConstant(zeta.log().tolist(), torch.float64)
-        self._cache: list[tuple[Tensor, Tensor, torch.device, tuple[Tensor, Tensor]]] = []
+        self._cache = LatestResults()
 
     @property
     def segment(self) -> int:
@@ -334,27 +341,17 @@ class XPos(Rotation):
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        query_factors, key_factors = self._factors(query_positions, key_positions, query.device)
+        query_factors, key_factors = self._cache.get(self._factors, query.device, query_positions, key_positions)
         return (query * query_factors).to(query.dtype), (key * key_factors).to(key.dtype)
 
-    def _factors(self, queries: Tensor, keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or float64.
-
-        The latest results are cached, because all layers need the same factors.
-        """
-        for cached_queries, cached_keys, cached_device, factors in self._cache:
-            if cached_device == device and torch.equal(cached_queries, queries) and torch.equal(cached_keys, keys):
-                return factors
-        # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
-        with torch.inference_mode(False), torch.no_grad():
-            log_zeta = self.log_zeta(device) / self.scale_base
-            middle = float(queries[0] + queries[-1]) / 2
-            both = []
-            for positions, sign in ((queries, 1), (keys, -1)):
-                offsets = sign * (positions_on(positions, device, torch.float64) - middle)
-                powers = torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
-                both.append(powers.float().repeat_interleave(2, dim=-1))
-            cached = queries.clone(), keys.clone(), device, (both[0], both[1])
-        if may_cache():
-            self._cache = [cached, *self._cache[: self.CACHE_SIZE - 1]]
-        return cached[3]
+    @torch.no_grad()
+    def _factors(self, device: torch.device, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or float64."""
+        log_zeta = self.log_zeta(device) / self.scale_base
+        middle = (queries[0] + queries[-1]).double() / 2
+        both = []
+        for positions, sign in ((queries, 1), (keys, -1)):
+            offsets = sign * (positions_on(positions, device, torch.float64) - middle)
+            powers = torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
+            both.append(powers.float().repeat_interleave(2, dim=-1))
+        return both[0], both[1]

@@ -21,7 +21,7 @@ class Sandwich(Bias):
 
     def __init__(self, num_heads: int, dimensions: int = 128, base: float = 10_000.0):
         super().__init__()
-        if dimensions < 2 or dimensions % 2 or base <= 1:
+        if dimensions < 2 or dimensions % 2 or not base > 1:
             raise ValueError(
                 f"sandwich needs an even number of dimensions and a base above 1; got dimensions {dimensions}, "
                 f"base {base}"

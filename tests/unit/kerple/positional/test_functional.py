@@ -8,10 +8,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kerple.attention import Attention
-from kerple.positional import ModelShape, build
+from kerple.positional import ModelShape, XPos, build
 from kerple.positional.functional import (
     Angles,
     DeviceConstant,
+    LatestResults,
     by_distance,
     by_pair,
     cast_together,
@@ -29,6 +30,13 @@ def test_angles_are_exact_at_far_positions():
         assert sines[row].tolist() == pytest.approx([2 * math.sin(angle) for angle in angles], abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sinusoidal", "p_rope", "xpos", "dape_rotary"])
+@pytest.mark.parametrize("base", [1, float("nan")])
+def test_invalid_bases_are_rejected(name, base):
+    with pytest.raises(ValueError, match=f"base {base}"):
+        build(name, ModelShape(2, 8, 16, 1, 8), base=base)
+
+
 def test_angles_with_other_frequencies():
     cosines, _ = Angles(4, 10_000.0, frequencies=(0.5, 0.25))(torch.tensor([2]), torch.device("cpu"))
     assert cosines[0].tolist() == pytest.approx([math.cos(1.0), math.cos(0.5)])
@@ -38,14 +46,20 @@ def test_the_latest_angles_are_cached_by_value():
     angles, cpu = Angles(4, 10_000.0), torch.device("cpu")
     first = angles(torch.arange(5), cpu)
     assert angles(torch.arange(5), cpu) is first
-    for start in range(1, 1 + Angles.CACHE_SIZE):
+    for start in range(1, 1 + LatestResults.SIZE):
         angles(torch.arange(start, start + 5), cpu)
     assert angles(torch.arange(5), cpu) is not first
 
 
 def cached_tensors() -> Callable[[], list[torch.Tensor]]:
     constant, angles, cpu = DeviceConstant((1.0, 0.5)), Angles(4, 10_000.0), torch.device("cpu")
-    return lambda: [constant(cpu), *angles(torch.arange(3), cpu)]
+    xpos = XPos(2)
+
+    def compute() -> list[torch.Tensor]:
+        positions, ones = torch.arange(3), torch.ones(3, 2)
+        return [constant(cpu), *angles(positions, cpu), *xpos.scale_qk(ones, ones, positions, positions)]
+
+    return compute
 
 
 @pytest.mark.parametrize("fake_first", [True, False])
@@ -54,7 +68,7 @@ def test_fake_tensors_are_not_cached(fake_first):
     if not fake_first:
         compute()
     with FakeTensorMode():
-        assert [(tensor * torch.ones(2)).shape for tensor in compute()] == [(2,), (3, 2), (3, 2)]
+        assert [(tensor * torch.ones(2)).shape for tensor in compute()] == [(2,), *[(3, 2)] * 4]
     for actual, tensor in zip(compute(), expected, strict=True):
         assert torch.equal(actual, tensor)
 
@@ -63,7 +77,7 @@ def test_tensors_of_transformed_functions_are_not_cached():
     """Their memory is not accessible after the transformation, for example to kernels."""
     compute = cached_tensors()
     torch.func.grad(lambda states: states.sum() + len(compute()))(torch.ones(2))
-    assert [tensor.untyped_storage().nbytes() for tensor in compute()] == [8, 24, 24]
+    assert [tensor.untyped_storage().nbytes() for tensor in compute()] == [8, 24, 24, 24, 24]
 
 
 def test_constants_are_traced_in_one_graph():

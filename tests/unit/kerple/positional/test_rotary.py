@@ -336,15 +336,3 @@ def test_training_of_xpos_after_an_evaluation_in_inference_mode():
 def test_invalid_options_of_xpos_are_rejected(size, options, message):
     with pytest.raises(ValueError, match=message):
         XPos(size, **options)
-
-
-def test_factors_of_transformed_functions_are_not_cached():
-    method, positions = XPos(4), torch.arange(3)
-
-    def scaled(states):
-        return method.scale_qk(states, states, positions, positions)[0].sum()
-
-    torch.func.grad(scaled)(torch.ones(1, 1, 3, 4))
-    assert not method._cache
-    scaled(torch.ones(1, 1, 3, 4))
-    assert len(method._cache) == 1
