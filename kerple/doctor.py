@@ -30,7 +30,7 @@ from kerple import __version__
 from kerple.attention import Attention, Requirements, position_tables, self_check
 from kerple.attention.call import AttentionCall
 from kerple.attention.dispatch import BACKENDS
-from kerple.attention.self_check import HOW_TO_REPORT, KV_LEN, relative_errors, small_call, wrong_result
+from kerple.attention.self_check import HOW_TO_REPORT, KV_LEN, describe, relative_errors, small_call, wrong_result
 from kerple.positional import ModelShape, PositionalMethod, build, primary_names
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -195,7 +195,7 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
             failure = wrong_result(errors, dtype, kinks=True) or wrong_result(measure(torch.float64), torch.float32)
         return replace(check, errors=errors, failure=failure)
     except Exception as error:  # what is wrong with this method must not hide the results of the others
-        return replace(check, failure=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        return replace(check, failure=describe(error))
 
 
 def _check_fused(check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype) -> Check:

@@ -328,8 +328,13 @@ def _check(call: AttentionCall, fused: Backend, baseline: Backend, subject: str,
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a kernel that does not compile, or that the GPU rejects
-        problem = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        problem = describe(error)
     return Verdict(subject, errors, problem, time.perf_counter() - started)
+
+
+def describe(error: Exception) -> str:
+    """The kind of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def wrong_result(errors: dict[str, float], dtype: torch.dtype, *, kinks: bool = False) -> str | None:

@@ -12,7 +12,6 @@ update of a block to the next one.
 Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output features, f features in the MLP.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -23,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kerple.attention import DEFAULT_MODE, Documents, PositionTables
+from kerple.attention import DEFAULT_MODE, Documents, PositionTables, Requirements, self_check
+from kerple.attention.backends.triton.launch import unavailable_reason
 from megatron.model.layers import GatedMLP
 from megatron.model.parallel import tensor_parallel_group
 
@@ -57,12 +57,10 @@ def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
 
 
 def uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) -> bool:
-    """Triton supports NVIDIA GPUs from compute capability 8.0 on."""
+    """Whether the kernels can run, for rows of this size."""
     if device.type not in KERNEL_DEVICES or dtype not in MAX_ERROR or hidden_size > MAX_HIDDEN_SIZE:
         return False
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-        return False
-    return _load_kernels() is not None
+    return unavailable_reason(Requirements(device=device)) is None
 
 
 def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch.dtype) -> str | None:
@@ -128,7 +126,7 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a kernel that does not compile, or that the GPU rejects
-        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        return self_check.describe(error)
 
     # Compare outputs and gradients with float32.
     expected = _values_and_gradients(unfused, [value.float() for value in values])
@@ -148,11 +146,6 @@ def _values_and_gradients(
     outputs = function(*leaves)
     gradients = torch.autograd.grad(outputs, leaves, [output.detach() for output in outputs], allow_unused=True)
     return [*(output.detach() for output in outputs), *gradients]
-
-
-def reject_kernels(device: torch.device) -> None:
-    """Do not use the kernels on this type of device in this process."""
-    KERNEL_DEVICES.remove(device.type)
 
 
 def run_blocks(
@@ -248,7 +241,7 @@ class _NormLinear(torch.autograd.Function):
         rows, size = hidden.shape
         new_hidden = hidden if update is None else torch.empty_like(hidden)
         normed, stats = torch.empty_like(hidden), hidden.new_empty(rows, 2, dtype=torch.float32)
-        with _on_device(hidden):
+        with torch.cuda.device_of(hidden):
             kernels.norm_kernel[(rows,)](
                 *(hidden, update, update_bias, norm_weight, norm_bias, new_hidden, normed, stats, size, eps),
                 **row_options(size, rms, hidden.dtype),
@@ -276,7 +269,7 @@ class _NormLinear(torch.autograd.Function):
         grad_input, normed = torch.empty_like(hidden), torch.empty_like(hidden)
         programs = min(rows, kernels.PROGRAMS)
         sums = hidden.new_empty(programs, 3, size, dtype=torch.float32)
-        with _on_device(hidden):
+        with torch.cuda.device_of(hidden):
             kernels.norm_backward_kernel[(programs,)](
                 grad_normed,
                 None if grad_hidden is None else grad_hidden.contiguous(),
@@ -308,7 +301,7 @@ class _ActivationLinear(torch.autograd.Function):
         kernels = _kernels()
         rows, size = x.shape
         activated = torch.empty_like(x)
-        with _on_device(x):
+        with torch.cuda.device_of(x):
             kernels.activation_kernel[(rows, -(-size // kernels.COLUMNS))](
                 *(x, bias, activated, size), ACTIVATION=activation, BLOCK=kernels.COLUMNS, num_warps=4
             )
@@ -327,7 +320,7 @@ class _ActivationLinear(torch.autograd.Function):
         tiles = -(-size // kernels.TILE_COLUMNS)
         programs = max(1, min(-(-rows // kernels.TILE_ROWS), 2 * kernels.PROGRAMS // tiles))
         sums = x.new_empty(programs, size, dtype=torch.float32)
-        with _on_device(x):
+        with torch.cuda.device_of(x):
             kernels.activation_backward_kernel[(tiles, programs)](
                 *(x, bias, grad_x, activated, sums, rows, size),
                 ACTIVATION=ctx.activation,
@@ -349,7 +342,7 @@ class _GatedLinear(torch.autograd.Function):
         kernels = _kernels()
         rows, size = len(x), x.shape[1] // 2
         gated = x.new_empty(rows, size)
-        with _on_device(x):
+        with torch.cuda.device_of(x):
             kernels.gated_kernel[(rows, -(-size // kernels.COLUMNS))](
                 *(x, gated, size), ACTIVATION=activation, BLOCK=kernels.COLUMNS, num_warps=4
             )
@@ -366,7 +359,7 @@ class _GatedLinear(torch.autograd.Function):
         grad_output = grad_output.contiguous()
         grad_gated = grad_output @ weight
         gated, grad_x = torch.empty_like(grad_gated), torch.empty_like(x)
-        with _on_device(x):
+        with torch.cuda.device_of(x):
             kernels.gated_backward_kernel[(rows, -(-size // kernels.COLUMNS))](
                 *(x, grad_gated, gated, grad_x, size), ACTIVATION=ctx.activation, BLOCK=kernels.COLUMNS, num_warps=4
             )
@@ -398,7 +391,7 @@ def _sum_rows(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over the first dimension of `[p, ...]`."""
     kernels = _kernels()
     total = sums.new_empty(sums.shape[1:], dtype=dtype)
-    with _on_device(sums):
+    with torch.cuda.device_of(sums):
         kernels.sum_rows_kernel[(-(-total.numel() // kernels.TILE_COLUMNS),)](
             *(sums, total, len(sums), total.numel()), BLOCK=kernels.TILE_COLUMNS, ROWS=kernels.TILE_ROWS, num_warps=4
         )
@@ -414,20 +407,8 @@ def row_options(size: int, rms: bool, dtype: torch.dtype) -> dict[str, Any]:
     return {"RMS": rms, "BLOCK": block, "num_warps": longest if block > 4096 else max(4, block // 512)}
 
 
-def _on_device(states: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(states.device) if states.is_cuda else contextlib.nullcontext()
-
-
 def _kernels() -> ModuleType:
-    kernels = _load_kernels()
-    assert kernels is not None  # `supports` has checked it
-    return kernels
+    """Imported on first use, because it needs Triton."""
+    from megatron.model import block_kernels
 
-
-def _load_kernels() -> ModuleType | None:
-    """Import the kernels on first use, so that nothing else needs Triton."""
-    try:
-        from megatron.model import block_kernels
-    except ImportError:
-        return None
     return block_kernels

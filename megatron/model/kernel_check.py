@@ -75,7 +75,7 @@ def check_kernels(
     for index, (kernels, what) in enumerate(((loss, "the loss"), (fused_block, "transformer blocks")), start=1):
         failure = next((rank[index] for rank in results if rank[index] is not None), None)
         if failure is not None:
-            kernels.reject_kernels(device)
+            kernels.KERNEL_DEVICES.remove(device.type)  # in this process
             report(
                 f"self-check of the kernels for {what} FAILED: {failure}; PyTorch operations replace them, which is "
                 f"slower; {self_check.HOW_TO_REPORT}"

@@ -11,8 +11,6 @@ memory traffic between the matrix products, and chunks can be large. Elsewhere P
 Legend: b batch, s tokens of a sequence, n tokens, e hidden size, v vocabulary (of this rank), c tokens of a chunk.
 """
 
-import contextlib
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kerple.attention.self_check import MAX_ERROR
+from kerple.attention import Requirements
+from kerple.attention.backends.triton.launch import unavailable_reason
+from kerple.attention.self_check import MAX_ERROR, describe, wrong_result
 
 # Devices on which the kernel runs; Triton's interpreter also runs it on a CPU, slowly, for tests.
 KERNEL_DEVICES = ["cuda"]
@@ -239,27 +239,24 @@ def _launch(
     merged: bool,
     gradient: bool,
 ) -> None:
-    module = _load_kernel()
-    assert module is not None  # `_uses_kernel` has checked it
+    from megatron.model import loss_kernel  # it needs Triton
+
     rows, vocabulary = logits.shape
     labels, mask = labels.contiguous(), None if mask is None else mask.contiguous()
-    with torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext():
-        module.cross_entropy_kernel[(rows,)](
+    with torch.cuda.device_of(logits):
+        loss_kernel.cross_entropy_kernel[(rows,)](
             *(logits, labels, mask, lse, label_logits, vocabulary, first_token),
             MERGED=merged,
             GRADIENT=gradient,
-            BLOCK=module.BLOCK,
-            num_warps=module.WARPS,
+            BLOCK=loss_kernel.BLOCK,
+            num_warps=loss_kernel.WARPS,
         )
 
 
 def _uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel can run: Triton supports NVIDIA GPUs from compute capability 8.0 on."""
-    if device.type not in KERNEL_DEVICES or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if device.type not in KERNEL_DEVICES or dtype not in MAX_ERROR:
         return False
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-        return False
-    return _load_kernel() is not None
+    return unavailable_reason(Requirements(device=device)) is None
 
 
 def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -281,27 +278,12 @@ def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a kernel that does not compile, or that the GPU rejects
-            return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            return describe(error)
         exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
         losses = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="none")
         loss = (losses * mask).sum()
         expected = (loss, *torch.autograd.grad(loss, exact))
-    for name, result, reference in zip(("loss", "gradient", "weight's gradient"), actual, expected, strict=True):
-        relative = ((result.double() - reference).norm() / reference.norm()).item()
-        if not relative <= MAX_ERROR[dtype]:  # also for NaN
-            return f"the {name} has a relative error of {relative:.1e}, more than {MAX_ERROR[dtype]:.0e}"
-    return None
-
-
-def reject_kernels(device: torch.device) -> None:
-    """Do not use the kernel on this type of device in this process."""
-    KERNEL_DEVICES.remove(device.type)
-
-
-def _load_kernel() -> ModuleType | None:
-    """Import the kernel on first use, so that nothing else needs Triton."""
-    try:
-        from megatron.model import loss_kernel
-    except ImportError:
-        return None
-    return loss_kernel
+    errors = {}
+    for name, result, reference in zip(("result", "hidden states", "weight"), actual, expected, strict=True):
+        errors[name] = ((result.double() - reference).norm() / reference.norm()).item()
+    return wrong_result(errors, dtype)

@@ -160,7 +160,7 @@ class SimulatedCuda(TorchDispatchMode):
         yield torch.cuda, "set_rng_state", lambda *_, **__: None
         yield torch.cuda, "synchronize", lambda *_: self.synchronizations.append(f"synchronize {_project_frames()}")
         handle = _handle_class(self)
-        for name in ("device", "Stream", "Event", "stream", "current_stream", "default_stream"):
+        for name in ("device", "device_of", "Stream", "Event", "stream", "current_stream", "default_stream"):
             yield torch.cuda, name, handle
         major, minor = self.capability
         properties = SimpleNamespace(

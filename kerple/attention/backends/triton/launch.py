@@ -32,11 +32,11 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 the tiles at a block distance, or jacobian directions of a table; q tiles of queries.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,32 +58,27 @@ TILES_BYTES = 128 * 1024 * 1024
 
 def unavailable_reason(requirements: Requirements) -> str | None:
     """Why the kernels cannot run this call on its device; None if they can."""
-    modules, device = _load_kernels(), requirements.device
+    kernels, device = _load_kernels(), requirements.device
     assert device is not None
-    if modules is None:
+    if kernels is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
         return "supports only NVIDIA GPUs, and this PyTorch is built for AMD GPUs (ROCm)"
-    if device.type != "cuda" and not modules.kernels.INTERPRETED:
+    if device.type != "cuda" and not kernels.INTERPRETED:
         return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return no_tiles_reason(Gpu.of(device), requirements.dtype, requirements.head_size)
 
 
-class _Modules(NamedTuple):
-    kernels: Any
-    table_kernels: Any
-
-
 @functools.cache
-def _load_kernels() -> _Modules | None:
+def _load_kernels() -> ModuleType | None:
     """Import the kernels on first use, so that nothing else needs Triton."""
     try:
-        from kerple.attention.backends.triton import kernels, table_kernels
+        from kerple.attention.backends.triton import kernels
     except ImportError:
         return None
-    return _Modules(kernels, table_kernels)
+    return kernels
 
 
 def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,11 +90,10 @@ def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
 
 def add_margins(table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv_len: int) -> Tensor:
     """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a factor."""
-    modules = _load_kernels()
-    assert modules is not None  # `unavailable_reason` has checked it
-    margin = modules.kernels.MARGIN
+    from kerple.attention.backends.triton.kernels import MARGIN
+
     table = table[..., :max_kv_len].detach().float()
-    return F.pad(table if factor == 1.0 else table * factor, (margin, margin), value=fill)
+    return F.pad(table if factor == 1.0 else table * factor, (MARGIN, MARGIN), value=fill)
 
 
 def document_tiles(documents: Documents) -> DocumentTiles:
@@ -147,9 +141,9 @@ class Launcher:
         """bias, weight: see `KernelTables`. documents: `DocumentTiles`, for as many queries as keys, or empty.
         has_table: the scores have a bias or a weight.
         """
-        modules = _load_kernels()
-        assert modules is not None  # `unavailable_reason` has checked it
-        self.kernels, self.table_kernels = modules
+        from kerple.attention.backends.triton import kernels, table_kernels
+
+        self.kernels, self.table_kernels = kernels, table_kernels
         self.query, self.key, self.value = query, key, value
         self.batch, self.heads, self.s, self.head_size = query.shape
         self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
@@ -214,8 +208,7 @@ class Launcher:
         return self.query.new_zeros(shape, dtype=torch.float32)
 
     def _launch(self, kernel: Any, grid: Sequence[int], *arguments: object, **options: object) -> None:
-        device = self.query.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        with torch.cuda.device_of(self.query):
             kernel[grid](*arguments, **options)
 
     def forward(self) -> tuple[Tensor, Tensor]:

@@ -241,16 +241,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     saved = kernel.bias_table, kernel.weight_table, kernel.bias, kernel.weight, kernel.directions
     ctx.save_for_backward(query, key, value, *saved, decay_sums, *output)
     ctx.documents = documents
-    ctx.kernel_constants = _constants(kernel, scale, window)
-    ctx.set_materialize_grads(False)
-
-
-def _constants(kernel: KernelTables, scale: float, window: int | None) -> tuple[list[int], tuple[Any, ...]]:
-    """(the number of directions of bias and weight, the last arguments of `_backward`)."""
+    # The number of directions of bias and weight, and the last arguments of `_backward`.
     counts = []
     for coefficients in (kernel.bias_coefficients, kernel.weight_coefficients):
         counts.append(0 if coefficients is None else coefficients.shape[1])
-    return counts, (kernel.bias_dense, kernel.weight_dense, scale, window)
+    ctx.kernel_constants = counts, (kernel.bias_dense, kernel.weight_dense, scale, window)
+    ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
@@ -298,13 +294,11 @@ class _FusedAttention(torch.autograd.Function):
         value: Tensor,
         *leaves: Tensor | None,
     ) -> Tensor:
-        decay_sums = leaves[-1]
-        context, lse = _forward(query, key, value, *kernel, decay_sums, documents, *constants)
-        values = kernel.bias, kernel.weight, kernel.directions
-        ctx.save_for_backward(query, key, value, *leaves[:2], *values, decay_sums, context, lse)
-        ctx.documents = documents
-        ctx.kernel_constants = _constants(kernel, *constants)
-        return context
+        inputs = query, key, value, *kernel, leaves[-1], documents, *constants
+        output = _forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        ctx.set_materialize_grads(True)
+        return output[0]
 
     @staticmethod
     @once_differentiable

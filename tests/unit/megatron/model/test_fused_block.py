@@ -116,5 +116,5 @@ def test_the_self_check_fails(broken, message, monkeypatch):
     monkeypatch.setattr(fused_block, "_sum_rows", broken)
     block = small_model(torch.float32).blocks[0]
     assert fused_block.kernel_failure(block, DEVICE, torch.float32).startswith(message)
-    fused_block.reject_kernels(DEVICE)
+    fused_block.KERNEL_DEVICES.remove(DEVICE.type)
     assert not fused_block.supports(block, torch.zeros(1, 1, 24, device=DEVICE))
