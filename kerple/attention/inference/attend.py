@@ -221,13 +221,22 @@ def _range_products(
     scale: float,
 ) -> _Range:
     pairs, distance_map = Pairs.of(mode, queries, keys, query.device), mode.distance_map
-    query_positions, key_positions = pairs.query_positions, pairs.key_positions
+
+    def products(query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these positions."""
+        states = query, key
+        if "rotate" in method.hooks:
+            states = mode.rotation(method).rotate(*states, query_positions, key_positions)
+        rotated = states[0]
+        if "scale_qk" in method.hooks:
+            states = method.scale_qk(*states, query_positions, key_positions)
+        return rotated, _by_kv_head(states[0], states[1].transpose(-1, -2)) * scale
+
     rotated, scores = query, None
     if distance_map is None or not method.turns or pairs.nearest < distance_map.near:
-        rotated, scores = _products(query, key, method, mode, query_positions, key_positions, scale)
+        rotated, scores = products(pairs.query_positions, pairs.key_positions)
     if distance_map is not None and method.turns and pairs.farthest >= distance_map.near:
-        far_positions = distance_map.far_positions(query_positions, key_positions)
-        _, far = _products(query, key, method, mode, *far_positions, scale)
+        _, far = products(*distance_map.far_positions(pairs.query_positions, pairs.key_positions))
         scores = far if scores is None else torch.where(pairs.distance < distance_map.near, scores, far)
     assert scores is not None
     return _Range(rotated, scores, pairs)
@@ -263,24 +272,6 @@ def _with_tables(part: _Range, tables_at: Tables) -> Tensor:
     if weight is not None:
         scores = scores * part.pairs.lookup(weight)
     return scores if bias is None else scores + part.pairs.lookup(bias)
-
-
-def _products(
-    query: Tensor,
-    key: Tensor,
-    method: PositionalMethod,
-    mode: AttentionMode,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these positions."""
-    if "rotate" in method.hooks:
-        query, key = mode.rotation(method).rotate(query, key, query_positions, key_positions)
-    rotated = query
-    if "scale_qk" in method.hooks:
-        query, key = method.scale_qk(query, key, query_positions, key_positions)
-    return rotated, _by_kv_head(query, key.transpose(-1, -2)) * scale
 
 
 def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
