@@ -5,7 +5,7 @@ treat them alike. megatron-core is imported only if the model is tensor parallel
 megatron-core nor a process group.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from megatron.model.settings import TensorParallel
 from megatron.utils.environment import check_version
 
-if TYPE_CHECKING:
-    from megatron.core import ModelParallelConfig
-
 
 def column_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
     """`[..., input_size] -> [..., output_size / tp.size]`: the output features are split over the ranks."""
@@ -24,12 +21,9 @@ def column_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorPa
         return nn.Linear(input_size, output_size, bias=bias)
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    layer = ColumnParallelLinear(
-        input_size, output_size, config=_core_config(tp), init_method=_skip, bias=bias, gather_output=False
-    )
-    _mark_partition(layer.weight, 0)
-    if bias:
-        _mark_partition(layer.bias, 0)
+    layer = ColumnParallelLinear(input_size, output_size, bias=bias, gather_output=False, **_core_options(tp))
+    for parameter in layer.parameters():
+        _mark_partition(parameter, 0)
     return _with_one_output(layer)
 
 
@@ -41,14 +35,9 @@ def row_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParal
         return nn.Linear(input_size, output_size, bias=bias)
     from megatron.core.tensor_parallel import RowParallelLinear
 
+    options = _core_options(tp)
     layer = RowParallelLinear(
-        input_size,
-        output_size,
-        config=_core_config(tp),
-        init_method=_skip,
-        bias=bias,
-        input_is_parallel=True,
-        skip_bias_add=False,
+        input_size, output_size, bias=bias, input_is_parallel=True, skip_bias_add=False, **options
     )
     _mark_partition(layer.weight, 1)
     return _with_one_output(layer)
@@ -60,7 +49,7 @@ def vocab_embedding(vocab_size: int, hidden_size: int, *, tp: TensorParallel) ->
         return nn.Embedding(vocab_size, hidden_size)
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
-    layer = VocabParallelEmbedding(vocab_size, hidden_size, init_method=_skip, config=_core_config(tp))
+    layer = VocabParallelEmbedding(vocab_size, hidden_size, **_core_options(tp))
     _mark_partition(layer.weight, 0)
     return layer
 
@@ -113,11 +102,12 @@ def slice_for_rank(tensor: Tensor, full: Tensor, tensor_rank: int) -> Tensor:
     return full.narrow(dim, tensor_rank * size, size)
 
 
-def _core_config(tp: TensorParallel) -> "ModelParallelConfig":
+def _core_options(tp: TensorParallel) -> dict[str, Any]:
+    """The arguments of each of megatron-core's layers."""
     check_version("megatron-core")
     from megatron.core import ModelParallelConfig
 
-    return ModelParallelConfig(
+    config = ModelParallelConfig(
         tensor_model_parallel_size=tp.size,
         # Weights are created on the CPU, filled by `initialization.py`, and moved with the rest of the model.
         use_cpu_initialization=True,
@@ -125,6 +115,7 @@ def _core_config(tp: TensorParallel) -> "ModelParallelConfig":
         gradient_accumulation_fusion=False,
         params_dtype=torch.get_default_dtype(),
     )
+    return {"config": config, "init_method": _skip}
 
 
 def _skip(tensor: Tensor) -> None:
