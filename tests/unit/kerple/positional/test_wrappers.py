@@ -85,8 +85,18 @@ def test_tables_of_texts_that_are_longer_than_the_range():
         score_table(random_method("alibi"), RANGE + 1, "cpu")
 
 
-def assert_equal_with_gradients(attended, expected, states, method, plain):
-    """Two results of the same states, by methods with the same parameters."""
+def check_attention(method, plain, scores_of, causal=True):
+    """Values, and gradients of states and parameters, for scores of (query, key, sampled positions, masked keys)."""
+    assert method.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(method.state_dict())
+    method.begin_step(1)
+    positions = method.sampled(POSITIONS)
+    states = [torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    attended = Attention("chunked", method)(*method.rotate(*states[:2], POSITIONS, POSITIONS), states[2], causal=causal)
+
+    future = torch.ones(LENGTH, LENGTH).triu(1).bool() & causal
+    scores = scores_of(*plain.rotate(*states[:2], positions, positions), positions, future)
+    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
     torch.testing.assert_close(attended, expected, rtol=0, atol=1e-6)
     upstream = torch.randn(attended.shape, dtype=torch.float64)
     for actual, exact in zip(
@@ -101,28 +111,16 @@ def assert_equal_with_gradients(attended, expected, states, method, plain):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["alibi", "rpe", "kerple_power_ap_ap", "kerple_power__ap", "kerple_log_rotary"])
 def test_attention_at_sampled_positions(name, causal):
-    """Values, and gradients of states and parameters."""
     torch.manual_seed(0)
-    method, plain = random_method(name).train(), build(name, SHAPE)
-    assert method.state_dict().keys() == plain.state_dict().keys()
-    plain.load_state_dict(method.state_dict())
-    method.begin_step(3)
-    positions = method.sampled(POSITIONS)
-    states = [torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    plain = build(name, SHAPE)
 
-    rotated = method.rotate(*states[:2], POSITIONS, POSITIONS)
-    attended = Attention("chunked", method)(*rotated, states[2], causal=causal)
+    def scores_of(query, key, positions, future):
+        scores, distance = query @ key.transpose(-1, -2) / 8**0.5, (positions[:, None] - positions).abs().float()
+        if "weight" in plain.hooks:
+            scores = scores * plain.weight(distance)
+        return scores + plain.bias(distance) if "bias" in plain.hooks else scores
 
-    query, key = plain.rotate(*states[:2], positions, positions)
-    scores = query @ key.transpose(-1, -2) / 8**0.5
-    distance = (positions[:, None] - positions).abs().float()
-    if "weight" in plain.hooks:
-        scores = scores * plain.weight(distance)
-    if "bias" in plain.hooks:
-        scores = scores + plain.bias(distance)
-    future = torch.ones(LENGTH, LENGTH).triu(1).bool() & causal
-    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
-    assert_equal_with_gradients(attended, expected, states, method, plain)
+    check_attention(random_method(name).train(), plain, scores_of, causal)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -130,23 +128,14 @@ def test_attention_at_sampled_positions(name, causal):
     "name", ["fire", "dape_kerple", "dape_rotary", "transformer_xl", "dape_v2_kerple", "dape_v2_fire"]
 )
 def test_scores_of_methods_that_modify_them(name):
-    """Values, and gradients of states and parameters."""
     torch.manual_seed(0)
-    method = random_method(name).train().double()
-    method.begin_step(1)
     plain = build(name, SHAPE).double()
-    plain.load_state_dict(method.state_dict())
-    positions = method.sampled(POSITIONS)
-    states = [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    rotated = method.rotate(*states[:2], POSITIONS, POSITIONS)
-    attended = Attention("chunked", method)(*rotated, states[2])
 
-    future = torch.ones(LENGTH, LENGTH).triu(1).bool()
-    query, key = plain.rotate(*states[:2], positions, positions)
-    scores = query @ key.transpose(-1, -2) / 8**0.5
-    scores = modified_scores(plain, scores, query, positions[:, None] - positions, future, positions[:, None])
-    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
-    assert_equal_with_gradients(attended, expected, states, method, plain)
+    def scores_of(query, key, positions, future):
+        scores, distance = query @ key.transpose(-1, -2) / 8**0.5, positions[:, None] - positions
+        return modified_scores(plain, scores, query, distance, future, positions[:, None])
+
+    check_attention(random_method(name).train().double(), plain, scores_of)
 
 
 @pytest.mark.parametrize("name", ["dape_v2_kerple", "dape_v2_rotary"])
@@ -170,17 +159,13 @@ def test_xpos_decays_with_sampled_distances(training):
     torch.manual_seed(0)
     assert random_method("xpos").causal_only
     method, plain = (build("xpos", SHAPE, scale_base=8, **options) for options in ({"random_range": RANGE}, {}))
-    method.train(training)
-    method.begin_step(1)
-    assert method.segment == 32 * LENGTH // RANGE
-    positions = method.sampled(POSITIONS)
-    states = [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    attended = Attention("chunked", method)(*method.rotate(*states[:2], POSITIONS, POSITIONS), states[2])
+    plain.rotate = lambda query, key, *_: (query, key)  # `xpos_products` rotates
 
-    scores = xpos_products(*states[:2], positions[:, None] - positions, method.scale_base) / 8**0.5
-    future = torch.ones(LENGTH, LENGTH).triu(1).bool()
-    expected = scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ states[2]
-    assert_equal_with_gradients(attended, expected, states, method, plain)
+    def scores_of(query, key, positions, future):
+        return xpos_products(query, key, positions[:, None] - positions, method.scale_base) / 8**0.5
+
+    check_attention(method.train(training), plain, scores_of)
+    assert method.segment == 32 * LENGTH // RANGE
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "p_rope"])
