@@ -9,7 +9,6 @@ from kerple.attention import (
     FULL,
     Attention,
     Documents,
-    PositionTables,
     Span,
     attend,
     document_positions,
@@ -238,35 +237,25 @@ def test_documents_at_other_positions():
     assert not torch.allclose(actual[1:], Attention("chunked", method)(*part))
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa", "flex"])
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *((backend, "kerple_log") for backend in ("reference", "chunked", "sdpa", "flex")),
+        *(("chunked", name) for name in ("stick_breaking", "xpos")),  # their documents have calls of their own
+    ],
+)
 @torch.no_grad()
-def test_queries_at_given_places(backend):
-    """As in a static cache, which has unused places after the queries."""
-    arguments = attend_arguments("kerple_log", 2, 4, 3, 9, 8)
-    expected = attend(**arguments)
-    ids = torch.tensor([[0] * 9 + [-1] * 5, [0] * 14])  # in the second row, the places are later keys
-    for name in ("key", "value"):
-        arguments[name] = F.pad(arguments[name], (0, 0, 0, 5), value=7.0)
-    tables = PositionTables(bias=F.pad(arguments["bias_table"], (0, 5)))
-    states = (arguments[name].detach() for name in ("query", "key", "value"))
-    documents = Documents(ids, queries=torch.arange(6, 9))
-    method = build("kerple_log", ModelShape(4, 8, 32, 1, 14))
-    torch.testing.assert_close(Attention(backend, method)(*states, tables=tables, documents=documents), expected)
-
-
-@pytest.mark.parametrize("name", ["kerple_log", "stick_breaking", "xpos"])
-@torch.no_grad()
-def test_queries_at_given_places_without_a_mask(name):
-    """Methods whose documents have calls of their own."""
+def test_queries_at_given_places(backend, name):
+    """As in a static cache, which has unused places after the queries. In the second row, they are later keys."""
     torch.manual_seed(0)
     method = build(name, ModelShape(4, 8, 32, 1, 14))
-    query, key, value = torch.randn(3, 2, 4, 9, 8).unbind()
-    query, key = method.rotate(query, key, torch.arange(9), torch.arange(9)) if name == "xpos" else (query, key)
+    query, key, value = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64).unbind()
+    query, key = method.rotate(query, key, torch.arange(9), torch.arange(9))
     expected = Attention("chunked", method)(query[:, :, 6:], key, value)
     padded = [F.pad(states, (0, 0, 0, 5), value=7.0) for states in (key, value)]
     ids = torch.tensor([[0] * 9 + [-1] * 5, [0] * 14])
     documents = Documents(ids, queries=torch.arange(6, 9))
-    actual = Attention("chunked", method)(query[:, :, 6:], *padded, documents=documents)
+    actual = Attention(backend, method)(query[:, :, 6:], *padded, documents=documents)
     torch.testing.assert_close(actual, expected)
     apart = Documents(ids, queries=torch.tensor([3, 6, 7]))
     if name in ("stick_breaking", "xpos"):

@@ -214,13 +214,6 @@ def test_gradients_and_windows_are_checked_on_their_own(kernels):
     assert verdict(key=states[:, :1], value=states[:, :1]) is not None
 
 
-def test_a_process_checks_once(kernels):
-    calls = kernels(chunked_attention)
-    assert len(check()) == 1
-    assert check() == []
-    assert len(calls) == 1
-
-
 def test_nothing_is_checked_without_values_or_while_compiling(kernels, monkeypatch):
     calls = kernels(lambda call: torch.zeros_like(call.query))
     with FakeTensorMode():

@@ -49,6 +49,49 @@ def test_constructor_arguments_are_sizes_or_options():
         build("none", SHAPE, args=1)
 
 
+YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        *((name, {"base": 1}, "base 1: ") for name in ("sinusoidal", "p_rope", "xpos", "dape_rotary")),
+        *(("rotary", {"fraction": fraction}, f"8 times fraction {fraction}") for fraction in (0.1, 0.375, 1.5)),
+        ("rotary", {"base": float("nan")}, "base nan: "),
+        ("rotary", {"scaling": "cubic"}, "'cubic'.*llama3"),
+        ("rotary", {"factor": 2}, "factor 2.*llama3"),
+        ("rotary", {"scaling": "linear", "factor": 2, "beta_fast": 3}, "beta_fast 3.*scaling 'linear'"),
+        ("rotary", {"scaling": "linear"}, "scaling linear"),
+        ("rotary", {"scaling": "ntk", "factor": 0.5}, r"scaling ntk.*factor.*0\.5"),
+        ("rotary", {"scaling": "ntk", "factor": "4x"}, "factor '4x'"),
+        ("rotary", {**YARN, "beta_fast": 1, "beta_slow": 2}, "beta_slow"),
+        ("rotary", {**YARN, "scaling": "llama3", "low_freq_factor": 4}, "low_freq_factor"),
+        *(
+            ("rotary", {**YARN, "scaling": kind, "trained_length": 0}, f"{kind}.*trained_length")
+            for kind in ("yarn", "dynamic")
+        ),
+        *(("p_rope", {"p": p}, rf"p {p} .*0.*1.*4") for p in (0.0, 1.5, -0.5, 0.1)),
+        ("xpos", {"scale_base": 0.5}, r"scale_base 0\.5"),
+        *(("sandwich", options, "sandwich") for options in ({"dimensions": 7}, {"dimensions": 0}, {"base": 1.0})),
+        ("sandwich", {"base": float("nan")}, "base nan"),
+        *(("rpe", options, "num_buckets") for options in ({"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16})),
+        ("rpe", {"num_buckets": 33, "bidirectional": True}, "num_buckets 33"),
+        ("kerple", {"bias": None}, "set the option bias, or weight, or both"),
+        *(("kerple", {"highest_exponent": bound}, f"highest_exponent {bound} is not in") for bound in (2.5, 0.0)),
+        ("kerple_log", {"highest_exponent": 1}, "highest_exponent 1"),
+        *((name, {"parameters": "own"}, "'own'.*per-layer") for name in ("kerple_log", "kerple", "kerple_square__a")),
+        ("cope", {"npos_max": 1}, "npos_max 1: CoPE"),
+        ("fire", {"threshold": 0}, "threshold 0"),
+        *((name, {"mlp_width": 0}, "mlp_width 0") for name in ("fire", "dape_v2_kerple")),
+        ("dape_v2_kerple", {"variant": "concat"}, "variant 'concat'"),
+        ("dape_v2_kerple", {"kernel_size": 2}, "kernel_size 2"),
+    ],
+)
+def test_invalid_options_are_rejected(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, SHAPE, **options)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
     """With states on the meta device, reading a value or combining them with a CPU tensor raises an error."""

@@ -36,8 +36,3 @@ def test_initially_the_scores_do_not_change():
     chunk = Chunk(scores, torch.randn(1, 2, 3, 8), position, position, position > position[:, None])
     adapted = method.modify_scores(chunk)
     assert torch.equal(adapted, scores)
-
-
-def test_a_single_position_is_rejected():
-    with pytest.raises(ValueError, match="npos_max 1: CoPE"):
-        Cope(4, npos_max=1)

@@ -17,9 +17,7 @@ from kerple.positional import (
     DapeV2Fire,
     DapeV2Kerple,
     DapeV2Rotary,
-    ModelShape,
     Rotary,
-    build,
 )
 from kerple.positional.dape import VARIANTS
 from tests.support.attention import assert_is_formula, modified_scores
@@ -71,19 +69,6 @@ def test_initial_weights_are_those_of_nn_linear():
             assert parameter.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
     for parameter, cast_parameter in zip(method.parameters(), cast.parameters(), strict=True):
         assert torch.equal(parameter.bfloat16(), cast_parameter)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"variant": "concat"}, "variant 'concat'"),
-        ({"mlp_width": 0}, "mlp_width 0"),
-        ({"kernel_size": 2}, "kernel_size 2"),
-    ],
-)
-def test_invalid_options_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        build("dape_v2_kerple", ModelShape(2, 4, 8, 1, 16), **options)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -53,9 +53,3 @@ def test_positions_to_65_536_in_half_precision():
     exact = method.double().pair_bias(query, key, torch.zeros((), dtype=torch.float64))
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual.double(), exact, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("options", "message"), [({"mlp_width": 0}, "mlp_width 0"), ({"threshold": 0}, "threshold 0")])
-def test_invalid_options_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        Fire(2, **options)

@@ -30,13 +30,6 @@ def test_angles_are_exact_at_far_positions():
         assert sines[row].tolist() == pytest.approx([2 * math.sin(angle) for angle in angles], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sinusoidal", "p_rope", "xpos", "dape_rotary"])
-@pytest.mark.parametrize("base", [1, float("nan")])
-def test_invalid_bases_are_rejected(name, base):
-    with pytest.raises(ValueError, match=f"base {base}"):
-        build(name, ModelShape(2, 8, 16, 1, 8), base=base)
-
-
 def test_angles_with_other_frequencies():
     cosines, _ = Angles(4, 10_000.0, frequencies=(0.5, 0.25))(torch.tensor([2]), torch.device("cpu"))
     assert cosines[0].tolist() == pytest.approx([math.cos(1.0), math.cos(0.5)])
@@ -56,7 +49,7 @@ def cached_tensors() -> Callable[[], list[torch.Tensor]]:
     xpos = XPos(2)
 
     def compute() -> list[torch.Tensor]:
-        positions, ones = torch.arange(3), torch.ones(3, 2)
+        positions, ones = torch.arange(3), torch.ones(3, 2, requires_grad=True)
         return [constant(cpu), *angles(positions, cpu), *xpos.scale_qk(ones, ones, positions, positions)]
 
     return compute
@@ -78,6 +71,14 @@ def test_tensors_of_transformed_functions_are_not_cached():
     compute = cached_tensors()
     torch.func.grad(lambda states: states.sum() + len(compute()))(torch.ones(2))
     assert [tensor.untyped_storage().nbytes() for tensor in compute()] == [8, 24, 24, 24, 24]
+
+
+def test_tensors_that_an_evaluation_cached_can_be_used_in_training():
+    compute, leaf = cached_tensors(), torch.ones((), requires_grad=True)
+    with torch.inference_mode():
+        compute()
+    sum((tensor * leaf).sum() for tensor in compute()).backward()
+    assert leaf.grad.isfinite()
 
 
 def test_constants_are_traced_in_one_graph():

@@ -73,11 +73,3 @@ def test_buckets_of_both_directions_are_those_of_transformers(buckets, furthest)
     expected = function(-distance, bidirectional=True, num_buckets=buckets, max_distance=furthest)
     torch.testing.assert_close(method.buckets(distance.float()), expected)
     assert torch.equal(method.bias_jacobian(torch.zeros(1)).coefficients[:, 0], 2 * method.weight[buckets // 2 - 1])
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16}, {"num_buckets": 33, "bidirectional": True}]
-)
-def test_invalid_buckets_are_rejected(options):
-    with pytest.raises(ValueError, match=r"num_buckets.*2"):
-        T5(num_heads=2, head_size=4, **options)
