@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import (
-    MANIFEST,
-    STEP,
-    find_damage,
-    find_step,
-    iteration_of,
-    layer_files,
-    write_manifest_of_folder,
-)
+from megatron.checkpoint.directory import MANIFEST, STEP, find_damage, find_step, iteration_of, write_manifest_of_folder
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.utils.command_line import docstring_parser, integer
@@ -62,7 +54,7 @@ def accept(step: Path) -> None:
         damage = find_damage(step)
         state = f"which reports: {damage}" if damage else "and all files match it"
         raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}")
-    layer_files(step)  # raises if there are none
+    describe(step)  # raises if there are no layers
     for path in sorted(step.glob("[!.]*.pt")):
         load_file(path)
     write_manifest_of_folder(step, iteration_of(step))

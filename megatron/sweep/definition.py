@@ -90,14 +90,13 @@ def read_sweep(path: str | Path) -> Sweep:
         name = entry.key.replace("-", "_")
         if name in entries:
             raise UserError(f"{entry.place}: key {entry.key!r} is {entries[name].key!r} again; remove one of them")
-        entries[name] = entry
-    for name, entry in entries.items():
         if name not in KEYS:
             raise UserError(f"{entry.place}: unknown key {entry.key!r}; the keys of a sweep are {', '.join(KEYS)}")
         value_type = KEYS[name]
         if value_type is not None and not isinstance(entry.value, value_type):
             expected = "a mapping" if value_type is dict else "a string"
             raise UserError(f"{entry.place}: {name} must be {expected}, not {entry.value!r}")
+        entries[name] = entry
     for name in REQUIRED_KEYS:
         if name not in entries:
             raise UserError(f"{path}: key {name!r} is missing; a sweep requires {', '.join(REQUIRED_KEYS)}")
