@@ -188,10 +188,7 @@ def run_eval_tasks(
     With a `world_size` above 1, every rank of the default process group must call this. Each computes its share of the
     segments, and all get all records.
     """
-    # Check the arguments and all modes before the first task.
-    for name, value in (("query_chunk", query_chunk), ("batch_tokens", batch_tokens)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, not {value}")
+    # Check all modes before the first task.
     decoder = as_decoder(model)
     model_name = getattr(model, "__name__", type(model).__name__)
     for task in tasks:
@@ -318,7 +315,9 @@ def evaluate_extrapolation(
     vocab_size = min((size for size in (vocab_size, decoder.vocab_size) if size is not None), default=None)
     pos_emb = decoder.pos_emb if pos_emb is None else pos_emb
     text = as_text(tokens)
-    for name, value in (("token_budget", token_budget), ("position_bins", position_bins)):
+    sizes = {"token_budget": token_budget, "position_bins": position_bins}
+    sizes |= {"query_chunk": query_chunk, "batch_tokens": batch_tokens}
+    for name, value in sizes.items():
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
     provenance = Provenance(pos_emb=pos_emb, seed=seed, train_length=train_length)

@@ -268,18 +268,8 @@ def test_protocols_and_modes_equal_a_direct_computation(protocol, mode):
     records = []
     text = Text(DOCUMENT_STREAM, OFFSETS, token_bytes=BYTES)
     lengths = [16, 64]
-    rows = evaluate_extrapolation(
-        model,
-        text,
-        lengths,
-        modes=[mode],
-        protocols=[protocol],
-        position_bins=4,
-        query_chunk=16,
-        batch_tokens=200,
-        progress=False,
-        on_record=records.append,
-    )
+    keys = {"position_bins": 4, "query_chunk": 16, "batch_tokens": 200, "on_record": records.append}
+    rows = evaluate_extrapolation(model, text, lengths, modes=[mode], protocols=[protocol], progress=False, **keys)
     for row, length in zip(rows, lengths, strict=True):
         scored = direct(exact, protocol, length, 64, SPANS[mode])
         losses = np.array([loss for _, _, loss in scored])
