@@ -14,7 +14,7 @@ from megatron.checkpoint.directory import layer_file
 from megatron.cli import sweep as command
 from megatron.reporting import report as reporting
 from tests.support.checkpoints import write_corpus, write_yaml
-from tests.support.records import record
+from tests.support.records import stored_record
 from tests.support.runs import ROOT, environment, training_settings
 
 # Keys that a sweep or its axes set.
@@ -92,32 +92,14 @@ def fake_evaluation(config, command, gpus, log) -> int:
     options = {word: arguments[index + 1 :] for index, word in enumerate(arguments) if word.startswith("--")}
     lengths = [int(word) for word in itertools.takewhile(str.isdigit, options["--lengths"])]
     label = f" ({options['--label'][0]})" if "--label" in options else ""
-    keys = {"corpus": "text", "train_length": 32, "tokens": 128, "segments": 4, "documents": None, "stderr": None}
-    records = [
-        record(
-            config["pos_emb"] + label,
-            length,
-            2.7 + config["seed"] / 100,
-            config["seed"],
-            **keys,
-            bits_per_byte=None,
-            targets="ab",
-            groups=None,
-            measurement=str(length),
-            checkpoint={
-                "path": config["save"],
-                "iteration": config["train_iters"],
-                "fingerprint": f"{config['pos_emb']}{config['seed']}",
-                "layers": 2,
-                "hidden_size": 32,
-            },
-        )
-        for length in lengths
-    ]
+    values = {"pos_emb": config["pos_emb"] + label, "seed": config["seed"], "train_length": 32}
     output = Path(options["--output"][0])
     output.mkdir(parents=True, exist_ok=True)
     with open(output / "results.jsonl", "a") as results:
-        results.writelines(json.dumps(line) + "\n" for line in records)
+        for length in lengths:
+            record = stored_record(length, fingerprint=f"{config['pos_emb']}{config['seed']}")
+            record["checkpoint"] |= {"path": config["save"], "iteration": config["train_iters"]}
+            results.write(json.dumps({**record, **values, "perplexity": 2.7 + config["seed"] / 100}) + "\n")
     return 0
 
 

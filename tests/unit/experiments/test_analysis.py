@@ -154,6 +154,7 @@ def test_recall_is_relative_to_the_accuracy_at_the_training_length():
 
 
 def test_differences_by_length_count_their_seeds():
+    """One seed has the error over documents."""
     records = [loss_record("kerple_log", 1, 2.0, documents=(0.05, -0.05)), loss_record("alibi", 1, 2.1)]
     records += [loss_record("kerple_log", 2, 2.1), loss_record("alibi", 1, 2.0, multiple=2)]
     table = differences_by_length(records, ("alibi", "rpe"))
@@ -161,10 +162,6 @@ def test_differences_by_length_count_their_seeds():
     alibi, t5 = table.lines
     assert ([cell.text for cell in alibi.cells], alibi.labels[1]) == (["-0.100 ± 0.050", "–"], "1")
     assert ([cell.text for cell in t5.cells], t5.labels[1]) == (["–", "–"], "0")
-
-
-def test_one_seed_has_the_error_over_documents():
-    assert Comparison((0.1,), 0.05**2, 0.0).stderr == pytest.approx(0.05)
 
 
 def test_training_progress_has_the_logged_scores(tmp_path):

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from kerple.positional import Chunk, ModelShape, build
-from megatron.chomsky.encoder import Encoder, build_methods, scores_from_both_sides
-from megatron.cli.chomsky import METHODS
-from tests.support.errors import assert_rejected
+from megatron.chomsky.encoder import Encoder, scores_from_both_sides
 from tests.support.methods import methods_and_variants
 
 
@@ -87,10 +85,3 @@ def test_every_method_trains(pos_emb):
     model(torch.randint(0, 5, (2, 9))).square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values()), gradients
-
-
-def test_unknown_methods():
-    shape = ModelShape(2, 8, 16, 1, 64)
-    for name in METHODS:
-        build_methods(name, shape)
-    assert_rejected("kerple_log", build_methods, "kerple_lgo", shape)

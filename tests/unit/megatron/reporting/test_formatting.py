@@ -1,10 +1,10 @@
-"""Numbers with errors, percentages and names for files."""
+"""Numbers with errors and names for files."""
 
 import math
 
 import pytest
 
-from megatron.reporting.formatting import best_texts, format_mean, format_number, format_percent, slug
+from megatron.reporting.formatting import best_texts, format_mean, format_number, slug
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,6 @@ def test_number(value, text):
 )
 def test_mean(values, text):
     assert format_mean(values) == text
-
-
-def test_percent():
-    assert format_percent([0.4]) == "40%"
-    assert format_percent([0.3, 0.5]) == "40% ± 14%"
-    assert format_percent([math.nan]) == "n/a"
 
 
 def test_slug():

@@ -10,16 +10,8 @@ SETTINGS = replace(DECODER_SETTINGS, train_longest=64, test_longest=130)
 
 
 def result(task, pos_emb, seed, short, long, bins):
-    distances = {"64": {"32": [1, 2]}, "128": bins}
-    accuracies = {"64": short, "128": long}
-    return {
-        "task": task,
-        "pos_emb": pos_emb,
-        "seed": seed,
-        "score": long,
-        "accuracies": accuracies,
-        "distances": distances,
-    }
+    values = {"accuracies": {"64": short, "128": long}, "distances": {"64": {"32": [1, 2]}, "128": bins}}
+    return {"task": task, "pos_emb": pos_emb, "seed": seed, "score": long, **values}
 
 
 RESULTS = [

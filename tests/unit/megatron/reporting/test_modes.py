@@ -18,35 +18,19 @@ LOSSES = {
 
 
 def records(length=2048):
-    return [
-        record(
-            pos_emb,
-            length,
-            math.exp(statistics.fmean(losses)),
-            mode=mode,
-            targets="same",
-            groups={"tokens": [250] * 4, "losses": losses},
-        )
-        for (pos_emb, mode), losses in LOSSES.items()
-    ] + [
-        record(
-            "rotary",
-            length,
-            None,
-            mode="full+log@64",
-            note="is not supported: pos_emb rotary rotates",
-            groups=None,
-            targets=None,
-        )
-    ]
+    found = []
+    for (pos_emb, mode), losses in LOSSES.items():
+        keys = {"mode": mode, "targets": "same", "groups": {"tokens": [250] * 4, "losses": losses}}
+        found.append(record(pos_emb, length, math.exp(statistics.fmean(losses)), **keys))
+    keys = {"mode": "full+log@64", "note": "is not supported: pos_emb rotary rotates", "groups": None, "targets": None}
+    return [*found, record("rotary", length, None, **keys)]
 
 
 def test_a_setting_with_several_modes_has_a_table_and_a_figure():
     other = record("alibi", 4096, 20.0, corpus="arxiv")  # a setting with one mode has no table
     again = [{**first, "seed": 2} for first in records() if first["pos_emb"] == "alibi"]
-    (table,) = mode_tables(
-        [*reversed(records()), *again, other]
-    )  # rows of a method are together, in whatever order it was measured
+    # Rows of a method are together, in whatever order it was measured.
+    (table,) = mode_tables([*reversed(records()), *again, other])
     assert [row.labels for row in table.rows] == [("Rotary", "sinks@4+508 (1 seed)"), ("ALiBi", "sinks@4+508")]
     assert table.columns == ("2,048",), "not those of another setting"
     assert [row.cells[0].text for row in table.rows] == ["-4.0750 ± 0.0629", "-0.1500 ± 0.0289"]
