@@ -15,17 +15,7 @@ from megatron.reporting.published import corpus_name, corpus_sort_key, display_n
 from megatron.reporting.style import GRAY, SCREEN, Style, legend_above, line_style, new_figure
 
 METHODS = ("kerple_log", "alibi", "rpe", "rotary", "kerple_power_ap_")
-RECALL_METHODS = (
-    "kerple_log",
-    "kerple_power_ap_",
-    "dape_kerple",
-    "alibi",
-    "rpe",
-    "fire",
-    "rotary",
-    "learned",
-    "none",
-)
+RECALL_METHODS = ("kerple_log", "kerple_power_ap_", "dape_kerple", "alibi", "rpe", "fire", "rotary", "learned", "none")
 LINEAR = 0.05  # nats: logarithmic axes are linear up to here
 NATS = (-2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # ticks
 MULTIPLES = (1, 8, 64)  # of the training length: ticks

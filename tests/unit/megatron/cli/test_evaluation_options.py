@@ -18,12 +18,8 @@ def test_options_are_checked_without_a_checkpoint(tmp_path):
     config = Config.from_flat({**keys, "data-path": str(data), "split": "1,1,0"})
     good = ["--lengths", "32", "--modes", "window@8", "--protocol", "last-k@16", "--precision", "bf16"]
     check_run(good, config, "sweep.yml", has_data=True)
-    check_run(
-        ["--lengths", str(1 << 30), "3", "--protocol", "last-k@1", "sliding@1", "kerple"],
-        config,
-        "s.yml",
-        has_data=False,
-    )
+    too_long = ["--lengths", str(1 << 30), "3", "--protocol", "last-k@1", "sliding@1", "kerple"]
+    check_run(too_long, config, "sweep.yml", has_data=False)
     for words, message in (
         (["--lengths", "x"], "sweep.yml: argument --lengths: must be an integer from 1"),
         (["--passkey", "--passkey-depths", "0.5", "2"], "--passkey-depths: must be a number from 0 to 1, not '2'"),

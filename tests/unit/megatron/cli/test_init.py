@@ -1,5 +1,6 @@
 """Configurations for the user's own text."""
 
+import itertools
 import re
 
 import pytest
@@ -40,12 +41,8 @@ def test_files(dataset, tmp_path, monkeypatch, capsys):
     assert "kerple sweep mytext-sweep.yml\n" in output
     sweep = read_sweep("mytext-sweep.yml")
     configs = [sweep.configuration(choices) for choices in sweep.combinations()]
-    assert [(config.model.pos_emb, config.training.seed) for config in configs] == [
-        ("kerple_log", 1234),
-        ("kerple_log", 1235),
-        ("alibi", 1234),
-        ("alibi", 1235),
-    ]
+    runs = itertools.product(("kerple_log", "alibi"), (1234, 1235))
+    assert [(config.model.pos_emb, config.training.seed) for config in configs] == list(runs)
     config = load_config(["mytext.yml", "pos_emb/kerple_log.yml"])
     text = (tmp_path / "mytext.yml").read_text()
     train_tokens = int(re.search(r"for ([\d,]+) tokens of training text", text)[1].replace(",", ""))

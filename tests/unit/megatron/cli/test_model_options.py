@@ -106,14 +106,9 @@ def test_another_model_is_rejected(run):
 
 
 def test_ranks_of_slurm_with_only_a_checkpoint(run, monkeypatch):
-    variables = {
-        "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "1",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "n[1-2]",
-    }
+    variables = {"PROCID": "1", "LOCALID": "1", "STEP_NUM_TASKS": "2", "STEP_NODELIST": "n[1-2]"}
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"SLURM_{name}", value)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name)

@@ -43,12 +43,8 @@ def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
     rates = [{"optimizer.params.lr": 0.1}, {"optimizer.params.lr": 0.2, "name": "fast"}]
     seeds = [{"seed": 1}, {"seed": 2}]
     runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates, "seed": seeds})))
-    assert [run.evaluation[0][-2:] for run in runs[:4]] == [
-        ("--label", "0.1"),
-        ("--label", "0.1"),
-        ("--label", "fast"),
-        ("--label", "fast"),
-    ]
+    labels = ["0.1", "0.1", "fast", "fast"]
+    assert [run.evaluation[0][-2:] for run in runs[:4]] == [("--label", label) for label in labels]
     evaluation = [{"label": "mine", "tokens": 128}, {"tokens": 64}]
     runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates}, evaluation=evaluation)))
     assert [words[-1] for words in runs[1].evaluation] == ["mine, fast", "fast"]
