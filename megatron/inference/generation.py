@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kerple.attention import DEFAULT_MODE, AttentionMode
 from kerple.positional import PositionsExceeded
-from megatron.inference.decoder import Decoder, as_decoder, inference, model_device
+from megatron.inference.decoder import Decoder, NativeDecoder, as_decoder, inference, model_device
 from megatron.utils.errors import UserError
 
 PROMPT_CHUNK = 512
@@ -168,7 +168,7 @@ def generate(
 
     # What the model supports.
     decoder = as_decoder(model)
-    if not recompute and not hasattr(model, "new_cache"):
+    if not recompute and not isinstance(decoder, NativeDecoder):
         raise UserError(
             f"{type(model).__name__} is not a model of this project, so its KV cache cannot be used: "
             "generate with recompute"

@@ -77,7 +77,8 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     names = [name for name in environment if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED]
     variables = {name: environment[name] for name in names}
     name = environment.get("DS_ENV_FILE")
-    paths = [path for folder in (Path.home(), Path()) if (path := folder / (name or ".deepspeed_env")).is_file()]
+    files = [(folder / (name or ".deepspeed_env")).resolve() for folder in (Path.home(), Path())]
+    paths = [path for path in dict.fromkeys(files) if path.is_file()]  # once, because $NAME may be the variable itself
     if name and not paths:
         raise UserError(f"DS_ENV_FILE is {name}, but there is no such file; create it, or unset the variable")
     for path in paths:

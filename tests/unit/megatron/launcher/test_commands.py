@@ -86,9 +86,9 @@ def test_forwarded_variables(tmp_path, monkeypatch):
     assert forwarded_variables(environment) == expected
     (tmp_path / ".deepspeed_env").write_text("A=/q:$PYTHONPATH\nB=\"${A}/b $ 1\"\nC='$PATH'\nD=$UNSET1\n")
     assert_rejected(r"deepspeed_env: the value of D (?!.*UNSET1)", forwarded_variables, environment)
-    (tmp_path / ".deepspeed_env").write_text("A=/q:$PYTHONPATH\nB=\"${A}/b $ 1\"\nC='$PATH'\n")
+    (tmp_path / ".deepspeed_env").write_text("PYTHONPATH=/q:$PYTHONPATH\nB=\"${PYTHONPATH}/b $ 1\"\nC='$PATH'\n")
     values = forwarded_variables(environment)
-    assert (values["A"], values["B"], values["C"]) == ("/q:/p", "/q:/p/b $ 1", "$PATH")
+    assert (values["PYTHONPATH"], values["B"], values["C"]) == ("/q:/p", "/q:/p/b $ 1", "$PATH")
     (tmp_path / ".deepspeed_env").unlink()
     (tmp_path / "other").write_text("A=b\n\n=c\n")
     assert_rejected("other:3: not NAME=VALUE", forwarded_variables, {"DS_ENV_FILE": "other"})

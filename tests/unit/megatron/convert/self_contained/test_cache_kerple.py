@@ -8,6 +8,7 @@ from kerple.attention import parse_mode
 from megatron.inference.generation import generate
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import random_tokens
+from tests.support.errors import assert_rejected
 from tests.support.exported import export, load
 
 OPTIONS = {"do_sample": False, "eos_token_id": None}
@@ -44,6 +45,7 @@ def test_a_padded_batch(pos_emb, name):
     mode = parse_mode(name, TRAIN_LENGTH).attention
     expected = generate(model, [row[0].tolist() for row in rows], maximum_tokens=20, mode=mode)
     assert generated.tolist() == [generation.tokens for generation in expected]
+    assert_rejected("KerpleForCausalLM.*recompute", generate, theirs, prompts.tolist(), maximum_tokens=20)
 
 
 def test_generation_strategies():
