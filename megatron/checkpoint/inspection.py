@@ -99,7 +99,10 @@ def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, P
     """
     files = layer_files(step)
     methods = build_layers(config.pos_emb, config.shape, **config.positional_options)
-    for index, method in enumerate(methods, start=2):
+    blocks = range(2, config.num_layers + 2)
+    if methods[0].shared:  # one that has a file
+        blocks = [index for index in blocks if index in files][:1]
+    for index, method in zip(blocks, methods, strict=False):
         if index not in files or "embed" in method.hooks:
             continue
         paths = files[index]

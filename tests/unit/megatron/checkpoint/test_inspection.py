@@ -44,6 +44,13 @@ def test_tensor_parallel_shards_are_merged(tmp_path):
     assert description["kernels"] == head_values(original, settings_of(original))
 
 
+def test_a_shared_method_is_read_from_any_layer(tmp_path):
+    original = checkpoints("kerple_log") / "global_step300"
+    step = shutil.copytree(original, tmp_path / "global_step300")
+    (step / "layer_02-model_00-model_states.pt").unlink()
+    assert head_values(step, settings_of(step)) == head_values(original, settings_of(original))
+
+
 def test_tied_output_weights_are_counted_once(tmp_path):
     """Also if the checkpoint has a file for the output layer."""
     step = shutil.copytree(checkpoints("alibi") / "global_step300", tmp_path / "global_step300")
