@@ -42,7 +42,7 @@ class Resources:
             cpu = ", on the CPU" if self.on_cpu else ""
             return f"{processes} on {len(self.hosts)} host(s) of {self.hostfile}{cpu}"
         if self.on_cpu:
-            return f"{processes} on the CPU (no GPU was found; num_gpus sets the number of processes)"
+            return f"{processes} on the CPU ({_reason_for_cpu()}; num_gpus sets the number of processes)"
         return f"{processes} on GPU {', '.join(map(str, self.slots['localhost']))} of this machine"
 
 
@@ -214,7 +214,7 @@ def _resources_of_this_machine(config: Config) -> Resources:
     gpus = visible_gpus()
     if gpus is None:
         if launcher.include or launcher.exclude:
-            raise UserError("include and exclude select GPUs, but this machine has none; use num_gpus")
+            raise UserError(f"include and exclude select GPUs, but {_reason_for_cpu()}; use num_gpus")
         return Resources({"localhost": list(range(launcher.num_gpus or 1))}, None, on_cpu=True)
     gpus = _select({"localhost": gpus}, config, "this machine")["localhost"]
     if launcher.num_gpus is not None:
@@ -222,6 +222,10 @@ def _resources_of_this_machine(config: Config) -> Resources:
             raise UserError(f"num_gpus is {launcher.num_gpus}, but only {len(gpus)} GPU(s) are visible here")
         gpus = gpus[: launcher.num_gpus]
     return Resources({"localhost": gpus}, None, on_cpu=False)
+
+
+def _reason_for_cpu() -> str:
+    return "DS_ACCELERATOR is cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "no GPU was found"
 
 
 def visible_gpus() -> list[int] | None:

@@ -50,7 +50,7 @@ def initialize(config: Config) -> Layout:
     if backend == "nccl" and not on_gpu:
         backend = "gloo"
         if int(os.environ.get("RANK", "0")) == 0:
-            print("distributed-backend: nccl requires a GPU, but none is available; using gloo", flush=True)
+            print("distributed-backend: nccl requires a GPU, but this run is on the CPU; using gloo", flush=True)
 
     # Without a launcher, this process is a group of its own.
     if not dist.is_initialized():

@@ -95,7 +95,7 @@ def test_two_ranks_compute_and_save_after_sigterm(tmp_path, forked_scripts):
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (9, "SIGTERM: asked 2 process(es) to save and exit; repeat to kill them\n")
-    assert "deepy: 2 processes on the CPU (no GPU was found; num_gpus sets the number of processes)" in output
+    assert "deepy: 2 processes on the CPU (DS_ACCELERATOR is cpu; num_gpus sets the number of processes)" in output
     assert "thread(s) per process (OMP_NUM_THREADS is not set)" in output
     assert (tmp_path / "rank0").read_text() == "0 0 2 3.0 7 ['8', '16'] typed\n"
     assert (tmp_path / "rank1").read_text() == "1 1 2 3.0 7 ['8', '16'] -\n"

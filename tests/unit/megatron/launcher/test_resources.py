@@ -32,11 +32,15 @@ def gpus(monkeypatch):
     return pretend
 
 
-def test_this_machine_without_gpu(gpus):
+def test_this_machine_on_the_cpu(gpus, monkeypatch):
     gpus(0)
     assert find_resources(make_config()) == Resources({"localhost": [0]}, None, on_cpu=True)
     assert find_resources(make_config(num_gpus=3)).world_size == 3
-    assert_rejected("include and exclude", find_resources, make_config(include="localhost:0"))
+    assert_rejected("include and exclude .*no GPU", find_resources, make_config(include="localhost:0"))
+    gpus(2)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert "DS_ACCELERATOR" in find_resources(make_config()).describe()
+    assert_rejected("include and exclude .*DS_ACCELERATOR", find_resources, make_config(include="localhost:0"))
 
 
 def test_this_machine_with_gpus(gpus):
