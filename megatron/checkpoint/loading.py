@@ -59,9 +59,14 @@ def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | 
     if settings.load is None:
         return None
     load = settings.load
-    if not run_on_rank_0(lambda: looks_like_checkpoint(load)) and settings.iteration is None:
-        if settings.finetune:
+
+    def starts_from_scratch() -> bool:
+        from_scratch = settings.iteration is None and not looks_like_checkpoint(load)
+        if from_scratch and settings.finetune:
             raise CheckpointError(f"load: {load}: no checkpoint to finetune from")
+        return from_scratch
+
+    if run_on_rank_0(starts_from_scratch):
         report(f"load: {load} contains no checkpoint; training starts from scratch")
         return None
 

@@ -31,8 +31,8 @@ def train() -> int:
 
 
 def check_script(program: Sequence[str], config: Config, options: Sequence[str], world_size: int) -> list[str]:
-    """Check the options of train.py, the parallel sizes and batch sizes for this number of processes, and the data
-    keys. Returns the prefixes of the local datasets.
+    """Check the options of train.py, train_iters, the parallel sizes and batch sizes for this number of processes,
+    and the data keys. Returns the prefixes of the local datasets.
 
     Other scripts check their own command lines. Raises UserError, or prints the usage and exits with status 2.
     """
@@ -44,5 +44,6 @@ def check_script(program: Sequence[str], config: Config, options: Sequence[str],
     if parsed.files:
         raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
     reject_config_options(parsed)
+    config.schedule.last_iteration  # noqa: B018 (raises UserError if it is not set)
     config.batch.resolve(config.parallel.data_parallel_size(world_size))
     return dataset_prefixes(config)

@@ -98,7 +98,7 @@ class Logger:
             from torch.utils.tensorboard import SummaryWriter
 
             # Training drops the steps after the checkpoint, which a killed run has logged too.
-            purge_step = iteration + 1 if iteration and self._config.schedule.train_iters else None
+            purge_step = iteration + 1 if iteration and self._config.schedule.last_iteration else None
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
             text = json.dumps(without_secrets(self._config.to_flat()), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
@@ -125,7 +125,7 @@ class Logger:
 
     def _wandb_run_id(self, iteration: int) -> str | None:
         """The id of this run, kept in `save`, so that a resumed run continues its curves; None if it saves nothing."""
-        if self._config.checkpoint.save is None or self._config.schedule.train_iters == 0:
+        if self._config.checkpoint.save is None or self._config.schedule.last_iteration == 0:
             return None
         path = Path(self._config.checkpoint.save) / "wandb_run_id"
         if iteration == 0 or not path.exists():
@@ -143,7 +143,7 @@ class Logger:
     def metrics(self, values: dict[str, float], iteration: int) -> None:
         """Record metrics by name."""
         if self._metrics is not None:
-            keys = {"iteration": iteration, "last_iteration": self._config.schedule.train_iters}
+            keys = {"iteration": iteration, "last_iteration": self._config.schedule.last_iteration}
             self._write(self._metrics, json.dumps({**keys, **values}) + "\n")
         values = values | {neox: values[name] for name, neox in NEOX_NAMES.items() if name in values}
         if self._tensorboard is not None:
@@ -260,7 +260,7 @@ class StepLog:
                 raise skipped_steps(self._config, f"the last {self._consecutive_skips} steps up to {number:,}", scale)
         self._norms, self._scales = [], []
         self._engine.deepspeed.skipped_steps = self.skipped_steps  # DeepSpeed does not count skipped bf16 steps
-        if self.skipped_steps == iteration == self._config.schedule.train_iters:
+        if self.skipped_steps == iteration == self._config.schedule.last_iteration:
             raise skipped_steps(self._config, f"all {iteration:,} steps", self._scale)
 
     def write(self, state: TrainingState, learning_rate: float) -> None:
@@ -270,7 +270,7 @@ class StepLog:
             # Means over the steps since the last line. Skipped steps may have no finite loss.
             engine, layout = self._engine, self._engine.layout
             steps = len(self._losses) - self._resumed_steps
-            last_iteration = self._config.schedule.train_iters or 0
+            last_iteration = self._config.schedule.last_iteration
             losses = torch.stack(self._losses).float().cpu()
             loss = float(losses[torch.isfinite(losses)].mean())
             samples_per_second = steps * engine.global_batch / max(self.seconds, 1e-9)

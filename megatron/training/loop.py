@@ -33,7 +33,7 @@ from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled
 from megatron.training.optimizer import Schedule
 from megatron.training.startup import check_attention, lock_log_folders, lock_save_folder
 from megatron.training.validation import ExtrapolationCurves, Validator
-from megatron.utils.ranks import run_on_rank_0
+from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 
 def train(config: Config) -> TrainingState:
@@ -41,10 +41,9 @@ def train(config: Config) -> TrainingState:
 
     Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
     """
-    if config.schedule.train_iters is None:
-        raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
     layout = distributed.initialize(config)
     try:
+        run_on_rank_0(lambda: config.schedule.last_iteration)
         with contextlib.ExitStack() as resources:
             lock_log_folders(config, resources)
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
@@ -101,7 +100,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
 
     # Whatever needs no model: its errors are found first.
     tokenizer = TokenizerFiles.of(config).build()
-    check_vocabulary(config, tokenizer.vocab_size)
+    run_on_all_ranks(lambda: check_vocabulary(config, tokenizer.vocab_size))
     start = _find_start(config, layout, tokenizer, resources, report)
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
@@ -134,30 +133,35 @@ def _find_start(
     report: Callable[[str], None],
 ) -> Start:
     """Check the machine and the folders, lock `save`, and find the checkpoint. Raises UserError."""
-    vocab_size = config.model.padded_vocab_size or padded_vocab_size(
-        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, layout.tensor_size
-    )
-    report(str(config.batch.resolve(layout.data_size)))
-    check_attention(config, layout.device)
+    report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
+    run_on_all_ranks(lambda: check_attention(config, layout.device))
     source = _lock_and_resume(config, resources, report)
-
-    # The checkpoint fits the configuration.
     checkpoint = locate_checkpoint(source, layout, report)
-    load, last_iteration = config.checkpoint.load, config.schedule.train_iters or 0
-    if checkpoint is not None:
+    iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
+    last_iteration = config.schedule.last_iteration
+
+    def checked_vocab_size() -> int:
+        """The padded size. Raises UserError if the checkpoint does not fit the configuration, or no iterations are
+        left.
+        """
+        if checkpoint is None and last_iteration == 0:
+            load = config.checkpoint.load
+            problem = f"load: {load} contains no checkpoint" if load else "load is not set"
+            raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
+        if checkpoint is None:
+            divisor = config.model.make_vocab_size_divisible_by
+            default = padded_vocab_size(tokenizer.vocab_size, divisor, layout.tensor_size)
+            return config.model.padded_vocab_size or default
         vocab_size = checkpoint_vocab_size(checkpoint, config, tokenizer.vocab_size, layout.tensor_size, report)
         check_model(checkpoint, source, vocab_size, report)
-    elif last_iteration == 0:
-        problem = f"load: {load} contains no checkpoint" if load else "load is not set"
-        raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
+        if 0 < last_iteration < iteration:
+            raise UserError(
+                f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of {checkpoint}; raise "
+                "train-iters to continue it, or set train-iters: 0 to evaluate it"
+            )
+        return vocab_size
 
-    # There are iterations left.
-    iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
-    if 0 < last_iteration < iteration:
-        raise UserError(
-            f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of {checkpoint}; raise "
-            "train-iters to continue it, or set train-iters: 0 to evaluate it"
-        )
+    vocab_size = run_on_all_ranks(checked_vocab_size)[0]
     settings, branch = config.checkpoint, math.inf
     if settings.iteration is not None and same_folder(settings.load, settings.save):
         branch = settings.iteration
@@ -167,7 +171,7 @@ def _find_start(
 def _lock_and_resume(config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]) -> Config:
     """Lock `save` if the run trains. Returns the configuration that names the weights."""
     load, save = config.checkpoint.load, config.checkpoint.save
-    if save is None or config.schedule.train_iters == 0:
+    if save is None or config.schedule.last_iteration == 0:
         return config
     lock_save_folder(save, resources)
     resumed = run_on_rank_0(lambda: resumable_config(config))
@@ -196,7 +200,7 @@ def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], N
 
 def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> TrainingState:
     """Load the checkpoint. Raises UserError if the run would replace checkpoints of another run in `save`."""
-    config, last_iteration = engine.config, engine.config.schedule.train_iters or 0
+    config, last_iteration = engine.config, engine.config.schedule.last_iteration
     state = load_checkpoint(engine, start.source, start.checkpoint, report)
     engine.project()
 
@@ -215,7 +219,7 @@ def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[
     """The numbers of training, validation and test samples to finish a run from this state, including those that it
     has read; no training samples if it has ended.
     """
-    training, last_iteration = config.training, config.schedule.train_iters or 0
+    training, last_iteration = config.training, config.schedule.last_iteration
     _, _, global_batch = config.batch.resolve(layout.data_size)
     remaining = last_iteration - state.iteration
     samples_per_validation = training.eval_iters * global_batch
@@ -240,7 +244,7 @@ def _build_datasets(
         if config.data.data_path is not None:
             place = f"split {config.data.split} leaves none of the documents of data-path {config.data.data_path}"
         without_validation = f"there are no validation documents: {place}"
-        if config.schedule.train_iters == 0:
+        if config.schedule.last_iteration == 0:
             raise UserError(f"train-iters is 0, and {without_validation}")
         report(f"no validation: {without_validation}")
     return datasets
@@ -262,7 +266,7 @@ def _follow_data_order(state: TrainingState, datasets: Datasets, report: Callabl
 
 def _build_schedule(config: Config, state: TrainingState, report: Callable[[str], None]) -> Schedule:
     """The learning rates of the run; prints them, and records the schedule in the state."""
-    last_iteration = config.schedule.train_iters or 0
+    last_iteration = config.schedule.last_iteration
     state.lr_schedule = config.schedule.lr_schedule or state.lr_schedule
     decay_iters = config.schedule.lr_decay_iters or last_iteration
     schedule = Schedule(
@@ -303,7 +307,7 @@ class Trainer:
 
     @property
     def last_iteration(self) -> int:
-        return self.config.schedule.train_iters or 0
+        return self.config.schedule.last_iteration
 
     def train(self, signals: distributed.DistributedSignalHandler, profiler_step: Callable[[], None]) -> bool:
         """Train to the last iteration, and call `profiler_step` after every step.

@@ -28,7 +28,7 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
     Raises:
         Exception: if `function` raised on any rank. A rank whose own call failed raises that exception; the others
             raise the same UserError (or subclass) as the first rank that failed, or a UserError with the first line of
-            any other exception.
+            any other exception. Only the first of several ranks with the same UserError prints it.
     """
     if not _distributed():
         return [function()]
@@ -42,12 +42,12 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
         outcome = (None, error if isinstance(error, UserError) else UserError(text))
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
-    if failure is not None:
-        raise failure
-    for _, reported in outcomes:
+    for rank, (_, reported) in enumerate(outcomes):
         if reported is not None:
-            reported.printed_by_other_rank = True
-            raise reported
+            raised = reported if failure is None else failure
+            if isinstance(raised, UserError):
+                raised.printed_by_other_rank = rank != dist.get_rank() and str(raised) == str(reported)
+            raise raised
     return [value for value, _ in outcomes]
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from megatron.config.schema.base import Betas, CaseInsensitive, ConfigSection, Int, field
 from megatron.optimizers.registry import OPTIMIZERS, OptimizerName, OptimizerSpec, OptimizerType, optimizer_setting
+from megatron.utils.errors import UserError
 
 # Keys with which DeepSpeed uses an optimizer of its own.
 _OTHER_OPTIMIZERS = ("cpu_offload", "offload_optimizer", "zenflow")
@@ -189,6 +190,13 @@ class ScheduleConfig(ConfigSection):
                 f"lr_decay_iters {decay_iters:,} is above train_iters {train_iters:,}: training ends before the "
                 "learning rate has decayed; without lr_decay_iters, both end together"
             )
+
+    @property
+    def last_iteration(self) -> int:
+        """`train_iters`. Raises UserError if it is not set."""
+        if self.train_iters is None:
+            raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
+        return self.train_iters
 
     def lowest_lr(self, lr: float) -> float:
         """The learning rate at the end of the cosine decay from `lr`."""

@@ -32,6 +32,7 @@ def start(tmp_path, monkeypatch):
         (["--fallback", "other.yml"], r"other\.yml: configuration files come before the options of train\.py"),
         (["--set", "num_gpus=3", "model-parallel-size=2"], r"3 process\(es\) cannot be divided into replicas of 2: .*"),
         (["--set", "train_batch_size="], "no batch size: .*"),
+        (["--set", "train_iters="], "train-iters is not set; .*"),
         (["--fallback", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
         (
             ["--set", "data-path=null", 'train-data-paths=["one"]', 'valid-data-paths=["two"]'],

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.simulated_ranks import as_rank  # noqa: F401 (a fixture)
+
 
 @pytest.fixture
 def wandb_offline(tmp_path, monkeypatch) -> Iterator[Path]:

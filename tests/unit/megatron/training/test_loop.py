@@ -9,7 +9,10 @@ from megatron.checkpoint.directory import saved_iterations, write_manifest_of_fo
 from megatron.config import Config, UserError
 from megatron.data.datasets import build_datasets
 from megatron.tokenizer.tokenizer import build_tokenizer
+from megatron.training import distributed
 from megatron.training.engine import GPTWithLoss
+from megatron.training.loop import train
+from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
 from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
@@ -137,6 +140,16 @@ def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):
 def test_unusable_input_is_an_error(keys, message, tmp_path, data_path):
     assert_rejected(message, trained, tmp_path, **{"data_path": data_path, **keys})
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_missing_train_iters_is_printed_once(as_rank, monkeypatch):
+    monkeypatch.setattr(distributed, "initialize", lambda config: None)
+    monkeypatch.setattr(distributed, "shutdown", lambda: None)
+    for rank in (0, 1):
+        as_rank(rank)
+        with pytest.raises(UserError, match="train-iters") as caught:
+            train(make_config())
+        assert caught.value.printed_by_other_rank == (rank == 1)
 
 
 def test_a_sequence_length_schedule(tmp_path, data_path, capsys):

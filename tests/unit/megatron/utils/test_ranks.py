@@ -63,3 +63,15 @@ def test_all_ranks_raise_the_error_of_any_rank(as_rank):
     with pytest.raises(DataError, match="damaged") as raised:
         run_on_all_ranks(lambda: 3)
     assert raised.value.printed_by_other_rank
+
+
+@pytest.mark.parametrize("texts", [("damaged", "damaged"), ("rank 0", "rank 1")])
+def test_the_same_error_on_several_ranks_is_printed_once(as_rank, texts):
+    printed = []
+    for rank, text in enumerate(texts):
+        as_rank(rank)
+        with pytest.raises(DataError, match=text) as raised:
+            run_on_all_ranks(lambda text=text: fail(DataError(text)))
+        if not raised.value.printed_by_other_rank:
+            printed.append(text)
+    assert printed == list(dict.fromkeys(texts))
