@@ -181,7 +181,7 @@ DEBIAN_CORPORA = {
 
 
 class DebianCorpus(DocumentCorpus):
-    """The documents of a `CorpusDefinition`, ordered by a hash of their contents. A `ChunkSource`.
+    """The documents of a `CorpusDefinition`, ordered by a hash of their contents.
 
     The training, validation and test splits are consecutive ranges in this order, so each is a random sample of the
     documents. Because near-duplicates are removed first, no document resembles one of another split. Packages are
@@ -197,7 +197,6 @@ class DebianCorpus(DocumentCorpus):
     """
 
     def __init__(self, name: str, folder: Path, limit_mb: float | None = None):
-        super().__init__()
         self.definition = DEBIAN_CORPORA[name]
         self._name = name
         self._folder = folder

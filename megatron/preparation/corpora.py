@@ -3,13 +3,13 @@
 import hashlib
 import json
 import sysconfig
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from megatron.data.splits import split_spans
-from megatron.preparation.readers import START, ReadPosition, TextChunk
+from megatron.preparation.readers import START, ChunkSource, ReadPosition, TextChunk
 from megatron.utils.errors import UserError, first_line, import_package
 
 # Tests are as large as everything else together and some interpreters come without them. Installed packages are not
@@ -47,13 +47,8 @@ def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[in
             yield first + 1, piece
 
 
-class DocumentCorpus(ABC):
-    """Documents in memory: pairs of a name and a UTF-8 text. A `ChunkSource`. Documents are read when first needed."""
-
-    def __init__(self) -> None:
-        self.total_bytes: int | None = None
-        self.bytes_read = 0
-        self.position = START
+class DocumentCorpus(ChunkSource):
+    """Documents in memory: pairs of a name and a UTF-8 text. Documents are read when first needed."""
 
     @cached_property
     def documents(self) -> list[tuple[str, bytes]]:
@@ -63,10 +58,6 @@ class DocumentCorpus(ABC):
 
     @abstractmethod
     def _read(self) -> list[tuple[str, bytes]]: ...
-
-    @abstractmethod
-    def identity(self) -> str:
-        """Return a SHA-256 (hexadecimal) that changes whenever the documents change."""
 
     def tokenizer_texts(self) -> list[str]:
         """Return the documents to train a tokenizer on."""
@@ -102,7 +93,7 @@ def documents_checksum(documents: Iterable[tuple[str, bytes]]) -> str:
 
 
 class StdlibCorpus(DocumentCorpus):
-    """The Python sources of the running interpreter's standard library, in pieces. A `ChunkSource`.
+    """The Python sources of the running interpreter's standard library, in pieces.
 
     A document is a piece of a file of about PIECE_BYTES at most, so that no file dominates a part of the corpus. Pieces
     are ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order validation
@@ -113,7 +104,6 @@ class StdlibCorpus(DocumentCorpus):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.root = Path(sysconfig.get_paths()["stdlib"])
         if not self.documents:
             raise UserError(f"{self.root} contains no Python sources: this interpreter is installed without them")
@@ -136,8 +126,8 @@ class StdlibCorpus(DocumentCorpus):
         return documents_checksum(self.documents)
 
 
-class HubCorpus:
-    """A split of a dataset on the Hugging Face hub, one document per row. A `ChunkSource`.
+class HubCorpus(ChunkSource):
+    """A split of a dataset on the Hugging Face hub, one document per row.
 
     The dataset is streamed by the optional package `datasets`; nothing is stored on disk.
 
@@ -183,9 +173,7 @@ class HubCorpus:
 
         # The size is for progress, and may be unknown.
         sizes = builder.info.splits or {}
-        self.total_bytes: int | None = sizes[split].num_bytes if split in sizes else None
-        self.bytes_read = 0
-        self.position = START
+        self.total_bytes = sizes[split].num_bytes if split in sizes else None
 
     def identity(self) -> str:
         return self._identity

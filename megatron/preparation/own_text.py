@@ -25,7 +25,7 @@ _VERSION = 1  # increase this when the documents change
 
 
 class OwnText(DocumentCorpus):
-    """All documents of input files, in memory, ordered by a hash of their contents. A `ChunkSource`.
+    """All documents of input files, in memory, ordered by a hash of their contents.
 
     Training, validation and test are consecutive ranges in this order, so each is a random sample of the documents.
     Longer documents than `LARGEST_SHARE` of the text are divided, after blank lines if possible.
@@ -38,7 +38,6 @@ class OwnText(DocumentCorpus):
     """
 
     def __init__(self, files: FileCorpus, options: DocumentOptions, limit_mb: float | None = None):
-        super().__init__()
         self.files = files
         self._options = options
         self._limit = math.inf if limit_mb is None else limit_mb * 1e6

@@ -15,10 +15,11 @@ import sys
 import tarfile
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import BinaryIO, Literal, NamedTuple, Protocol, cast
+from typing import BinaryIO, Literal, NamedTuple, cast
 
 from megatron.preparation.decompression import BLOCK, decompress
 from megatron.preparation.input_files import ARCHIVE_FORMATS, READABLE, InputFile, file_format, is_hidden
@@ -74,7 +75,7 @@ class ReadPosition(NamedTuple):
 START = ReadPosition()
 
 
-class ChunkSource(Protocol):
+class ChunkSource(ABC):
     """A corpus that can be read from any earlier position.
 
     Attributes:
@@ -83,19 +84,21 @@ class ChunkSource(Protocol):
         position: after the last chunk that `chunks` returned.
     """
 
-    total_bytes: int | None
-    bytes_read: int
-    position: ReadPosition
+    total_bytes: int | None = None
+    bytes_read = 0
+    position = START
 
+    @abstractmethod
     def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
         """Yield the chunks from `start` on. They are the same for the same `identity`."""
 
+    @abstractmethod
     def identity(self) -> str:
         """Return a SHA-256 (hexadecimal) that changes whenever the input changes."""
 
 
-class FileCorpus:
-    """Input files, read in order. A `ChunkSource`.
+class FileCorpus(ChunkSource):
+    """Input files, read in order.
 
     Args:
         files: from `find_files`.
@@ -105,9 +108,7 @@ class FileCorpus:
 
     def __init__(self, files: Sequence[InputFile], suffixes: Sequence[str] = (), columns: Sequence[str] = ("text",)):
         self.files = list(files)
-        self.total_bytes: int | None = sum(file.size for file in self.files)
-        self.bytes_read = 0
-        self.position = START
+        self.total_bytes = sum(file.size for file in self.files)
         self._suffixes = tuple(suffixes)
         self._columns = tuple(columns)
 
