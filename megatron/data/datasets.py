@@ -23,7 +23,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
 from megatron.data.index_cache import FileDataset, build_once, cache_folder
-from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, open_indexed_files, read_manifest
+from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, open_indexed_files
 from megatron.data.splits import PARTS, Blend, config_blends, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
@@ -197,7 +197,7 @@ def build_datasets(
 
 def _check_files(prefix: str, tokenizer: Tokenizer, settings: SampleSettings) -> None:
     """Compare a dataset's manifest, if it has one, with the tokenizer and the settings. Raises UserError."""
-    manifest = read_manifest(prefix) if check_tokenizer(prefix, tokenizer) else None
+    manifest = check_tokenizer(prefix, tokenizer)
     if settings.reset_attention_mask and manifest is not None and not manifest.append_eod:
         raise UserError(
             f"reset_attention_mask: documents in {prefix} do not end with the end-of-document token, which separates "

@@ -20,13 +20,11 @@ check_version("megatron-core")
 
 
 def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence[int]) -> Path:
-    """Return the folder for the sample indices of a dataset with these settings.
+    """Return the folder for the sample indices of a dataset with these settings, in `cache_path` or, by default, in
+    `PREFIX_indices` next to the dataset.
 
     The folder name is a hash of the settings and the document lengths, which together determine the indices. So a
     changed corpus gets a new folder, and a copy of the corpus elsewhere shares the folder.
-
-    Args:
-        cache_path: parent folder; by default `PREFIX_indices`, next to the dataset.
     """
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(files.lengths.data)

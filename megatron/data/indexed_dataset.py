@@ -192,12 +192,8 @@ def find_files(prefix: str | Path) -> tuple[Path, Path]:
 
 
 def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, int]:
-    """Validate an .idx, and the size in bytes of its .bin.
-
-    Returns:
-        dtype, lengths, document_index and tokens of `IndexedFiles`.
-
-    Raises UserError if the .idx is damaged, or the .bin is not the one it describes.
+    """Returns dtype, lengths, document_index and tokens of `IndexedFiles`. Raises UserError if the .idx is damaged, or
+    the .bin is not the one it describes.
     """
     # The header.
     with open_file(index) as stream:
@@ -313,18 +309,13 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
         return None
 
 
-def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> bool:
-    """Compare the tokenizer of the manifest with `tokenizer`. Reads only the manifest and the header of the .idx.
-
-    Returns:
-        True if they are the same. False if the data's tokenizer is not known: there is no manifest, as for data from
-        other software, it is unreadable, or it describes other files.
-
-    Raises UserError if the data were tokenized with another tokenizer.
+def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | None:
+    """The manifest, if there is one that describes the data. Reads only the manifest and the header of the .idx. Raises
+    UserError if its tokenizer is not `tokenizer`.
     """
     manifest = read_manifest(prefix)
     if manifest is None or (manifest.tokens, manifest.documents) != _counts(prefix):
-        return False
+        return None
     if manifest.tokenizer_fingerprint != tokenizer.fingerprint:
         of_data = manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint
         names = []
@@ -335,7 +326,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> bool:
             f"merge-file to the tokenizer of the data, or build the data again with {_BUILD_COMMANDS}. If both "
             f"tokenizers give the same ids, remove {manifest_path(prefix)}"
         )
-    return True
+    return manifest
 
 
 def _counts(prefix: str | Path) -> tuple[int, int] | None:

@@ -38,15 +38,8 @@ class TokenStream:
 
 
 def open_part(prefix: str, split: str | None, part: str) -> tuple[TokenFile, np.ndarray]:
-    """Open the concatenated documents of one part of a corpus.
-
-    Args:
-        prefix: path without .bin and .idx.
-        split: as for training. None means the whole corpus.
-        part: "train", "valid" or "test".
-
-    Returns:
-        the tokens, and the number of tokens in each document, int64 [documents].
+    """The concatenated documents of one part of a corpus, or of all of it if `split` is None: the tokens, and the
+    number of tokens in each document, int64 [documents].
 
     Raises UserError if the files are invalid, or the part has no documents.
     """

@@ -142,12 +142,8 @@ def encode_in_order(
     options: DocumentOptions,
     workers: int,
 ) -> Iterator[tuple[WorkItem, EncodedDocuments]]:
-    """Yield every item with its encoded documents, in order. The number of items in memory is bounded.
-
-    Args:
-        items: from `work_items`.
-        tokenizer: what `tokenizer_files.build()` returned.
-        workers: number of worker processes. With 1, everything runs in this process.
+    """Yield every item with its encoded documents, in order. The number of items in memory is bounded. With one worker,
+    everything runs in this process, with `tokenizer`, which `tokenizer_files.build()` has returned.
 
     Raises UserError if `encode_chunks` raises it, or if a worker process was killed.
     """

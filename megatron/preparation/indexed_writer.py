@@ -94,11 +94,8 @@ class IndexedWriter:
         self.discard()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents.
-
-        Args:
-            tokens: concatenated ids of all documents, [sum of lengths], of type `self.dtype`.
-            lengths: tokens in each document, [documents].
+        """Append documents: their concatenated ids, `self.dtype` [sum of lengths], and the tokens in each, [documents].
+        Raises UserError if the disk is full.
         """
         content = np.ascontiguousarray(tokens).data  # not tobytes(), which copies
         with write_errors(bin_path(self.prefix)):

@@ -69,12 +69,7 @@ def is_hidden(path: str) -> bool:
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read.
-
-    Attributes:
-        name: its path.
-        version: changes when the file changes.
-    """
+    """A file to read. `version` changes when the file changes."""
 
     name: str
     size: int

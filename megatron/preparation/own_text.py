@@ -33,8 +33,7 @@ class OwnText(DocumentCorpus):
     Args:
         limit_mb: use only the first `limit_mb` MB of documents in this order; None: all.
 
-    Raises:
-        UserError: from `documents`: a file is damaged or unreadable, or there is no text.
+    `documents` raises UserError if a file is damaged or unreadable, or there is no text.
     """
 
     def __init__(self, files: FileCorpus, options: DocumentOptions, limit_mb: float | None = None):

@@ -136,12 +136,8 @@ class OutputState:
 
 @dataclass
 class JournalState:
-    """Everything needed to resume.
-
-    Attributes:
-        position, bytes_read: of the source.
-        outputs: one per key.
-        manifests: one per key, once all files are complete and verified and only need to be renamed.
+    """Everything needed to resume: the position in the source, and one output per key. There is one manifest per key
+    once all files are complete and verified and only need to be renamed.
     """
 
     position: ReadPosition

@@ -86,9 +86,8 @@ class Lock:
     def acquire(self, timeout: float = 0) -> None:
         """Acquire the lock. timeout: seconds to wait for a process that holds it; negative: forever.
 
-        Raises:
-            LockBusyError: another process holds the lock after that time.
-            UserError: the file cannot be written, or its file system does not support flock.
+        Raises LockBusyError if a process still holds it then, and UserError if the file cannot be written, or its file
+        system does not support flock.
         """
         try:
             self._created_folder = not self._path.parent.exists()

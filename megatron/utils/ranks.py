@@ -25,10 +25,9 @@ def run_on_rank_0(function: Callable[[], T]) -> T:
 def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
     """Call `function` on every rank and return the values of all ranks, in rank order, on every rank.
 
-    Raises:
-        Exception: if `function` raised on any rank. A rank whose own call failed raises that exception; the others
-            raise the same UserError (or subclass) as the first rank that failed, or a UserError with the first line of
-            any other exception. Only the first of several ranks with the same UserError prints it.
+    A rank whose own call raised an exception raises it again. The others raise the UserError (or subclass) of the first
+    rank that failed, or a UserError with the first line of another exception. Only the first of several ranks with the
+    same UserError prints it.
     """
     if not _distributed():
         return [function()]
