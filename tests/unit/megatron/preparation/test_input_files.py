@@ -52,6 +52,7 @@ def test_files_of_a_folder(tmp_path, capsys):
 def test_errors(tmp_path):
     (tmp_path / "a.orc").touch()
     assert_rejected(r"no input files given", find_files, [])
+    assert_rejected("URL.*--url", find_files, ["https://user:secret@example.org/a.jsonl"])
     assert_rejected(r"absent\.jsonl", find_files, [tmp_path / "absent.jsonl"])
     assert_rejected(r"a\.orc", find_files, [tmp_path / "a.orc"])
     assert_rejected(r"contains no file of a supported type", find_files, [tmp_path])
@@ -77,18 +78,11 @@ def test_source_tree(tree):
     assert names == read_inputs(tree, suffixes=(".h", ".c"))
 
 
-@pytest.mark.parametrize("suffix", ["c", "*.c", ".tar.gz"])
-def test_invalid_suffixes(tree, suffix):
-    assert_rejected("is not a file extension", find_files, [tree], (suffix,))
-
-
-def test_source_tree_without_matching_files(tree):
+def test_wrong_suffixes(tree):
+    for suffix in ("c", "*.c", ".tar.gz"):
+        assert_rejected("is not a file extension", find_files, [tree], (suffix,))
     assert_rejected(r"contains no file whose name ends in .rs or .go", find_files, [tree], (".rs", ".go"))
     assert_rejected(r"data\.json", find_files, [tree / "data.json"], (".c",))
-
-
-def test_a_url(tmp_path):
-    assert_rejected("URL.*--url", find_files, ["https://user:secret@example.org/a.jsonl"])
 
 
 def test_inputs_that_are_not_regular_files(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,9 +70,20 @@ def test_output_does_not_depend_on_workers(tmp_path, shard, tokenizer_file, monk
         assert one.read_bytes() == several.read_bytes()
 
 
-def test_subset_without_documents(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "x", "meta": {"pile_set_name": "ArXiv"}}\n')
-    assert_rejected("Github.*ArXiv.*1", run, tmp_path / "a.jsonl", tmp_path / "out", subset="Github")
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (b'{"text": "x", "meta": {"pile_set_name": "ArXiv"}}\n', {"subset": "Github"}, "Github.*ArXiv.*1"),
+        (
+            b'broken\n\n[]\n{"text": ""}\n',
+            {"skip_bad": True},
+            "no text to write: 2 .*unreadable, 1 .*empty; .*, line 1: not",
+        ),
+    ],
+)
+def test_input_without_documents(tmp_path, content, options, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert_rejected(message, run, tmp_path / "a.jsonl", tmp_path / "out", **options)
 
 
 def test_failure_keeps_the_previous_output(tmp_path, shard):
@@ -307,19 +319,16 @@ def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small
         assert "journal ignored: the earlier run skipped bad documents; starting from" in capsys.readouterr().out
 
 
-def test_only_bad_documents(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"broken\n\n[]\n" + json_lines(""))
-    expected = r"no text to write: 2 documents are unreadable, 1 are empty; the first unreadable one: .*, line 1: not"
-    assert_rejected(expected, run, tmp_path / "a.jsonl", tmp_path / "out", skip_bad=True)
-
-
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("out_title_document.partial.bin", lambda content: None),
-        ("out_title_document.partial.bin", lambda content: content[:3]),
-        ("out.progress.json", lambda content: b'{"work"'),
-        ("out.progress.json", lambda content: content.replace(b'"position": [0', b'"position": [1')),
+        ("out_title_document.partial.bin", Path.unlink),
+        ("out_title_document.partial.bin", lambda path: os.truncate(path, 3)),
+        ("out.progress.json", lambda path: path.write_bytes(b'{"work"')),
+        (
+            "out.progress.json",
+            lambda path: path.write_text(path.read_text().replace('"position": [0', '"position": [1')),
+        ),
     ],
     ids=["removed", "truncated", "unreadable journal", "edited journal"],
 )
@@ -327,12 +336,7 @@ def test_unusable_files_of_an_unfinished_run(
     tmp_path, shared_input, expected, small_items, monkeypatch, capsys, name, damage
 ):
     interrupt(shared_input, tmp_path / "out", monkeypatch)
-    content = (tmp_path / name).read_bytes()
-    damaged = damage(content)
-    assert damaged != content
-    (tmp_path / name).unlink()
-    if damaged is not None:
-        (tmp_path / name).write_bytes(damaged)
+    damage(tmp_path / name)
     build(shared_input, tmp_path / "out")
     assert "starting from the beginning" in capsys.readouterr().out
     assert contents(tmp_path / "out") == expected
@@ -340,12 +344,9 @@ def test_unusable_files_of_an_unfinished_run(
 
 def test_damaged_file_of_an_unfinished_run(tmp_path, shared_input, expected, small_items, monkeypatch):
     interrupt(shared_input, tmp_path / "out", monkeypatch)
-    partial = tmp_path / "out_text_document.partial.bin"
-    content = bytearray(partial.read_bytes())
-    content[10] ^= 1
-    partial.write_bytes(content)
-    message = "reads back differently from what was written .* file system$"
-    assert_rejected(message, build, shared_input, tmp_path / "out")
+    with open(tmp_path / "out_text_document.partial.bin", "r+b") as stream:
+        stream.write(b"\xff")
+    assert_rejected("reads back differently .* file system$", build, shared_input, tmp_path / "out")
     build(shared_input, tmp_path / "out")  # the damaged file is gone, so this run starts from the beginning
     assert contents(tmp_path / "out") == expected
 
