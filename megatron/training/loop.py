@@ -133,6 +133,7 @@ def _find_start(
     report: Callable[[str], None],
 ) -> Start:
     """Check the machine and the folders, lock `save`, and find the checkpoint. Raises UserError."""
+    # An error that several ranks find is printed once.
     report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
     run_on_all_ranks(lambda: check_attention(config, layout.device))
     source = _lock_and_resume(config, resources, report)
@@ -162,6 +163,8 @@ def _find_start(
         return vocab_size
 
     vocab_size = run_on_all_ranks(checked_vocab_size)[0]
+
+    # Where the run branches off.
     settings, branch = config.checkpoint, math.inf
     if settings.iteration is not None and same_folder(settings.load, settings.save):
         branch = settings.iteration
