@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     complete_options(options, config, tasks=tasks is not None)
     if tasks is not None and not first_process():
         return
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     folders = checkpoint_folders(config, options)
     output = options.output or config.evaluation.eval_results_prefix
     if output is None:
@@ -66,30 +67,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{', '.join(options.hub_names.values())}: choose the folder of the report with --output DIR"
             )
         output = folders[0] / "evaluation"
-        if int(os.environ.get("RANK", "0")) == 0:
+        if rank == 0:
             print(f"writing the report to {output} (--output)", flush=True)
     if tasks is not None:
         check_writable(output, "--output")
         return evaluate_tasks(tasks, folders, config, options, Path(output))
-    with _process_group() as (rank, world_size):
+    with contextlib.ExitStack() as stack:
+        if world_size > 1:
+            torch.distributed.init_process_group("gloo")  # the ranks only exchange sums on the CPU
+            stack.callback(torch.distributed.destroy_process_group)
         run_on_rank_0(partial(check_writable, output, "--output"))
         _evaluate(folders, Path(output), config, options, rank, world_size)
-
-
-@contextlib.contextmanager
-def _process_group() -> Iterator[tuple[int, int]]:
-    """(rank, world size) of this process, from the launcher's environment variables. Several ranks form a gloo process
-    group, because they only exchange sums on the CPU.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        yield 0, 1
-        return
-    torch.distributed.init_process_group("gloo")
-    try:
-        yield torch.distributed.get_rank(), world_size
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,7 @@ class Measurements:
     def __init__(self, frame: DataFrame):
         self.frame = frame
         cells = frame.groupby(["setting", "method", "length"], sort=False)
-        self._values: dict[tuple[Setting, Method, int], Series] = {}
-        for key, cell in cells:
-            self._values[key] = cell.set_index("seed")["value"]
+        self._values = {key: cell.set_index("seed")["value"] for key, cell in cells}
         self.lines = list(dict.fromkeys((setting, method) for setting, method, _ in self._values))
         self.settings = list(dict.fromkeys(setting for setting, _ in self.lines))
         self.methods = list(dict.fromkeys(method for _, method in self.lines))

@@ -124,10 +124,9 @@ def write_report(
     for record in sources.records:
         checkpoint = record.get("checkpoint") or {}
         if checkpoint.get("path"):
-            fingerprint = f", fingerprint {checkpoint['fingerprint']}" if checkpoint.get("fingerprint") else ""
             notes.append(
                 f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
-                f"{checkpoint['path']}, iteration {checkpoint.get('iteration')}{fingerprint}."
+                f"{checkpoint['path']}, iteration {checkpoint['iteration']}, fingerprint {checkpoint['fingerprint']}."
             )
     source_notes = [*dict.fromkeys(notes), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
     source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
