@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not first_process():
         return
     settings = config.generation
+    prompt_end = settings.prompt_end.replace("\r\n", "\n")  # as in the prompts
 
     # Reject invalid requests before loading the model.
     (inference_mode,) = parse_modes([options.mode], config.model.seq_length)
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = options.output or settings.sample_output_file
     contexts: list[str] = []
     if mode == "interactive":
-        if not settings.prompt_end:
+        if not prompt_end:
             raise UserError(EMPTY_PROMPT_END)
         if output is not None or settings.num_samples > 1:
             note = "note: text_gen_type is interactive; -o, sample_output_file and num_samples are ignored"
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_writable(Path(output).parent, "--output")
             if Path(output).is_dir():
                 raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
-        prompts = [""] if prompt_file is None else read_prompts(prompt_file, settings.prompt_end)
+        prompts = [""] if prompt_file is None else read_prompts(prompt_file, prompt_end)
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
         if settings.num_samples > 1 and settings.temperature == 0:
             note = "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it above 0 to sample"
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"inference mode {inference_mode.name} {reason}")
     texts = partial(continue_texts, model, tokenizer, settings, batch_size=options.batch_size, mode=inference_mode)
     if mode == "interactive":
-        interact(texts, settings.prompt_end, config.training.seed)
+        interact(texts, prompt_end, config.training.seed)
         return
 
     # Generate, and print or save the texts.

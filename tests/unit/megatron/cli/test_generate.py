@@ -121,9 +121,10 @@ def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
     ("keys", "typed", "contexts"),
     [
         ({}, b"\xef\xbb\xbfdef f\n\nab", ["def f", "ab"]),  # Windows PowerShell starts a pipe with a byte order mark
+        ({"prompt_end": "\r\n"}, b"ab\r\ncd", ["ab", "cd"]),
         ({"prompt_end": "###"}, b"def f():\n    return ###\nx = 1 ### y", ["def f():\n    return ", "x = 1 ", " y"]),
     ],
-    ids=["lines", "over lines"],
+    ids=["lines", "lines of Windows", "over lines"],
 )
 def test_interactive_prompts(configuration, trained, monkeypatch, capsys, keys, typed, contexts):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
@@ -165,12 +166,10 @@ def test_splitting_prompts(text, prompt_end, prompts):
     [
         (b"good\nb\xe9d\n", r"p\.txt.*0xe9.*6"),
         (b"\xef\xbb\xbf\n", r"p\.txt"),
-        (None, r"p\.txt"),
     ],
 )
 def test_bad_prompt_files(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "p.txt").write_bytes(content)
+    (tmp_path / "p.txt").write_bytes(content)
     assert_rejected(message, read_prompts, tmp_path / "p.txt", "\n")
 
 
