@@ -324,7 +324,7 @@ def _check_keys(run: SweepRun) -> None:
     """
     if not run.steps:
         raise UserError(f"train_iters is {run.config.schedule.train_iters}; set it to the number of iterations")
-    run.tokens_per_step  # noqa: B018 (raises for an invalid batch size)
+    run.config.batch.resolve(run.config.parallel.data_parallel_size(run.num_gpus))
     settings = run.config.checkpoint
     if settings.finetune:
         raise UserError("finetune cannot be used in a sweep; remove it, or finetune with train.py")
