@@ -16,7 +16,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.datasets import BlendedParts, SampleSettings, build_datasets, datasets_from_blends
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.splits import Blend
-from megatron.utils.errors import UserError
 from tests.support.corpora import manifest_of
 from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
@@ -180,15 +179,16 @@ def test_loss_mask_at_the_end_of_documents(corpus):
 
 def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
     write_corpus(tmp_path / "small", [20, 12])
-    assert len(datasets_from_split(str(tmp_path / "small"), "1", (31,) * 3, ONE_EPOCH, settings).train) == 1
-    with pytest.raises(UserError, match=r"small \(train\).*32.*2.*32 \+ 1"):
-        datasets_from_split(str(tmp_path / "small"), "1", LENGTHS, ONE_EPOCH, settings)
-    with pytest.raises(UserError, match=r"small \(valid\) has 12 tokens in 1 documents"):
-        datasets_from_split(str(tmp_path / "small"), "1,1", (16, 16, 16), ONE_EPOCH, settings)
-    assert datasets_from_split(str(tmp_path / "small"), "1,1", (16, 16, 16), (1, 0, 0), settings).valid is None
-    test = datasets_from_split(str(tmp_path / "small"), "1,0,1", (16, 16, 16), (1, 0, 1), settings).test
-    assert test is None  # a test part that is too small is not an error
-    assert datasets_from_split(str(tmp_path / "small"), "98,1,1", (4,) * 3, (1, 1, 1), settings)[1:] == (None, None)
+
+    def split(shares, length, num_samples=ONE_EPOCH):
+        return datasets_from_split(str(tmp_path / "small"), shares, (length,) * 3, num_samples, settings)
+
+    assert len(split("1", 31).train) == 1
+    assert_rejected(r"small \(train\).*32.*2.*32 \+ 1", split, "1", 32)
+    assert_rejected(r"small \(valid\) has 12 tokens in 1 documents", split, "1,1", 16)
+    assert split("1,1", 16, (1, 0, 0)).valid is None
+    assert split("1,0,1", 16, (1, 0, 1)).test is None  # a test part that is too small is not an error
+    assert split("98,1,1", 4, (1, 1, 1))[1:] == (None, None)
 
 
 # --- from a configuration
@@ -237,8 +237,8 @@ def test_documents_without_an_end_cannot_be_kept_apart(configuration, corpus):
     write_manifest(corpus, replace(manifest, tokenizer_fingerprint="a", append_eod=False))
     keys = {"data_path": corpus, "split": "1"}
     assert len(build_datasets(configuration(**keys), tokenizer, 32, (10, 0, 0)).train) == 10
-    with pytest.raises(UserError, match=r"reset_attention_mask: .*corpus.*--append-eod"):
-        build_datasets(configuration(**keys, reset_attention_mask=True), tokenizer, 32, (10, 0, 0))
+    config = configuration(**keys, reset_attention_mask=True)
+    assert_rejected(r"reset_attention_mask: .*corpus.*--append-eod", build_datasets, config, tokenizer, 32, (10, 0, 0))
 
 
 @pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.9), (0.5, 0.75), (0.0, 0.5)])

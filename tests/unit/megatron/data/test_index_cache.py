@@ -9,7 +9,6 @@ import pytest
 
 from megatron.data.datasets import SampleSettings
 from megatron.data.index_cache import build_once
-from megatron.utils.errors import UserError
 from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
@@ -67,8 +66,8 @@ def test_damaged_and_hostile_indices(content, corpus, settings, tmp_path, monkey
     datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
     (folder,) = Path(f"{corpus}_indices").iterdir()
     (folder / "sample_index.npy").write_bytes(content)
-    with pytest.raises(UserError, match=rf"sample_index\.npy: .*{folder.name}"):
-        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    message = rf"sample_index\.npy: .*{folder.name}"
+    assert_rejected(message, datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
     assert not Path("executed").exists()
 
 

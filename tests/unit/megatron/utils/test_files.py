@@ -1,9 +1,6 @@
 import errno
 import os
 
-import pytest
-
-from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, read_lines, sync_folder, write_atomically
 from tests.support.errors import assert_rejected
 
@@ -30,8 +27,8 @@ def test_old_content_survives_an_error(tmp_path, monkeypatch):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(UserError, match=r"cannot write .*file: No such file or directory"):
-        write_atomically(tmp_path / "missing" / "file", b"")
+    path = tmp_path / "missing" / "file"
+    assert_rejected(r"cannot write .*file: No such file or directory", write_atomically, path, b"")
     sync_folder(tmp_path / "missing")  # is ignored
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils.errors import UserError
 from megatron.utils.processes import Lock, LockBusyError
+from tests.support.errors import assert_rejected
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_only_one_lock_in_a_process(tmp_path):
 
 def test_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=rf"{tmp_path}/file/corpus.lock: "):
-        Lock(tmp_path / "file" / "corpus.lock", "busy").acquire()
+    lock = Lock(tmp_path / "file" / "corpus.lock", "busy")
+    assert_rejected(f"{tmp_path}/file/corpus.lock: ", lock.acquire)
 
 
 def test_a_file_system_without_flock(tmp_path, monkeypatch):
@@ -89,5 +89,4 @@ def test_a_file_system_without_flock(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(UserError, match=rf"{tmp_path}/corpus.lock: .* flock"):
-        Lock(tmp_path / "corpus.lock", "busy").acquire()
+    assert_rejected(f"{tmp_path}/corpus.lock: .* flock", Lock(tmp_path / "corpus.lock", "busy").acquire)

@@ -55,16 +55,6 @@ def test_all_ranks_return_all_values(as_rank):
     assert run_on_all_ranks(lambda: "b") == ["a", "b"]
 
 
-def test_all_ranks_raise_the_error_of_any_rank(as_rank):
-    as_rank(0)
-    with pytest.raises(DataError, match="damaged"):
-        run_on_all_ranks(lambda: fail(DataError("damaged")))
-    as_rank(1)
-    with pytest.raises(DataError, match="damaged") as raised:
-        run_on_all_ranks(lambda: 3)
-    assert raised.value.printed_by_other_rank
-
-
 @pytest.mark.parametrize("texts", [("damaged", "damaged"), ("rank 0", "rank 1")])
 def test_the_same_error_on_several_ranks_is_printed_once(as_rank, texts):
     printed = []

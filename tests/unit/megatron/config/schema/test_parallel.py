@@ -1,7 +1,6 @@
 import pytest
 
 from megatron.config.schema.parallel import BatchConfig, ParallelConfig
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
 
@@ -31,8 +30,7 @@ def test_batch_sizes(global_batch, micro_batch, accumulation, replicas, expected
     ],
 )
 def test_contradictory_batch_sizes(global_batch, micro_batch, accumulation, message):
-    with pytest.raises(UserError, match=message):
-        batch(global_batch, micro_batch, accumulation).resolve(2)
+    assert_rejected(message, batch(global_batch, micro_batch, accumulation).resolve, 2)
 
 
 def batch(global_batch, micro_batch, accumulation) -> BatchConfig:
