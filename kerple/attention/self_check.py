@@ -63,9 +63,8 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall) -> "Variant":
-        gradients = call.requirements.training
         directions = NO_DIRECTIONS
-        if gradients:
+        if call.training:
             directions = (_coefficients(call.tables.bias_jacobian), _coefficients(call.tables.weight_jacobian))
         return cls(
             dtype=call.query.dtype,
@@ -77,7 +76,7 @@ class Variant(NamedTuple):
             window=call.max_kv_len < call.kv_len,
             grouped=call.queries_per_kv > 1,
             documents=call.documents is not None,
-            gradients=gradients,
+            gradients=call.training,
             aligned=call.q_len % ALIGNMENT == call.kv_len % ALIGNMENT == 0,
         )
 

@@ -228,7 +228,6 @@ class SelfAttention(nn.Module):
             query = mode.scale_query(query, torch.arange(start, length, device=query.device))
 
         # Rotate at the positions of the text. An explicit mode rotates by distance instead, below.
-        scale = self.head_size**-0.5
         explicit = mode.is_explicit(getattr(self, "rpe", None))
         if self.rotates and not explicit:
             positions = torch.arange(start, length, device="cpu")
@@ -257,7 +256,6 @@ class SelfAttention(nn.Module):
                 method,
                 replace(mode.for_layer(method), span=span),
                 start=start,
-                scale=scale,
                 tables_at=lambda first, end: self._tables(method, end, query.device, mode, first),
                 decay_sums=sums,
             )
@@ -276,7 +274,6 @@ class SelfAttention(nn.Module):
             block=span.block,
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
-            scale=scale,
             dropped=length - key.shape[2],
         )
         return context.transpose(1, 2).flatten(2)
