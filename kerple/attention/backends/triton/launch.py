@@ -186,7 +186,9 @@ class Launcher:
 
     def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
         """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of log2."""
-        margin, block = self.kernels.MARGIN, self.kernels.DECAY_BLOCK.value
+        from kerple.attention.backends.triton.memory import DECAY_BLOCK
+
+        margin, block = self.kernels.MARGIN, DECAY_BLOCK.value
         # The kernels take both results as contiguous; those of a view, such as blocks, would have its memory order.
         sums = decay_sums.detach().contiguous() * LOG2_E
         if self.documents is not None:
