@@ -16,7 +16,6 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Float = FiniteFloat
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 
-
 # Control characters are escaped, because these texts are printed.
 Text = Annotated[str, Field(max_length=4096), AfterValidator(visible)]
 Name = Annotated[str, Field(max_length=300), AfterValidator(visible)]

@@ -103,17 +103,14 @@ def test_a_foreign_megatron_is_reported_in_one_line(foreign_megatron, script):
 
 
 @pytest.mark.parametrize("script", ["deepy.py", *SCRIPTS])
-def test_the_check_precedes_all_imports_of_megatron(script):
+def test_the_check_precedes_all_imports_and_errors_are_handled_in_one_place(script):
+    text = (ROOT / script).read_text()
     imports = sorted(
         (node.lineno, name)
-        for node in ast.walk(ast.parse((ROOT / script).read_text()))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
         if name == "check_megatron" or name.startswith(("megatron", "kerple"))
     )
     assert imports[0][1] == "check_megatron"
-
-
-@pytest.mark.parametrize("script", ["deepy.py", *SCRIPTS])
-def test_errors_are_handled_in_one_place(script):
-    assert "sys.exit(run_main(" in (ROOT / script).read_text().splitlines()[-1]
+    assert "sys.exit(run_main(" in text.splitlines()[-1]

@@ -45,7 +45,6 @@ class DataConfig(ConfigSection):
         """True: exclude the token after each end-of-document token from the loss, which is the mean over all other
         tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches' means.)""",
     )
-
     reset_attention_mask: bool = field(
         False,
         """True: in training and validation, a token attends only to its own document, in which positions start at 0.

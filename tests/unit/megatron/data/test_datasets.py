@@ -21,8 +21,6 @@ from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
 LENGTHS = (32, 32, 32)
-
-
 ONE_EPOCH = (None, None, None)
 
 

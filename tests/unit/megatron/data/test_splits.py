@@ -13,9 +13,6 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.data.splits import part_span, split_spans
 from tests.support.errors import assert_rejected
 
-# --- splits
-
-
 _SHARES = st.lists(st.floats(0, 1000) | st.integers(0, 1000), min_size=1, max_size=3)
 
 

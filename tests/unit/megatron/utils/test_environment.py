@@ -30,19 +30,16 @@ def no_cache():
     environment.commit.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+def test_bfloat16_instructions(tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(environment, "CPU_INFO", path)
+    for line, expected in (
         ("flags\t\t: fpu avx512f avx512_bf16", True),
         ("Features\t: fp asimd bf16", True),
         ("flags : fpu avx512f", False),
-    ],
-)
-def test_bfloat16_instructions(line, expected, tmp_path, monkeypatch):
-    path = tmp_path / "cpuinfo"
-    path.write_text(f"processor\t: 0\n{line}\n")
-    monkeypatch.setattr(environment, "CPU_INFO", path)
-    assert environment.has_bf16_instructions() == expected
+    ):
+        path.write_text(f"processor\t: 0\n{line}\n")
+        assert environment.has_bf16_instructions() == expected
     path.unlink()
     assert not environment.has_bf16_instructions()
 
