@@ -105,10 +105,8 @@ def checkpoint_vocab_size(step: Path, config: Config, tokenizer_size: int, tenso
     if config.model.padded_vocab_size is not None:
         return config.model.padded_vocab_size
     divisor = config.model.make_vocab_size_divisible_by
-    rows, default = (
-        embedding_rows(open_layers(step, [0]), step),
-        padded_vocab_size(tokenizer_size, divisor, tensor_size),
-    )
+    rows = embedding_rows(open_layers(step, [0]), step)
+    default = padded_vocab_size(tokenizer_size, divisor, tensor_size)
     if rows == default:
         return rows
     if all(rows != padded_vocab_size(tokenizer_size, divisor, ranks) for ranks in range(1, MAX_TENSOR_PARALLEL + 1)):

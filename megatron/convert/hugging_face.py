@@ -130,13 +130,7 @@ def to_hugging_face(
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
         architecture = values["architectures"][0] if stock else None
-        card = model_card(
-            model,
-            config,
-            architecture=architecture,
-            tokenizer=tokenizer,
-            mode=mode.name,
-        )
+        card = model_card(model, config, architecture=architecture, tokenizer=tokenizer, mode=mode.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
         written = load_written(folder).float()
@@ -239,24 +233,19 @@ def compare(
         output: Tensor = theirs(tokens, use_cache=False).logits
         return output
 
+    def in_mode(tokens: Tensor) -> Tensor:
+        expected: Tensor = ours(tokens, mode=mode.attention.at_length(tokens.shape[1]))
+        return expected
+
     vocabulary = ours.settings.padded_vocab_size
+    source = with_float32_angles(ours, theirs.base_model.rotary_emb.original_inv_freq) if stock else in_mode
+    check_same_logits(source, logits, vocabulary, config, name, report)
     if stock:
-        exact = with_float32_angles(ours, theirs.base_model.rotary_emb.original_inv_freq)
-        check_same_logits(exact, logits, vocabulary, config, name, report)
         longest = compared_lengths(config)[-1]
         rounding = largest_difference(ours, logits, vocabulary, (longest,))
         report(
             f"{name}: transformers computes angles in float32, not float64; this changes the logits by {rounding:.1e} "
             f"at {longest}"
-        )
-    else:
-        check_same_logits(
-            lambda tokens: ours(tokens, mode=mode.attention.at_length(tokens.shape[1])),
-            logits,
-            vocabulary,
-            config,
-            name,
-            report,
         )
 
 

@@ -8,13 +8,7 @@ import torch
 
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_valid_step, looks_like_checkpoint
-from megatron.checkpoint.layers import (
-    check_sizes,
-    embedding_rows,
-    load_layers,
-    open_layers,
-    weight_layers,
-)
+from megatron.checkpoint.layers import check_sizes, embedding_rows, load_layers, open_layers, weight_layers
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings

@@ -18,7 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from megatron.launcher.commands import node_command, pdsh_command, signal_command
-from megatron.launcher.node import KILL_SIGNAL, STATUS_OF_LOST_CONNECTION, Node, describe_signal, stop_signals
+from megatron.launcher.node import (
+    KILL_SIGNAL,
+    STATUS_OF_LOST_CONNECTION,
+    Node,
+    describe_signal,
+    exit_status_of,
+    stop_signals,
+)
 from megatron.launcher.rank import LAUNCHER_DIED
 from megatron.utils.errors import UserError
 from megatron.utils.processes import signal_without_parent
@@ -117,7 +124,7 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
     if failure is not None and failure.signal is not None and not stopping:
         print(describe_signal(failure.rank, failure.host, failure.signal), file=sys.stderr, flush=True)
         return 128 + failure.signal  # srun returns the status of a rank that it has killed
-    return 128 - status if status < 0 else status
+    return exit_status_of(status)
 
 
 class Failure(NamedTuple):
@@ -223,7 +230,7 @@ def run_pdsh(
         sender.wait()
     for reason in sorted(reasons, key=lambda reason: "was killed by" in reason):
         print(reason, file=sys.stderr, flush=True)
-    return 128 - status if status < 0 else status
+    return exit_status_of(status)
 
 
 @contextlib.contextmanager

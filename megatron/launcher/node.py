@@ -46,6 +46,8 @@ _MEANINGS: dict[int, str] = {
 _SECONDS_AFTER_FAILURE = 10
 _SECONDS_TO_SAVE = 300
 
+Streams = tuple[int | None, int | None, int | None]  # file descriptors of stdin, stdout and stderr
+
 
 @dataclasses.dataclass(frozen=True)
 class Node:
@@ -105,9 +107,7 @@ def run_node(
     command: Sequence[str],
     environment: Mapping[str, str],
     connected: Callable[[], bool] | None = None,
-    stdin: int | None = None,
-    stdout: int | None = None,
-    stderr: int | None = None,
+    streams: Streams = (None, None, None),
 ) -> int:
     """Run one process per rank until all have ended. Must be called in the main thread.
 
@@ -119,7 +119,7 @@ def run_node(
     Args:
         environment: of the ranks, without the variables of `Node.variables`.
         connected: whether deepy.py still runs, on another host; None if this process is deepy.py.
-        stdin, stdout, stderr: file descriptors of the ranks; by default those of this process.
+        streams: of the ranks; by default those of this process.
 
     Returns:
         The exit status of the rank that failed first (128 + N if signal N killed it), or 0.
@@ -127,7 +127,7 @@ def run_node(
     ranks = _Ranks(node, connected)
     previous_handlers = {number: signal.signal(number, ranks.receive) for number in (*stop_signals(), KILL_SIGNAL)}
     try:
-        ranks.start(command, environment, stdin, stdout, stderr)
+        ranks.start(command, environment, streams)
         while ranks.running:
             time.sleep(0.1)
             ranks.forward_signals()
@@ -159,14 +159,8 @@ class _Ranks:
         if not (self.received and number == signal.SIGHUP):
             self.received.append(signal.Signals(number).name)
 
-    def start(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        stdin: int | None,
-        stdout: int | None,
-        stderr: int | None,
-    ) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], streams: Streams) -> None:
+        stdin, stdout, stderr = streams
         for index in range(len(self.node.slots)):
             variables = {**environment, **self.node.variables(index), LAUNCHER_VARIABLE: str(os.getpid())}
             # In a session of its own, a rank does not receive Ctrl-C, which would end its data workers at once.
@@ -203,7 +197,7 @@ class _Ranks:
             _kill(self.running.pop(rank))  # its data workers
             if code == 0:
                 continue
-            self.status = self.status or _exit_status(code)
+            self.status = self.status or exit_status_of(code)
             if not self.killed and not (self.stopping and (code > 0 or code == -signal.SIGTERM)):
                 self.failures.append((rank, code))
             self.kill_within(_SECONDS_TO_SAVE if self.stopping else _SECONDS_AFTER_FAILURE)
@@ -225,7 +219,7 @@ class _Ranks:
         causes = [failure for failure in self.failures if failure[1] != STATUS_OF_LOST_CONNECTION]
         rank, code = (causes or self.failures)[0]
         _report_failure(self.node, rank, code)
-        return _exit_status(code)
+        return exit_status_of(code)
 
 
 def _ended(running: Mapping[int, "subprocess.Popen[bytes]"]) -> list[tuple[int, int]]:
@@ -252,7 +246,7 @@ def describe_signal(rank: int, host: str, number: int) -> str:
     return f"error: rank {rank} on {host} was killed by {name} ({number}){meaning}"
 
 
-def _exit_status(code: int) -> int:
+def exit_status_of(code: int) -> int:
     """What a shell reports for a process with the `returncode` of subprocess."""
     return 128 - code if code < 0 else code
 
@@ -309,20 +303,19 @@ def main(words: Sequence[str]) -> int:
     elif len(node.slots) > 1:
         environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(len(node.slots))))
     copies = []
-    streams = []
-    for target in (1, 2):
-        source, stream = os.pipe()
-        streams.append(stream)
+    (output_source, output), (errors_source, errors) = os.pipe(), os.pipe()
+    for source, target in ((output_source, 1), (errors_source, 2)):
         copies.append(threading.Thread(target=_copy, args=(source, target), daemon=True))
         copies[-1].start()
     # Other users can see the name and might create the file, so an existing file is an error.
     with open(os.open(pid_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(str(os.getpid()))
     try:
-        return run_node(node, command, environment, _standard_input_is_open, subprocess.DEVNULL, *streams)
+        streams = subprocess.DEVNULL, output, errors
+        return run_node(node, command, environment, _standard_input_is_open, streams)
     finally:
-        for stream in streams:
-            os.close(stream)
+        os.close(output)
+        os.close(errors)
         for copy in copies:
             copy.join(timeout=5)
         with contextlib.suppress(OSError):
