@@ -4,7 +4,7 @@ Legend: h heads.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, P
     """
     files = layer_files(step)
     methods = build_layers(config.pos_emb, config.shape, **config.positional_options)
-    blocks = range(2, config.num_layers + 2)
+    blocks: Sequence[int] = range(2, config.num_layers + 2)
     if methods[0].shared:  # one that has a file
         blocks = [index for index in blocks if index in files][:1]
     for index, method in zip(blocks, methods, strict=False):
