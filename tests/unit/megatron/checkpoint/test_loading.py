@@ -24,10 +24,14 @@ FILES = [
 
 
 @pytest.fixture
-def replace_file(trained_run, tmp_path):
-    """Copy the run, and replace the contents of a file in its last checkpoint; the manifest is updated."""
-    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
-    step = tmp_path / "checkpoints" / "global_step2"
+def step(trained_run, tmp_path):
+    """The last checkpoint in a copy of the run, which `resume` continues."""
+    return shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints") / "global_step2"
+
+
+@pytest.fixture
+def replace_file(step):
+    """Replace the contents of a file in the last checkpoint; the manifest is updated."""
 
     def replace(name, change):
         torch.save(change(copy.deepcopy(load_file(step / name))), step / name)
@@ -71,25 +75,21 @@ def test_a_parameter_without_optimizer_state(replace_file, resume):
         resume()
 
 
-def test_a_checkpoint_without_a_configuration_is_compared_by_size_only(trained_run, resume, tmp_path, capsys):
-    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
-    step = tmp_path / "checkpoints" / "global_step2"
+def test_a_checkpoint_without_a_configuration_is_compared_by_size_only(step, resume, capsys):
     shutil.rmtree(step / "configs")
     write_manifest_of_folder(step, 2)
     assert resume().iteration == 3
     assert "only its sizes are compared with the configured model" in capsys.readouterr().out
 
 
-def test_another_model_of_the_same_sizes(trained_run, resume, tmp_path):
-    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+def test_another_model_of_the_same_sizes(step, resume):
     with pytest.raises(CheckpointError, match="gpt_j_residual"):
         resume(gpt_j_residual=True)
     finetune = {"finetune": True, "save": None}
     assert resume(gpt_j_residual=True, train_iters=1, **finetune).iteration == 1
 
 
-def test_the_state_of_another_optimizer(trained_run, resume, tmp_path, capsys):
-    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
+def test_the_state_of_another_optimizer(step, resume, capsys):
     lion = {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}
     for keys, name in ((lion, "lion"), ({"use_bnb_optimizer": True}, "adam8bit")):
         with pytest.raises(CheckpointError, match=rf"optimizer\.type adam.*{name}"):
@@ -157,21 +157,18 @@ def test_hosts_with_different_checkpoints_are_an_error(trained_run, resume, tmp_
         resume(load=str(trained_run / "checkpoints"))
 
 
-def test_load_without_latest_does_not_start_from_scratch(trained_run, resume, tmp_path):
-    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
-    (tmp_path / "checkpoints" / "latest").unlink()
+def test_load_without_latest_does_not_start_from_scratch(step, resume):
+    (step.parent / "latest").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoints: .*`latest`.*1, 2.*iteration 2"):
         resume()
     with pytest.raises(CheckpointError, match=r"save: .*`latest`"):
         resume(load=None)
     with pytest.raises(CheckpointError, match="global_step2"):
-        resume(load=str(tmp_path / "checkpoints/global_step2"), save=None)
+        resume(load=str(step), save=None)
     assert resume(fallback=True).iteration == 3
 
 
-def test_code_in_a_checkpoints_configuration_is_not_run(trained_run, resume, tmp_path):
-    shutil.copytree(trained_run / "checkpoints", tmp_path / "checkpoints")
-    step = tmp_path / "checkpoints" / "global_step2"
+def test_code_in_a_checkpoints_configuration_is_not_run(step, resume, tmp_path):
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     config = json.loads((step / "configs" / "config.yml").read_text())
     (step / "configs" / "config.yml").write_text(json.dumps({**config, "pos_emb_module": str(tmp_path / "trap.py")}))

@@ -231,17 +231,7 @@ def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
     assert not (tmp_path / "hf").exists()
 
 
-def test_special_tokens_and_sizes_are_written(tmp_path):
-    model, config = make_model("alibi")
-    to_hugging_face(model, config, tmp_path / "hf", tokenizer=CHARACTERS, report=quiet)
-    written = AutoConfig.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    assert (written.vocab_size, written.eos_token_id, written.pad_token_id) == (VOCABULARY, 0, 0)
-    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
-    assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
-
-
-def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
+def test_special_tokens_and_a_tokenizer_that_needs_no_code(tmp_path, monkeypatch):
     """transformers 5's AutoTokenizer asks whether to run the model's code: it always loads the model's config."""
 
     def ask(text):
@@ -253,9 +243,13 @@ def test_the_tokenizer_needs_no_code(tmp_path, monkeypatch):
     card = (tmp_path / "hf" / "README.md").read_text()
     assert 'tokenizer = PreTrainedTokenizerFast.from_pretrained("THIS_FOLDER")' in card
     assert 'prompt = tokenizer(["Once upon a time"], return_tensors="pt")' in card
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
-    assert tokenizer("abc").input_ids == [97, 98, 99]
-    assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
+    with_code = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    for tokenizer in (PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf"), with_code):
+        assert tokenizer("abc").input_ids == [97, 98, 99]
+        assert (tokenizer.eos_token_id, tokenizer.padding_side) == (0, "left")
+    written = AutoConfig.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert (written.vocab_size, written.eos_token_id, written.pad_token_id) == (VOCABULARY, 0, 0)
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == 0
 
 
 def test_files_have_the_permissions_of_the_umask(tmp_path, monkeypatch):

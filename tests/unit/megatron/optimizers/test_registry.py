@@ -15,7 +15,7 @@ from megatron.optimizers.registry import (
     set_step,
     state_shape,
 )
-from megatron.utils.errors import UserError
+from tests.support.errors import assert_rejected
 
 
 def new_optimizer(name, **params):
@@ -97,15 +97,14 @@ def test_adam_w_mode_selects_decoupled_weight_decay():
     assert updated(False) == (pytest.approx(2.9, abs=1e-5), "torch Adam, fused")
 
 
-def test_apex_must_be_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "apex", None)
-    monkeypatch.setitem(sys.modules, "apex.optimizers", None)
-    with pytest.raises(UserError, match=r"optimizer\.params\.apex: NVIDIA"):
-        build_optimizer("adam", [{"params": [torch.nn.Parameter(torch.ones(1))]}], {"apex": True})
-
-
-def test_bitsandbytes_must_be_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(UserError, match="use_bnb_optimizer"):
-        build_optimizer("adam8bit", [{"params": [torch.nn.Parameter(torch.ones(1))]}], {})
+@pytest.mark.parametrize(
+    ("name", "params", "module", "key"),
+    [
+        ("adam", {"apex": True}, "apex.optimizers", r"optimizer\.params\.apex: NVIDIA"),
+        ("adam8bit", {}, "bitsandbytes.optim", "use_bnb_optimizer"),
+    ],
+)
+def test_libraries_must_be_installed(name, params, module, key, monkeypatch):
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], None)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert_rejected(key, build_optimizer, name, [{"params": [torch.nn.Parameter(torch.ones(1))]}], params)

@@ -59,17 +59,14 @@ def test_a_masked_loss_is_the_mean_over_the_tokens_of_the_global_batch(tmp_path,
     assert len({int(samples[index]["loss_mask"].sum()) for index in range(48)}) > 1
 
 
-def test_exit_interval_exits_without_an_evaluation(tmp_path, data_path, capsys):
-    trained(tmp_path, data_path, exit_interval=2, eval_interval=100)
-    output = capsys.readouterr().out
-    assert "exiting after iteration 2: exit-interval 2; checkpoint saved" in output
-    assert "validation at" not in output
-    assert saved_iterations(tmp_path / "checkpoints") == [2]
-
-
-def test_a_validation_that_the_exit_prevented_follows(tmp_path, data_path):
+def test_a_validation_that_the_exit_prevented_follows(tmp_path, data_path, capsys):
     expected = metrics(trained(tmp_path / "uninterrupted", data_path), "validation/loss")
-    trained(tmp_path / "stopped", data_path, exit_interval=3)
+    capsys.readouterr()
+    trained(tmp_path / "stopped", data_path, exit_interval=3, save_interval=100)
+    output = capsys.readouterr().out
+    assert "exiting after iteration 3: exit-interval 3; checkpoint saved" in output
+    assert "validation at" not in output
+    assert saved_iterations(tmp_path / "stopped/checkpoints") == [3]
     trained(tmp_path / "stopped", data_path)
     assert metrics(tmp_path / "stopped", "validation/loss") == expected
     assert list(expected) == [3, 6]

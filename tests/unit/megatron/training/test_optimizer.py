@@ -20,6 +20,7 @@ from tests.support.errors import assert_rejected
 from tests.support.language_models import model_settings
 from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
 
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
 LR, MIN_LR = 6e-4, 6e-5
 # Pythia's sizes: min_lr is a tenth of lr, 143,000 steps, 1 % of them warmup.
 T, W = 143_000, 1430.0
@@ -54,12 +55,9 @@ def test_after_the_decay():
     assert values == pytest.approx({"cosine": MIN_LR, "linear": MIN_LR, "exponential": 0.0002899370762}, rel=1e-8)
 
 
-def test_a_warmup_of_less_than_one_step():
-    """GPT-NeoX would begin with 20 times the learning rate."""
-    assert Schedule(1.0, "constant", 5, 0.05)(0) == 1.0
-
-
 def test_without_warmup_and_with_nothing_else():
+    """With a warmup of less than one step, GPT-NeoX would begin with 20 times the learning rate."""
+    assert Schedule(1.0, "constant", 5, 0.05)(0) == 1.0
     assert Schedule(1.0, "linear", 100, 0.0)(0) == 1.0
     assert Schedule(1.0, "linear", 100, 0.0)(25) == 0.75
     assert Schedule(1.0, "cosine", 100, 100.0)(100) == 1.0
@@ -117,7 +115,6 @@ def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
 
 
 def test_only_matrices_of_a_method_have_weight_decay():
-    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
     for pos_emb, expected in (
         ("dape_kerple", {"first.weight", "second.weight"}),
         ("dape_v2", {"first.weight", "second.weight"}),
@@ -127,15 +124,14 @@ def test_only_matrices_of_a_method_have_weight_decay():
         ("rpe", set()),
         ("kerple_log", set()),
     ):
-        model = GPT(model_settings(**shape, pos_emb=pos_emb))
+        model = GPT(model_settings(**SHAPE, pos_emb=pos_emb))
         decayed = {id(parameter) for parameter in parameter_groups(model, 0.1)[0]["params"]}
         names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
         assert {name.split(".rpe.")[1] for name in names if ".rpe." in name} == expected
 
 
 def test_parameters_with_the_same_bounds_are_a_group():
-    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
-    model = GPT(model_settings(**shape, pos_emb="kerple_bias_wht"))
+    model = GPT(model_settings(**SHAPE, pos_emb="kerple_bias_wht"))
     names = {id(parameter): name.rpartition(".rpe.")[2] for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, 0.1)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
@@ -163,8 +159,7 @@ def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
 
 
 def test_groups_of_positional_parameters_with_their_own_learning_rate():
-    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
-    model = GPT(model_settings(**shape, pos_emb="dape_kerple"))
+    model = GPT(model_settings(**SHAPE, pos_emb="dape_kerple"))
     groups = parameter_groups(model, 0.1, 10.0)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert [(group["weight_decay"], group.get("lr_factor"), group.get("bounds")) for group in groups] == [
