@@ -272,6 +272,9 @@ def test_factors_fit_half_precision_and_are_never_denormal():
     assert keys[-1, 0] == 1
 
 
-def test_xpos_needs_an_even_head_size():
+def test_what_build_takes_from_the_shape_is_checked():
     with pytest.raises(ValueError, match="even; got 5"):
         XPos(5)
+    for scaling in ("yarn", "dynamic"):
+        with pytest.raises(ValueError, match=f"scaling {scaling}.*trained_length"):
+            Rotary(8, scaling=scaling, factor=2)
