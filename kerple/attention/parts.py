@@ -104,7 +104,7 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
     if not groups:
         # The sum of no numbers is zero, and has gradients.
         zeros = torch.stack([tensor[..., :0].sum().to(call.query.dtype) for tensor in call.inputs])
-        return zeros.sum().expand(call.context_shape)
+        return call.value.new_zeros(call.context_shape) + zeros.sum()
 
     # One copy of all states in the order of the groups, of which each call gets a part.
     queries = _in_order(call.query, [places for places, _, _ in groups])

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     complete_options(options, config, tasks=tasks is not None)
     if tasks is not None and not first_process():
         return
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
     folders = checkpoint_folders(config, options)
     output = options.output or config.evaluation.eval_results_prefix
     if output is None:

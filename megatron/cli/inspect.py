@@ -54,7 +54,7 @@ def accept(step: Path) -> None:
         damage = find_damage(step)
         state = f"which reports: {damage}" if damage else "and all files match it"
         raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}")
-    describe(step)  # raises if there are no layers
+    describe(step)  # raises unless it is a checkpoint
     for path in sorted(step.glob("[!.]*.pt")):
         load_file(path)
     write_manifest_of_folder(step, iteration_of(step))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -339,8 +340,8 @@ def unique_lengths(lengths: Iterable[int]) -> list[int]:
     """The lengths without duplicates. Raises UserError if there are none, or one is below 1 or not an integer."""
     unique: dict[int, None] = {}  # as an ordered set
     for length in lengths:
-        if not 1 <= length < math.inf or length != int(length):
-            raise UserError(f"a length must be an integer of at least 1 token, not {length}")
+        if not isinstance(length, Real) or not 1 <= length < math.inf or length != int(length):
+            raise UserError(f"a length must be an integer of at least 1 token, not {length!r}")
         unique[int(length)] = None
     if not unique:
         raise UserError("no lengths to evaluate: give at least one")

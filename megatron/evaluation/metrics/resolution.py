@@ -132,7 +132,6 @@ class ScoreRecorder:
             key,
             tables=options["tables"],
             decay_sums=options["decay_sums"],
-            scale=options["scale"],
             span=Span(options["window"], options["block"]),
             dropped=options["dropped"],
         )
@@ -149,7 +148,6 @@ class ScoreRecorder:
         *,
         tables: PositionTables,
         decay_sums: Tensor | None,
-        scale: float,
         span: Span,
         dropped: int = 0,
     ) -> None:
@@ -174,7 +172,7 @@ class ScoreRecorder:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
             dtype = torch.promote_types(query.dtype, torch.float32)
             keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-            scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * scale
+            scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
             if decay_sums is not None:
                 of_queries, of_keys = decay_sums[..., t - s + first : end], decay_sums[..., begin:end]
                 scores = scores + (of_queries.unsqueeze(-1) - of_keys.unsqueeze(-2)).to(dtype)

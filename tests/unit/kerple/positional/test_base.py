@@ -77,7 +77,10 @@ YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
         *(("rpe", options, "num_buckets") for options in ({"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16})),
         ("rpe", {"num_buckets": 33, "bidirectional": True}, "num_buckets 33"),
         ("kerple", {"bias": None}, "set the option bias, or weight, or both"),
-        *(("kerple", {"highest_exponent": bound}, f"highest_exponent {bound} is not in") for bound in (2.5, 0.0)),
+        *(
+            ("kerple", {"highest_exponent": bound}, f"highest_exponent {bound} is not in 0.01 ... 2")
+            for bound in (2.5, 0.0)
+        ),
         ("kerple_log", {"highest_exponent": 1}, "highest_exponent 1"),
         *((name, {"parameters": "own"}, "'own'.*per-layer") for name in ("kerple_log", "kerple", "kerple_square__a")),
         ("cope", {"npos_max": 1}, "npos_max 1: CoPE"),

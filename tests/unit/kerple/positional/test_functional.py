@@ -42,6 +42,10 @@ def test_the_latest_angles_are_cached_by_value():
     for start in range(1, 1 + LatestResults.SIZE):
         angles(torch.arange(start, start + 5), cpu)
     assert angles(torch.arange(5), cpu) is not first
+    xpos, positions, ones = XPos(2), torch.arange(3), torch.ones(3, 2)
+    for _ in range(2):
+        xpos.scale_qk(ones, ones, positions, positions)
+    assert len(xpos._cache.entries) == 1
 
 
 def cached_tensors() -> Callable[[], list[torch.Tensor]]:

@@ -171,12 +171,14 @@ def test_splitting_prompts(text, prompt_end, prompts):
 def test_bad_prompt_files(tmp_path, content, message):
     (tmp_path / "p.txt").write_bytes(content)
     assert_rejected(message, read_prompts, tmp_path / "p.txt", "\n")
+    assert_rejected("absent", read_prompts, tmp_path / "absent", "\n")
 
 
 @pytest.mark.parametrize(
     ("keys", "words", "message"),
     [
         ({"text_gen_type": "input-file"}, [], "sample_input_file"),
+        ({"text_gen_type": "unconditional"}, ["--device", "abacus"], "--device abacus"),
         ({"text_gen_type": "unconditional"}, ["-o", "nowhere/out.jsonl"], "nowhere"),
         ({"text_gen_type": "unconditional"}, ["-o", "/proc/out.jsonl"], "--output.*/proc"),
         ({"text_gen_type": "unconditional", "hidden_size": 64}, [], "hidden_size 32.*64"),

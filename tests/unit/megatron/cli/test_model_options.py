@@ -86,7 +86,8 @@ def test_configuration_files(run, tmp_path):
 def test_the_folder_with_a_checkpoint(run, tmp_path):
     options = argparse.Namespace(checkpoint=[], iteration=None)
     assert checkpoint_folders(configured(load=str(tmp_path), save=str(run)), options) == [run]
-    assert_rejected("--checkpoint DIR", checkpoint_folders, configured(), options)
+    assert_rejected('--checkpoint DIR.*"load".*"save"', checkpoint_folders, configured(), options)
+    assert_rejected("empty and unmade", checkpoint_folders, configured(load="empty", save="unmade"), options)
     assert_rejected("no checkpoint in ", checkpoint_folders, configured(save=str(tmp_path)), options)
 
 

@@ -52,9 +52,10 @@ def test_an_export_that_cannot_be_written(monkeypatch, tmp_path):
     assert_rejected(r"eval_tasks.*temporary folder.*missing failed: .*TMPDIR", model_of, "rotary")
 
 
-def test_a_full_disk(monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk(error, monkeypatch):
     def save_file(*_, **__):
-        raise SafetensorError("No space left on device")
+        raise error
 
     monkeypatch.setattr(hugging_face, "save_file", save_file)
     assert_rejected(r"eval_tasks.*temporary folder.*No space left.*TMPDIR", model_of, "rotary")

@@ -80,7 +80,7 @@ def test_two_checkpoints_with_the_same_seed_are_rejected():
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.05, 0.2, 1.0])
-@pytest.mark.parametrize("random_seed", range(2))
+@pytest.mark.parametrize("random_seed", range(3))
 def test_paired_t_test(shift, random_seed):
     generator = np.random.default_rng(random_seed)
     first = 20 + generator.normal(size=5)

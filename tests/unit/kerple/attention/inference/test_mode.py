@@ -159,7 +159,11 @@ def test_names_without_a_training_length_keep_their_lengths():
     [
         ("sinks@4", "sinks@S"),
         ("full+", "modifier ''"),
-        ("full+rope", r"'rope' .*reindexed, clip@W, group@G,W, linear\[@L\], leaky@W,k, .*dynamic-ntk\[@F\]"),
+        (
+            "full+rope",
+            r"'rope' .*reindexed, clip@W, group@G,W, linear\[@L\], leaky@W,k, log@W, logn\[@L\], "
+            r"yarn-temperature@F, dynamic-ntk\[@F\]",
+        ),
         ("full+clip", "'clip'"),
         ("full+clip@4,5", "'clip@4,5'"),
         ("full+clip@1.5", "clip@W"),
