@@ -31,7 +31,7 @@ HEADS, SIZE = 4, 64
 DAPE_MATERIALIZED_LIMIT = 8192
 
 
-def training_alternatives(batch: int, heads: int, length: int, size: int) -> dict[str, Callable[[], None]]:
+def training_alternatives(batch: int, heads: int, length: int, size: int) -> dict[str, Callable[[], object]]:
     """Forward and backward pass, including the gradients of the method's parameters."""
     query, key, value, upstream = random_states(batch, heads, length, length, size)
     positions = torch.arange(length)
@@ -41,12 +41,12 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
     def one_document() -> Tensor:
         return Attention("chunked", log)(query, key, value, documents=Documents(ids))
 
-    def step(forward: Callable[[], Tensor], method: PositionalMethod | None = None) -> Callable[[], None]:
+    def step(forward: Callable[[], Tensor], method: PositionalMethod | None = None) -> Callable[[], object]:
         leaves = [query, key, value, *(method.parameters() if method is not None else ())]
         return lambda: torch.autograd.grad(forward(), leaves, upstream)
 
-    def method_step(method: PositionalMethod, backend: str) -> Callable[[], None]:
-        return step(lambda: attend_with_method(method, query, key, value, backend), method)
+    def method_step(method: PositionalMethod, backend: str) -> Callable[[], object]:
+        return step(lambda: attend_with_method(method, query, key, value, backend=backend), method)
 
     return {
         "sdpa, no positions": step(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)),
@@ -59,10 +59,11 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
     }
 
 
-def evaluation_alternatives(heads: int, queries: int, keys: int, size: int) -> dict[str, Callable[[], None]]:
+def evaluation_alternatives(heads: int, queries: int, keys: int, size: int) -> dict[str, Callable[[], object]]:
     """A chunk of queries at the end of many keys, without gradients."""
     query, key, value, _ = random_states(1, heads, queries, keys, size, train=False)
-    bias, weight = (table.detach() for table in tables(KerpleBiasWeight(heads), keys, "cpu"))
+    with torch.no_grad():
+        bias, weight = tables(KerpleBiasWeight(heads), keys, "cpu")
     return {
         # Not causal: the additional keys cost almost nothing.
         "sdpa, no positions": lambda: F.scaled_dot_product_attention(query, key, value),
@@ -80,7 +81,7 @@ def dape_step(length: int, backend: str) -> Callable[[], None]:
     leaves = [query, key, value, *method.parameters()]
 
     def step() -> None:
-        torch.autograd.grad(attend_with_method(method, query, key, value, backend), leaves, upstream)
+        torch.autograd.grad(attend_with_method(method, query, key, value, backend=backend), leaves, upstream)
 
     return step
 

@@ -15,8 +15,10 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from kerple.attention import attend, dispatch, tables
 from kerple.attention.backends.triton import launch
-from kerple.attention.backends.triton.tiles import Tile
+from kerple.attention.backends.triton.tiles import Tile, tiles_for
 from kerple.doctor import run_in_processes
 from kerple.positional import ModelShape, PositionalMethod, build
 from megatron.utils.command_line import run_main
@@ -85,7 +87,7 @@ def alternatives(
         method = make_method(bench.device, method_name, length)
         leaves = [query, key, value, *method.parameters()]
         name = f"{label or backend}, {'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
-        results[name] = (lambda: attend_with_method(method, query, key, value, backend), leaves)
+        results[name] = (lambda: attend_with_method(method, query, key, value, backend=backend), leaves)
 
     # Our kernels first, then those of PyTorch and of other packages.
     for method in METHODS[: 2 if bench.dry else None]:
@@ -104,7 +106,7 @@ def alternatives(
         for package in ("flash_attn", "flash_attn_interface"):
             with contextlib.suppress(Exception):  # a package for another version of torch fails in many ways
                 run = importlib.import_module(package).flash_attn_func
-                results[package] = (lambda run=run: _flash(run, query, key, value), [query, key, value])
+                results[package] = (partial(_flash, run, query, key, value), [query, key, value])
         for method in ("kerple_log",) if bench.options.quick else ("none", "kerple_log", "kerple_bias_wht"):
             add("flex", method)
 
@@ -131,14 +133,15 @@ def table_errors(
 ) -> list[tuple[bool, float]]:
     """Errors of the result and of the gradients of query, key, value and tables."""
     length = states[1].shape[2] if window is None else window
-    named = zip(("bias_table", "weight_table"), tables(method, length, states[0].device), strict=True)
+    named = zip(("bias", "weight"), tables(method, length, states[0].device), strict=True)
     present = [(name, table) for name, table in named if table is not None]
     runs = []
     for backend, dtype in (("fused", states[0].dtype), ("reference", torch.float64)):
         leaves = [part.detach().to(dtype).requires_grad_() for part in states]
         precision = torch.promote_types(dtype, torch.float32)
         copies = {name: table.detach().to(precision).requires_grad_() for name, table in present}
-        result = attend(*leaves, **copies, window=window, backend=backend)
+        bias, weight = copies.get("bias"), copies.get("weight")
+        result = attend(*leaves, bias_table=bias, weight_table=weight, window=window, backend=backend)
         leaves += copies.values()
         runs.append([result, *torch.autograd.grad(result, leaves, upstream.to(dtype))])
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
@@ -157,12 +160,13 @@ def parameter_errors(
         if not parameters:
             return []
         if backend == "fused":
-            result = attend_with_method(method, *(part.detach() for part in states), backend, window)
+            result = attend_with_method(method, *(part.detach() for part in states), backend=backend, window=window)
         else:
-            named = zip(("bias_table", "weight_table"), tables(method, length, states[0].device), strict=True)
+            named = zip(("bias", "weight"), tables(method, length, states[0].device), strict=True)
             present = {name: table.double() for name, table in named if table is not None}
+            bias, weight = present.get("bias"), present.get("weight")
             exact = [part.detach().double() for part in states]
-            result = attend(*exact, **present, window=window, backend=backend)
+            result = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend=backend)
         runs.append(torch.autograd.grad(result, parameters, upstream.to(result.dtype)))
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
 
@@ -200,7 +204,7 @@ def check(bench: Bench) -> bool:
         method = make_method(bench.device, "kerple_bias_wht", 70)
         *states, upstream = random_states(2, HEADS, 70, 70, SIZE, dtype=torch.bfloat16, device=bench.device)
         leaves = [*states, *method.parameters()]
-        results = (attend_with_method(method, *states, "fused") for _ in range(2))
+        results = (attend_with_method(method, *states, backend="fused") for _ in range(2))
         first, second = (torch.autograd.grad(result, leaves, upstream) for result in results)
         same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     return bench.record_check(passed and same, second_run_bit_equal=same)
@@ -221,7 +225,6 @@ def tune(bench: Bench) -> None:
 
     # Float32 has one other choice: the precision of its products.
     length = 128 if bench.dry else 4096
-    default_tiles_for = launch.tiles_for
     candidates = ((half_dtype(bench), half_candidates), (torch.float32, {"precision": ["tf32x3"]}))
     for name, (dtype, slots) in itertools.product(("kerple_log", "kerple_bias_wht"), candidates):
         batch = 1 if bench.dry else 8
@@ -234,7 +237,7 @@ def tune(bench: Bench) -> None:
         leaves = [query, key, value, *method.parameters()]
 
         def forward(method=method, states=(query, key, value)) -> Tensor:
-            return attend_with_method(method, *states, "fused")
+            return attend_with_method(method, *states, backend="fused")
 
         def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
             torch.autograd.grad(forward(), leaves, upstream)
@@ -247,21 +250,17 @@ def tune(bench: Bench) -> None:
         for slot, tiles in {"default": [None], **slots}.items():
             for tile in tiles[: 1 if bench.dry else None]:
 
-                def tiles_for(*args, slot=slot, tile=tile, **options):
-                    tiles = default_tiles_for(*args, **options)
+                def changed_tiles(*args, slot=slot, tile=tile, **options):
+                    tiles = tiles_for(*args, **options)
                     return tiles if tile is None else type(tiles)(**{**vars(tiles), slot: tile})
 
-                launch.tiles_for = tiles_for
+                def measure(forward=forward, both=forward_backward, errors=errors) -> Row:
+                    forward_ms = bench.measure(torch.no_grad()(forward))[0] * 1e3
+                    return {"forward_ms": forward_ms, "both_ms": bench.measure(both)[0] * 1e3, "errors": errors()}
+
                 row = {"tune": name, "dtype": str(dtype), "slot": slot, "tile": str(tile)}
-                bench.attempt(
-                    row,
-                    lambda forward=forward, both=forward_backward, errors=errors: {
-                        "forward_ms": bench.measure(torch.no_grad()(forward))[0] * 1e3,
-                        "both_ms": bench.measure(both)[0] * 1e3,
-                        "errors": errors(),
-                    },
-                )
-    launch.tiles_for = default_tiles_for
+                with patch.object(launch, "tiles_for", changed_tiles):
+                    bench.attempt(row, measure)
 
 
 def main() -> int:

@@ -34,6 +34,7 @@ from megatron.training.engine import Engine, build_engine
 from megatron.utils.command_line import run_main
 
 MIN_RELATIVE_RATE = 0.7
+VOCABULARY = 16_384
 
 
 def configuration(folder: Path) -> Config:
@@ -46,7 +47,7 @@ def configuration(folder: Path) -> Config:
             "seq_length": 128,
             "pos_emb": "kerple_log",
             "no_weight_tying": True,
-            "padded_vocab_size": 16_384,
+            "padded_vocab_size": VOCABULARY,
             "tokenizer_type": "CharLevelTokenizer",
             "train_micro_batch_size_per_gpu": 1,
             "train_iters": 1,
@@ -60,8 +61,8 @@ def configuration(folder: Path) -> Config:
 def trained_engine(config: Config) -> Engine:
     """An engine after one step, so that the optimizer has state."""
     layout = distributed.initialize(config)
-    engine = build_engine(config, config.model.padded_vocab_size, layout, lambda text: None)
-    tokens = torch.randint(0, config.model.padded_vocab_size, (1, 129))
+    engine = build_engine(config, VOCABULARY, layout, lambda text: None)
+    tokens = torch.randint(0, VOCABULARY, (1, 129))
     engine.train_step(iter([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]), 1e-4, 0)
     return engine
 
@@ -104,7 +105,7 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
 
     # Weights and optimizer, as at the start of training.
     def load() -> None:
-        step = find_valid_step(config.checkpoint.save)
+        step = find_valid_step(folder / "ours")
         load_weights(engine, step)
         load_optimizer(engine, read_optimizer(step), step)
 

@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,10 +30,12 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.preparation.corpora import StdlibCorpus  # noqa: E402
 from megatron.preparation.documents import DocumentOptions  # noqa: E402
-from megatron.preparation.encoding import ITEMS_IN_FLIGHT_PER_WORKER, TokenizerFiles  # noqa: E402
-from megatron.preparation.input_files import find_files  # noqa: E402
+from megatron.preparation.encoding import ITEMS_IN_FLIGHT_PER_WORKER  # noqa: E402
+from megatron.preparation.input_files import InputFile, find_files  # noqa: E402
 from megatron.preparation.preprocessing import preprocess  # noqa: E402
-from megatron.preparation.readers import START, ChunkSource, FileCorpus  # noqa: E402
+from megatron.preparation.readers import START, FileCorpus, ReadPosition, TextChunk  # noqa: E402
+from megatron.tokenizer.hugging_face import GPT2BPETokenizer  # noqa: E402
+from megatron.tokenizer.tokenizer import TokenizerFiles  # noqa: E402
 from megatron.utils.command_line import run_main  # noqa: E402
 
 BATCH_CHARACTERS = 1 << 20  # of text per call of the library
@@ -101,9 +104,12 @@ def read_texts(paths: list[Path]) -> list[str]:
 def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, results) -> None:
     """Time the library's batch call on texts in memory, in one single-threaded process like the workers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    library = tokenizer.build()._tokenizer
+    built = tokenizer.build()
+    assert isinstance(built, GPT2BPETokenizer)
+    library = built._tokenizer
     texts = read_texts(paths)
-    batches, size = [[]], 0
+    batches: list[list[str]] = [[]]
+    size = 0
     for text in texts:
         batches[-1].append(text)
         size += len(text)
@@ -140,34 +146,32 @@ def library_rate(shards: list[Path], tokenizer: TokenizerFiles, processes: int) 
 
 def pipeline_rate(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int) -> tuple[float, float]:
     """Return MB/s of text, and CPU seconds per MB of all processes. Both exclude the start of the processes."""
-    source = _TimedSource(FileCorpus(find_files(shards)), workers)
+    source = _TimedCorpus(find_files(shards), workers)
     finished_children = sum(os.times()[2:4])
     manifest = preprocess(source, output, tokenizer, DocumentOptions(append_eod=True), workers=workers)["text"]
     seconds = time.perf_counter() - source.started
     cpu_seconds = sum(os.times()[:4]) - finished_children - source.cpu_seconds
-    share = 1 - source.first_bytes / source.bytes
-    return manifest.text_bytes * share / seconds / 1e6, cpu_seconds / (manifest.text_bytes * share) * 1e6
+    assert manifest.text_bytes is not None
+    megabytes = manifest.text_bytes * (1 - source.first_bytes / source.bytes) / 1e6
+    return megabytes / seconds, cpu_seconds / megabytes
 
 
-class _TimedSource:
-    """A source that records when the first result is available: when more chunks are requested than can be in flight.
+class _TimedCorpus(FileCorpus):
+    """A corpus that records when the first result is available: when more chunks are requested than can be in flight.
 
     Attributes:
         started, cpu_seconds: that time, and the CPU seconds that all processes had used by then.
         bytes, first_bytes: bytes read in total, and in the first chunk.
     """
 
-    def __init__(self, source: ChunkSource, workers: int):
-        self._source = source
+    def __init__(self, files: Sequence[InputFile], workers: int):
+        super().__init__(files)
         self._in_flight = ITEMS_IN_FLIGHT_PER_WORKER * workers if workers > 1 else 1
         self.started = self.cpu_seconds = 0.0
         self.bytes = self.first_bytes = 0
 
-    def __getattr__(self, name):
-        return getattr(self._source, name)
-
-    def chunks(self, start=START):
-        for number, chunk in enumerate(self._source.chunks(start), start=1):
+    def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
+        for number, chunk in enumerate(super().chunks(start), start=1):
             self.first_bytes = self.first_bytes or len(chunk.content)
             self.bytes += len(chunk.content)
             yield chunk

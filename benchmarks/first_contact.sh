@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # First contact with a GPU, in at most nine minutes: the doctor, the engine without host synchronizations, all kernels
-# against float64, attention against SDPA, FlexAttention and FlashAttention, and the 162M training step with and without
-# graphs and compilation. Prints one table; results and logs: runs/bench/first_contact.
+# against float64, attention against SDPA, FlexAttention and FlashAttention, and the 162M training step. Prints one table;
+# results and logs: runs/bench/first_contact.
 #
 #     PYTHON=python3 bash benchmarks/first_contact.sh [--full] [--dry-run]
 #

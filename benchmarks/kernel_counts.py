@@ -157,10 +157,10 @@ def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        commands = ([tools / "nvdisasm", "-c", path], [tools / "cuobjdump", "-res-usage", path])
+        commands = ([f"{tools}/nvdisasm", "-c", str(path)], [f"{tools}/cuobjdump", "-res-usage", str(path)])
         runs = (subprocess.run(command, capture_output=True, text=True, check=True) for command in commands)
         code, usage = (run.stdout for run in runs)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
     return code.splitlines(), int(registers), int(stack)
 
 
@@ -295,8 +295,8 @@ def main() -> int:
 
     # Compile all combinations.
     cases = []
-    for *inputs, name in itertools.product(options.arch, options.dtypes, options.sizes, options.variants):
-        case = Case(*inputs, options.window, options.grouped, *VARIANTS[name], options.documents)
+    for arch, dtype, size, name in itertools.product(options.arch, options.dtypes, options.sizes, options.variants):
+        case = Case(arch, dtype, size, options.window, options.grouped, *VARIANTS[name], options.documents)
         cases.append((name, case))
     results = list(rows(cases))
 

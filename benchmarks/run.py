@@ -38,7 +38,7 @@ def main() -> int:
     OUTPUT.mkdir(parents=True, exist_ok=True)
     failed = False
     for name, arguments in benchmarks.items():
-        command = [sys.executable, HERE / f"{name}.py", *arguments, OUTPUT / f"{name}.json"]
+        command = [sys.executable, f"{HERE}/{name}.py", *arguments, f"{OUTPUT}/{name}.json"]
         failed |= subprocess.run(command, check=False).returncode != 0
     print(f"results: {OUTPUT}/*.json")
     return 1 if failed else 0

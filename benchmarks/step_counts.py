@@ -102,7 +102,7 @@ class StepCounter(SimulatedCuda):
     def _part(self) -> str:
         if self._parts:
             return self._parts[-1]
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # torch declares `metadata` as a method
         if node is None or type(node).__name__ == "AccumulateGrad":
             return "optimizer"
         return node.metadata.get("part", "other")
@@ -121,7 +121,7 @@ class StepCounter(SimulatedCuda):
                 result = function(*arguments, **options)
             finally:
                 self._parts.pop()
-            nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            nodes: list[Any] = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             while nodes:
                 node = nodes.pop()
                 if node is not None and "part" not in node.metadata:

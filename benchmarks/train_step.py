@@ -16,14 +16,16 @@ is 1 if a limit is exceeded.
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.materialized import MATERIALIZED, use_materialized_logits, use_original_attention
+from benchmarks.support.materialized import MATERIALIZED, materialized_loss, use_original_attention
 from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import dispatch
@@ -41,18 +43,19 @@ PLAIN = "plain PyTorch"
 AS_ORIGINAL, THIS_PROJECT = "as in the original", "this project"
 ORIGINAL_METHODS = ("kerple_log", "kerple_bias_wht")
 ORIGINAL_LIMIT = 1 / 1.5
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def bench_model(pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpoint_every: int = 0) -> GPT:
-    config = PlainConfig(layers, HIDDEN, HEADS, LENGTH, pos_emb=pos_emb, attention_backend=backend)
+    config: Any = PlainConfig(layers, HIDDEN, HEADS, LENGTH, pos_emb=pos_emb, attention_backend=backend)
     return initialized_gpt(ModelSettings(config, VOCABULARY), checkpoint_every=checkpoint_every)
 
 
-def training_step(model: nn.Module, groups: list[dict], tokens: Tensor, labels: Tensor) -> Callable[[], None]:
+def training_step(loss: Loss, groups: list[dict[str, Any]], tokens: Tensor, labels: Tensor) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
 
     def step() -> None:
-        model.loss(tokens, labels).backward()
+        loss(tokens, labels).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -70,10 +73,10 @@ def plain_decoder_table(rounds: int, clock: Callable[[], float]) -> dict[str, li
     """Measure the plain decoder and all methods, print the table, and return it by title."""
     tokens, labels = batch()
     plain = PlainDecoder(VOCABULARY, LAYERS, HIDDEN, HEADS)
-    steps = {PLAIN: training_step(plain, [{"params": list(plain.parameters())}], tokens, labels)}
+    steps = {PLAIN: training_step(plain.loss, [{"params": list(plain.parameters())}], tokens, labels)}
     for name in LIMITS:
         model = bench_model(name)
-        steps[name] = training_step(model, parameter_groups(model, 0.0), tokens, labels)
+        steps[name] = training_step(model.loss, parameter_groups(model, 0.0), tokens, labels)
     title = (
         f"training step, {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, sequence {LENGTH}, batch {BATCH}, "
         f"vocabulary {VOCABULARY}, {torch.get_num_threads()} threads"
@@ -91,19 +94,19 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
         tokens, labels = batch(BATCH * LENGTH // length, length)
         for pos_emb in ORIGINAL_METHODS:
             models = {
-                AS_ORIGINAL: use_materialized_logits(
-                    use_original_attention(bench_model(pos_emb, checkpoint_every=1), length)
-                ),
-                "without recomputation": use_materialized_logits(use_original_attention(bench_model(pos_emb), length)),
-                "with tables over distance": use_materialized_logits(bench_model(pos_emb, backend="materialized")),
-                "with chunked attention": use_materialized_logits(bench_model(pos_emb)),
+                AS_ORIGINAL: use_original_attention(bench_model(pos_emb, checkpoint_every=1)),
+                "without recomputation": use_original_attention(bench_model(pos_emb)),
+                "with tables over distance": bench_model(pos_emb, backend="materialized"),
+                "with chunked attention": bench_model(pos_emb),
                 THIS_PROJECT: bench_model(pos_emb),
             }
-            losses = torch.stack([model.loss(tokens, labels).detach() for model in models.values()])
-            torch.testing.assert_close(losses, losses[-1:].expand_as(losses), rtol=1e-5, atol=0)
+            losses: dict[str, Loss] = {name: partial(materialized_loss, model) for name, model in models.items()}
+            losses[THIS_PROJECT] = models[THIS_PROJECT].loss
+            values = torch.stack([loss(tokens, labels).detach() for loss in losses.values()])
+            torch.testing.assert_close(values, values[-1:].expand_as(values), rtol=1e-5, atol=0)
             steps = {}
             for name, model in models.items():
-                steps[name] = training_step(model, parameter_groups(model, 0.0), tokens, labels)
+                steps[name] = training_step(losses[name], parameter_groups(model, 0.0), tokens, labels)
             title = f"training step with {pos_emb}, length {length}, batch size {len(tokens)}, other sizes as above"
             limits = {THIS_PROJECT: ORIGINAL_LIMIT}
             results[title] = compare(steps, rounds=rounds, limits=limits, clock=clock)

@@ -13,9 +13,10 @@ bf16 peak; recomputation is not counted.
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,6 +24,7 @@ from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
 from kerple.attention import dispatch
+from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 from megatron.utils.command_line import run_main
@@ -34,21 +36,21 @@ COMPARED = ("kerple_log", "kerple_bias_wht")
 
 def model_settings(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
     layers, hidden, heads, vocabulary, length = (1, 32, 2, 96, 16) if dry else (12, 768, 12, 50_304, 512)
-    config = PlainConfig(layers, hidden, heads, length, pos_emb=pos_emb, attention_backend=backend)
+    config: Any = PlainConfig(layers, hidden, heads, length, pos_emb=pos_emb, attention_backend=backend)
     return ModelSettings(config, vocabulary)
 
 
-def training_step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
+def training_step(model: GPT | PlainDecoder, tokens: Tensor, labels: Tensor) -> Callable[[], Tensor]:
     """Mixed precision as in training: bfloat16 weights, float32 master weights. Never synchronizes with the GPU."""
     model.bfloat16()
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [weight.detach().float() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=6e-4, weight_decay=0.0, fused=True)
 
-    def step() -> torch.Tensor:
+    def step() -> Tensor:
         value = model.loss(tokens, labels)
         value.backward()
-        gradients = [weight.grad.float() for weight in weights]
+        gradients = [weight.grad.float() for weight in weights if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
         for master, gradient in zip(masters, gradients, strict=True):
@@ -114,7 +116,7 @@ def main() -> int:
 
             # The model, and its parameters outside of the embedding, which count as arithmetic.
             if backend is None:
-                model = PlainDecoder(*sizes).to(bench.device)
+                model: GPT | PlainDecoder = PlainDecoder(*sizes).to(bench.device)
                 named = model.named_parameters()
                 outside = sum(parameter.numel() for name, parameter in named if not name.startswith("embedding"))
             else:

@@ -48,7 +48,8 @@ class Bench:
         self.device = torch.device("cpu" if self.dry else "cuda")
         # The time limit begins after the check, which compiles all kernels.
         self.started = math.inf if self.options.check else time.monotonic()
-        self.results: dict[str, object] = {"hardware": self._hardware(), "command": sys.argv, "rows": []}
+        self.rows: list[dict[str, object]] = []
+        self.results: dict[str, object] = {"hardware": self._hardware(), "command": sys.argv, "rows": self.rows}
         self._write()
 
     def _hardware(self) -> dict[str, object]:
@@ -113,7 +114,7 @@ class Bench:
         return row
 
     def _add(self, row: dict[str, object]) -> None:
-        self.results["rows"].append(row)
+        self.rows.append(row)
         self._write()
         print(json.dumps(row), flush=True)
 

@@ -3,13 +3,15 @@
 Legend: b batch, s sequence length, h heads, d head size.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kerple.attention.call import AttentionCall, Backend
-from kerple.attention.tables import NO_TABLES
-from kerple.positional import PositionalMethod
+from kerple.attention.tables import NO_TABLES, PositionTables
+from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
 
 
@@ -29,39 +31,43 @@ def materialized_attention(call: AttentionCall) -> Tensor:
 MATERIALIZED = Backend("materialized", materialized_attention)
 
 
-class OriginalAttention:
-    """The original's attention: each layer evaluates bias and weight for all `[s, s]` pairs, without tables, and stores
-    scores, biased scores and probabilities as `[b, h, s, s]`. As in the original, distances are computed once.
+@functools.cache
+def original_distances(length: int) -> tuple[Tensor, Tensor]:
+    """The mask of later keys, and the distances, float32 `[s, s]`. As in the original, they are computed once."""
+    position = torch.arange(length)
+    distance = position[:, None] - position
+    return distance < 0, distance.clamp(min=0).float()
 
-    Replaces a layer's `kerple.attention.Attention`. Windows, KV cache and dropout are not supported.
+
+class OriginalAttention(SelfAttention):
+    """The original's attention: each layer evaluates bias and weight for all `[s, s]` pairs, without tables, and stores
+    scores, biased scores and probabilities as `[b, h, s, s]`. Without windows, KV cache, rotation and dropout.
     """
 
-    def __init__(self, positional: PositionalMethod, length: int):
-        position = torch.arange(length)
-        distance = position[:, None] - position
-        self.positional = positional
-        self.mask = distance < 0
-        self.distance = distance.clamp(min=0).float()
+    def position_tables(self, *_: object, **__: object) -> PositionTables:
+        return NO_TABLES
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
-        scores = query * query.shape[3] ** -0.5 @ key.transpose(-1, -2)
-        if "weight" in self.positional.hooks:
-            scores = scores * self.positional.weight(self.distance)
-        if "bias" in self.positional.hooks:
-            scores = scores + self.positional.bias(self.distance)
-        return scores.masked_fill(self.mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
+    def context(self, qkv: Tensor, *_: object, **__: object) -> Tensor:
+        query, key, value = self.heads(qkv)
+        mask, distance = original_distances(qkv.shape[1])
+        scores = query * self.head_size**-0.5 @ key.transpose(-1, -2)
+        if "weight" in self.rpe.hooks:
+            scores = scores * self.rpe.weight(distance)
+        if "bias" in self.rpe.hooks:
+            scores = scores + self.rpe.bias(distance)
+        context = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
+        return context.transpose(1, 2).flatten(2)
 
 
-def use_original_attention(model: GPT, length: int) -> GPT:
-    """Replace the attention of all layers, for sequences of one length. Returns the model."""
-    for block in model.blocks:
-        layer = block.attention
-        layer.attention = OriginalAttention(layer.rpe, length)
-        layer.position_tables = lambda *_: NO_TABLES  # this attention does not use tables
+def use_original_attention(model: GPT) -> GPT:
+    """Replace the attention of all layers. Returns the model."""
+    for index, block in enumerate(model.blocks):
+        original = OriginalAttention(model.settings, block.attention.rpe, index)
+        original.load_state_dict(block.attention.state_dict())
+        block.attention = original
     return model
 
 
-def use_materialized_logits(model: nn.Module) -> nn.Module:
-    """Materialize all logits for the loss, instead of chunks of them. Returns the model."""
-    model.loss = lambda tokens, labels: F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
-    return model
+def materialized_loss(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The loss of a model with all logits in memory, instead of chunks of them."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())

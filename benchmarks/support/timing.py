@@ -10,7 +10,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,11 +46,11 @@ class Timing:
 
 
 def compare(
-    alternatives: dict[str, Callable[[], object]],
+    alternatives: Mapping[str, Callable[[], object]],
     *,
     rounds: int,
     warmup: int = 3,
-    limits: dict[str, float] | None = None,
+    limits: Mapping[str, float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] = lambda: None,
 ) -> list[Timing]:

@@ -30,6 +30,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from typing_extensions import Self
 
 from tests.support.simulated_cuda.traffic import Cost, operator_cost, operator_launches, tensors_in, triton_cost
 
@@ -130,7 +131,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.blocking_copies: list[str] = []
         self.peak = self.allocated
 
-    def __enter__(self) -> "SimulatedCuda":
+    def __enter__(self) -> Self:
         if not is_active():
             raise RuntimeError("start this process with tests.support.simulated_cuda.environment()")
         # Backward passes run in this thread, where this mode is active.
@@ -294,7 +295,7 @@ class SimulatedCuda(TorchDispatchMode):
 def _pinned(tensor: Tensor, *_: Any) -> Tensor:
     """A copy that counts as page-locked memory."""
     copy = tensor.clone()
-    copy.simulated_pinned = True
+    vars(copy)["simulated_pinned"] = True
     return copy
 
 
@@ -382,5 +383,5 @@ def move_to_cuda(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.
                     if isinstance(tensor, torch.nn.Parameter):
                         moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
                     replaced[id(tensor)] = moved
-                tensors[name] = replaced[id(tensor)]
+                setattr(module, name, replaced[id(tensor)])
     return model

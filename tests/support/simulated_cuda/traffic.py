@@ -154,7 +154,7 @@ def triton_cost(kernel: Any, arguments: dict[str, Any], grid: Sequence[int]) -> 
 
 def _attended_pairs(name: str, arguments: dict[str, Any], grid: Sequence[int]) -> int:
     """Pairs of query and key in the tiles that an attention kernel computes, for all samples and heads."""
-    rows, columns = (arguments.get("BLOCK", arguments.get(key)) for key in ("BLOCK_M", "BLOCK_N"))
+    rows, columns = (arguments.get("BLOCK") or arguments[key] for key in ("BLOCK_M", "BLOCK_N"))
     s, t = arguments["s"], arguments["t"]
     window = arguments.get("window", t)
     # sum_tiles_kernel's grid: block distances, parts, heads. The others': tiles, samples and heads.

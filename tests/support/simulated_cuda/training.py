@@ -53,10 +53,12 @@ class SimulatedTraining:
             on_device = all(parameter.device.type == "cuda" for parameter in module.parameters())
             return module if on_device else move_to_cuda(module, dtype)
 
+        def unchanged(module: torch.nn.Module) -> torch.nn.Module:
+            return module
+
         layout = Layout(0, 1, 1, 1, 1, 0, 0, 0, torch.device("cuda"))
-        casts = {name: (lambda module: module) for name in ("bfloat16", "half", "float")}
         with (
-            patch.multiple(torch.nn.Module, to=to_device, **casts),
+            patch.multiple(torch.nn.Module, to=to_device, bfloat16=unchanged, half=unchanged, float=unchanged),
             patch.multiple(engine, GPTWithLoss=on_meta, initialize=lambda *_, **__: None),
         ):
             self.engine = engine.build_engine(self.config, VOCABULARY, layout, lambda line: None)
