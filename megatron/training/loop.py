@@ -137,7 +137,7 @@ def _find_start(
     report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
     run_on_all_ranks(lambda: check_attention(config, layout.device))
     source = _lock_and_resume(config, resources, report)
-    checkpoint = locate_checkpoint(source, layout, report)
+    checkpoint = run_on_all_ranks(lambda: locate_checkpoint(source, layout, report))[0]
     iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
     last_iteration = config.schedule.last_iteration
 

@@ -63,6 +63,11 @@ def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
     run(tmp_path / "second", second)
     assert not (tmp_path / "checkpoints" / "run.lock").exists()
 
+    # A damaged checkpoint, too, is reported by one rank.
+    (tmp_path / "checkpoints" / "global_step4" / "manifest.json").unlink()
+    output = run(tmp_path / "second", {**second, "train_iters": 6}, status=2)
+    assert output.count("manifest.json") == 1, output
+
 
 @pytest.mark.ci
 def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked_scripts):
