@@ -202,12 +202,13 @@ def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
 def is_serialized(opcodes: list[str], matrices: int) -> bool:
     """Whether a program waits for each matrix product before it issues the next one.
 
-    wgmma: there are as many waits as instructions. tcgen05: between any two products of the loop there is a wait.
-    mma.sync is never asynchronous: the other warps fill its gaps.
+    wgmma: there are as many waits as instructions. If each product is a single instruction (head size 16), the numbers
+    are equal anyway. tcgen05: between any two products of the loop there is a wait. mma.sync is never asynchronous: the
+    other warps fill its gaps.
     """
     products = [code for code in opcodes if code.startswith("HGMMA")]
     if products:
-        return sum(code.startswith("WARPGROUP.DEPBAR") for code in opcodes) >= len(products)
+        return sum(code.startswith("WARPGROUP.DEPBAR") for code in opcodes) >= len(products) > matrices
     events = [code[:5] for code in opcodes if code.startswith(("UTCHMMA", "SYNCS.PHASECHK"))]
     groups = sum(event == "UTCHM" != events[index - 1] for index, event in enumerate(events))
     return groups >= matrices > 1
