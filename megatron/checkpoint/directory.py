@@ -168,8 +168,8 @@ def find_valid_step(
     """`find_step`, and verify every file against the manifest.
 
     fallback: if the checkpoint is damaged, report it and return the newest valid one that its run saved before it.
-    Otherwise raise CheckpointError, naming the damage and that checkpoint. check: returns what is wrong with a
-    checkpoint, or None; `find_damage` by default.
+    Otherwise raise CheckpointError, naming the damage and that checkpoint; also if there is none of `iteration`. check:
+    returns what is wrong with a checkpoint, or None; `find_damage` by default.
     """
     directory, check = Path(directory), check or find_damage
     step: Path | None = None
@@ -177,12 +177,13 @@ def find_valid_step(
         step = find_step(directory, iteration)
         damage = check(step)
     except CheckpointError as error:
-        if not saved_iterations(directory):
+        iterations = saved_iterations(directory)
+        if not iterations or (iteration is not None and iteration not in iterations):
             raise
         step, damage = None, str(error)
     if step is not None and damage is None:
         return step
-    newest = next((saved for saved in _saved_before(directory, iteration, step) if check(saved) is None), None)
+    newest = next((saved for saved in _saved_before(directory, step) if check(saved) is None), None)
     if newest is None:
         available = ", ".join(map(str, saved_iterations(directory)))
         raise CheckpointError(
@@ -198,14 +199,14 @@ def find_valid_step(
     return newest
 
 
-def _saved_before(directory: Path, iteration: int | None, step: Path | None) -> list[Path]:
+def _saved_before(directory: Path, step: Path | None) -> list[Path]:
     """The checkpoints that may replace a damaged one, newest first: those that its run saved before it, as far as its
-    files tell. `step` is None if the checkpoint of `iteration`, or that which `latest` names, does not exist.
+    files tell. `step` is None if the one that `latest` names does not exist.
     """
-    lineage = None
+    iteration = lineage = None
     if step is not None:
         iteration, lineage = iteration_of(step), ancestor_iterations(step)
-    elif iteration is None:
+    else:
         with contextlib.suppress(UserError):
             match = STEP.fullmatch(read_file(directory / "latest", LATEST_LIMIT).decode(errors="replace").strip())
             iteration = int(match[1]) if match else None

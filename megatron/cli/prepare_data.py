@@ -117,9 +117,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
     )
     parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     add_bad_documents_argument(parser)
-    parser.add_argument(
-        "-f", "--force", dest="rebuild", action="store_true", help="rebuild the dataset even if it is up to date"
-    )
+    parser.add_argument("-f", "--force", dest="rebuild", action="store_true", help="replace a dataset of the same name")
 
     # The options have the names that the preparation uses.
     values = vars(parser.parse_args(argv))

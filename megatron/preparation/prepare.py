@@ -83,8 +83,9 @@ GPT2_FILES = (
     "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt",
 )
 
-# Increase this when the preparation steps change, so that existing datasets are rebuilt.
+# Increase this when the preparation steps change, so that existing datasets are not taken for new ones.
 _RECIPE_VERSION = 3
+_FILES_CHANGED = "its files changed"
 _RECIPE = "prepare.json"  # in the folder of the dataset
 
 
@@ -177,6 +178,11 @@ def prepare(options: PrepareOptions) -> Path:
     if reason is None and not options.rebuild:
         print(f"{prefix}: up to date")
         return prefix
+    if reason and reason != _FILES_CHANGED and not options.rebuild:
+        raise UserError(
+            f"{prefix} exists, but {reason}. Models that were trained on it need it: choose another --data-dir or "
+            "name, or replace it with --force"
+        )
 
     # The tokenizer, the tokens and the recipe must come from one run.
     busy_message = f"another process is preparing {prefix}; wait for it to finish, or choose another --data-dir"
@@ -329,11 +335,11 @@ def _rebuild_reason(
     try:
         files, manifest = open_indexed_files(prefix), read_manifest(prefix)
         if manifest is None or not manifest.describes(files):
-            return "its files changed"
+            return _FILES_CHANGED
         if manifest.skipped_bad and not skip_bad:
             return "--bad-documents changed"
         if tokenizer_files.build().fingerprint != manifest.tokenizer_fingerprint:
-            return "its files changed"
+            return _FILES_CHANGED
     except UserError:
-        return "its files changed"
+        return _FILES_CHANGED
     return None

@@ -123,7 +123,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
     bar = figure.colorbar(
         ScalarMappable(Normalize(0, COLOR_RANGE), "viridis_r"),
         ax=panels,
-        label="loss above the lowest (nats per token)",
+        label="nats per token above the lowest",
         extend="max",
         location="bottom",
         fraction=0.04,

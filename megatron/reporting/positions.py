@@ -151,6 +151,9 @@ def position_plot(
         for method in curves:
             names[title, method] = display_name(Method(method.pos_emb) if method.mode == title else method)
     numbers = line_numbers({name: method.pos_emb for (_, method), name in names.items()}, pos_embs)
+    # The last-k protocol scores only the end of a segment.
+    first = min(curve.dropna(how="all").index.min() for curves in panels.values() for curve in curves.values())
+    left = first if first > length / 2 else 0
     handles: dict[str, Any] = {}
     for index, (axes, (title, curves)) in enumerate(zip(all_axes, panels.items(), strict=True)):
         if label != "perplexity":
@@ -162,9 +165,9 @@ def position_plot(
             draw_band(axes, curve, style_kwargs["color"])
         panel_title(axes, style, columns, title)
         thousands(axes)
-        axes.set_xlim(0, length)
+        axes.set_xlim(left, length)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-        if train_length and train_length < length:
+        if train_length and left <= train_length < length:
             mark_train_length(axes, style, train_length, label=index == 0)
     figure.supxlabel("position in the segment (tokens)")
     figure.supylabel(label)

@@ -102,6 +102,13 @@ def test_latest_that_names_a_missing_checkpoint(tmp_path):
     assert find_valid_step(tmp_path, fallback=True, report=lambda text: None).name == "global_step1"
 
 
+def test_an_iteration_without_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    for fallback in (False, True):
+        with pytest.raises(CheckpointError, match=r"iteration 2; available: 1$"):
+            find_valid_step(tmp_path, 2, fallback=fallback)
+
+
 def test_no_other_valid_checkpoint(tmp_path):
     save(tmp_path, 1)
     flip_bit(tmp_path / "global_step1" / "weights.pt")

@@ -23,7 +23,7 @@ def dataset(tmp_path, monkeypatch):
         lines = (f"{number * number} is the square of {number}.\n\n" for number in range(10**6))
         text = "".join(line for line, _ in zip(lines, range(size // 30), strict=False))
         (tmp_path / "text.md").write_text(text)
-        prepare(PrepareOptions("mytext", sources=("text.md",), **(options or {"vocab_size": 300})))
+        prepare(PrepareOptions("mytext", sources=("text.md",), rebuild=True, **(options or {"vocab_size": 300})))
 
     return prepare_text
 

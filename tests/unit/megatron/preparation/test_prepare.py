@@ -71,8 +71,10 @@ def test_up_to_date_dataset_is_not_rebuilt(tmp_path, small_library, capsys):
     assert {path: path.stat().st_mtime_ns for path in prefix.parent.iterdir()} != before
 
 
-def test_changes_cause_a_rebuild(tmp_path, small_library, capsys):
+def test_changes(tmp_path, small_library, capsys):
+    """Another dataset replaces one of the same name only with --force; a damaged one is rebuilt."""
     prefix = prepare_stdlib(tmp_path)
+    before = contents(tmp_path)
 
     def check_rebuilt(reason, **options):
         capsys.readouterr()
@@ -80,16 +82,21 @@ def test_changes_cause_a_rebuild(tmp_path, small_library, capsys):
         assert f"{prefix}: rebuilt: {reason}\n" in capsys.readouterr().out
         return build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json").vocab_size
 
-    assert check_rebuilt("--vocab-size changed", vocab_size=500) == 500
+    assert_rejected("_text_document.*--vocab-size changed.*--force", prepare_stdlib, tmp_path, vocab_size=500)
+    assert contents(tmp_path) == before
+    assert check_rebuilt("--vocab-size changed", vocab_size=500, rebuild=True) == 500
     (small_library / "this.py").write_text("changed = True\n")
-    check_rebuilt("corpus changed", vocab_size=500)
+    assert_rejected("corpus changed.*--force", prepare_stdlib, tmp_path, vocab_size=500)
+    check_rebuilt("corpus changed", vocab_size=500, rebuild=True)
     shutil.copy(small_library / "this.py", f"{prefix}.bin")
     check_rebuilt("its files changed", vocab_size=500)
     (prefix.parent / "tokenizer.json").unlink()
     check_rebuilt("its files changed", vocab_size=500)
     prepare_stdlib(tmp_path, vocab_size=500)
     assert "up to date" in capsys.readouterr().out
-    for content in ("[[]]", "7", '["text"]', '{"version": []}', "[" * 10**5, "\ud800" * 10):
+    (prefix.parent / "prepare.json").write_text('{"version": []}')
+    assert_rejected("version changed.*--force", prepare_stdlib, tmp_path, vocab_size=500)
+    for content in ("[[]]", "7", '["text"]', "[" * 10**5, "\ud800" * 10):
         (prefix.parent / "prepare.json").write_text(content, errors="surrogatepass")
         prepare_stdlib(tmp_path, vocab_size=500)
         assert "up to date" not in capsys.readouterr().out
