@@ -175,14 +175,15 @@ def find_valid_step(
     step: Path | None = None
     try:
         step = find_step(directory, iteration)
-        damage = check(step)
     except CheckpointError as error:
         iterations = saved_iterations(directory)
         if not iterations or (iteration is not None and iteration not in iterations):
             raise
-        step, damage = None, str(error)
-    if step is not None and damage is None:
-        return step
+        damage: str | None = str(error)
+    else:
+        damage = check(step)
+        if damage is None:
+            return step
     newest = next((saved for saved in _saved_before(directory, step) if check(saved) is None), None)
     if newest is None:
         available = ", ".join(map(str, saved_iterations(directory)))

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     vocabulary, manifest = prefix.parent / "tokenizer.json", read_manifest(prefix)
     fingerprint = build_tokenizer("HFTokenizer", vocabulary).fingerprint if vocabulary.is_file() else None
     if fingerprint is None or (manifest is not None and manifest.tokenizer_fingerprint != fingerprint):
-        raise UserError(f"{prefix} was not tokenized with {vocabulary}; prepare it again, without --tokenizer")
+        raise UserError(f"{prefix} was not tokenized with {vocabulary}; prepare it with --force, without --tokenizer")
 
     # Nothing is overwritten.
     paths = Path(f"{options.name}.yml"), Path(f"{options.name}-sweep.yml")

@@ -316,7 +316,9 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
 def _rebuild_reason(
     recipe: dict[str, object], prefix: Path, tokenizer_files: TokenizerFiles, skip_bad: bool
 ) -> str | None:
-    """Return why the dataset must be rebuilt, an empty string if it does not exist, or None if it is up to date."""
+    """Return how the dataset differs from the recipe, an empty string if it does not exist, or None if it is up to
+    date.
+    """
     try:
         present = json.loads(read_file(prefix.parent / _RECIPE))
     except (UserError, ValueError, RecursionError):
@@ -329,13 +331,13 @@ def _rebuild_reason(
         "skip_bad": "--bad-documents",
         "hidden_files": "rule for hidden files",
     }
-    changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
-    if changed:
-        return f"{', '.join(labels.get(key, key) for key in changed)} changed"
     try:
         files, manifest = open_indexed_files(prefix), read_manifest(prefix)
         if manifest is None or not manifest.describes(files):
             return _FILES_CHANGED
+        changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
+        if changed:
+            return f"{', '.join(labels.get(key, key) for key in changed)} changed"
         if manifest.skipped_bad and not skip_bad:
             return "--bad-documents changed"
         if tokenizer_files.build().fingerprint != manifest.tokenizer_fingerprint:

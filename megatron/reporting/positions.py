@@ -152,8 +152,11 @@ def position_plot(
             names[title, method] = display_name(Method(method.pos_emb) if method.mode == title else method)
     numbers = line_numbers({name: method.pos_emb for (_, method), name in names.items()}, pos_embs)
     # The last-k protocol scores only the end of a segment.
-    first = min(curve.dropna(how="all").index.min() for curves in panels.values() for curve in curves.values())
-    left = first if first > length / 2 else 0
+    first = length
+    for curves in panels.values():
+        for curve in curves.values():
+            first = min([first, *curve.dropna(how="all").index])
+    left = first if length / 2 < first < length else 0
     handles: dict[str, Any] = {}
     for index, (axes, (title, curves)) in enumerate(zip(all_axes, panels.items(), strict=True)):
         if label != "perplexity":

@@ -100,6 +100,8 @@ def test_changes(tmp_path, small_library, capsys):
         (prefix.parent / "prepare.json").write_text(content, errors="surrogatepass")
         prepare_stdlib(tmp_path, vocab_size=500)
         assert "up to date" not in capsys.readouterr().out
+    Path(f"{prefix}.idx").unlink()
+    assert check_rebuilt("its files changed", vocab_size=450) == 450
 
 
 def test_interruption(tmp_path, small_library, monkeypatch):

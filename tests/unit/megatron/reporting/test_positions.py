@@ -58,6 +58,13 @@ def test_a_position_figure_per_protocol():
     ]
 
 
+def test_the_scored_end_of_a_segment():
+    _, (axes,) = drawn([positions("full", 1, [None, None, 1.0], protocol="last-k@16")])
+    assert axes.get_xlim() == (30.0, 40.0)
+    _, (axes,) = drawn([positions("full", 1, [None, 2.0, 1.0])])
+    assert axes.get_xlim() == (0.0, 40.0)
+
+
 def test_seeds_with_different_bins_are_rejected():
     with pytest.raises(UserError, match="different bins"):
         position_figures([positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.0, 2.0], edges=[0, 20, 40])])
