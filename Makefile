@@ -61,6 +61,8 @@ $(VENV)/.demo: $(VENV)/.torch $(addprefix requirements/,core.txt train.txt demo.
 $(VENV)/.installed: $(VENV)/.demo $(wildcard requirements/*.txt)
 	@echo "installing the packages for tests and lint in requirements/dev.txt"
 	@DS_BUILD_OPS=0 $(INSTALL) -r requirements/dev.txt
+	@echo "installing the command kerple"
+	@$(INSTALL) --no-build-isolation --no-deps --editable .
 	@echo "compiling the packages to bytecode"
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages contain invalid modules: templates and tests
 	@touch $@

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import statistics
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,6 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from experiments.analysis import (
-    BEYOND,
-    compare,
     comparison_table,
     costs,
     differences_by_length,
@@ -155,7 +152,7 @@ def blocks() -> dict[str, str]:
     found = costs(records)
     differences = [f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)]
     return {
-        "answer": answer(records, long_context),
+        "answer": _markdown(answer(long_context)),
         "comparisons": _markdown(comparison_table(records)),
         "costs": _markdown(cost_table(found)),
         "context": context_facts(found, in_context_scores(records)),
@@ -190,44 +187,19 @@ def cost_table(found: DataFrame) -> Table:
     return Table("costs", "Cost of extrapolation", ("method",), headers, tuple(lines))
 
 
-def answer(records: Sequence[AnyRecord], long_context: Sequence[AnyRecord]) -> str:
-    """The results of both experiments, a paragraph each."""
-    # The first one, of which C is left out: its seeds differ more than the methods.
-    means, higher = [], []
-    for corpus in ("debian_prose", "debian_latex"):
-        near, far = (compare(records, corpus, "alibi", multiples) for multiples in ((1,), BEYOND))
-        assert near is not None
-        assert far is not None
-        means += [near.mean, far.mean]
-        higher += [min(pair) > 0 for pair in zip(near.by_seed, far.by_seed, strict=True)]
-    first = f"""
-        Rotary embeddings fail beyond their training length, T5 between 8 and 64 times this length. KERPLE (log) loses
-        little, ALiBi nothing. On prose and LaTeX, log's loss is above ALiBi's in {sum(higher)} of {len(higher)} pairs
-        of runs, by {min(means):.2f} to {max(means):.2f} nats (the intervals include 0); on C, seeds differ more than
-        the two methods. Hardly any model uses text beyond 128 tokens, so this does not test KERPLE's main result, that
-        log has a lower loss than ALiBi.
-    """
-
-    # The second one: log minus ALiBi, and what far keys change at the longest length.
-    differences = []
-    for multiples in ((1,), BEYOND):
-        found = compare(long_context, "debian_c", "alibi", multiples)
-        assert found is not None
-        low, high = found.interval
-        differences.append(f"{found.mean:+.2f} [{low:+.2f}, {high:+.2f}]")
-    cost = costs(long_context)
-    cost = cost[cost["length"] == LONG_CONTEXT_LONGEST].groupby("pos_emb")["cost"].mean()
-    changes = []
-    for pos_emb, name in (("kerple_log", "log's loss"), ("alibi", "ALiBi's"), ("rpe", "T5's"), ("rotary", "rotary's")):
-        verb = "lowers" if cost[pos_emb] < 0 else "raises"
-        changes.append(f"{verb} {name} by {abs(cost[pos_emb]):.2f}")
-    second = f"""
-        A second experiment, planned before its first run, trains at 512 tokens until models use their context (C, 3
-        seeds). Log's loss minus ALiBi's is {differences[0]} nats at 512 tokens and {differences[1]} at 4 to 32 times
-        this length. This does not reproduce KERPLE's result, and is too imprecise to exclude it. Attention to
-        all 16,384 keys instead of the last 512 {", ".join(changes)} nats.
-    """
-    return "\n\n".join(textwrap.fill(" ".join(text.split()), width=100) for text in (first, second))
+def answer(long_context: Sequence[AnyRecord]) -> Table:
+    """The second experiment in four rows: the loss at the shortest and the longest length, and what far keys change."""
+    losses = loss_frame(long_context)
+    full = losses[losses["mode"] == "full"].groupby(["pos_emb", "length"])["value"].mean()
+    changes = costs(long_context).groupby(["pos_emb", "length"])["cost"].mean()
+    lines = []
+    for pos_emb in ("kerple_log", "alibi", "rpe", "rotary"):
+        near, far = full[pos_emb, LONG_CONTEXT_TRAIN_LENGTH], full[pos_emb, LONG_CONTEXT_LONGEST]
+        change = changes[pos_emb, LONG_CONTEXT_LONGEST]
+        cells = Cell(f"{near:.2f}"), Cell(f"{far:.2f}"), Cell(f"{change:+.2f}")
+        lines.append(Row((display_name(Method(pos_emb)),), cells))
+    columns = f"{LONG_CONTEXT_TRAIN_LENGTH:,}", f"{LONG_CONTEXT_LONGEST:,}", "change by keys beyond 512"
+    return Table("answer", "Answer", ("trained at 512 tokens, loss at",), columns, tuple(lines))
 
 
 def context_facts(found: DataFrame, scores: DataFrame) -> str:
