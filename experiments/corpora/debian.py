@@ -3,8 +3,9 @@
 python experiments/corpora/debian.py debian_c
 
 writes data/debian_c/debian_c_text_document.bin and .idx, the data-path of debian_c.yml, with a BPE tokenizer trained on
-the training split. Packages are pinned by version and SHA-256, and nothing here depends on the machine, so that
-everyone gets the same documents in the same order.
+the training split. With --bytes, it writes data/debian_c_bytes instead, one token per byte (CharLevelTokenizer).
+Packages are pinned by version and SHA-256, and nothing here depends on the machine, so that everyone gets the same
+documents in the same order. The machine's package managers download them, unless the folder already has them.
 """
 
 import argparse
@@ -13,22 +14,23 @@ import heapq
 import io
 import math
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
-from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pooch
 
 import check_megatron  # noqa: F401
 from experiments.corpora.deduplication import Deduplicator
 from megatron.preparation.corpora import DocumentCorpus, documents_checksum, first_training_texts
 from megatron.preparation.decompression import decompress
 from megatron.preparation.documents import DocumentOptions
-from megatron.preparation.download import download
 from megatron.preparation.input_files import file_format
 from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import archive_members
@@ -38,13 +40,6 @@ from megatron.utils.command_line import number, run_main
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 from megatron.utils.progress import Progress
-
-# Where to find Debian packages: the mirror, which has only the current versions of the supported releases, and the
-# archive of all versions.
-MIRRORS = (
-    "https://deb.debian.org/debian/pool/main/",
-    "https://snapshot.debian.org/archive/debian/20261101T000000Z/pool/main/",
-)
 
 # Without these limits, a few hundred longer files and tables of numbers in C would dominate the standard error of the
 # mean loss.
@@ -62,12 +57,12 @@ class Package:
     """A binary or source package of Debian 12, or an npm package.
 
     Attributes:
-        path: below pool/main; of an npm package, its URL.
+        file: its name, as `apt-get` and `npm pack` write it.
         suffix: extension of the files that are documents.
         exclude: regular expression; documents whose path matches are left out.
     """
 
-    path: str
+    file: str
     sha256: str
     suffix: str
     exclude: str | None = None
@@ -93,16 +88,16 @@ class CorpusDefinition:
 
 def _linux(suffix: str, exclude: str | None = None) -> Package:
     checksum = "9305d1a151b8e83dcb88aa11361e7b9513f0c252bdf7f5647e4542762d99c094"
-    return Package("l/linux/linux-source-6.1_6.1.176-1_all.deb", checksum, suffix, exclude)
+    return Package("linux-source-6.1_6.1.176-1_all.deb", checksum, suffix, exclude)
 
 
 def _npm(name: str, version: str, sha256: str) -> Package:
     """Texts from an npm package of the scope @stdlib."""
-    return Package(f"https://registry.npmjs.org/@stdlib/{name}/-/{name}-{version}.tgz", sha256, ".txt")
+    return Package(f"stdlib-{name}-{version}.tgz", sha256, ".txt")
 
 
-def _texlive(source: str, name: str, revision: int, sha256: str) -> Package:
-    return Package(f"t/{source}/texlive-{name}_2022.20230122-{revision}_all.deb", sha256, ".tex")
+def _texlive(name: str, revision: int, sha256: str) -> Package:
+    return Package(f"texlive-{name}_2022.20230122-{revision}_all.deb", sha256, ".tex")
 
 
 DEBIAN_CORPORA = {
@@ -111,34 +106,23 @@ DEBIAN_CORPORA = {
     ),
     "debian_latex": CorpusDefinition(
         (
+            _texlive("science-doc", 4, "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db"),
+            _texlive("publishers-doc", 4, "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765"),
+            _texlive("humanities-doc", 4, "b9ff3e33bfad812999000ae009d701d867701afad144433c36a78322f3d88e33"),
+            _texlive("latex-base-doc", 3, "122dbbe00bd22f872b1837eb86bd76fbac6ec84dd4f5f0c76cc9c18484485848"),
             _texlive(
-                "texlive-extra", "science-doc", 4, "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db"
-            ),
-            _texlive(
-                "texlive-extra", "publishers-doc", 4, "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765"
-            ),
-            _texlive(
-                "texlive-extra", "humanities-doc", 4, "b9ff3e33bfad812999000ae009d701d867701afad144433c36a78322f3d88e33"
-            ),
-            _texlive(
-                "texlive-base", "latex-base-doc", 3, "122dbbe00bd22f872b1837eb86bd76fbac6ec84dd4f5f0c76cc9c18484485848"
-            ),
-            _texlive(
-                "texlive-base",
                 "latex-recommended-doc",
                 3,
                 "8bea1f81bf50354fa4f3046c2dbb82efba9b8520aca0b2ab12eed18554a66c11",
             ),
-            _texlive(
-                "texlive-base", "pictures-doc", 3, "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751"
-            ),
+            _texlive("pictures-doc", 3, "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751"),
             Package(
-                "h/hol88/hol88_2.02.19940316dfsg.orig.tar.gz",
+                "hol88_2.02.19940316dfsg.orig.tar.gz",
                 "8e2a4f83cea20d0cf2416f7d55c951498f6c807b03ebc9381a02fa4c81c5da69",
                 ".tex",
             ),
             Package(
-                "p/pari/pari_2.15.2.orig.tar.gz",
+                "pari_2.15.2.orig.tar.gz",
                 "b04628111ee22876519a4b1cdafb32febaa34eafa24f9e81f58f8d057fbee0dd",
                 ".tex",
             ),
@@ -152,22 +136,22 @@ DEBIAN_CORPORA = {
         (
             _linux(".rst", exclude="/Documentation/translations/"),
             Package(
-                "a/anarchism/anarchism_15.3-3_all.deb",
+                "anarchism_15.3-3_all.deb",
                 "cf21c10948b00e923c62eb31c39a3390413fa26c5ee0e3b925feb0ec7fe42948",
                 ".md",
             ),
             Package(
-                "p/perl/perl-doc_5.36.0-7+deb12u3_all.deb",
+                "perl-doc_5.36.0-7+deb12u3_all.deb",
                 "e9e3564ff5ade27de0585835f2acad769bcc545c0a0045a9f55d5401f27f7591",
                 ".pod",
             ),
             Package(
-                "p/python3.11/python3.11-doc_3.11.2-6+deb12u8_all.deb",
+                "python3.11-doc_3.11.2-6+deb12u8_all.deb",
                 "50eb63e7f636c4281e9ce1b8f10386f1def42159eddce34fc1f41c46261df71b",
                 ".txt",
             ),
             Package(
-                "g/git/git-doc_2.39.5-0+deb12u3_all.deb",
+                "git-doc_2.39.5-0+deb12u3_all.deb",
                 "3c89668a11053a6bafade3de1f611f4613db31e082af63f43d8c5b69ad8795ec",
                 ".txt",
             ),
@@ -274,19 +258,36 @@ class DebianCorpus(DocumentCorpus):
                         yield name, content
 
     def _download(self, package: Package) -> Path:
-        """Download a package from the first mirror that has it, unless it is in the folder already."""
-        errors = []
-        is_url = "://" in package.path
-        for address in [package.path] if is_url else [mirror + quote(package.path) for mirror in MIRRORS]:
+        """Return the package in the folder; a package manager of this machine downloads it if it is missing."""
+        path = self._folder / package.file
+        if not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            command = _download_command(package.file)
+            print(f"{path}: running `{' '.join(command)}`", file=sys.stderr, flush=True)
             try:
-                return download(f"{address}#sha256={package.sha256}", self._folder)
-            except UserError as error:
-                errors.append(str(error))
-        name = package.path.rpartition("/")[2]
-        raise UserError(
-            f"{'; '.join(dict.fromkeys(errors))}. Alternatively, get the file from another source (for example with "
-            f"`{'npm pack' if is_url else 'apt-get download'}`) and save it as {self._folder / name}"
-        )
+                subprocess.run(command, cwd=self._folder, check=True, stdout=subprocess.DEVNULL)
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise UserError(
+                    f"{error}; get {package.file} from another source and save it in {self._folder}, or name the "
+                    "folder that has it with --packages"
+                ) from error
+        if not path.is_file() or pooch.file_hash(str(path)) != package.sha256:
+            raise UserError(f"{path} must have SHA-256 {package.sha256}: save this version of the package there")
+        return path
+
+
+def _download_command(file: str) -> list[str]:
+    """Return the command that downloads a package with this file name into the working directory."""
+    name = file.partition("_")[0]
+    if file.endswith(".deb"):
+        version = file.split("_")[1]
+        return ["apt-get", "download", f"{name}={version}"]
+    if file.endswith(".orig.tar.gz"):
+        return ["apt-get", "source", "--download-only", name]
+    # npm writes the package @SCOPE/NAME as SCOPE-NAME-VERSION.tgz.
+    scope, _, rest = file.removesuffix(".tgz").partition("-")
+    name, _, version = rest.rpartition("-")
+    return ["npm", "pack", "--silent", f"@{scope}/{name}@{version}"]
 
 
 def _package_files(raw: BinaryIO, name: str, source: str, suffix: str) -> Iterator[tuple[str, bytes]]:
@@ -330,17 +331,25 @@ def _is_utf8(content: bytes) -> bool:
     return True
 
 
-def prepare(name: str, directory: Path, vocab_size: int = VOCAB_SIZE, limit_mb: float | None = None) -> Path:
+def prepare(
+    corpus: DebianCorpus, name: str, directory: Path, vocab_size: int = VOCAB_SIZE, as_bytes: bool = False
+) -> Path:
     """Write DIRECTORY/NAME/NAME_text_document.bin/.idx, and the tokenizer.json next to it. Returns the prefix.
+
+    With `as_bytes`, tokens are bytes, NAME ends with `_bytes`, and there is no tokenizer.json.
 
     Raises what `DebianCorpus.documents` and `preprocess` raise.
     """
+    if as_bytes:
+        name += "_bytes"
     folder = directory / name
-    corpus = DebianCorpus(name, directory / "debian", limit_mb)
-    tokenizer = train_bpe(corpus.tokenizer_texts(), vocab_size, progress=sys.stderr.isatty())
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
-    files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
+    if as_bytes:
+        files = TokenizerFiles("CharLevelTokenizer")
+    else:
+        tokenizer = train_bpe(corpus.tokenizer_texts(), vocab_size, progress=sys.stderr.isatty())
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+        files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
     manifest = preprocess(corpus, folder / name, files, DocumentOptions(append_eod=True), inputs=[name])["text"]
     prefix = folder / f"{name}_text_document"
     print(f"{summary(prefix, manifest)}\nSHA-256 of the .bin: {manifest.sha256}")
@@ -351,9 +360,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Prepare a corpus from Debian and npm packages.")
     parser.add_argument("name", choices=DEBIAN_CORPORA)
     parser.add_argument("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="default: data")
+    parser.add_argument("--packages", type=Path, metavar="DIR", help="folder of the packages (default: DIR/debian)")
     parser.add_argument("--limit-mb", type=number(0, above=True), help="use only the first MB (debian_c: 200)")
+    parser.add_argument("--bytes", action="store_true", help="one token per byte instead of a BPE tokenizer")
     arguments = parser.parse_args(argv)
-    prepare(arguments.name, arguments.data_dir, limit_mb=arguments.limit_mb)
+    packages = arguments.packages or arguments.data_dir / "debian"
+    corpus = DebianCorpus(arguments.name, packages, arguments.limit_mb)
+    prepare(corpus, arguments.name, arguments.data_dir, as_bytes=arguments.bytes)
 
 
 if __name__ == "__main__":

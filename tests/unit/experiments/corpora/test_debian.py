@@ -1,9 +1,8 @@
-"""Corpora from Debian and npm packages. The packages are small ones, made here, on a local server."""
+"""Corpora from Debian and npm packages. The packages are small ones, made here."""
 
 import gzip
 import hashlib
 import lzma
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from megatron.preparation import corpora
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.archives import tar_of, zip_of
 from tests.support.errors import assert_rejected
-from tests.support.servers import serve
 
 CONFIGS = Path(debian.__file__).parent
 
@@ -42,7 +40,7 @@ FILES = {
 }
 SIMILAR = FILES["./src/19.c"] + b"\n/* */\n"
 PACKAGES = {
-    "mirror/c/code/code_1.0+deb_all.deb": debian_package(
+    "code_1.0+deb_all.deb": debian_package(
         {
             **FILES,
             "./src/copy.c": FILES["./src/03.c"],
@@ -55,34 +53,31 @@ PACKAGES = {
             "./README": b"no",
         }
     ),
-    "archive/d/doc_1_all.deb": debian_package({"./doc/z.c.gz": gzip.compress(b"int z(void);\n")}),
+    "doc_1_all.deb": debian_package({"./doc/z.c.gz": gzip.compress(b"int z(void);\n")}),
 }
 
 
 def pinned(path: str, exclude: str | None = None) -> Package:
-    return Package(path.partition("/")[2], hashlib.sha256(PACKAGES[path]).hexdigest(), ".c", exclude)
+    return Package(path, hashlib.sha256(PACKAGES[path]).hexdigest(), ".c", exclude)
 
 
-CODE, DOC = pinned("mirror/c/code/code_1.0+deb_all.deb", exclude="/tests/"), pinned("archive/d/doc_1_all.deb")
+CODE, DOC = pinned("code_1.0+deb_all.deb", exclude="/tests/"), pinned("doc_1_all.deb")
 SHA256 = "2113847b269e481cee2f4d96d84c0b14f9efae1ba447d9542d42e40f8c1d4641"  # of the documents
 
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """corpus(folder, ...) is a corpus of two packages; a mirror has one of them, an archive the other."""
+    """corpus(folder, ...) is a corpus of two packages, which the default folder has."""
 
     def make(folder="packages", limit_mb=None, **fields) -> DebianCorpus:
         definition = CorpusDefinition(**{"packages": (CODE, DOC), "split": "60,20,20", "sha256": SHA256, **fields})
         monkeypatch.setitem(DEBIAN_CORPORA, "debian_c", definition)
         return DebianCorpus("debian_c", tmp_path / folder, limit_mb)
 
-    for path, content in PACKAGES.items():
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_bytes(content)
-    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)  # between attempts to download
-    with serve(tmp_path) as address:
-        monkeypatch.setattr(debian, "MIRRORS", (f"{address}/mirror/", f"{address}/archive/"))
-        yield make
+    (tmp_path / "packages").mkdir()
+    for name, content in PACKAGES.items():
+        (tmp_path / "packages" / name).write_bytes(content)
+    return make
 
 
 def test_documents(corpus, capsys):
@@ -131,24 +126,35 @@ def test_unexpected_documents(corpus):
     assert corpus(sha256="1", limit_mb=1).documents  # only the default size has a known checksum
 
 
-def test_package_that_no_mirror_has(corpus, tmp_path):
-    (tmp_path / "archive" / "d" / "doc_1_all.deb").unlink()
-    assert_rejected(r"mirror/d/doc_1_all\.deb.*404.*archive/d/doc_1_all\.deb.*apt-get", corpus().tokenizer_texts)
-    (tmp_path / "packages" / "doc_1_all.deb").write_bytes(PACKAGES["archive/d/doc_1_all.deb"])
-    assert len(corpus().documents) == 21
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("doc_1_all.deb", ["apt-get", "download", "doc=1"]),
+        ("code_2.0.orig.tar.gz", ["apt-get", "source", "--download-only", "code"]),
+        ("stdlib-long-novel-1.2.3.tgz", ["npm", "pack", "--silent", "@stdlib/long-novel@1.2.3"]),
+    ],
+)
+def test_packages_come_from_package_managers(corpus, tmp_path, monkeypatch, file, command):
+    """A package manager writes the file; another version of it, or a failure, is an error that names the file."""
+    content = debian_package({"./z.c": b"int z;"})
+    if not file.endswith(".deb"):
+        content = tar_of({"package/z.c": b"int z;"}, "w:gz")
+    package = Package(file, hashlib.sha256(content).hexdigest(), ".c")
+    written = content[:-1]
 
+    def run(words, cwd, **options):
+        assert words == command
+        if written is None:
+            raise FileNotFoundError(words[0])
+        (Path(cwd) / file).write_bytes(written)
 
-def test_npm_package(corpus, tmp_path):
-    """It has one address, and nothing is added to it."""
-    content = tar_of({"package/data/1.c": b"int chapter_1;\n", "package/README.md": b"no"}, "w:gz")
-    (tmp_path / "novel-1.0.tgz").write_bytes(content)
-    mirror = debian.MIRRORS[0].removesuffix("mirror/")
-    package = Package(f"{mirror}novel-1.0.tgz", hashlib.sha256(content).hexdigest(), ".c")
-    assert corpus(packages=(package,), limit_mb=1).documents == [
-        ("novel-1.0.tgz:package/data/1.c", b"int chapter_1;\n"),
-    ]
-    missing = replace(package, path=f"{mirror}other-1.0.tgz")
-    assert_rejected(r"other-1\.0\.tgz.*404.*packages/other-1\.0\.tgz", corpus(packages=(missing,)).tokenizer_texts)
+    monkeypatch.setattr(debian.subprocess, "run", run)
+    assert_rejected(f"new/{file}.*{package.sha256}", corpus("new", packages=(package,)).tokenizer_texts)
+    written = content
+    (tmp_path / "new" / file).unlink()
+    assert [text for _, text in corpus("new", packages=(package,), limit_mb=1).documents] == [b"int z;"]
+    written = None
+    assert_rejected(f"{command[0]}.*{file}.*--packages", corpus("other", packages=(package,)).tokenizer_texts)
 
 
 def test_archives_in_a_package(corpus, tmp_path):
@@ -156,9 +162,8 @@ def test_archives_in_a_package(corpus, tmp_path):
     source = lzma.compress(tar_of({"linux/a.c": b"int a;", "linux/Makefile": b"no"}))
     files = {"./usr/src/linux.tar.xz": source, "./b.c.gz": gzip.compress(b"int b;"), "./c.png": b"no"}
     content = debian_package({**files, "./x.ZIP": zip_of({"d.c": b"int d;"})})
-    (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "x.deb").write_bytes(content)
-    package = Package("x/x.deb", hashlib.sha256(content).hexdigest(), ".c")
+    package = Package("x.deb", hashlib.sha256(content).hexdigest(), ".c")
     assert dict(corpus(packages=(package,), limit_mb=1).documents) == {
         "x.deb:./usr/src/linux.tar.xz:linux/a.c": b"int a;",
         "x.deb:./b.c.gz": b"int b;",
@@ -175,7 +180,7 @@ def test_recipes_use_the_split_of_the_corpus(name):
 
 def test_dataset(corpus, tmp_path, capsys):
     documents = corpus().documents
-    prefix = prepare("debian_c", tmp_path / "data", vocab_size=270)
+    prefix = prepare(corpus(), "debian_c", tmp_path / "data", vocab_size=270)
     assert prefix == tmp_path / "data" / "debian_c" / "debian_c_text_document"
     assert "21 documents" in capsys.readouterr().out
     tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
@@ -183,3 +188,10 @@ def test_dataset(corpus, tmp_path, capsys):
     files = open_indexed_files(prefix)
     texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
     assert texts == [content.decode() + "<|endoftext|>" for _, content in documents]
+
+
+def test_bytes(corpus, tmp_path):
+    prefix = prepare(corpus(), "debian_c", tmp_path, as_bytes=True)
+    assert prefix == tmp_path / "debian_c_bytes" / "debian_c_bytes_text_document"
+    tokens = open_indexed_files(prefix).open_tokens()[:]
+    assert bytes(tokens.tolist()) == b"".join(content + b"\0" for _, content in corpus().documents)
