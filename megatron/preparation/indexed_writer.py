@@ -19,6 +19,8 @@ from megatron.data.indexed_dataset import (
     MAGIC,
     VERSION,
     bin_path,
+    file_sample,
+    file_sha256,
     id_type_for,
     idx_path,
     open_indexed_files,
@@ -39,6 +41,8 @@ class WrittenFiles:
     tokens: int
     largest_id: int
     sha256: str
+    idx_sha256: str
+    bin_sample: str
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,15 @@ class IndexedWriter:
                     f"{self.prefix}.bin has token id {largest}, but the largest id of the vocabulary is "
                     f"{self.vocab_size - 1}"
                 )
-            return WrittenFiles(self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
+            return WrittenFiles(
+                self.dtype.name,
+                self.documents,
+                self.tokens,
+                largest,
+                digest.hexdigest(),
+                file_sha256(self._idx),
+                file_sample(self._bin),
+            )
 
     def finish(self) -> WrittenFiles:
         """`finalize`, `publish` and `close`. Raises what `finalize` raises."""

@@ -246,10 +246,9 @@ class _Job:
         if state.manifests:
             # The run was killed while renaming its files. Finish that, unless the files no longer exist.
             try:
-                for prefix, manifest in zip(self.prefixes, state.manifests, strict=True):
-                    publish(prefix)
-                    if not manifest.describes(open_indexed_files(prefix)):
-                        return None
+                _publish(self.prefixes, state.manifests)
+                for prefix in self.prefixes:
+                    open_indexed_files(prefix)
             except UserError:
                 return None
             return state
@@ -386,9 +385,14 @@ class _Job:
 
     def publish(self) -> dict[str, Manifest]:
         """Give all files their final names. If this is killed, the next run completes it."""
-        for prefix, manifest in zip(self.prefixes, self.state.manifests, strict=True):
-            manifest_path(prefix).unlink(missing_ok=True)  # it may describe files that are now replaced
-            publish(prefix)
-            write_manifest(prefix, manifest)
+        _publish(self.prefixes, self.state.manifests)
         self.journal.remove()
         return dict(zip(self.options.keys, self.state.manifests, strict=True))
+
+
+def _publish(prefixes: Sequence[str], manifests: Sequence[Manifest]) -> None:
+    """Give the files of each prefix their final names, with their manifest."""
+    for prefix, manifest in zip(prefixes, manifests, strict=True):
+        manifest_path(prefix).unlink(missing_ok=True)  # it may describe files that are now replaced
+        publish(prefix)
+        write_manifest(prefix, manifest)
