@@ -18,7 +18,7 @@ from megatron.data.datasets import SampleSettings
 from megatron.data.loader import Loader, rank_samples
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_corpus
-from tests.support.datasets import datasets_from_split
+from tests.support.datasets import datasets_from_split, end_documents
 from tests.support.errors import assert_rejected
 
 
@@ -77,6 +77,7 @@ def shared_train(tmp_path_factory):
 
 
 def test_documents_are_those_of_megatron_core(corpus):
+    end_documents(corpus, 7)
     settings = SampleSettings(1000, 7, 1, reset_attention_mask=True)
     (batch,) = take(datasets_from_split(corpus, "1", (16,) * 3, (300, 0, 0), settings).train, 1, micro_batch_size=300)
     documents = Documents(batch["document_ids"])
