@@ -86,8 +86,18 @@ def test_input_without_documents(tmp_path, content, options, message):
     assert_rejected(message, run, tmp_path / "a.jsonl", tmp_path / "out", **options)
 
 
+def test_a_character_that_ends_documents(tmp_path):
+    """NUL, for CharLevelTokenizer only; not if ftfy removes it."""
+    (tmp_path / "a.jsonl").write_bytes(json_lines("one", "two\0 halves", "three"))
+    message = r"a\.jsonl, line 2: character 3 is '\\x00'"
+    assert_rejected(message, run, tmp_path / "a.jsonl", tmp_path / "out")
+    manifest = run(tmp_path / "a.jsonl", tmp_path / "out", append_eod=True, skip_bad=True)["text"]
+    assert manifest.skipped_bad == 1
+    assert dataset_text(tmp_path / "out_text_document") == "one\0three\0"
+
+
 def test_failure_keeps_the_previous_output(tmp_path, shard):
-    run(shard, tmp_path / "out")
+    run(shard, tmp_path / "out", skip_bad=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
     assert len(before) == 3
     shard.write_text("broken\n")
