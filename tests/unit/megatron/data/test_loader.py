@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -68,6 +69,23 @@ def test_batches_match_rank_samples(shared_train, micro, ranks, consumed):
                 sample = shared_train[position % len(shared_train)]
                 assert torch.equal(batch["tokens"][row], sample["tokens"])
                 assert torch.equal(batch["labels"][row], sample["labels"])
+
+
+@hypothesis_settings(max_examples=10, deadline=None)
+@given(micro=st.integers(1, 4), ranks=st.integers(2, 5), first=st.integers(0, 299), later=st.integers(2, 5))
+def test_no_sample_is_read_by_two_ranks(shared_train, micro, ranks, first, later):
+    """`ranks` ranks read up to about sample `first`, and then `later` ranks the rest; the last batch wraps around."""
+    read, consumed = [], 0
+    for count, end in ((ranks, first), (later, len(shared_train))):
+        batches = -(-(end - consumed) // (micro * count))
+        for rank in range(count):
+            shape = {"micro_batch_size": micro, "data_parallel_rank": rank, "data_parallel_size": count}
+            for batch in take(shared_train, batches, **shape, consumed_samples=consumed):
+                read += map(tuple, batch["tokens"].tolist())
+        consumed += batches * micro * count
+    expected = [tuple(sample["tokens"].tolist()) for sample in map(shared_train.__getitem__, range(300))]
+    assert consumed >= 300
+    assert Counter(read) == Counter(expected * 2) - Counter(expected[consumed - 300 :])
 
 
 @pytest.fixture(scope="module")
