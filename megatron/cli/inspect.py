@@ -6,7 +6,8 @@ kerple inspect DIR --accept     write a new manifest for a checkpoint that lost 
 kerple inspect PREFIX [--json]  the dataset PREFIX.bin and PREFIX.idx
 
 DIR contains `latest` and global_stepN, as this project or the KERPLE release writes them, or is a global_stepN itself.
-Exit status: 0; 1 if a file does not match the manifest; 2 if a file cannot be read.
+Exit status: 0; 1 if a file of a checkpoint does not match the manifest; 2 if a file cannot be read, or a dataset is
+not the one that PREFIX.json describes.
 """
 
 import json
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
     if idx_path(options.directory).is_file() and not options.directory.is_dir():
-        return inspect_dataset(options.directory, options.json)
+        print_dataset(options.directory, options.json)
+        return 0
     directory = options.directory.resolve()
     is_step = STEP.fullmatch(directory.name)
     if is_step and options.iteration is not None:
@@ -66,18 +68,17 @@ def accept(step: Path) -> None:
     write_manifest_of_folder(step, iteration_of(step))
 
 
-def inspect_dataset(prefix: Path, as_json: bool) -> int:
-    """Print the counts of a dataset and the result of comparing all of it with its manifest. Returns the exit status.
-    Raises UserError if a file is damaged.
+def print_dataset(prefix: Path, as_json: bool) -> None:
+    """Print what a dataset contains. Raises UserError if a file is damaged, or not the one that the manifest describes;
+    the whole .bin is read.
     """
     files = open_indexed_files(prefix)
-    manifest, state = files.manifest, "none"
-    if manifest is not None:
-        is_whole = file_sha256(bin_path(prefix)) == manifest.sha256
-        state = "whole" if is_whole else str(changed_file_error(bin_path(prefix), prefix))
+    manifest = files.manifest
+    if manifest is not None and manifest.sha256 != file_sha256(bin_path(prefix)):
+        raise changed_file_error(bin_path(prefix), prefix)
     description: dict[str, Any] = {
         "dataset": str(prefix),
-        "manifest": state,
+        "manifest": "none" if manifest is None else "whole",
         "documents": files.documents,
         "tokens": files.tokens,
         "dtype": files.dtype.name,
@@ -88,11 +89,9 @@ def inspect_dataset(prefix: Path, as_json: bool) -> int:
             description[name] = described[name]
     if as_json:
         print(json.dumps(description, indent=2))
-    else:
-        for name, value in description.items():
-            number = f"{value:,}" if type(value) is int else value
-            print(f"{name.replace('_', ' '):<15} {number}")
-    return 0 if state in ("whole", "none") else 1
+        return
+    for name, value in description.items():
+        print(f"{name.replace('_', ' '):<15} {value}")
 
 
 def readable(description: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.inspect import main
-from megatron.data.indexed_dataset import bin_path, data_fingerprint
+from megatron.data.indexed_dataset import bin_path, data_fingerprint, open_indexed_files
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess
@@ -45,8 +45,8 @@ def test_a_dataset_is_compared_with_its_manifest(tmp_path, capsys):
         (byte,) = stream.read(1)
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 4]))
-    assert main([str(prefix)]) == 1
-    assert f"{prefix}.bin is not the file" in capsys.readouterr().out
+    open_indexed_files(prefix)
+    assert_rejected(r"a_text_document\.bin", main, [str(prefix)])
     os.remove(f"{prefix}.json")
     assert main([str(prefix)]) == 0
     os.truncate(f"{prefix}.bin", 1000)
