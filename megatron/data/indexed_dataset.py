@@ -176,6 +176,11 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
     """
     binary, index = find_files(prefix)
     manifest = read_manifest(prefix)
+    if manifest is None and os.path.lexists(manifest_path(prefix)):
+        raise UserError(
+            f"{manifest_path(prefix)} is damaged, or not the manifest of these data: {_REBUILD_HINT}. If other "
+            "software has built them, remove or rename it"
+        )
     files = IndexedFiles(str(prefix), manifest, *_validate(index, binary))
     if manifest is not None and (changed := _changed_file(files, manifest)):
         raise changed_file_error(changed, prefix)
@@ -335,7 +340,9 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of `prefix`. Returns None if it is missing or unreadable, as for data from other software."""
+    """Read the manifest of `prefix`. Returns None if it is missing, as for data from other software, or unreadable, which
+    `open_indexed_files` rejects.
+    """
     try:
         return _MANIFEST.validate_json(read_file(manifest_path(prefix)), strict=True)
     except (UserError, ValueError):

@@ -118,7 +118,7 @@ def test_the_tokenizer_of_the_manifest(pair, write_corpus, tokenizer):
     assert not check_tokenizer(pair, tokenizer)
 
 
-def test_a_damaged_manifest_is_none(pair):
+def test_a_damaged_manifest_is_rejected(pair):
     assert read_manifest(pair) is None
     manifest = manifest_of(open_indexed_files(pair), 1234)
     write_manifest(pair, manifest)
@@ -128,9 +128,12 @@ def test_a_damaged_manifest_is_none(pair):
         assert damaged != valid
         manifest_path(pair).write_bytes(damaged)
         assert read_manifest(pair) is None
+        assert_rejected(r"pair\.json", open_indexed_files, pair)
     manifest_path(pair).unlink()
+    open_indexed_files(pair)
     os.mkfifo(manifest_path(pair))
     assert read_manifest(pair) is None
+    assert_rejected(r"pair\.json", open_indexed_files, pair)
 
 
 def test_token_file(corpus):
