@@ -1,14 +1,18 @@
-"""Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and damage.
+"""Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and damage; or what a dataset
+contains, after comparing all of it with its manifest.
 
 kerple inspect DIR [--iteration N] [--json]
 kerple inspect DIR --accept     write a new manifest for a checkpoint that lost it
+kerple inspect PREFIX [--json]  the dataset PREFIX.bin and PREFIX.idx
 
 DIR contains `latest` and global_stepN, as this project or the KERPLE release writes them, or is a global_stepN itself.
-Exit status: 0; 1 if a file does not match the manifest; 2 if a file cannot be read.
+Exit status: 0; 1 if a file of a checkpoint does not match the manifest; 2 if a file cannot be read, or a dataset is
+not the one that PREFIX.json describes.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +20,22 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import MANIFEST, STEP, find_damage, find_step, iteration_of, write_manifest_of_folder
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
+from megatron.data.indexed_dataset import bin_path, changed_file_error, file_sha256, idx_path, open_indexed_files
 from megatron.utils.command_line import docstring_parser, integer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. Raises CheckpointError if a file cannot be read."""
     parser = docstring_parser(__doc__)
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR|PREFIX")
     parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
+    if idx_path(options.directory).is_file() and not options.directory.is_dir():
+        print_dataset(options.directory, options.json)
+        return 0
     directory = options.directory.resolve()
     is_step = STEP.fullmatch(directory.name)
     if is_step and options.iteration is not None:
@@ -58,6 +66,32 @@ def accept(step: Path) -> None:
     for path in sorted(step.glob("[!.]*.pt")):
         load_file(path)
     write_manifest_of_folder(step, iteration_of(step))
+
+
+def print_dataset(prefix: Path, as_json: bool) -> None:
+    """Print what a dataset contains. Raises UserError if a file is damaged, or not the one that the manifest describes;
+    the whole .bin is read.
+    """
+    files = open_indexed_files(prefix)
+    manifest = files.manifest
+    if manifest is not None and manifest.sha256 != file_sha256(bin_path(prefix)):
+        raise changed_file_error(bin_path(prefix), prefix)
+    description: dict[str, Any] = {
+        "dataset": str(prefix),
+        "manifest": "none" if manifest is None else "whole",
+        "documents": files.documents,
+        "tokens": files.tokens,
+        "dtype": files.dtype.name,
+    }
+    if manifest is not None:
+        described = asdict(manifest)
+        for name in ("largest_id", "text_bytes", "tokenizer", "vocab_size", "append_eod", "inputs", "sha256"):
+            description[name] = described[name]
+    if as_json:
+        print(json.dumps(description, indent=2))
+        return
+    for name, value in description.items():
+        print(f"{name.replace('_', ' '):<15} {value}")
 
 
 def readable(description: dict[str, Any]) -> str:

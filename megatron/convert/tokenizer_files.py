@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.tokenizer.hugging_face import byte_level_tokenizer
+from megatron.tokenizer.hugging_face import byte_level_tokenizer, disable_effects
 from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
@@ -45,8 +45,7 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, vocabulary: int) -> dic
         return _with_own_tokens(files, tokenizer, loaded.get_vocab().get)
     if files.tokenizer_type == "HFTokenizer":
         converted = tokenizers.Tokenizer.from_file(str(files.vocab_file))  # `build` has checked it
-        converted.no_truncation()
-        converted.no_padding()
+        disable_effects(converted)
     elif files.tokenizer_type == "GPT2BPETokenizer":
         converted = byte_level_tokenizer(tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file)))
         converted.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])

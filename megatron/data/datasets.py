@@ -22,13 +22,15 @@ from megatron.config import Config
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
-from megatron.data.index_cache import FileDataset, build_once, cache_folder
-from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, open_indexed_files
-from megatron.data.splits import PARTS, Blend, config_blends, split_spans
+from megatron.data.index_cache import INDICES, FileDataset, build_once, cache_folder
+from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, data_fingerprint, open_indexed_files
+from megatron.data.splits import PARTS, Blend, config_blends, dataset_prefixes, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
+from megatron.utils.ranks import agree, run_on_all_ranks
 
-_INDICES = ("document_index", "sample_index", "shuffle_index")  # attributes of GPTDataset
+# Documents of each dataset whose last token is read, if a key depends on it.
+_CHECKED_DOCUMENTS = 256
 
 
 @dataclass(frozen=True)
@@ -190,19 +192,8 @@ def build_datasets(
     valid_sequence_length = valid_sequence_length or sequence_length
     lengths = (sequence_length, valid_sequence_length, valid_sequence_length)
     blends = config_blends(config)
-    for prefix in dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes):
-        _check_files(prefix, tokenizer, settings)
+    agree(lambda: [check_tokenizer(prefix, tokenizer) for prefix in dataset_prefixes(config)])
     return datasets_from_blends(blends, lengths, num_samples, settings)
-
-
-def _check_files(prefix: str, tokenizer: Tokenizer, settings: SampleSettings) -> None:
-    """Compare a dataset's manifest, if it has one, with the tokenizer and the settings. Raises UserError."""
-    manifest = check_tokenizer(prefix, tokenizer)
-    if settings.reset_attention_mask and manifest is not None and not manifest.append_eod:
-        raise UserError(
-            f"reset_attention_mask: documents in {prefix} do not end with the end-of-document token, which separates "
-            "them; preprocess the data with --append-eod, or remove the key"
-        )
 
 
 def datasets_from_blends(
@@ -212,7 +203,13 @@ def datasets_from_blends(
     settings: SampleSettings,
 ) -> Datasets:
     """Build the blend of each part. The sequences are per part (train, valid, test); see `build_datasets`."""
-    open_files = functools.cache(open_indexed_files)  # a corpus that is split belongs to several parts
+    @functools.cache  # a corpus that is split belongs to several parts
+    def open_files(prefix: str) -> IndexedFiles:
+        files = agree(lambda: open_indexed_files(prefix))
+        fingerprints = run_on_all_ranks(lambda: data_fingerprint(prefix))
+        run_on_all_ranks(lambda: _check_same(prefix, fingerprints))
+        return files
+
     parts: list[Samples | None] = []
     for part, blend in enumerate(blends):
         samples, length = num_samples[part], sequence_lengths[part]
@@ -237,6 +234,12 @@ def datasets_from_blends(
         else:
             parts.append(corpora[0] if corpora else None)
     return Datasets(*parts)
+
+
+def _check_same(prefix: str, fingerprints: Sequence[str]) -> None:
+    """Raises UserError unless all ranks have the same dataset: otherwise they would not read disjoint samples."""
+    if len(set(fingerprints)) > 1:
+        raise UserError(f"{prefix}: the machines have different datasets of this name; copy the same one to all of them")
 
 
 def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tuple[int, int] | None:
@@ -265,17 +268,23 @@ def build_corpus_part(
         part: index into PARTS.
         samples: length of the dataset; None means one epoch.
 
-    Raises UserError if there are fewer tokens than one sample, or the cache folder cannot be written or is damaged.
+    Raises UserError if there are fewer tokens than one sample, documents do not end as the settings require, or the
+    cache folder cannot be written.
     """
-    # A sample is one token longer than its inputs, for the last target.
     first, last = span
     name = f"{files.prefix} ({PARTS[part]})"
     tokens = _tokens(files, span)
-    if tokens < sequence_length + 1:
-        raise UserError(
-            f"{name} has {tokens:,} tokens in {last - first:,} documents, but a sample needs {sequence_length:,} + 1: "
-            "use more data, another split, or a smaller seq-length"
-        )
+
+    def check() -> None:
+        # A sample is one token longer than its inputs, for the last target.
+        if tokens < sequence_length + 1:
+            raise UserError(
+                f"{name} has {tokens:,} tokens in {last - first:,} documents, but a sample needs {sequence_length:,} "
+                "+ 1: use more data, another split, or a smaller seq-length"
+            )
+        _check_document_ends(files, span, name, settings)
+
+    run_on_all_ranks(check)
 
     def dataset(kind: type[GPTDataset], folder: str) -> GPTDataset:
         config = GPTDatasetConfig(
@@ -293,21 +302,44 @@ def build_corpus_part(
         documents = np.arange(first, last, dtype=np.int32)
         return kind(FileDataset(files.prefix), files.prefix, documents, None, Split(part), config)
 
-    def build(folder: Path) -> None:
+    def build() -> list[np.ndarray]:
         logger, level = logging.getLogger(GPTDataset.__module__), logging.getLogger(GPTDataset.__module__).level
         logger.setLevel(logging.ERROR)  # without the warning that megatron-core does not save the indices
         try:
             built = dataset(GPTDataset, "")
         finally:
             logger.setLevel(level)
-        for name in _INDICES:
-            np.save(folder / f"{name}.npy", getattr(built, name), allow_pickle=False)
+        return [built.document_index, built.sample_index, built.shuffle_index]
 
     # Rank 0 builds the indices; the others wait for its files.
     folder = cache_folder(files, settings.cache_path, [first, last, part, sequence_length, settings.seed])
     build_once(folder, build)
+    cached = agree(lambda: dataset(_CachedDataset, str(folder)))
     size, order = (last - first, tokens), folder.name.removeprefix("samples-")
-    return CorpusPart(dataset(_CachedDataset, str(folder)), name, size, samples, order, settings)
+    return CorpusPart(cached, name, size, samples, order, settings)
+
+
+def _check_document_ends(files: IndexedFiles, span: tuple[int, int], name: str, settings: SampleSettings) -> None:
+    """Raises UserError if the settings depend on end-of-document tokens, and documents do not end with one.
+
+    Reads the last tokens of up to 256 documents, because data of other software have no manifest, and merged datasets
+    may have both kinds. GPTDataset shuffles sequences, so each of them counts as a document.
+    """
+    keys = [key for key in ("reset_attention_mask", "eod_mask_loss") if getattr(settings, key)]
+    if not keys:
+        return
+    first, last = span
+    numbers = np.unique(np.linspace(first, last - 1, _CHECKED_DOCUMENTS, dtype=np.int64))
+    numbers = numbers[files.lengths[numbers] > 0]
+    ends = files.open_tokens()[files.offsets()[numbers + 1] - 1]
+    missing = int((ends != settings.eod).sum())
+    built_without = files.manifest is not None and not files.manifest.append_eod
+    if missing or built_without:
+        raise UserError(
+            f"{' and '.join(keys)}: documents in {name} do not end with the end-of-document token (id {settings.eod}), "
+            f"which separates them ({missing} of {len(numbers)} that were read); preprocess the data with "
+            "--append-eod, or remove the key"
+        )
 
 
 class _CachedDataset(GPTDataset):
@@ -318,12 +350,12 @@ class _CachedDataset(GPTDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """int32 `[documents]`, int32 or int64 `[samples + 1, 2]`, and uint32 or int64 `[samples]`. Raises UserError."""
         folder, indices = Path(self.config.path_to_cache), []
-        for name in _INDICES:
-            path = folder / f"{name}.npy"
+        for name in INDICES:
+            path = folder / name
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
-                raise UserError(f"{path}: {first_line(error)}; remove {folder}, and it is built again") from error
+                raise UserError(f"{path}: {first_line(error)}; start again, and it is built again") from error
             indices.append(array)
         document, sample, shuffle = indices
         return document, sample, shuffle

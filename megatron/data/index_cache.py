@@ -4,19 +4,26 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.data.indexed_dataset import IndexedFiles, TokenFile, bin_path
+from megatron.data.indexed_dataset import IndexedFiles, TokenFile, bin_path, file_sha256
 from megatron.utils.environment import check_version
-from megatron.utils.errors import UserError, first_line
+from megatron.utils.errors import UserError, first_line, visible
+from megatron.utils.files import read_file, sync_folder
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 check_version("megatron-core")
+
+# Files of the arrays document_index, sample_index and shuffle_index of GPTDataset.
+INDICES = ("document_index.npy", "sample_index.npy", "shuffle_index.npy")
+_CHECKSUM = "sha256"
 
 
 def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence[int]) -> Path:
@@ -33,37 +40,68 @@ def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence
     return parent / f"samples-{digest.hexdigest()[:32]}"
 
 
-def build_once(folder: Path, build: Callable[[Path], object]) -> None:
-    """Create `folder` by calling `build`, unless it exists. Every rank must call this.
+def build_once(folder: Path, build: Callable[[], Sequence[np.ndarray]]) -> None:
+    """Write the arrays that `build` returns to `folder` as INDICES, unless it contains them. Every rank must call this.
 
-    Rank 0 builds in a temporary folder and renames it, so a killed run leaves no incomplete folder and concurrent runs
-    do not disturb each other. If the folder is on a local disk, the first rank of every other machine builds it too.
+    Rank 0 writes them, with a checksum, which later runs compare. What is damaged or incomplete is built again. If the
+    folder is on a local disk, the first rank of every other machine does the same. Concurrent runs do not disturb each
+    other, because they write the same bytes to the same places.
 
     Raises UserError if the folder cannot be written.
     """
 
     def build_here() -> None:
-        if folder.is_dir():
+        if _is_whole(folder):
             return
-        temporary = folder.with_name(f"{folder.name}.partial-{os.uname().nodename}-{os.getpid()}")
+        if folder.exists():
+            note = f"{folder}: the sample indices are incomplete or damaged; building them again"
+            print(visible(note), file=sys.stderr, flush=True)
+        arrays = build()
         try:
-            temporary.mkdir(parents=True)
-            build(temporary)
-            try:
-                temporary.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # otherwise another run has created the same folder
-                    raise
-        except OSError as error:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, array in zip(INDICES, arrays, strict=True):
+                _write(folder / name, partial(np.save, arr=array, allow_pickle=False))
+            checksum = _checksum(folder)
+            _write(folder / _CHECKSUM, lambda stream: stream.write(checksum))
+            sync_folder(folder)
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise UserError(
                 f"cannot write the sample indices to {folder.parent} ({error.strerror or first_line(error)}); set "
                 "data-cache-path to a writable folder"
             ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        if not _is_whole(folder):
+            raise UserError(f"{folder} reads back differently from what was written; check the disk")
 
     run_on_rank_0(build_here)
     run_on_all_ranks(lambda: build_here() if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+
+
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let `write` write a file and sync it to disk. An existing file is not truncated first, because a process may have
+    mapped it, and a link is not followed.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "wb") as stream:
+        write(stream)
+        stream.truncate()
+        stream.flush()
+        os.fsync(descriptor)
+
+
+def _checksum(folder: Path) -> bytes:
+    """Of the name of the folder, which identifies the settings, and of the arrays. Raises UserError if one is missing."""
+    hashes = [f"{name} {file_sha256(folder / name)}" for name in INDICES]
+    return hashlib.sha256("\n".join([folder.name, *hashes]).encode()).hexdigest().encode()
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return read_file(folder / _CHECKSUM) == _checksum(folder)
+    except UserError:
+        return False
 
 
 class FileDataset(IndexedDataset):

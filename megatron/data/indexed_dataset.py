@@ -15,6 +15,7 @@
 needs only NumPy and pydantic, because preprocessing workers must not import torch.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -51,6 +52,9 @@ ID_TYPE_CODES = {dtype: code for code, dtype in ID_TYPES.items()}
 # The .idx is validated in blocks: the full Pile has 200 million documents.
 _VALIDATION_BLOCK = 1 << 20
 
+# Parts of a file that `file_sample` reads. Together they cover files of up to 4 MiB.
+_SAMPLES, _SAMPLE_BYTES = 32, 1 << 17
+
 _BUILD_COMMANDS = "kerple prepare (prepare_data.py) or tools/datasets/preprocess_data.py"
 _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
 
@@ -74,6 +78,7 @@ class IndexedFiles:
 
     Attributes:
         prefix: path without `.bin` and `.idx`.
+        manifest: None for data from other software.
         dtype: type of the token ids in the .bin.
         lengths: int32 [sequences], tokens in each sequence; a view of the memory-mapped .idx.
         document_index: int64 [documents + 1], first sequence of each document, followed by the number of sequences.
@@ -81,6 +86,7 @@ class IndexedFiles:
     """
 
     prefix: str
+    manifest: "Manifest | None"
     dtype: np.dtype
     lengths: np.ndarray
     document_index: np.ndarray
@@ -162,12 +168,44 @@ class TokenFile:
 
 
 def open_indexed_files(prefix: str | Path) -> IndexedFiles:
-    """Open a `.bin/.idx` pair and validate it: the whole .idx, and the size of the .bin.
+    """Open a `.bin/.idx` pair and validate it: the whole .idx, the size of the .bin and, if the manifest has their
+    hashes, the .idx and parts of the .bin.
 
-    Raises UserError if a file is missing, truncated or damaged, the two do not belong together, or there are no tokens.
+    Raises UserError if a file is missing, truncated or damaged, the two do not belong together, they are not those that
+    the manifest describes, or there are no tokens.
     """
     binary, index = find_files(prefix)
-    return IndexedFiles(str(prefix), *_validate(index, binary))
+    manifest = read_manifest(prefix)
+    if manifest is None and os.path.lexists(manifest_path(prefix)):
+        raise UserError(
+            f"{manifest_path(prefix)} is damaged, or not the manifest of these data: {_REBUILD_HINT}. If other "
+            "software has built them, remove or rename it"
+        )
+    files = IndexedFiles(str(prefix), manifest, *_validate(index, binary))
+    if manifest is not None and (changed := _changed_file(files, manifest)):
+        raise changed_file_error(changed, prefix)
+    return files
+
+
+def changed_file_error(changed: Path, prefix: str | Path) -> UserError:
+    """The error that a file of a dataset is not the one that its manifest describes."""
+    return UserError(
+        f"{changed} is not the file that {manifest_path(prefix)} describes: restore the file, or {_REBUILD_HINT}. If "
+        f"other software has built these data, remove {manifest_path(prefix)}"
+    )
+
+
+def _changed_file(files: IndexedFiles, manifest: "Manifest") -> Path | None:
+    """The .idx or .bin, if it is certainly not the one that the manifest describes."""
+    binary, index = bin_path(files.prefix), idx_path(files.prefix)
+    described = (manifest.tokens, manifest.documents, manifest.dtype)
+    if described != (files.tokens, files.documents, files.dtype.name):
+        return index
+    if manifest.idx_sha256 is not None and manifest.idx_sha256 != file_sha256(index):
+        return index
+    if manifest.bin_sample is not None and manifest.bin_sample != file_sample(binary):
+        return binary
+    return None
 
 
 def find_files(prefix: str | Path) -> tuple[Path, Path]:
@@ -266,6 +304,8 @@ class Manifest:
         tokenizer_fingerprint: `Tokenizer.fingerprint`.
         skipped_empty, skipped_bad, skipped_other: documents skipped because they had no text, were unreadable, or
             belonged to another subset of the Pile.
+        idx_sha256, bin_sample: `file_sha256` of the .idx and `file_sample` of the .bin, which are compared whenever the
+            pair is opened; None in manifests of earlier versions.
     """
 
     documents: Count
@@ -284,10 +324,8 @@ class Manifest:
     skipped_empty: Count
     skipped_bad: Count
     skipped_other: Count
-
-    def describes(self, files: IndexedFiles) -> bool:
-        """Whether the counts are those of `files`. False if other software has replaced the files."""
-        return (self.tokens, self.documents) == (files.tokens, files.documents)
+    idx_sha256: str | None = None
+    bin_sample: str | None = None
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -302,21 +340,56 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of `prefix`. Returns None if it is missing or unreadable, as for data from other software."""
+    """Read the manifest of `prefix`. Returns None if it is missing, as for data from other software, or unreadable, which
+    `open_indexed_files` rejects.
+    """
     try:
         return _MANIFEST.validate_json(read_file(manifest_path(prefix)), strict=True)
     except (UserError, ValueError):
         return None
 
 
-def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | None:
-    """The manifest, if there is one that describes the data. Reads only the manifest and the header of the .idx. Raises
-    UserError if its tokenizer is not `tokenizer`.
+def data_fingerprint(prefix: str | Path) -> str:
+    """64 hexadecimal digits that identify the tokens of a dataset: the SHA-256 of its .bin in the manifest, or without
+    a manifest a SHA-256 of the .idx, the size of the .bin, and parts of it.
+
+    Raises UserError if a file is missing or unreadable.
     """
     manifest = read_manifest(prefix)
-    if manifest is None or (manifest.tokens, manifest.documents) != _counts(prefix):
-        return None
-    if manifest.tokenizer_fingerprint != tokenizer.fingerprint:
+    if manifest is not None:
+        return manifest.sha256
+    binary, index = find_files(prefix)
+    return hashlib.sha256(f"{file_sha256(index)} {file_sample(binary)}".encode()).hexdigest()
+
+
+def file_sha256(path: str | Path) -> str:
+    """The SHA-256 of a file, hexadecimal. Raises UserError if it cannot be read."""
+    digest = hashlib.sha256()
+    with read_errors(path), open_file(path) as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def file_sample(path: str | Path) -> str:
+    """A SHA-256 of the size of a file and of 32 parts of 128 KiB, evenly spread from its first to its last byte. Takes
+    milliseconds for a file of any size. Raises UserError if it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with read_errors(path), open_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(str(size).encode())
+        last_start = max(size - _SAMPLE_BYTES, 0)
+        for number in range(_SAMPLES):
+            stream.seek(last_start * number // (_SAMPLES - 1))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | None:
+    """The manifest, if there is one. Reads nothing else. Raises UserError if its tokenizer is not `tokenizer`."""
+    manifest = read_manifest(prefix)
+    if manifest is not None and manifest.tokenizer_fingerprint != tokenizer.fingerprint:
         of_data = manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint
         names = []
         for name, size, fingerprint in (of_data, (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint)):
@@ -327,13 +400,3 @@ def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | No
             f"tokenizers give the same ids, remove {manifest_path(prefix)}"
         )
     return manifest
-
-
-def _counts(prefix: str | Path) -> tuple[int, int] | None:
-    """(tokens, documents) by the size of the .bin and the header of the .idx; None if they cannot be read."""
-    try:
-        with open_file(idx_path(prefix)) as stream:
-            _, _, code, _, entries = HEADER.unpack(stream.read(HEADER.size))
-        return bin_path(prefix).stat().st_size // ID_TYPES[code].itemsize, entries - 1
-    except (UserError, OSError, struct.error, KeyError):
-        return None

@@ -4,7 +4,7 @@ import codecs
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,14 +77,19 @@ class BadDocument(Exception):
         self.line = line
 
 
-def parse_documents(chunk: TextChunk, options: DocumentOptions, skipped: SkippedDocuments) -> Iterator[list[str]]:
+def parse_documents(
+    chunk: TextChunk, options: DocumentOptions, skipped: SkippedDocuments, reserved: str | None = None
+) -> Iterator[list[str]]:
     """Yield the texts of each document of a chunk, one per key; record the others in `skipped`.
+
+    reserved: `Tokenizer.reserved`; a document that contains it counts as unreadable.
 
     Raises UserError if a document is unreadable and options.skip_bad is False.
     """
     for first_line, parse in _records(chunk):
         try:
             texts = _texts(parse(), options, skipped)
+            _check_reserved(texts or [], reserved)
         except BadDocument as error:
             problem = f"{chunk.source}, {chunk.unit} {first_line + error.line - 1}: {error}"
             if not options.skip_bad:
@@ -184,6 +189,15 @@ def _texts(value: object, options: DocumentOptions, skipped: SkippedDocuments) -
             raise BadDocument(f"{key!r} is not a string but {type(text).__name__}")
         texts.append(_checked_text(text, options))
     return texts
+
+
+def _check_reserved(texts: Sequence[str], reserved: str | None) -> None:
+    """Raises BadDocument if a text contains the character."""
+    for text in texts:
+        if reserved is not None and reserved in text:
+            raise BadDocument(
+                f"character {text.index(reserved)} is {reserved!r}, which ends a document with this tokenizer"
+            )
 
 
 def _checked_text(text: str, options: DocumentOptions) -> str:

@@ -11,8 +11,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 import pooch
 from huggingface_hub import hf_hub_download
 
+from megatron.data.indexed_dataset import file_sample
 from megatron.utils.errors import UserError, first_line, visible
-from megatron.utils.files import write_errors
+from megatron.utils.files import read_file, write_atomically, write_errors
 
 RETRIES = 2
 _BLOCK = 1 << 20
@@ -23,34 +24,38 @@ _HUB_DATASET = re.compile(r"https://huggingface\.co/datasets/([^/]+/[^/]+)/resol
 def download(url: str, folder: Path) -> Path:
     """Download `url` to `folder` under its own name, unless it is there already. Returns the path of the file.
 
-    A file gets its name when it is complete. `NAME.source.json` has the hash of its URL, so that a file of the same
-    name from another URL is not used without notice; the user's own files have none. Broken connections are retried; a
+    A file gets its name when it is complete. `NAME.source.json` has the hash of its URL and `file_sample` of the file,
+    so that a file of the same name from another URL, or one that was damaged later, is not used without notice; the
+    user's own files have none. Broken connections are retried; a
     new process starts from the beginning.
 
     Args:
         url: http:// or https://. A fragment `#sha256=<64 hexadecimal digits>` is verified.
 
-    Raises UserError if the URL is invalid, the file cannot be downloaded or written, the checksum is wrong, or the file
-    is there from another URL and `url` has no checksum.
+    Raises UserError if the URL is invalid, the file cannot be downloaded or written, the checksum is wrong, or `url`
+    has none and the file is there from another URL or has changed.
     """
     address, checksum = _split_checksum(url)
     shown = visible(redact_url(address))
     path = folder / file_name(url)
     source = folder / f"{path.name}.source.json"
-    record = json.dumps({"url": hashlib.sha256(address.encode()).hexdigest()})
+    record = {"url": hashlib.sha256(address.encode()).hexdigest()}
     with write_errors(path):
         if path.exists():
             if checksum is not None and pooch.file_hash(str(path)) != checksum:
                 raise UserError(f"{path} exists, but its SHA-256 is not {checksum}; remove it to download it again")
-            if checksum is None and source.exists() and source.read_bytes() != record.encode():
-                raise UserError(
-                    f"{path} was downloaded from another URL than {shown}; remove it to download it again, or append "
-                    "#sha256=... to the URL if it is the same file"
-                )
+            if checksum is None and source.exists():
+                complete = {**record, "sample": file_sample(path)}
+                # Without a sample, it was complete when the process was killed, or is from an earlier version.
+                if read_file(source) not in (json.dumps(record).encode(), json.dumps(complete).encode()):
+                    raise UserError(
+                        f"{path} was downloaded from another URL than {shown}, or has changed since; remove it to "
+                        "download it again, or append #sha256=... to the URL if it is the right file"
+                    )
             print(f"{path}: already downloaded")
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        source.write_text(record)
+        source.write_text(json.dumps(record))
     print(f"downloading {shown}", file=sys.stderr, flush=True)
     try:
         _fetch(address, checksum, path)
@@ -59,6 +64,7 @@ def download(url: str, folder: Path) -> Path:
         # The message may quote an address with its query, which may contain a key.
         reason = re.sub(r"\?\S+", "", first_line(error))[:300]
         raise UserError(f"cannot download {shown}: {visible(reason)}") from error
+    write_atomically(source, json.dumps({**record, "sample": file_sample(path)}).encode())
     print(f"{path}: {path.stat().st_size:,} bytes, sha256={pooch.file_hash(str(path))}")
     return path
 

@@ -57,7 +57,9 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
     """
     # Parse all documents of the chunks.
     encoded = EncodedDocuments()
-    documents = [document for chunk in chunks for document in parse_documents(chunk, options, encoded.skipped)]
+    documents: list[list[str]] = []
+    for chunk in chunks:
+        documents += parse_documents(chunk, options, encoded.skipped, tokenizer.reserved)
 
     # End and start of a document, as bytes of the id type.
     dtype = id_type_for(tokenizer.vocab_size)

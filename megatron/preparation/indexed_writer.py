@@ -19,12 +19,14 @@ from megatron.data.indexed_dataset import (
     MAGIC,
     VERSION,
     bin_path,
+    file_sample,
+    file_sha256,
     id_type_for,
     idx_path,
     open_indexed_files,
 )
 from megatron.utils.errors import UserError
-from megatron.utils.files import sync_folder, write_errors
+from megatron.utils.files import open_file, read_errors, sync_folder, write_errors
 from megatron.utils.processes import Lock
 
 _BLOCK = 1 << 22  # tokens in memory at a time while the result is read back
@@ -39,15 +41,20 @@ class WrittenFiles:
     tokens: int
     largest_id: int
     sha256: str
+    idx_sha256: str
+    bin_sample: str
 
 
 @dataclass(frozen=True)
 class WriterState:
-    """A state of the output that has been synced to disk. `checksum` is the CRC-32 of the .bin up to there."""
+    """A state of the output that has been synced to disk. `checksum` and `lengths_checksum` are the CRC-32 of the .bin
+    and of the file with the sequence lengths up to there.
+    """
 
     documents: int = 0
     tokens: int = 0
     checksum: int = 0
+    lengths_checksum: int = 0
 
 
 class IndexedWriter:
@@ -69,7 +76,7 @@ class IndexedWriter:
         self.dtype = id_type_for(vocab_size)
         self.documents = state.documents
         self.tokens = state.tokens
-        self._checksum = state.checksum
+        self._checksum, self._lengths_checksum = state.checksum, state.lengths_checksum
         self._closed = False
         self._bin, self._idx, self._lengths = _partial_files(prefix)
         self._lock = Lock(
@@ -98,10 +105,12 @@ class IndexedWriter:
         Raises UserError if the disk is full.
         """
         content = np.ascontiguousarray(tokens).data  # not tobytes(), which copies
+        lengths_content = np.ascontiguousarray(lengths, dtype="<i4").data
         with write_errors(bin_path(self.prefix)):
             self._bin_stream.write(content)
-            self._lengths_stream.write(np.ascontiguousarray(lengths, dtype="<i4").tobytes())
+            self._lengths_stream.write(lengths_content)
         self._checksum = zlib.crc32(content, self._checksum)
+        self._lengths_checksum = zlib.crc32(lengths_content, self._lengths_checksum)
         self.documents += len(lengths)
         self.tokens += len(tokens)
 
@@ -111,7 +120,7 @@ class IndexedWriter:
             for stream in (self._bin_stream, self._lengths_stream):
                 stream.flush()
                 os.fsync(stream.fileno())
-        return WriterState(self.documents, self.tokens, self._checksum)
+        return WriterState(self.documents, self.tokens, self._checksum, self._lengths_checksum)
 
     def finalize(self) -> WrittenFiles:
         """Write the .idx and read both files back. Call `publish` next.
@@ -149,7 +158,9 @@ class IndexedWriter:
                     largest = max(largest, int(ids.max()))
 
             # The first check finds a broken disk, the second a tokenizer with a wrong size.
-            if (files.documents, tokens, checksum) != (self.documents, self.tokens, self._checksum):
+            lengths_checksum = _crc32(self._lengths, 4 * self.documents)
+            written = (self.documents, self.tokens, self._checksum, self._lengths_checksum)
+            if (files.documents, tokens, checksum, lengths_checksum) != written:
                 self.discard()
                 raise UserError(
                     f"{self.prefix}.bin reads back differently from what was written ({tokens:,} of {self.tokens:,} "
@@ -160,7 +171,15 @@ class IndexedWriter:
                     f"{self.prefix}.bin has token id {largest}, but the largest id of the vocabulary is "
                     f"{self.vocab_size - 1}"
                 )
-            return WrittenFiles(self.dtype.name, self.documents, self.tokens, largest, digest.hexdigest())
+            return WrittenFiles(
+                self.dtype.name,
+                self.documents,
+                self.tokens,
+                largest,
+                digest.hexdigest(),
+                file_sha256(self._idx),
+                file_sample(self._bin),
+            )
 
     def finish(self) -> WrittenFiles:
         """`finalize`, `publish` and `close`. Raises what `finalize` raises."""
@@ -193,11 +212,31 @@ class IndexedWriter:
 
 
 def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:
-    """Whether the temporary files of an earlier writer still contain everything committed in `state`."""
+    """Whether the temporary files of an earlier writer are long enough for everything committed in `state`."""
     binary, _, lengths = _partial_files(prefix)
     bin_size, lengths_size = _committed_sizes(state, id_type_for(vocab_size))
     committed = ((binary, bin_size), (lengths, lengths_size))
     return all(path.is_file() and path.stat().st_size >= size for path, size in committed)
+
+
+def is_intact(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:
+    """Whether the temporary files of an earlier writer still contain what was committed in `state`. Reads all of it.
+    Raises UserError if a file cannot be read.
+    """
+    binary, _, lengths = _partial_files(prefix)
+    bin_size, lengths_size = _committed_sizes(state, id_type_for(vocab_size))
+    checksums = _crc32(binary, bin_size), _crc32(lengths, lengths_size)
+    return checksums == (state.checksum, state.lengths_checksum)
+
+
+def _crc32(path: Path, size: int) -> int:
+    """The CRC-32 of the first `size` bytes of a file."""
+    checksum = 0
+    with read_errors(path), open_file(path) as stream:
+        while block := stream.read(min(size, _BLOCK)):
+            checksum = zlib.crc32(block, checksum)
+            size -= len(block)
+    return checksum
 
 
 def publish(prefix: str | Path) -> None:

@@ -1,5 +1,6 @@
 """Merging `.bin/.idx` datasets, for tools/datasets/merge_datasets.py."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from megatron.data.indexed_dataset import (
     IndexedFiles,
     Manifest,
     bin_path,
+    changed_file_error,
     manifest_path,
     open_indexed_files,
-    read_manifest,
     write_manifest,
 )
 from megatron.preparation.indexed_writer import IndexedWriter, WrittenFiles
@@ -24,8 +25,8 @@ DOCUMENTS = 100  # in memory at a time
 def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     """Concatenate the documents of all `prefixes` as `output`.
 
-    Raises UserError if there are fewer than two datasets, two are the same, the output is one of them, or their
-    tokenizers differ.
+    Raises UserError if there are fewer than two datasets, two are the same, the output is one of them, their
+    tokenizers differ, or the tokens of one are not those that its manifest describes.
     """
     if len(prefixes) < 2:
         raise UserError("merging needs at least two datasets")
@@ -49,11 +50,15 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     # The documents.
     with IndexedWriter(output, vocab_size) as writer:
         for source in sources:
-            tokens, offsets = source.open_tokens(), source.offsets()
+            tokens, offsets, digest = source.open_tokens(), source.offsets(), hashlib.sha256()
             for first in range(0, source.sequences, DOCUMENTS):
                 lengths = source.lengths[first : first + DOCUMENTS]
                 content = tokens[offsets[first] : offsets[first + len(lengths)]]
+                digest.update(content.data)
                 writer.add(content.astype(writer.dtype), lengths)
+            # The manifest of the result would hide damage of a source.
+            if source.manifest is not None and source.manifest.sha256 != digest.hexdigest():
+                raise changed_file_error(bin_path(source.prefix), source.prefix)
         manifest_path(output).unlink(missing_ok=True)
         written = writer.finish()
 
@@ -87,8 +92,8 @@ def _manifests(sources: Sequence[IndexedFiles]) -> list[Manifest]:
     manifests: list[Manifest] = []
     first = ""
     for source in sources:
-        manifest = read_manifest(source.prefix)
-        if manifest is None or not manifest.describes(source):
+        manifest = source.manifest
+        if manifest is None:
             continue
         first = first or source.prefix
         manifests.append(manifest)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.indexed_dataset import open_indexed_files, read_manifest
+from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation.corpora import DocumentCorpus, HubCorpus, StdlibCorpus
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.download import download, file_name, redact_url
@@ -332,8 +332,8 @@ def _rebuild_reason(
         "hidden_files": "rule for hidden files",
     }
     try:
-        files, manifest = open_indexed_files(prefix), read_manifest(prefix)
-        if manifest is None or not manifest.describes(files):
+        manifest = open_indexed_files(prefix).manifest
+        if manifest is None:
             return _FILES_CHANGED
         changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
         if changed:

@@ -24,7 +24,7 @@ from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_
 from megatron.preparation.decompression import BLOCK
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments
 from megatron.preparation.encoding import encode_in_order, work_items
-from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_resumable, publish
+from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_intact, is_resumable, publish
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, visible
@@ -246,14 +246,17 @@ class _Job:
         if state.manifests:
             # The run was killed while renaming its files. Finish that, unless the files no longer exist.
             try:
-                for prefix, manifest in zip(self.prefixes, state.manifests, strict=True):
-                    publish(prefix)
-                    if not manifest.describes(open_indexed_files(prefix)):
-                        return None
+                _publish(self.prefixes, state.manifests)
+                for prefix in self.prefixes:
+                    open_indexed_files(prefix)
             except UserError:
                 return None
             return state
-        if not self._has_files_of(state):
+        # The sizes first: a file that is too short has no checksum to compare.
+        intact = self._has_files_of(state)
+        for prefix, output in zip(self.prefixes, state.outputs, strict=True):
+            intact = intact and is_intact(prefix, self.tokenizer.vocab_size, output.writer)
+        if not intact:
             print(
                 f"{self.name}: journal ignored: its partial files are missing or damaged; starting from the beginning"
             )
@@ -262,7 +265,7 @@ class _Job:
         return state
 
     def _has_files_of(self, state: JournalState) -> bool:
-        """Whether the partial files still contain everything committed in `state`."""
+        """Whether the partial files are long enough for everything committed in `state`."""
         outputs = zip(self.prefixes, state.outputs, strict=True)
         return all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in outputs)
 
@@ -386,9 +389,14 @@ class _Job:
 
     def publish(self) -> dict[str, Manifest]:
         """Give all files their final names. If this is killed, the next run completes it."""
-        for prefix, manifest in zip(self.prefixes, self.state.manifests, strict=True):
-            manifest_path(prefix).unlink(missing_ok=True)  # it may describe files that are now replaced
-            publish(prefix)
-            write_manifest(prefix, manifest)
+        _publish(self.prefixes, self.state.manifests)
         self.journal.remove()
         return dict(zip(self.options.keys, self.state.manifests, strict=True))
+
+
+def _publish(prefixes: Sequence[str], manifests: Sequence[Manifest]) -> None:
+    """Give the files of each prefix their final names, with their manifest."""
+    for prefix, manifest in zip(prefixes, manifests, strict=True):
+        manifest_path(prefix).unlink(missing_ok=True)  # it may describe files that are now replaced
+        publish(prefix)
+        write_manifest(prefix, manifest)

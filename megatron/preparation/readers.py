@@ -35,7 +35,7 @@ MAX_COMPRESSED_DOCUMENT = 100 << 20
 
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
-    *(EOFError, ValueError, OverflowError, NotImplementedError, LookupError, AttributeError, struct.error),
+    *(EOFError, ValueError, OverflowError, LookupError, AttributeError, struct.error),
     *(zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
 )
 
@@ -145,6 +145,8 @@ class FileCorpus(ChunkSource):
                 for chunk in self._stream_chunks(raw, PurePosixPath(file.name).name, file.name):
                     fraction = chunk.fraction_read
                     yield chunk, raw.tell() if fraction is None else int(fraction * file.size)
+        except NotImplementedError as error:  # for example, of a zip member
+            raise UserError(f"{file.name} cannot be read: {first_line(error)}; extract or compress it again") from error
         except _DAMAGE_ERRORS as error:
             raise UserError(f"{file.name} is damaged or truncated: {first_line(error)}") from error
         except OSError as error:  # includes gzip's "not a gzipped file"

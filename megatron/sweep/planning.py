@@ -7,7 +7,6 @@ results and `evaluated.json`, which records the weights and options that produce
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -32,14 +31,14 @@ from megatron.checkpoint.directory import (
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
-from megatron.data.indexed_dataset import idx_path, read_manifest
+from megatron.data.indexed_dataset import bin_path, file_sample, file_sha256, idx_path, read_manifest
 from megatron.data.splits import dataset_prefixes
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
 from megatron.reporting.training_log import MAX_LINE_BYTES, parse_metrics
 from megatron.sweep.definition import Choice, Sweep, run_name
-from megatron.utils.files import METRICS, open_file, read_file, write_atomically
+from megatron.utils.files import METRICS, read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
 
 EVALUATED = "evaluated.json"
@@ -384,13 +383,15 @@ def missing_data(runs: Sequence[SweepRun]) -> list[str]:
 
 
 def _identify_dataset(prefix: str) -> dict[str, str]:
-    """What identifies a dataset, as far as it is known: the SHA-256 of its .idx, and from its manifest that of its .bin
-    and the fingerprint of its tokenizer. Empty if there is no dataset.
+    """What identifies a dataset, as far as it is known: the SHA-256 of its .idx, a hash of parts of its .bin, and from
+    its manifest the SHA-256 of its .bin and the fingerprint of its tokenizer. Empty if there is no dataset.
     """
     values = {}
     if (path := idx_path(prefix)).is_file():
         status = path.stat()
         values["idx"] = _sha256(path, status.st_size, status.st_mtime_ns)
+        if (binary := bin_path(prefix)).is_file():
+            values["bin_sample"] = file_sample(binary)
         if (manifest := read_manifest(prefix)) is not None:
             values |= {"bin": manifest.sha256, "tokenizer": manifest.tokenizer_fingerprint}
     return values
@@ -399,8 +400,4 @@ def _identify_dataset(prefix: str) -> dict[str, str]:
 @functools.cache
 def _sha256(path: Path, _size: int, _modified: int) -> str:
     """SHA-256 of a file. The size and modification time are those of the content that the cache keeps it for."""
-    digest = hashlib.sha256()
-    with open_file(path) as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return file_sha256(path)

@@ -78,7 +78,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     Texts start with the token that the file's post-processor puts there, as in transformers. Tokens that it appends are
     left out, because a prompt, a context and a part of a document do not end a text.
 
-    Truncation and padding settings in the file are ignored, because training data must be neither cut nor padded.
+    Truncation, padding and BPE dropout in the file are ignored (see `disable_effects`).
 
     Raises UserError if the file is not a tokenizer.json, has no end-of-document token, or its post-processor does more
     than adding a token at the start and tokens at the end.
@@ -90,8 +90,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         content = read_file(path)  # a tokenizer file with 260,000 tokens has 35 MB
         with library_errors(f"the tokenizers library cannot read {path} as a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        disable_effects(tokenizer)
         eod = tokenizer.token_to_id(END_OF_DOCUMENT)
         fingerprint = hashlib.sha256(content).hexdigest()
         if eod is None and (eos := SpecialTokens.next_to(path).eos) is not None:
@@ -105,6 +104,16 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 "(eos_token); add it with add_special_tokens of the tokenizers library"
             )
         super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
+
+
+def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
+    """Switch off what makes the ids depend on more than the text: training data must be neither cut nor padded, and
+    with BPE dropout, which leaves out random merges, a text would have other ids each time.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, tokenizers.models.BPE):
+        tokenizer.model.dropout = None
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):

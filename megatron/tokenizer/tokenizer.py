@@ -41,6 +41,7 @@ class Tokenizer(ABC):
         vocab_size: largest token id plus one, including special tokens, without padding.
         eod: id of the end-of-document token.
         bos: id of the token that the tokenizer puts before every text; None if it adds none.
+        reserved: a character that a text must not contain, because its id is `eod`; None if there is none.
         fingerprint: SHA-256 (hexadecimal) of the vocabulary; equal fingerprints mean equal ids for any text.
     """
 
@@ -49,6 +50,7 @@ class Tokenizer(ABC):
     eod: int
     fingerprint: str
     bos: int | None = None
+    reserved: str | None = None
 
     @property
     def first(self) -> int:
@@ -103,15 +105,21 @@ class Tokenizer(ABC):
 class CharLevelTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255. As in GPT-NeoX, the vocabulary has 512 ids and id 0 ends a document.
 
-    Id 0 is also the byte NUL, so NUL characters in a text are indistinguishable from document ends.
+    Id 0 is also the byte NUL, so a text with NUL characters is rejected: they would end documents.
     """
 
     name = "CharLevelTokenizer"
     vocab_size = 512
     eod = 0
+    reserved = "\0"
     fingerprint = hashlib.sha256(b"utf-8 bytes, 512 ids, end of document 0").hexdigest()
 
     def tokenize(self, text: str) -> list[int]:
+        if self.reserved in text:
+            raise UserError(
+                f"the text contains a NUL character, which ends a document with {self.name}; remove it, or use another "
+                "tokenizer"
+            )
         return list(text.encode("utf-8"))
 
     def pieces(self, text: str) -> Iterator[str]:

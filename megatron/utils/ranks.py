@@ -50,5 +50,14 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
     return [value for value, _ in outcomes]
 
 
+def agree(function: Callable[[], T]) -> T:
+    """Call `function` on every rank and return this rank's own value, which need not be picklable. If one rank fails,
+    all raise what `run_on_all_ranks` raises, so that no rank waits for one that has stopped.
+    """
+    values: list[T] = []
+    run_on_all_ranks(lambda: values.append(function()))
+    return values[0]
+
+
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -4,12 +4,15 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.checkpoint.directory import saved_iterations
+from megatron.preparation.indexed_writer import IndexedWriter
 from tests.support.language_models import LLAMA
 from tests.support.layouts import LAYOUTS, VOCABULARY, assert_same_metrics, slow
+from tests.support.ranks import Ranks
 from tests.support.runs import copy_checkpoint, metrics, training_settings, weights
 
 # Every layout is saved once and resumed once, in a layout with another kind of parallelism.
@@ -370,3 +373,54 @@ def test_a_signal_to_one_rank_stops_all(ranks, data_path, tmp_path):
 def test_pipelines_that_cannot_be_built(keys, message, ranks, data_path, tmp_path):
     with pytest.raises(AssertionError, match=message):
         ranks.train(training_settings(tmp_path, data_path, **keys))
+
+
+# A module that a rank imports before it trains; it writes a line for each sample that the rank reads.
+RECORDER = """
+import os
+from pathlib import Path
+from kerple.positional import KerpleLog, register
+from megatron.data.loader import Loader
+
+@register("recorded_kerple_log")
+class Recorded(KerpleLog):
+    pass
+
+batches = Loader._batches
+
+def recorded(loader):
+    path = Path(__file__).with_name(f"read-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}")
+    for batch in batches(loader):
+        with open(path, "a") as stream:
+            stream.writelines(f"{row.tolist()}\\n" for row in batch["tokens"])
+        yield batch
+
+Loader._batches = recorded
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("zero_stage", [0, slow(1), slow(2), slow(3)])
+def test_no_sample_is_read_by_two_ranks(fork_server, tmp_path, zero_stage):
+    """Three ranks, then two that resume, read 7 batches of 6 of an epoch of 40 samples."""
+    ids = np.random.default_rng(3).integers(1, 256, 40 * 32 + 18).astype(np.uint16)
+    with IndexedWriter(tmp_path / "numbers", VOCABULARY) as writer:
+        writer.add(ids, np.array([500, 7, len(ids) - 507]))
+        writer.finish()
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    keys = {"split": "1,0,0", "eval_iters": 0, "padded_vocab_size": VOCABULARY, "save_interval": 4, "train_iters": 7}
+    keys |= {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": zero_stage}}
+    keys |= {"pos_emb": "recorded_kerple_log", "pos_emb_module": str(tmp_path / "recorder.py")}
+    settings = training_settings(tmp_path, str(tmp_path / "numbers"), **keys)
+    Ranks(fork_server, 3).train({**settings, "num_gpus": 3, "exit_interval": 4})
+    Ranks(fork_server, 2).train({**settings, "num_gpus": 2})
+
+    # Each of the 40 samples once, and two again, because an epoch ends within the last batch.
+    read = []
+    for ranks, batches in ((3, 4), (2, 3)):
+        for rank in range(ranks):
+            rows = (tmp_path / f"read-{ranks}-{rank}").read_text().splitlines()
+            read += rows[: batches * 6 // ranks]
+    assert len(read) == 42
+    assert len(set(read)) == 40
+    assert len(set(read[: 4 * 6])) == 4 * 6

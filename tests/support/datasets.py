@@ -1,9 +1,23 @@
-"""Training samples of one corpus."""
+"""Training samples of one corpus, and the ends of its documents."""
+
+from pathlib import Path
+
+import numpy as np
 
 from megatron.data.datasets import Datasets, datasets_from_blends
+from megatron.data.indexed_dataset import open_indexed_files
 from megatron.data.splits import Blend
 
 
 def datasets_from_split(prefix: str, split: str, *arguments) -> Datasets:
     """`datasets_from_blends` of one corpus that is split."""
     return datasets_from_blends([Blend((prefix,), split=split)] * 3, *arguments)
+
+
+def end_documents(prefix: str | Path, token: int, first: int = 0) -> None:
+    """Replace the last token of each sequence, from sequence `first` on."""
+    files = open_indexed_files(prefix)
+    numbers = np.arange(first, files.sequences)[files.lengths[first:] > 0]
+    ids = np.fromfile(f"{prefix}.bin", files.dtype)
+    ids[files.offsets()[numbers + 1] - 1] = token
+    ids.tofile(f"{prefix}.bin")

@@ -29,6 +29,7 @@ def test_ids_and_texts(kind, tmp_path):
     if kind == "HFTokenizer":
         trained = train_bpe(KINDS.values(), 700)
         trained.enable_truncation(16)
+        trained.model.dropout = 0.4
         trained.save(str(tmp_path / "own.json"))
         files = TokenizerFiles(kind, tmp_path / "own.json")
     elif kind == "GPT2BPETokenizer":
@@ -40,10 +41,11 @@ def test_ids_and_texts(kind, tmp_path):
     assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (tokenizer.eod, tokenizer.eod, "left")
     for text in KINDS.values():
         text = text.replace("<|endoftext|>", "")  # always a special token there
+        if kind == "CharLevelTokenizer":
+            text = text.replace("\0", "")
         ids = tokenizer.tokenize(text)
         assert loaded(text)["input_ids"] == ids
-        shown = text.replace("\0", "<|endoftext|>") if kind == "CharLevelTokenizer" else text
-        assert loaded.decode(ids) == shown
+        assert loaded.decode(ids) == text
     assert loaded("a<|endoftext|>")["input_ids"] == [*tokenizer.tokenize("a"), tokenizer.eod]
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.data import datasets
 from megatron.data.datasets import BlendedParts, SampleSettings, build_datasets, datasets_from_blends
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.splits import Blend
 from tests.support.corpora import manifest_of
-from tests.support.datasets import datasets_from_split
+from tests.support.datasets import datasets_from_split, end_documents
 from tests.support.errors import assert_rejected
 
 LENGTHS = (32, 32, 32)
@@ -165,6 +166,7 @@ def test_order_identifies_the_samples(corpus, tmp_path, write_corpus, settings):
 
 
 def test_loss_mask_at_the_end_of_documents(corpus):
+    end_documents(corpus, 7)
     settings = SampleSettings(1000, 7, 1234, eod_mask_loss=True)
     train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
     rows = [train[index] for index in range(len(train))]
@@ -229,14 +231,50 @@ def test_data_of_another_tokenizer_are_rejected(configuration, corpus, tmp_path,
     assert len(build_datasets(configuration(data_path=other, split="1"), tokenizer, 32, (10, 0, 0)).train) == 10
 
 
-def test_documents_without_an_end_cannot_be_kept_apart(configuration, corpus):
-    tokenizer = SimpleNamespace(vocab_size=1000, eod=0, fingerprint="a")
-    manifest = manifest_of(open_indexed_files(corpus), 999)
-    write_manifest(corpus, replace(manifest, tokenizer_fingerprint="a", append_eod=False))
-    keys = {"data_path": corpus, "split": "1"}
+@pytest.mark.parametrize("key", ["reset_attention_mask", "eod_mask_loss"])
+def test_documents_without_an_end_cannot_be_kept_apart(configuration, corpus, key):
+    """Their last tokens decide, or else the manifest. Each part is checked, if the run reads it."""
+    tokenizer = SimpleNamespace(vocab_size=1000, eod=11, fingerprint="a")
+    keys = {"data_path": corpus, "split": "8,1,1"}
     assert len(build_datasets(configuration(**keys), tokenizer, 32, (10, 0, 0)).train) == 10
-    config = configuration(**keys, reset_attention_mask=True)
-    assert_rejected(r"reset_attention_mask: .*corpus.*--append-eod", build_datasets, config, tokenizer, 32, (10, 0, 0))
+    config, ends = configuration(**keys, **{key: True}), rf"{key}: .*corpus \(%s\).*--append-eod"
+    assert_rejected(ends % "train", build_datasets, config, tokenizer, 32, (10, 3, 3))
+    end_documents(corpus, 11)
+    build_datasets(config, tokenizer, 32, (10, 3, 3))
+
+    # Other documents at the end, as after merging.
+    sequences = open_indexed_files(corpus).sequences
+    for part, first in ((1, int(0.85 * sequences)), (2, sequences - 1)):
+        end_documents(corpus, 12, first)
+        build_datasets(config, tokenizer, 32, (10, 3 * (part == 2), 0))
+        assert_rejected(ends % ("train", "valid", "test")[part], build_datasets, config, tokenizer, 32, (10, 3, 3))
+        end_documents(corpus, 11)
+
+    # A manifest that says so.
+    manifest = replace(manifest_of(open_indexed_files(corpus), 999), tokenizer_fingerprint="a")
+    write_manifest(corpus, replace(manifest, append_eod=False))
+    assert_rejected(ends % "train", build_datasets, config, tokenizer, 32, (10, 3, 3))
+    write_manifest(corpus, manifest)
+    build_datasets(config, tokenizer, 32, (10, 3, 3))
+
+
+def test_sequences_of_one_document_are_shuffled_too(tmp_path, settings):
+    """So each needs its own end."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    for _ in range(20):
+        builder.add_document(torch.tensor([5, 3, 4, 6, 7]), [2, 0, 3])
+    builder.finalize(str(tmp_path / "a.idx"))
+    settings = replace(settings, eod=7, reset_attention_mask=True)
+    assert_rejected("20 of 40", datasets_from_split, str(tmp_path / "a"), "1", LENGTHS, ONE_EPOCH, settings)
+    end_documents(tmp_path / "a", 7)
+    assert len(datasets_from_split(str(tmp_path / "a"), "1", LENGTHS, ONE_EPOCH, settings).train) == 3
+
+
+def test_machines_with_different_data(corpus, settings, monkeypatch):
+    """Each has its own disk."""
+    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    monkeypatch.setattr(datasets, "run_on_all_ranks", lambda function: [function(), "of another machine"])
+    assert_rejected(corpus, datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
 
 
 @pytest.mark.parametrize(("exponent", "share"), [(1.0, 0.9), (0.5, 0.75), (0.0, 0.5)])

@@ -2,13 +2,14 @@
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.data.datasets import SampleSettings
-from megatron.data.index_cache import build_once
+from megatron.data.index_cache import INDICES, build_once
 from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
@@ -59,33 +60,126 @@ class Payload:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(Payload()), b""], ids=["pickle", "empty"])
-def test_damaged_and_hostile_indices(content, corpus, settings, tmp_path, monkeypatch):
+def zeros(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def zero_values(path):
+    np.save(path, np.zeros_like(np.load(path)))
+
+
+def truncated(path):
+    os.truncate(path, path.stat().st_size - 3)
+
+
+def longer(path):
+    path.write_bytes(path.read_bytes() + bytes(5))
+
+
+def one_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 8
+    path.write_bytes(content)
+
+
+def other_dtype(path):
+    np.save(path, np.load(path).astype(np.float32))
+
+
+def swapped(path):
+    other = path.with_name("document_index.npy")
+    contents = path.read_bytes(), other.read_bytes()
+    other.write_bytes(contents[0])
+    path.write_bytes(contents[1])
+
+
+def of_another_seed(path):
+    """The files belong together, but not to this folder."""
+    settings = SampleSettings(1000, 0, 99)
+    datasets_from_split(str(path.parents[1]).removesuffix("_indices"), "1", LENGTHS, ONE_EPOCH, settings)
+    (other,) = set(path.parents[1].iterdir()) - {path.parent}
+    shutil.rmtree(path.parent)
+    other.rename(path.parent)
+
+
+DAMAGE = (
+    *(zeros, zero_values, truncated, longer, one_bit, other_dtype, swapped, of_another_seed),
+    lambda path: path.write_bytes(pickle.dumps(Payload())),
+    lambda path: path.write_bytes(b""),
+    lambda path: path.unlink(),
+    lambda path: path.with_name("sha256").unlink(),  # as in caches of earlier versions
+    lambda path: path.with_name("sha256").write_text("0" * 64),
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["sample_index.npy", "shuffle_index.npy"])
+def test_damaged_indices_are_built_again(name, damage, corpus, settings, tmp_path, monkeypatch, capsys):
     """Indices next to the data may come from someone else: nothing is unpickled."""
     monkeypatch.chdir(tmp_path)
+
+    def rows():
+        train = datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train
+        return [train[index]["tokens"].tolist() for index in range(len(train))]
+
+    expected = rows()
+    (folder,) = Path(f"{corpus}_indices").iterdir()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert capsys.readouterr().err == ""
+    damage(folder / name)
+    assert rows() == expected
+    assert capsys.readouterr().err.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert rows() == expected
+    assert capsys.readouterr().err == ""
+    assert not Path("executed").exists()
+
+
+def test_a_link_in_the_cache_is_not_followed(corpus, settings, tmp_path):
     datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
     (folder,) = Path(f"{corpus}_indices").iterdir()
-    (folder / "sample_index.npy").write_bytes(content)
-    message = rf"sample_index\.npy: .*{folder.name}"
-    assert_rejected(message, datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    assert not Path("executed").exists()
+    (tmp_path / "mine").write_text("mine")
+    (folder / "shuffle_index.npy").unlink()
+    (folder / "shuffle_index.npy").symlink_to(tmp_path / "mine")
+    assert_rejected("data-cache-path", datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("files", range(4))
+def test_a_killed_build_is_completed(files, corpus, settings):
+    """SIGKILL after some files; the next run leaves the same folder as one that is not killed."""
+    pid = os.fork()
+    if pid == 0:
+        written = []
+        os.fsync = lambda descriptor: os.kill(os.getpid(), 9) if len(written) == files else written.append(descriptor)
+        datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+    assert len(datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train) > 0
+    (folder,) = _folders(f"{corpus}_indices")
+    assert _folders(f"{corpus}_indices/{folder}") == sorted([*INDICES, "sha256"])
 
 
 def test_every_machine_builds_a_folder_on_its_local_disk(tmp_path, as_rank, monkeypatch):
     """The folder of rank 0 is not visible to rank 1, and built by the first rank of its machine only."""
     folder, built = tmp_path / "indices", []
+
+    def build():
+        built.append(1)
+        return [np.arange(3)] * 3
+
     as_rank(0)
-    build_once(folder, built.append)
-    folder.rmdir()
+    build_once(folder, build)
+    shutil.rmtree(folder)
     as_rank(1)
-    build_once(folder, built.append)
+    build_once(folder, build)
     assert folder.is_dir()
     assert len(built) == 2
-    folder.rmdir()
+    shutil.rmtree(folder)
     monkeypatch.setenv("LOCAL_RANK", "1")
     as_rank(0)
-    build_once(folder, built.append)
-    folder.rmdir()
+    build_once(folder, build)
+    shutil.rmtree(folder)
     as_rank(1)
-    build_once(folder, built.append)
+    build_once(folder, build)
     assert not folder.exists()

@@ -11,8 +11,12 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.data.indexed_dataset import (
     ID_TYPES,
+    Manifest,
     bin_path,
     check_tokenizer,
+    data_fingerprint,
+    file_sample,
+    file_sha256,
     id_type_for,
     idx_path,
     manifest_path,
@@ -110,20 +114,11 @@ def test_the_tokenizer_of_the_manifest(pair, write_corpus, tokenizer):
     assert_rejected(message, check_tokenizer, pair, tokenizer)
     write_manifest(pair, replace(manifest, tokenizer_fingerprint=tokenizer.fingerprint))
     assert check_tokenizer(pair, tokenizer)
-    for changed in ({"tokens": manifest.tokens + 1}, {"documents": manifest.documents + 1}):
-        write_manifest(pair, replace(manifest, **changed))  # of other files
-        assert not check_tokenizer(pair, tokenizer)
-    write_manifest(pair, manifest)
-    for damaged in (manifest_path(pair), idx_path(pair)):
-        content = damaged.read_bytes()
-        damaged.write_bytes(content[:20])
-        assert not check_tokenizer(pair, tokenizer)
-        damaged.write_bytes(content)
-    bin_path(pair).unlink()
+    manifest_path(pair).write_bytes(manifest_path(pair).read_bytes()[:20])
     assert not check_tokenizer(pair, tokenizer)
 
 
-def test_a_damaged_manifest_is_none(pair):
+def test_a_damaged_manifest_is_rejected(pair):
     assert read_manifest(pair) is None
     manifest = manifest_of(open_indexed_files(pair), 1234)
     write_manifest(pair, manifest)
@@ -133,9 +128,12 @@ def test_a_damaged_manifest_is_none(pair):
         assert damaged != valid
         manifest_path(pair).write_bytes(damaged)
         assert read_manifest(pair) is None
+        assert_rejected(r"pair\.json", open_indexed_files, pair)
     manifest_path(pair).unlink()
+    open_indexed_files(pair)
     os.mkfifo(manifest_path(pair))
     assert read_manifest(pair) is None
+    assert_rejected(r"pair\.json", open_indexed_files, pair)
 
 
 def test_token_file(corpus):
@@ -165,3 +163,67 @@ def test_truncated_while_in_use(corpus):
         tokens[49:51]
     with pytest.raises(UserError, match="was truncated"):
         tokens[np.array([[0, 60]])]
+
+
+# --- contents
+
+
+def with_hashes(prefix) -> Manifest:
+    """A manifest with the hashes of the files."""
+    manifest = manifest_of(open_indexed_files(prefix), 999)
+    hashes = {"idx_sha256": file_sha256(idx_path(prefix)), "bin_sample": file_sample(bin_path(prefix))}
+    return replace(manifest, sha256=file_sha256(bin_path(prefix)), **hashes)
+
+
+def test_files_that_the_manifest_does_not_describe(pair, tmp_path, write_corpus):
+    manifest = with_hashes(pair)
+    write_manifest(pair, manifest)
+    assert open_indexed_files(pair).manifest == manifest
+    for changed in ({"tokens": 17}, {"documents": 4}, {"dtype": "int32"}):
+        write_manifest(pair, replace(manifest, **changed))
+        assert_rejected(r"pair\.idx.*pair\.json", open_indexed_files, pair)
+    write_manifest(pair, manifest)
+
+    # Files of other corpora with the same counts and sizes.
+    write_corpus(tmp_path / "other ids", [5, 6, 7], seed=2)
+    write_corpus(tmp_path / "other documents", [7, 6, 5])
+    for path, other in ((bin_path(pair), "other ids.bin"), (idx_path(pair), "other documents.idx")):
+        content = path.read_bytes()
+        path.write_bytes((tmp_path / other).read_bytes())
+        assert len(path.read_bytes()) == len(content)
+        assert_rejected(rf"{path.name}.*pair\.json", open_indexed_files, pair)
+        write_manifest(pair, replace(manifest, idx_sha256=None, bin_sample=None))  # of earlier versions
+        open_indexed_files(pair)
+        write_manifest(pair, manifest)
+        path.write_bytes(content)
+    assert open_indexed_files(pair).tokens == 18
+
+
+def test_fingerprint_of_the_data(pair, tmp_path, write_corpus):
+    """That of the manifest; otherwise it depends on both files, and not on their path."""
+    first = data_fingerprint(pair)
+    write_corpus(tmp_path / "copy", [5, 6, 7])
+    assert data_fingerprint(tmp_path / "copy") == first
+    write_corpus(tmp_path / "other ids", [5, 6, 7], seed=3)
+    write_corpus(tmp_path / "other documents", [6, 5, 7])
+    assert len({first, *(data_fingerprint(tmp_path / name) for name in ("other ids", "other documents"))}) == 3
+    write_manifest(pair, replace(manifest_of(open_indexed_files(pair), 999), sha256="ab" * 32))
+    assert data_fingerprint(pair) == "ab" * 32
+    assert_rejected(r"absent\.bin", data_fingerprint, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("size", [1, 131_073, 3_000_001, 4 << 20])
+def test_the_sample_covers_small_files(tmp_path, size):
+    path = tmp_path / "file"
+    content = bytearray(size)
+    path.write_bytes(content)
+    samples = {file_sample(path)}
+    positions = [0, size // 3, size // 2, size - 1]
+    for position in positions:
+        content[position] ^= 1
+        path.write_bytes(content)
+        samples.add(file_sample(path))
+        content[position] ^= 1
+    path.write_bytes(content + b"\0")
+    samples.add(file_sample(path))
+    assert len(samples) == 2 + len(set(positions))

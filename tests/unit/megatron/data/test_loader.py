@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from megatron.data.datasets import SampleSettings
 from megatron.data.loader import Loader, rank_samples
 from megatron.utils.errors import UserError
 from tests.support.checkpoints import write_corpus
-from tests.support.datasets import datasets_from_split
+from tests.support.datasets import datasets_from_split, end_documents
 from tests.support.errors import assert_rejected
 
 
@@ -70,6 +71,23 @@ def test_batches_match_rank_samples(shared_train, micro, ranks, consumed):
                 assert torch.equal(batch["labels"][row], sample["labels"])
 
 
+@hypothesis_settings(max_examples=10, deadline=None)
+@given(micro=st.integers(1, 4), ranks=st.integers(2, 5), first=st.integers(0, 299), later=st.integers(2, 5))
+def test_no_sample_is_read_by_two_ranks(shared_train, micro, ranks, first, later):
+    """`ranks` ranks read up to about sample `first`, and then `later` ranks the rest; the last batch wraps around."""
+    read, consumed = [], 0
+    for count, end in ((ranks, first), (later, len(shared_train))):
+        batches = -(-(end - consumed) // (micro * count))
+        for rank in range(count):
+            shape = {"micro_batch_size": micro, "data_parallel_rank": rank, "data_parallel_size": count}
+            for batch in take(shared_train, batches, **shape, consumed_samples=consumed):
+                read += map(tuple, batch["tokens"].tolist())
+        consumed += batches * micro * count
+    expected = [tuple(sample["tokens"].tolist()) for sample in map(shared_train.__getitem__, range(300))]
+    assert consumed >= 300
+    assert Counter(read) == Counter(expected * 2) - Counter(expected[consumed - 300 :])
+
+
 @pytest.fixture(scope="module")
 def shared_train(tmp_path_factory):
     prefix = write_corpus(tmp_path_factory.mktemp("loader"))
@@ -77,6 +95,7 @@ def shared_train(tmp_path_factory):
 
 
 def test_documents_are_those_of_megatron_core(corpus):
+    end_documents(corpus, 7)
     settings = SampleSettings(1000, 7, 1, reset_attention_mask=True)
     (batch,) = take(datasets_from_split(corpus, "1", (16,) * 3, (300, 0, 0), settings).train, 1, micro_batch_size=300)
     documents = Documents(batch["document_ids"])

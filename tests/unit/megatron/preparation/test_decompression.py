@@ -2,7 +2,10 @@
 
 import gzip
 import lzma
+import os
+import resource
 import sys
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -30,11 +33,22 @@ def test_zstandard_is_optional(tmp_path, monkeypatch):
     assert_rejected(r"a\.txt\.zst", read_inputs, tmp_path / "a.txt.zst")
 
 
-def test_window_of_a_decompressor(tmp_path):
-    parameters = zstandard.ZstdCompressionParameters(window_log=29)
+@pytest.mark.parametrize("window_log", [29, 31])
+def test_windows_of_zstandard(tmp_path, window_log):
+    """All that `zstd --long` writes; a lack of memory is not reported as damage."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, hash_log=12, chain_log=12, strategy=1)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    (tmp_path / "a.txt.zst").write_bytes(compressor.compress(b"text") + compressor.flush())
-    assert_rejected(r"a\.txt\.zst", read_inputs, tmp_path / "a.txt.zst")
+    content = compressor.compress(b"text" * 99) + compressor.flush()
+    assert zstandard.get_frame_parameters(content).window_size == 1 << window_log
+    (tmp_path / "a.txt.zst").write_bytes(content)
+    assert read_inputs(tmp_path / "a.txt.zst") == ["text" * 99]
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (1 << 28), before[1]))
+    try:
+        assert_rejected(r"a\.txt\.zst: .*memory.*--long", read_inputs, tmp_path / "a.txt.zst")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_padding_between_xz_streams(tmp_path):

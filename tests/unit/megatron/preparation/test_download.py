@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import os
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -82,6 +83,20 @@ def test_file_from_another_url(tmp_path, server):
     (tmp_path / "a b.jsonl.zst").unlink()
     server.content = b"another file"
     assert download(other, tmp_path).read_bytes() == b"another file"
+    assert len(server.requests) == 2
+
+
+def test_a_file_that_was_damaged_later(tmp_path, server):
+    download(server.url, tmp_path)
+    path = tmp_path / "a b.jsonl.zst"
+    os.truncate(path, 2_000_000)
+    assert_rejected(r"b\.jsonl\.zst.*changed", download, server.url, tmp_path)
+    path.write_bytes(bytes(len(CONTENT)))
+    assert_rejected(r"b\.jsonl\.zst.*changed", download, server.url, tmp_path)
+    path.unlink()
+    download(server.url, tmp_path)
+    download(server.url, tmp_path)
+    check_complete(tmp_path)
     assert len(server.requests) == 2
 
 

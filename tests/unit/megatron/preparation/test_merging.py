@@ -80,3 +80,10 @@ def test_errors(tmp_path):
     manifest = read_manifest(b)
     write_manifest(b, replace(manifest, tokenizer_fingerprint="another"))
     assert_rejected("b_text_document.*a_text_document", merge, [a, b], str(tmp_path / "out"))
+    # Earlier versions stored no other hash than that of the whole .bin.
+    write_manifest(b, replace(manifest, idx_sha256=None, bin_sample=None))
+    merge([a, b], str(tmp_path / "out"))
+    written = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+    Path(f"{b}.bin").write_bytes(np.array([*b"seven", 0], np.uint16).tobytes())
+    assert_rejected(r"b_text_document\.bin", merge, [a, b], str(tmp_path / "out"))
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == written

@@ -145,6 +145,13 @@ def test_zip(tmp_path):
     members = {"folder/": b"", "folder/enwik8": KINDS["unicode"].encode(), "b.jsonl": LINES.encode()}
     (tmp_path / "a.zip").write_bytes(zip_of(members, zipfile.ZIP_STORED))
     assert read_inputs(tmp_path / "a.zip") == [KINDS["unicode"], *TEXTS]
+    # A compression that Python does not know: Zstandard is number 93.
+    content = zip_of({"a.txt": b"text"}, zipfile.ZIP_STORED)
+    for header, place in ((b"PK\3\4", 8), (b"PK\1\2", 10)):
+        at = content.index(header) + place
+        content = content[:at] + bytes([93, 0]) + content[at + 2 :]
+    (tmp_path / "b.zip").write_bytes(content)
+    assert_rejected(r"^(?!.*damaged).*b\.zip", read_inputs, tmp_path / "b.zip")
 
 
 @pytest.mark.parametrize(

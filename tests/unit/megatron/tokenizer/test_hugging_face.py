@@ -57,6 +57,19 @@ def test_truncation_and_padding_settings_are_ignored(tokenizer_file, tmp_path):
     assert len(ids) > 64
 
 
+@pytest.mark.parametrize("dropout", [0.05, 0.7, 1.0])
+def test_bpe_dropout_is_ignored(tokenizer_file, tmp_path, dropout):
+    content = json.loads(tokenizer_file.read_text("utf-8"))
+    content["model"]["dropout"] = dropout
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    random = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    expected = build_tokenizer("HFTokenizer", tokenizer_file).tokenize(KINDS["latex"])
+    assert random.encode(KINDS["latex"]).ids != expected
+    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    assert tokenizer.tokenize(KINDS["latex"]) == expected
+    assert tokenizer.tokenize_batch([KINDS["latex"]] * 3) == [expected] * 3
+
+
 def test_fingerprints_identify_tokenizers(tokenizer_file, tmp_path):
     first, second = build_tokenizer("HFTokenizer", tokenizer_file), build_tokenizer("HFTokenizer", str(tokenizer_file))
     gpt2 = build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path))

@@ -18,9 +18,14 @@ def test_padded_vocab_size():
 
 @pytest.mark.parametrize("text", KINDS.values(), ids=KINDS.keys())
 def test_char_level_tokenizer_encodes_utf8_bytes(text):
-    tokenizer = build_tokenizer("CharLevelTokenizer")
+    tokenizer, text = build_tokenizer("CharLevelTokenizer"), text.replace("\0", "")
     assert tokenizer.tokenize(text) == list(text.encode("utf-8"))
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_a_text_cannot_end_its_document():
+    for encode in (CharLevelTokenizer().tokenize, lambda text: CharLevelTokenizer().tokenize_batch(["a", text])):
+        assert_rejected("NUL.*CharLevelTokenizer", encode, "b\0c")
 
 
 def test_char_level_tokenizer_vocabulary():

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.utils.errors import UserError
-from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
+from megatron.utils.ranks import agree, run_on_all_ranks, run_on_rank_0
 
 
 class DataError(UserError):
@@ -53,6 +53,17 @@ def test_all_ranks_return_all_values(as_rank):
     run_on_all_ranks(lambda: "a")
     as_rank(1)
     assert run_on_all_ranks(lambda: "b") == ["a", "b"]
+
+
+def test_a_rank_fails_if_another_one_does(as_rank):
+    as_rank(0)
+    unpicklable = object.__subclasses__
+    assert agree(lambda: (unpicklable, print)) == (unpicklable, print)
+    with pytest.raises(DataError):
+        agree(lambda: fail(DataError("damaged")))
+    as_rank(1)
+    with pytest.raises(DataError, match="damaged"):
+        agree(lambda: 3)
 
 
 @pytest.mark.parametrize("texts", [("damaged", "damaged"), ("rank 0", "rank 1")])
