@@ -75,6 +75,14 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
         raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
 
 
+def saved_config(step: Path, config: Config) -> Config:
+    """The checkpoint's configuration. An external method is imported only from the module that this run names, never
+    from one that the checkpoint names. Raises CheckpointError if the configuration is missing or cannot be used.
+    """
+    module = config.model.pos_emb_module
+    return checkpoint_config(step, {"pos_emb_module": module} if module else {})
+
+
 def model_differences(saved: Config, config: Config, *, evaluation: bool = False) -> list[str]:
     """Differences of two configurations that change the model's output for the same weights, one phrase each.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.directory import check_not_replaced, iteration_of
+from megatron.checkpoint.directory import check_replaced, iteration_of
 from megatron.checkpoint.loading import (
     check_model,
     checkpoint_vocab_size,
@@ -214,7 +214,13 @@ def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> 
 
     folder = config.checkpoint.save
     if folder is not None and last_iteration > 0:
-        run_on_rank_0(lambda: check_not_replaced(Path(folder), saves, start.lineage_of(state)))
+        replaced = run_on_rank_0(lambda: check_replaced(Path(folder), saves, start.lineage_of(state)))
+        later = [iteration for iteration in replaced if iteration > state.iteration]
+        if later:
+            report(
+                f"notice: {folder} contains later checkpoints, which this run replaces when it saves at the same "
+                f"iterations ({', '.join(map(str, later))}); to keep them, choose another save"
+            )
     return state
 
 
