@@ -15,6 +15,7 @@
 needs only NumPy and pydantic, because preprocessing workers must not import torch.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -50,6 +51,9 @@ ID_TYPE_CODES = {dtype: code for code, dtype in ID_TYPES.items()}
 
 # The .idx is validated in blocks: the full Pile has 200 million documents.
 _VALIDATION_BLOCK = 1 << 20
+
+# Parts of a file that `file_sample` reads. Together they cover files of up to 4 MiB.
+_SAMPLES, _SAMPLE_BYTES = 32, 1 << 17
 
 _BUILD_COMMANDS = "kerple prepare (prepare_data.py) or tools/datasets/preprocess_data.py"
 _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
@@ -307,6 +311,43 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
         return _MANIFEST.validate_json(read_file(manifest_path(prefix)), strict=True)
     except (UserError, ValueError):
         return None
+
+
+def data_fingerprint(prefix: str | Path) -> str:
+    """64 hexadecimal digits that identify the tokens of a dataset: the SHA-256 of its .bin in the manifest, or without
+    a manifest a SHA-256 of the .idx, the size of the .bin, and parts of it.
+
+    Raises UserError if a file is missing or unreadable.
+    """
+    manifest = read_manifest(prefix)
+    if manifest is not None:
+        return manifest.sha256
+    binary, index = find_files(prefix)
+    return hashlib.sha256(f"{file_sha256(index)} {file_sample(binary)}".encode()).hexdigest()
+
+
+def file_sha256(path: str | Path) -> str:
+    """The SHA-256 of a file, hexadecimal. Raises UserError if it cannot be read."""
+    digest = hashlib.sha256()
+    with read_errors(path), open_file(path) as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def file_sample(path: str | Path) -> str:
+    """A SHA-256 of the size of a file and of 32 parts of 128 KiB, evenly spread from its first to its last byte. Takes
+    milliseconds for a file of any size. Raises UserError if it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with read_errors(path), open_file(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(str(size).encode())
+        last_start = max(size - _SAMPLE_BYTES, 0)
+        for number in range(_SAMPLES):
+            stream.seek(last_start * number // (_SAMPLES - 1))
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | None:

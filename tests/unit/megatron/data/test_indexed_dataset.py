@@ -13,6 +13,8 @@ from megatron.data.indexed_dataset import (
     ID_TYPES,
     bin_path,
     check_tokenizer,
+    data_fingerprint,
+    file_sample,
     id_type_for,
     idx_path,
     manifest_path,
@@ -165,3 +167,36 @@ def test_truncated_while_in_use(corpus):
         tokens[49:51]
     with pytest.raises(UserError, match="was truncated"):
         tokens[np.array([[0, 60]])]
+
+
+# --- contents
+
+
+def test_fingerprint_of_the_data(pair, tmp_path, write_corpus):
+    """That of the manifest; otherwise it depends on both files, and not on their path."""
+    first = data_fingerprint(pair)
+    write_corpus(tmp_path / "copy", [5, 6, 7])
+    assert data_fingerprint(tmp_path / "copy") == first
+    write_corpus(tmp_path / "other ids", [5, 6, 7], seed=3)
+    write_corpus(tmp_path / "other documents", [6, 5, 7])
+    assert len({first, *(data_fingerprint(tmp_path / name) for name in ("other ids", "other documents"))}) == 3
+    write_manifest(pair, replace(manifest_of(open_indexed_files(pair), 999), sha256="ab" * 32))
+    assert data_fingerprint(pair) == "ab" * 32
+    assert_rejected(r"absent\.bin", data_fingerprint, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("size", [1, 131_073, 3_000_001, 4 << 20])
+def test_the_sample_covers_small_files(tmp_path, size):
+    path = tmp_path / "file"
+    content = bytearray(size)
+    path.write_bytes(content)
+    samples = {file_sample(path)}
+    positions = [0, size // 3, size // 2, size - 1]
+    for position in positions:
+        content[position] ^= 1
+        path.write_bytes(content)
+        samples.add(file_sample(path))
+        content[position] ^= 1
+    path.write_bytes(content + b"\0")
+    samples.add(file_sample(path))
+    assert len(samples) == 2 + len(set(positions))
