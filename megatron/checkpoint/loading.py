@@ -261,10 +261,10 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
             raise CheckpointError(f"{path}: the entry training is missing; the checkpoint is incomplete")
         return _resume_original(engine, config, step, saved, report)
 
-    # Where the run continues. In a new folder, it has no earlier checkpoints.
+    # Where the run continues. In a new folder, it is another run, without earlier checkpoints.
     state = TrainingState(**saved["training"])
     if not same_folder(settings.load, settings.save):
-        state.lineage = []
+        state.lineage, state.run = [], ""
 
     # A different number of ranks or samples per step is allowed.
     if saved["global_batch"] != engine.global_batch:

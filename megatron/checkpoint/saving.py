@@ -88,6 +88,7 @@ class Checkpointer:
                 clean_up(self.directory)
                 replaced = check_replaced(self.directory, lambda saved: saved == state.iteration, self.first_lineage)
                 unfinished.mkdir()
+                state.folder, state.inode = str(self.directory.resolve()), self.directory.stat().st_ino
                 return replaced
             except OSError as error:
                 raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error

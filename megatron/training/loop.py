@@ -31,7 +31,7 @@ from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
 from megatron.training.optimizer import Schedule
-from megatron.training.startup import check_attention, lock_log_folders, lock_save_folder
+from megatron.training.startup import check_attention, identify_run, lock_log_folders, lock_save_folder
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
@@ -114,6 +114,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     if any(map(operator.gt, needed, planned)):  # the checkpoint was saved with larger batches
         datasets = _build_datasets(config, tokenizer, needed, report)
     _follow_data_order(state, datasets, report)
+    state.run = run_on_rank_0(lambda: identify_run(config.checkpoint.save, state, report))
 
     # What the loop calls.
     validator = Validator(engine, logger, datasets.valid, datasets.test)
@@ -121,7 +122,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     if config.checkpoint.save:
         checkpointer = Checkpointer(engine, config, report, start.lineage_of(state))
     schedule = _build_schedule(config, state, report)
-    logger.start_metrics(state.iteration)
+    logger.start_metrics(state)
     return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside)
 
 

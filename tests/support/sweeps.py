@@ -76,6 +76,7 @@ def fake_training(config, command, gpus, log) -> int:
     with open(logs / "metrics.jsonl", "a") as metrics:
         for step in range(start + 1, end + 1):
             values = {"iteration": step, "train/tokens": step * 256.0, "train/tokens_per_second": 512.0}
+            values["train/seconds_per_step"] = 0.5
             metrics.write(json.dumps(values) + "\n")
     (folder / f"global_step{end}" / "configs").mkdir(parents=True)
     (folder / f"global_step{end}" / "configs" / "config.yml").write_text(json.dumps(config))
