@@ -331,6 +331,8 @@ def read_state_file(step: Path) -> dict[str, Any]:
     saved = load_file(path)
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: contains a {type(saved).__name__} instead of a dictionary; the file is damaged")
+    if not isinstance(saved.get("training", {}), dict):
+        raise CheckpointError(f"{path}: training is not a dictionary; the file is damaged")
     for name in ("iteration", "global_samples"):
         count = saved.get(name)
         if count is not None and not (type(count) is int and 0 <= count < 2**63):

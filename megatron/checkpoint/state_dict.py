@@ -61,6 +61,8 @@ class TrainingState:
         lineage: iterations of the checkpoints that led to this state, of those that the run saved to its folder.
         run: identifies the run in logs; resuming does not change it. Empty if unknown.
         folder, inode: the path and inode of the folder to which the run last saved.
+        tokenizer: `Tokenizer.fingerprint`. Empty if unknown.
+        data: prefix -> `data_fingerprint` of the datasets with which the run was trained.
     """
 
     iteration: int = 0
@@ -76,6 +78,8 @@ class TrainingState:
     run: str = ""
     folder: str = ""
     inode: int = 0
+    tokenizer: str = ""
+    data: dict[str, str] = field(default_factory=dict)
 
 
 def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:
