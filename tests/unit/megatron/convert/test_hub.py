@@ -139,5 +139,4 @@ def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
     words = ["--input_dir", f"{ours}/global_step0", "--output_dir", str(tmp_path / "hf"), "--no_save_tokenizer"]
     words += ["--config_file", "none.yml", "--precision", "fp16", "--architecture", "neox"]
     assert not run_tool(monkeypatch, "convert_neox_to_hf.py", *words)
-    values = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (values["architectures"], values["dtype"]) == (["GPTNeoXForCausalLM"], "float16")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"
