@@ -229,15 +229,17 @@ def training_progress(logs: Mapping[tuple[str, int], Path], length: int) -> Data
     """The in-context score on the validation split during training.
 
     Args:
-        logs: the `metrics.jsonl` of each run, by method and seed.
+        logs: the `metrics.jsonl` of each run, by method and seed. Of several runs in one file, the last is read.
         length: one of the run's `extrapolation-lengths`.
 
     Columns: pos_emb, seed, step, score.
     """
     rows = []
     for (pos_emb, seed), path in logs.items():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for values in lines:
+            if values.get("run") != lines[-1].get("run"):
+                continue
             if (score := values.get(f"extrapolation/in_context_score/{length}")) is not None:
                 rows.append((pos_emb, seed, values["iteration"], score))
     return DataFrame(rows, columns=["pos_emb", "seed", "step", "score"])

@@ -8,14 +8,16 @@ import torch
 
 from kerple.positional import method_class, registered_names
 from kerple.positional.rotary import SCALINGS
+from megatron.checkpoint.directory import read_state_file
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.schema.model import ModelConfig
 from megatron.config.yaml_files import read_file
-from megatron.utils.errors import UserError
+from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.utils.errors import UserError, visible
 
 # Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write files, that the
-# checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the others concern training only.
+# checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the others concern one training only.
 IGNORED_KEYS = (
     "pos_emb_module",
     "eval_tasks",
@@ -31,6 +33,8 @@ IGNORED_KEYS = (
     "attention_backend",
     "distributed_backend",
     "deepspeed_extra_args",
+    "allow_other_tokenizer",
+    "allow_other_data",
     "torch_compile",
     "enable_cuda_graph",
     "fp16",
@@ -73,6 +77,59 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
         return Config.from_flat(values, source=str(paths[0].parent))
     except UserError as error:
         raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
+
+
+def saved_config(step: Path, config: Config) -> Config:
+    """The checkpoint's configuration. An external method is imported only from the module that this run names, never
+    from one that the checkpoint names. Raises CheckpointError if the configuration is missing or cannot be used.
+    """
+    module = config.model.pos_emb_module
+    return checkpoint_config(step, {"pos_emb_module": module} if module else {})
+
+
+def trained_tokenizer(step: Path) -> str | None:
+    """The fingerprint of the tokenizer that a checkpoint was trained with; None if its files do not contain it, such as
+    those of other programs, or cannot be read.
+    """
+    try:
+        saved = read_state_file(step)
+    except CheckpointError:
+        return None
+    # A converted checkpoint has no training state.
+    return saved.get("training", saved).get("tokenizer") or None
+
+
+def check_trained_tokenizer(trained: str | None, tokenizer: Tokenizer, *, allowed: bool, place: str | Path) -> None:
+    """Raises CheckpointError, starting with `place`, if a checkpoint was trained with another tokenizer.
+
+    trained: the `trained_tokenizer` of the checkpoint. allowed: the value of allow_other_tokenizer.
+    """
+    if trained in (None, tokenizer.fingerprint) or allowed:
+        return
+    raise CheckpointError(
+        f"{place}: was trained with another tokenizer (fingerprint {visible(str(trained)[:12])}) than this "
+        f"{tokenizer.name} ({tokenizer.fingerprint[:12]}). Restore its files, or name them (tokenizer-type, "
+        "vocab-file, merge-file); to use this tokenizer on purpose, set allow_other_tokenizer"
+    )
+
+
+def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
+    """The prefixes of datasets that the checkpoint was not trained with, as far as it tells. Raises CheckpointError if
+    one that it was trained with has other contents under the same path.
+
+    data: prefix -> `data_fingerprint` of the present datasets.
+    """
+    trained = read_state_file(step).get("training", {}).get("data", {})
+    for prefix in trained.keys() & data.keys():
+        if trained[prefix] != data[prefix]:
+            raise CheckpointError(
+                f"{step}: was trained with other contents of {prefix} (fingerprint {trained[prefix][:12]}, now "
+                f"{data[prefix][:12]}). Restore the dataset, give the new one another path (data-path), or continue "
+                "with it on purpose: set allow_other_data"
+            )
+    if not trained:
+        return []
+    return [prefix for prefix, fingerprint in data.items() if fingerprint not in trained.values()]
 
 
 def model_differences(saved: Config, config: Config, *, evaluation: bool = False) -> list[str]:

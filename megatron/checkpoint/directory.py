@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -226,19 +226,21 @@ def ancestor_iterations(step: Path) -> list[int] | None:
     return lineage
 
 
-def check_not_replaced(directory: Path, saves: Callable[[int], bool], lineage: Collection[int] | None) -> None:
-    """Raises CheckpointError if a run would replace a checkpoint of another run.
+def check_replaced(directory: Path, saves: Callable[[int], bool], lineage: Collection[int] | None) -> list[int]:
+    """The iterations of checkpoints that a run will replace. Raises CheckpointError if one is of another run.
 
     saves: whether the run saves at an iteration. lineage: `TrainingState.lineage` at its start; None for a run that
     starts from weights only. A checkpoint that descends from the same ones is an abandoned branch of this run.
     """
-    for iteration in filter(saves, saved_iterations(directory)):
+    replaced = list(filter(saves, saved_iterations(directory)))
+    for iteration in replaced:
         other = ancestor_iterations(step_folder(directory, tag_for(iteration)))
         if lineage is None or (other is not None and not set(lineage) <= set(other)):
             raise CheckpointError(
                 f"save: {directory} contains {tag_for(iteration)} of another run, which this run would replace at "
                 f"iteration {iteration:,}; choose another save"
             )
+    return replaced
 
 
 def update_latest(directory: Path, tag: str) -> None:
@@ -295,8 +297,8 @@ def publish(directory: Path, unfinished: Path, tag: str) -> None:
         _delete(replaced)
 
 
-def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> list[int]:
-    """Delete all but the last `keep` checkpoints of a run; return the deleted iterations.
+def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> Iterator[int]:
+    """Delete all but the last `keep` checkpoints of a run; yields the iteration of each deleted one.
 
     lineage: those of `TrainingState.lineage` of the newest one that may be deleted. Other checkpoints do not count and
     stay: those from which the run was finetuned, and those of a run that was resumed at an earlier iteration. Never
@@ -308,16 +310,14 @@ def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> list[i
     iterations = [iteration for iteration in saved_iterations(directory) if iteration in lineage]
     remaining = [directory / tag_for(iteration) for iteration in iterations[-keep:]]
     if all(find_damage(step, contents=False) is not None for step in remaining):
-        return []
-    removed = []
+        return
     for iteration in iterations[:-keep]:
         if tag_for(iteration) != latest_tag:
             # Rename first: a half-deleted directory must not look like a checkpoint.
             deleted = directory / f".{tag_for(iteration)}.deleted"
             (directory / tag_for(iteration)).rename(deleted)
             _delete(deleted)
-            removed.append(iteration)
-    return removed
+            yield iteration
 
 
 def read_state_file(step: Path) -> dict[str, Any]:
@@ -331,6 +331,8 @@ def read_state_file(step: Path) -> dict[str, Any]:
     saved = load_file(path)
     if not isinstance(saved, dict):
         raise CheckpointError(f"{path}: contains a {type(saved).__name__} instead of a dictionary; the file is damaged")
+    if not isinstance(saved.get("training", {}), dict):
+        raise CheckpointError(f"{path}: training is not a dictionary; the file is damaged")
     for name in ("iteration", "global_samples"):
         count = saved.get(name)
         if count is not None and not (type(count) is int and 0 <= count < 2**63):

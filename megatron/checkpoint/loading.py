@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
+from megatron.checkpoint.configuration import model_differences, replaces_positional_method, saved_config
 from megatron.checkpoint.directory import (
     MANIFEST,
     STATE_FILE,
@@ -135,7 +135,7 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
     check_sizes(step, ModelSettings(config.model, vocab_size), positional=not new_method)
     # The same weights fit several models; the checkpoint's configuration tells them apart.
     try:
-        saved = _saved_config(step, config)
+        saved = saved_config(step, config)
         differences = "; ".join(model_differences(saved, config))
     except CheckpointError as error:
         report(f"{error}; only its sizes are compared with the configured model")
@@ -175,7 +175,7 @@ def resumable_config(config: Config) -> Config | None:
         return None
     saved, problem = None, ""
     try:
-        saved = _saved_config(find_step(settings.save), config).checkpoint
+        saved = saved_config(find_step(settings.save), config).checkpoint
     except CheckpointError as error:
         problem = f"checkpoints of an unknown run ({error})"
     if saved is not None and _starts_like(saved, settings):
@@ -205,20 +205,12 @@ def same_folder(first: str | None, second: str | None) -> bool:
     return first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
 
 
-def _saved_config(step: Path, config: Config) -> Config:
-    """The checkpoint's configuration. An external method is imported only from the module that this run names, never
-    from one that the checkpoint names. Raises CheckpointError if the configuration is missing or cannot be used.
-    """
-    module = config.model.pos_emb_module
-    return checkpoint_config(step, {"pos_emb_module": module} if module else {})
-
-
 def _new_positional_method(step: Path, config: Config) -> bool:
     """Whether the run starts from the weights of a model with another positional method."""
     if not config.checkpoint.finetune:
         return False
     try:
-        return replaces_positional_method(_saved_config(step, config), config)
+        return replaces_positional_method(saved_config(step, config), config)
     except CheckpointError:
         return False
 
@@ -269,10 +261,10 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
             raise CheckpointError(f"{path}: the entry training is missing; the checkpoint is incomplete")
         return _resume_original(engine, config, step, saved, report)
 
-    # Where the run continues. In a new folder, it has no earlier checkpoints.
+    # Where the run continues. In a new folder, it is another run, without earlier checkpoints.
     state = TrainingState(**saved["training"])
     if not same_folder(settings.load, settings.save):
-        state.lineage = []
+        state.lineage, state.run = [], ""
 
     # A different number of ranks or samples per step is allowed.
     if saved["global_batch"] != engine.global_batch:

@@ -21,15 +21,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpoint.configuration import saved_config
 from megatron.checkpoint.directory import (
     CONFIG_FILE,
     OPTIMIZER_FILES,
     STATE_FILE,
-    check_not_replaced,
+    check_replaced,
     clean_up,
     layer_file,
     publish,
     remove_older,
+    step_folder,
     tag_for,
     write_manifest,
 )
@@ -64,7 +66,7 @@ class Checkpointer:
         report: Callable[[str], None],
         first_lineage: Collection[int] | None = (),
     ):
-        """`report` prints a line on rank 0. first_lineage: `lineage` of `check_not_replaced`."""
+        """`report` prints a line on rank 0. first_lineage: `lineage` of `check_replaced`."""
         if config.checkpoint.save is None:
             raise ValueError("config.checkpoint.save is not set")
         self.engine, self.config, self.report = engine, config, report
@@ -80,16 +82,18 @@ class Checkpointer:
         """
         unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"
 
-        def prepare() -> None:
+        def prepare() -> list[int]:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 clean_up(self.directory)
-                check_not_replaced(self.directory, lambda iteration: iteration == state.iteration, self.first_lineage)
+                replaced = check_replaced(self.directory, lambda saved: saved == state.iteration, self.first_lineage)
                 unfinished.mkdir()
+                state.folder, state.inode = str(self.directory.resolve()), self.directory.stat().st_ino
+                return replaced
             except OSError as error:
                 raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
 
-        run_on_rank_0(prepare)
+        replaced = run_on_rank_0(prepare)
 
         # `lineage` contains this checkpoint and those it continues.
         state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
@@ -97,6 +101,9 @@ class Checkpointer:
             self.first_lineage = state.lineage
 
         self._write(state, unfinished)
+        replaces = ", which replaces an earlier one of this run" if replaced else ""
+        self.report(f"saved {self.directory / tag_for(state.iteration)}{replaces}")
+        run_on_rank_0(lambda: self._remove_older(state.lineage))
 
     def _write(self, state: TrainingState, unfinished: Path) -> None:
         tag, files = tag_for(state.iteration), rank_files(self.engine, self.config, state)
@@ -116,7 +123,6 @@ class Checkpointer:
                 raise CheckpointError(f"{error.filename or self.directory}: {error.strerror}") from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
-            self._remove_older(state.lineage)
 
         run_on_rank_0(complete)
         if failure is not None:
@@ -124,18 +130,30 @@ class Checkpointer:
                 f"{self.directory / tag}: could not be saved ({failure}); free some disk space or check the folder's "
                 "permissions. Previously saved checkpoints are unchanged"
             )
-        self.report(f"saved {self.directory / tag}")
 
     def _remove_older(self, lineage: list[int]) -> None:
-        """Delete older checkpoints of this run, as `keep_last_n_checkpoints` says. Errors are only reported."""
+        """Delete older checkpoints of this run, as `keep_last_n_checkpoints` says, and report them. Errors are only
+        reported.
+        """
         keep = self.config.checkpoint.keep_last_n_checkpoints
         if keep is None:
             return
         try:
-            remove_older(self.directory, keep, [saved for saved in lineage if not self.config.checkpoint.keeps(saved)])
+            deletable = [iteration for iteration in lineage if not self._keeps(iteration)]
+            for iteration in remove_older(self.directory, keep, deletable):
+                self.report(f"deleted {self.directory / tag_for(iteration)} (keep_last_n_checkpoints {keep})")
         except (OSError, UserError) as error:
             problem = first_line(error)
             self.report(f"warning: an older checkpoint could not be deleted, so the disk may become full: {problem}")
+
+    def _keeps(self, iteration: int) -> bool:
+        """Whether a checkpoint is never deleted: this run's configuration says so, or the one that it was saved with.
+        Raises CheckpointError if its configuration cannot be read.
+        """
+        step = step_folder(self.directory, tag_for(iteration))
+        if self.config.checkpoint.keeps(iteration):
+            return True
+        return step.is_dir() and saved_config(step, self.config).checkpoint.keeps(iteration)
 
 
 def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:

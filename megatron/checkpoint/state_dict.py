@@ -59,6 +59,10 @@ class TrainingState:
         unlogged_losses: the losses of the steps since the last line of the log.
         evaluated_at: the last iteration at which the validation loss and extrapolation curves were measured.
         lineage: iterations of the checkpoints that led to this state, of those that the run saved to its folder.
+        run: identifies the run in logs; resuming does not change it. Empty if unknown.
+        folder, inode: the path and inode of the folder to which the run last saved.
+        tokenizer: `Tokenizer.fingerprint`. Empty if unknown.
+        data: prefix -> `data_fingerprint` of the datasets with which the run was trained.
     """
 
     iteration: int = 0
@@ -71,6 +75,11 @@ class TrainingState:
     unlogged_losses: list[float] = field(default_factory=list)
     evaluated_at: int = 0
     lineage: list[int] = field(default_factory=list)
+    run: str = ""
+    folder: str = ""
+    inode: int = 0
+    tokenizer: str = ""
+    data: dict[str, str] = field(default_factory=dict)
 
 
 def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:

@@ -4,6 +4,7 @@ Every batch is determined by (seed, task, step).
 """
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -105,7 +106,7 @@ class Result(TypedDict):
     pos_emb: Name
     seed: Int
     score: Fraction
-    accuracies: dict[str, Fraction]
+    accuracies: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Fraction]
     distances: NotRequired[dict[str, dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]]]]
 
 
@@ -248,6 +249,13 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
         raise UserError(
             f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
         )
+
+    # A score is the mean accuracy at the lengths beyond those of training.
+    for number, result in enumerate(content["results"]):
+        accuracies = result["accuracies"].items()
+        longer = [accuracy for length, accuracy in accuracies if int(length) > settings.train_longest]
+        if not longer or not math.isclose(result["score"], sum(longer) / len(longer), abs_tol=1e-6):
+            raise UserError(f"{path}: results[{number}].score {result['score']} is not the mean of its accuracies")
     return content["results"]
 
 

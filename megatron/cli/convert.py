@@ -49,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for option in ("--vocab-file", "--merge-file"):
         to_hf.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
     to_hf.add_argument(
+        "--allow-other-tokenizer",
+        action="store_true",
+        help="write the tokenizer although the model was trained with another one",
+    )
+    to_hf.add_argument(
         "--inference-mode",
         metavar="MODE",
         help="how the exported model attends, such as sinks@4+508; it then has its own code (see "
@@ -84,6 +89,7 @@ def export(options: argparse.Namespace) -> None:
         tokenizer=tokenizer,
         dtype=dtype,
         inference_mode=options.inference_mode,
+        allow_other_tokenizer=options.allow_other_tokenizer,
     )
 
 

@@ -126,6 +126,7 @@ def evaluate_tasks(
                 mode=mode.name,
                 dtype=DTYPES[options.precision],
                 device=device,
+                allow_other_tokenizer=config.checkpoint.allow_other_tokenizer,
                 max_length=max_length,
                 # Batches are padded, which changes the length of their texts.
                 batch_size=1 if mode.attention.length_dependent else max(1, batch_tokens // max_length),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.checkpoint.configuration import evaluated_method
+from megatron.checkpoint.configuration import check_trained_tokenizer, evaluated_method, trained_tokenizer
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.cli.eval_tasks import evaluate_tasks, task_options
@@ -284,7 +284,13 @@ def _build_tokenizer(
             raise
         report(f"bits per byte is not measured: {error}; no token is put before the texts (--bos)")
         return None
+    if config.checkpoint.allow_other_tokenizer:
+        return tokenizer
     for model in models:
+        trained = trained_tokenizer(model.step)
+        if trained is not None:
+            check_trained_tokenizer(trained, tokenizer, allowed=False, place=model.step)
+            continue
         own = TokenizerFiles.of(model.saved)
         try:
             is_other = own != files and own.build().fingerprint != tokenizer.fingerprint

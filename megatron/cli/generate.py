@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kerple.attention import FULL_MODE, Mode
+from megatron.checkpoint.configuration import check_trained_tokenizer
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Load the model only now, because it takes time.
     model, saved = load(chosen_step(checkpoint_folders(config, options)[0], config, options), config, options)
     tokenizer = tokenizer_files(config, saved).build()
+    allowed = config.checkpoint.allow_other_tokenizer
+    check_trained_tokenizer(model.trained_tokenizer, tokenizer, allowed=allowed, place="the checkpoint")
     check_rows(tokenizer, model.settings.padded_vocab_size)
     reason = as_decoder(model).unsupported_reason(inference_mode.attention)
     if reason is not None:

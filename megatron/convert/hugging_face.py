@@ -17,6 +17,7 @@ from torch import Tensor
 from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional import method_class
 from kerple.positional.wrappers import Randomized
+from megatron.checkpoint.configuration import check_trained_tokenizer
 from megatron.checkpoint.layers import load_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.config import Config
@@ -65,6 +66,7 @@ def to_hugging_face(
     tokenizer: TokenizerFiles | None = None,
     dtype: torch.dtype = torch.float32,
     inference_mode: str | None = None,
+    allow_other_tokenizer: bool = False,
     report: Report = print,
 ) -> None:
     """Write `model` to the new folder `output`, for `AutoModelForCausalLM.from_pretrained`.
@@ -75,9 +77,11 @@ def to_hugging_face(
         dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
         inference_mode: how the model attends, such as `sinks@4+508` (`kerple.attention.inference.mode`). Models
             of transformers have none but `full`, so the model is then self-contained.
+        allow_other_tokenizer: write `tokenizer` although the model was trained with another one.
 
     Raises:
-        CheckpointError: if the written model does not give the same logits, to 1e-4 in float32. Nothing is written.
+        CheckpointError: if the model was trained with another tokenizer, or the written model does not give the same
+            logits, to 1e-4 in float32. Nothing is written.
         UserError: if the tokenizer is missing or has more tokens than the model, or if the model does not support the
             inference mode.
     """
@@ -116,6 +120,8 @@ def to_hugging_face(
         values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer is not None:
             ids = write_tokenizer(tokenizer, folder, padded_vocab_size)
+            trained, used = model.trained_tokenizer, tokenizer.build()
+            check_trained_tokenizer(trained, used, allowed=allow_other_tokenizer, place="the checkpoint")
             values.update(ids)
             write_json(folder / "generation_config.json", ids)
         else:
@@ -194,9 +200,11 @@ def from_hugging_face(
             f"{source / 'config.json'}: num_hidden_layers is {values['num_layers']}, but the folder has only "
             f"{len(tensors)} tensors"
         )
+    fingerprint = ""
     with new_folder(output) as folder:
         if with_tokenizer:
-            values.update(copy_tokenizer(source, folder, output, values["padded_vocab_size"]))
+            keys, fingerprint = copy_tokenizer(source, folder, output, values["padded_vocab_size"])
+            values.update(keys)
         config = Config.from_flat({**values, "pos_emb_module": pos_emb_module}, source=str(source / "config.json"))
         settings = ModelSettings(config.model, values["padded_vocab_size"])
         with torch.device("meta"):
@@ -212,7 +220,7 @@ def from_hugging_face(
 
         # Write the checkpoint, read it, and compare the logits.
         reference = load_reference(theirs, tensors)
-        step = write_checkpoint(folder, model, file_dtype, values)
+        step = write_checkpoint(folder, model, file_dtype, values, tokenizer=fingerprint)
         if dtype is not None:
             for parameter in reference.parameters():
                 parameter.data = parameter.data.to(dtype).float()

@@ -86,9 +86,11 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_checkpoint(folder: Path, model: GPT, dtype: torch.dtype, config_values: Mapping[str, Any]) -> Path:
+def write_checkpoint(
+    folder: Path, model: GPT, dtype: torch.dtype, config_values: Mapping[str, Any], *, tokenizer: str = ""
+) -> Path:
     """Write global_step0 with weights in `dtype`, configuration and manifest, but no optimizer, and `latest`; return
-    its path.
+    its path. tokenizer: its fingerprint, if the model has one.
     """
     iteration = 0
     step = folder / tag_for(iteration)
@@ -96,7 +98,7 @@ def write_checkpoint(folder: Path, model: GPT, dtype: torch.dtype, config_values
     for index, layer in layers_with_weights(model).items():
         state = {name: cast(tensor, dtype) for name, tensor in tensors_of(layer).items()}
         torch.save(state, layer_file(step, index, 0))
-    torch.save({"iteration": iteration}, step / STATE_FILE)
+    torch.save({"iteration": iteration, "tokenizer": tokenizer}, step / STATE_FILE)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
     update_latest(folder, step.name)

@@ -150,9 +150,9 @@ def _character_level() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> dict[str, str]:
+def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> tuple[dict[str, str], str]:
     """Copy the tokenizer of a Hugging Face folder into `folder`; return the configuration keys for it, with the paths
-    that the files will have in `final`. Raises UserError if there is no supported tokenizer.
+    that the files will have in `final`, and its fingerprint. Raises UserError if there is no supported tokenizer.
     """
     if os.path.lexists(source / "tokenizer.json"):
         tokenizer_type, files = "HFTokenizer", {"vocab_file": "tokenizer.json"}
@@ -168,5 +168,7 @@ def copy_tokenizer(source: Path, folder: Path, final: Path, vocabulary: int) -> 
     for name in (*files.values(), *(other for other in OTHER_FILES if os.path.lexists(source / other))):
         (folder / name).write_bytes(read_file(source / name))
     copied = TokenizerFiles(tokenizer_type, **{key: folder / name for key, name in files.items()})
-    check_rows(copied.build(), vocabulary)
-    return {"tokenizer_type": tokenizer_type, **{key: str(final / name) for key, name in files.items()}}
+    tokenizer = copied.build()
+    check_rows(tokenizer, vocabulary)
+    keys = {"tokenizer_type": tokenizer_type, **{key: str(final / name) for key, name in files.items()}}
+    return keys, tokenizer.fingerprint

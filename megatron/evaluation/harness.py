@@ -39,11 +39,12 @@ def harness_model(
     mode: str,
     dtype: torch.dtype,
     device: torch.device,
+    allow_other_tokenizer: bool = False,
     **options: int,
 ) -> Any:
     """The harness's own model (HFLM) of the export of a float32 model on the CPU, and of its configuration, in an
-    inference mode. options: max_length, batch_size. Raises UserError if the tokenizer is missing, or if the
-    model has dynamic scaling or cannot be exported.
+    inference mode. options: max_length, batch_size. Raises UserError if the tokenizer is missing or not the one that
+    the model was trained with, or if the model has dynamic scaling or cannot be exported.
     """
     prefix = tokenizer.build().first  # of documents and empty prompts
     if any(method.length_dependent for method in model.positional_methods().values()):
@@ -63,6 +64,7 @@ def harness_model(
                 tokenizer=tokenizer,
                 dtype=dtype,
                 inference_mode=mode,
+                allow_other_tokenizer=allow_other_tokenizer,
                 report=lambda line: print(line.replace(str(output), "export"), flush=True),
             )
             exported = load_written(output, dtype).to(device)

@@ -10,13 +10,15 @@ import hashlib
 import io
 import itertools
 import math
+import operator
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints, overload
 
-from pydantic import FailFast, TypeAdapter
+from pydantic import FailFast, Field, TypeAdapter
 from typing_extensions import NotRequired, TypedDict  # pydantic does not accept that of `typing` before Python 3.12
 
 from megatron.utils.errors import UserError
@@ -30,7 +32,12 @@ RESULTS = "results.jsonl"
 MAX_BYTES = 1 << 30  # of a results.jsonl, whose records have up to 10 KB
 
 Counts = Annotated[list[Count], FailFast()]
+# A mean negative log-likelihood is at least 0, except for rounding.
+Loss = Annotated[Float, Field(ge=-1e-3)]
+Losses = Annotated[list[Loss], FailFast()]
 Floats = Annotated[list[Float], FailFast()]
+NonNegative = Annotated[Float, Field(ge=0)]
+Length = Annotated[Int, Field(ge=1)]
 
 
 class Checkpoint(TypedDict):
@@ -78,7 +85,7 @@ class Record(TypedDict):
     train_length: Count | None
     mode: Name
     protocol: Name
-    length: Count
+    length: Length
     note: Text | None
     measurement: Name
     environment: Environment | None
@@ -92,7 +99,7 @@ class DocumentGroups(TypedDict):
     """
 
     tokens: Counts
-    losses: Floats
+    losses: Losses
 
 
 class ExtrapolationRecord(Record):
@@ -115,10 +122,10 @@ class ExtrapolationRecord(Record):
     tokens: Count
     segments: Count
     documents: Count | None
-    loss: Float | None
-    stderr: Float | None
-    bits_per_byte: Float | None
-    perplexity: Float | None
+    loss: Loss | None
+    stderr: NonNegative | None
+    bits_per_byte: NonNegative | None
+    perplexity: NonNegative | None
     targets: Name
     groups: DocumentGroups | None
 
@@ -130,7 +137,7 @@ class PositionsRecord(Record):
     """
 
     edges: Counts
-    losses: Floats
+    losses: Losses
     counts: Counts
     targets: Name
 
@@ -186,6 +193,20 @@ KINDS: dict[str, type[Record]] = {
     "passkey": PasskeyRecord,
     "effective_length": EffectiveLengthRecord,
 }
+
+
+# The key of a record's value. It is null, or an empty list, if it could not be measured.
+VALUES = {
+    "extrapolation": "loss",
+    "positions": "losses",
+    "resolution": "resolution",
+    "passkey": "accuracy",
+    "effective_length": "effective_lengths",
+}
+
+
+class UnknownKindError(UserError):
+    """A record of a kind that another version of this project writes."""
 
 
 class _Kind(TypedDict):
@@ -323,40 +344,95 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
 
 
 def read_results_file(path: Path) -> list[Record]:
-    """The records of one results.jsonl, the last one of each identity. Raises UserError."""
+    """The records of one results.jsonl, the last one of each identity. Skips records of unknown kinds, with one line on
+    standard error. Raises UserError.
+    """
     records: dict[tuple[object, ...], Record] = {}
+    unknown: list[UnknownKindError] = []
     for number, line in enumerate(io.BytesIO(read_file(path, MAX_BYTES)), start=1):
         if line.endswith(b"\n"):  # otherwise a killed process has not completed it
             try:
                 record = parse_record(line[:-1], f"{path}, line {number}")
+            except UnknownKindError as error:
+                unknown.append(error)
+                continue
             except UserError as error:
                 raise UserError(f"{error}; correct or remove the line") from None
             records[identity(record)] = record
+    if unknown:
+        print(f"skipped {len(unknown):,} record(s) of unknown kinds: {unknown[0]}", file=sys.stderr)
     return list(records.values())
 
 
 def parse_record(line: bytes, place: str) -> Record:
-    """The record in a line. Raises UserError, starting with `place`, if it is not one."""
+    """The record in a line. Raises UserError, starting with `place`, if it is not one, or its values contradict each
+    other; UnknownKindError if its kind is unknown.
+    """
     value = load_json(line, place)
     kind = check_json(value, _KIND, place)["kind"]
     if kind not in KINDS:
-        raise UserError(f"{place}: kind {kind!r} is unknown; evaluate.py writes {', '.join(KINDS)}")
+        raise UnknownKindError(f"{place}: kind {kind!r} is unknown; evaluate.py writes {', '.join(KINDS)}")
     record = check_json(value, _ADAPTERS[kind], place)
-    contradiction = _contradiction(record)
-    if contradiction is not None:
+    for contradiction in _contradictions(record):
         raise UserError(f"{place}: {contradiction}")
     return record
 
 
-def _contradiction(record: Mapping[str, Any]) -> str | None:
-    """Why the values of a record contradict each other; None if they do not."""
-    kind, groups = record["kind"], record.get("groups")
-    if kind == "extrapolation" and groups is not None:
-        tokens, losses = groups["tokens"], groups["losses"]
-        if record["loss"] is None or not tokens or len(tokens) != len(losses) or 0 in tokens:
-            return "groups must have one loss for each positive number of tokens, and the record must have a loss"
-    if kind == "positions" and (record["edges"] or record["losses"]):
-        edges = record["edges"]
-        if len(edges) != len(record["losses"]) + 1 or any(a >= b for a, b in itertools.pairwise(edges)):
-            return "edges must increase, with one more edge than losses"
-    return None
+def _contradictions(record: Mapping[str, Any]) -> Iterator[str]:
+    """Why the values of a record contradict each other."""
+    kind, value = record["kind"], record[VALUES[record["kind"]]]
+    is_measured = value is not None and value != []
+    if is_measured != (record["note"] is None):
+        yield f"it must have either a value ({VALUES[kind]}) or a note that says why there is none"
+    elif kind == "extrapolation":
+        yield from _contradictions_of_losses(record, is_measured)
+    elif kind == "positions" and is_measured:
+        edges, counts = record["edges"], record["counts"]
+        if len(edges) != len(value) + 1 or any(a >= b for a, b in itertools.pairwise(edges)):
+            yield "edges must increase, with one more edge than losses"
+        if len(counts) != len(value) or 0 in counts:
+            yield "counts must have one positive number for each loss"
+    elif kind == "resolution" and is_measured:
+        layers = record["layers"]
+        if not record["texts"] or not layers or not _is_close(value, sum(layers) / len(layers)):
+            yield f"resolution {value} is not the mean over layers, of at least one text"
+    elif kind == "passkey":
+        correct, trials = record["correct"], record["trials"]
+        if correct > trials or (is_measured and not _is_close(value * trials, correct)):
+            yield f"accuracy {value} is not correct / trials, {correct} / {trials}"
+    elif kind == "effective_length" and is_measured:
+        if len(record["layers"]) != len(value):
+            yield "effective_lengths must have one list for each of the layers"
+        if max(map(max, filter(None, value)), default=0) > record["length"]:
+            yield f"effective_lengths must be at most length {record['length']}"
+
+
+def _contradictions_of_losses(record: Mapping[str, Any], is_measured: bool) -> Iterator[str]:
+    """The same for a record of kind `extrapolation`."""
+    loss, tokens, groups = record["loss"], record["tokens"], record["groups"]
+    if not is_measured:
+        others = ("stderr", "bits_per_byte", "perplexity", "groups")
+        if tokens or any(record[key] is not None for key in others):
+            yield f"loss is null, so tokens must be 0, and {', '.join(others)} null"
+        return
+    if not tokens or not record["segments"] or record["documents"] == 0:
+        yield "tokens, segments and documents must be positive, because there is a loss"
+    expected = perplexity(loss)
+    if expected is None or record["perplexity"] is None:
+        matches = expected == record["perplexity"]
+    else:
+        matches = _is_close(record["perplexity"], expected)
+    if not matches:
+        yield f"perplexity {record['perplexity']} is not exp(loss), {expected}"
+    if groups is None:
+        return
+    if len(groups["tokens"]) != len(groups["losses"]) or 0 in groups["tokens"] or sum(groups["tokens"]) != tokens:
+        yield f"groups must have one loss for each positive number of tokens, {tokens:,} in total"
+        return
+    mean = math.fsum(map(operator.mul, groups["tokens"], groups["losses"])) / tokens
+    if not math.isclose(mean, loss, rel_tol=1e-3, abs_tol=1e-3):  # the losses of groups are rounded
+        yield f"loss {loss} is not the mean of groups, {mean}"
+
+
+def _is_close(value: float, expected: float) -> bool:
+    return math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.configuration import checkpoint_config, trained_tokenizer
 from megatron.checkpoint.directory import find_valid_step, looks_like_checkpoint
 from megatron.checkpoint.layers import check_sizes, embedding_rows, load_layers, open_layers, weight_layers
 from megatron.config import Config
@@ -52,4 +52,5 @@ def load_model(
     check_sizes(step, settings, states)
     model = GPT(settings)
     load_layers(weight_layers(model.layers(), config.model), step, states=states)
+    model.trained_tokenizer = trained_tokenizer(step)
     return model.to(device=device, dtype=dtype).eval(), config

@@ -215,6 +215,7 @@ class GPT(nn.Module):
         """checkpoint_every: recompute activations in the backward pass, in groups of this many blocks; 0: never."""
         super().__init__()
         self.settings = settings
+        self.trained_tokenizer: str | None = None  # its fingerprint, if the checkpoint names it
         self.checkpoint_every = checkpoint_every
         for index, factory in layer_factories(settings).items():
             self.add_module(str(index), factory())

@@ -6,6 +6,7 @@ import re
 import string
 import sys
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import pooch
@@ -14,9 +15,10 @@ from huggingface_hub import hf_hub_download
 from megatron.data.indexed_dataset import file_sample
 from megatron.utils.errors import UserError, first_line, visible
 from megatron.utils.files import read_file, write_atomically, write_errors
+from megatron.utils.processes import Lock
 
 RETRIES = 2
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16
 _CHECKSUM = re.compile(r"sha256=([0-9a-fA-F]{64})")
 _HUB_DATASET = re.compile(r"https://huggingface\.co/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
@@ -26,8 +28,8 @@ def download(url: str, folder: Path) -> Path:
 
     A file gets its name when it is complete. `NAME.source.json` has the hash of its URL and `file_sample` of the file,
     so that a file of the same name from another URL, or one that was damaged later, is not used without notice; the
-    user's own files have none. Broken connections are retried; a
-    new process starts from the beginning.
+    user's own files have none. Broken connections are retried. A retry, and a later process, continue with the missing
+    part if the server supports that and the file is the same.
 
     Args:
         url: http:// or https://. A fragment `#sha256=<64 hexadecimal digits>` is verified.
@@ -94,11 +96,67 @@ def _fetch(address: str, checksum: str | None, path: Path) -> None:
     pooch.get_logger().setLevel("WARNING")  # its other messages contain the query of the URL
     registry = {path.name: None if checksum is None else f"sha256:{checksum}"}
     files = pooch.create(path.parent, "", registry=registry, urls={path.name: address}, retry_if_failed=RETRIES)
-    # A server may send a compressed body only if the request allows it; then its size and checksum would differ.
-    downloader = pooch.HTTPDownloader(
-        progressbar=sys.stderr.isatty(), chunk_size=_BLOCK, headers={"Accept-Encoding": "identity"}
-    )
-    files.fetch(path.name, downloader=downloader)
+    busy = f"{path}: another process downloads it; wait until it ends"
+    with Lock(path.with_name(f".{path.name}.lock"), busy):
+        files.fetch(path.name, downloader=_ResumingDownloader(path))
+
+
+class _ResumingDownloader:
+    """A downloader of `pooch` that keeps the received part of a file, `.NAME.part`, when the connection breaks.
+
+    `.NAME.part.json` has the URL's hash and what identifies the version of the file on the server (its ETag, or else
+    its time of modification). The next call requests the rest of the same version, with the HTTP headers Range and
+    If-Range; a server that has another one, or does not support them, sends the whole file.
+    """
+
+    def __init__(self, path: Path):
+        self._part = path.with_name(f".{path.name}.part")
+        self._state = path.with_name(f".{path.name}.part.json")
+
+    def __call__(self, url: str, output_file: str, files: Any) -> None:
+        # A server may send a compressed body only if the request allows it; then its size and checksum would differ.
+        headers = {"Accept-Encoding": "identity"}
+        url_hash = hashlib.sha256(url.encode()).hexdigest()
+        version = self._version(url_hash)
+        if version is None:
+            self._remove()
+        else:
+            headers |= {"Range": f"bytes={self._part.stat().st_size}-", "If-Range": version}
+        with open(self._part, "ab") as stream:
+
+            def start(response: Any, **_: Any) -> None:
+                """Called before the body is read; also for redirects."""
+                if response.status_code in (200, 416):  # the whole file, or none of it
+                    stream.truncate(0)
+                    etag = response.headers.get("ETag", "W/")
+                    version = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
+                    self._state.write_text(json.dumps({"url": url_hash, "version": version}))
+
+            request = pooch.HTTPDownloader(
+                progressbar=sys.stderr.isatty(), chunk_size=_BLOCK, headers=headers, hooks={"response": start}
+            )
+            try:
+                request(url, stream, files)
+            finally:
+                if stream.tell() == 0:
+                    self._remove()
+        self._part.replace(output_file)
+        self._remove()
+
+    def _version(self, url_hash: str) -> str | None:
+        """The version of the part; None if there is none that can be continued."""
+        try:
+            state = json.loads(self._state.read_text())
+        except (OSError, ValueError):
+            return None
+        if not self._part.is_file() or state.get("url") != url_hash:
+            return None
+        version: str | None = state.get("version")
+        return version
+
+    def _remove(self) -> None:
+        self._part.unlink(missing_ok=True)
+        self._state.unlink(missing_ok=True)
 
 
 def _split_checksum(url: str) -> tuple[str, str | None]:

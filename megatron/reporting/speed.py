@@ -29,10 +29,11 @@ class StepTime:
 def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
     """The step times of all checkpoints named in extrapolation records whose training log still exists.
 
-    The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the checkpoint folder.
+    The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the checkpoint folder; only the
+    lines of the run that saved the checkpoint are read.
     """
     from megatron.checkpoint.configuration import checkpoint_config  # imports the model
-    from megatron.checkpoint.directory import find_step
+    from megatron.checkpoint.directory import find_step, read_state_file
 
     measured: dict[str, AnyRecord] = {}
     for record in records:
@@ -42,13 +43,15 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
     times = []
     for path, record in measured.items():
         try:
-            config = checkpoint_config(find_step(path))
+            step = find_step(path)
+            config = checkpoint_config(step)
+            run = read_state_file(step).get("training", {}).get("run", "")
             folders = [Path(config.logging.log_dir)] if config.logging.log_dir else []
             folders.append(Path(path).parent / "logs")
             log = next((folder / METRICS for folder in folders if (folder / METRICS).is_file()), None)
         except (UserError, OSError):  # OSError: the path is too long
             continue
-        speed = read_log(log) if log else None
+        speed = read_log(log, run) if log else None
         if speed:
             model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)
             corpus, pos_emb = record.get("corpus"), method_of(record).pos_emb

@@ -1,5 +1,7 @@
 """Reading `metrics.jsonl`, to which training appends a JSON object with metrics at each logged iteration."""
 
+import contextlib
+import os
 import statistics
 from pathlib import Path
 
@@ -8,14 +10,19 @@ from typing_extensions import NotRequired, TypedDict
 
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_lines
-from megatron.utils.typed_json import Count, Float, check_json, load_json
+from megatron.utils.typed_json import Count, Float, Name, check_json, load_json
 
 MAX_LINE_BYTES = 1 << 20
 
-# The keys of a line that progress and step times need. Lines of validation losses have only the first.
+# The keys of a line that progress and step times need. Lines of validation losses have only the first ones.
 MetricsLine = TypedDict(
     "MetricsLine",
-    {"iteration": Count, "train/tokens": NotRequired[Float], "train/tokens_per_second": NotRequired[Float]},
+    {
+        "run": NotRequired[Name],  # missing in logs of earlier versions
+        "iteration": Count,
+        "train/seconds_per_step": NotRequired[Float],
+        "train/tokens_per_second": NotRequired[Float],
+    },
 )
 _METRICS_LINE = TypeAdapter(MetricsLine)
 
@@ -31,21 +38,37 @@ def parse_metrics(line: bytes, place: str) -> MetricsLine | None:
     return check_json(value, _METRICS_LINE, place)
 
 
-def read_log(path: Path) -> tuple[float, float] | None:
-    """(seconds per step, tokens per second) from a `metrics.jsonl`; None if it has no steps.
+def last_metrics(path: Path) -> MetricsLine | None:
+    """The last valid line of a metrics.jsonl; None if there is none."""
+    if not path.is_file():
+        return None
+    with open(path, "rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - MAX_LINE_BYTES))
+        lines = stream.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(UserError):
+            if values := parse_metrics(line, str(path)):
+                return values
+    return None
 
-    Both are medians over the lines of the log. The first line includes warm-up and is skipped if there are others.
-    Incomplete lines are skipped: the last one may be being written, and killed runs may have left others. Raises
-    UserError if the file cannot be read or a value has a wrong type.
+
+def read_log(path: Path, run: str = "") -> tuple[float, float] | None:
+    """(seconds per step, tokens per second) of a run from a `metrics.jsonl`; None if it has no steps.
+
+    run: `TrainingState.run`; empty for lines of earlier versions, which have none. Both are medians over the lines of
+    the run. Its first line includes warm-up and is skipped if there are others. Incomplete lines are skipped: the last
+    one may be being written, and killed runs may have left others. Raises UserError if the file cannot be read or a
+    value has a wrong type.
     """
+    seconds: list[float] = []
     rates: list[float] = []
-    tokens_per_step = 0.0
     for number, content in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
         line = parse_metrics(content, f"{path}, line {number}")
-        if line and line["iteration"] and line.get("train/tokens") and line.get("train/tokens_per_second"):
+        if not line or line.get("run", "") != run:
+            continue
+        if line.get("train/seconds_per_step") and line.get("train/tokens_per_second"):
+            seconds.append(line["train/seconds_per_step"])
             rates.append(line["train/tokens_per_second"])
-            tokens_per_step = line["train/tokens"] / line["iteration"]
     if not rates:
         return None
-    tokens_per_second = statistics.median(rates[1:] or rates)
-    return tokens_per_step / tokens_per_second, tokens_per_second
+    return statistics.median(seconds[1:] or seconds), statistics.median(rates[1:] or rates)

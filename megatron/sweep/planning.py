@@ -5,7 +5,6 @@ training started with), `checkpoints/`, `logs/`, `output.log` (the output of its
 results and `evaluated.json`, which records the weights and options that produced them.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -36,7 +35,7 @@ from megatron.data.splits import dataset_prefixes
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
 from megatron.evaluation.text import corpus_name
-from megatron.reporting.training_log import MAX_LINE_BYTES, parse_metrics
+from megatron.reporting.training_log import last_metrics
 from megatron.sweep.definition import Choice, Sweep, run_name
 from megatron.utils.files import METRICS, read_file, write_atomically
 from megatron.utils.typed_json import Count, Name, parse_json
@@ -211,16 +210,8 @@ class SweepRun:
 
     def logged_iteration(self) -> int:
         """The last iteration in the metrics file: the progress of a running training."""
-        if not self.metrics.is_file():
-            return 0
-        with open(self.metrics, "rb") as stream:
-            stream.seek(max(0, stream.seek(0, 2) - MAX_LINE_BYTES))
-            lines = stream.read().splitlines()
-        for line in reversed(lines):
-            with contextlib.suppress(UserError):  # this is only shown as progress
-                if values := parse_metrics(line, str(self.metrics)):
-                    return values["iteration"]
-        return 0
+        last = last_metrics(self.metrics)
+        return last["iteration"] if last else 0
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with another configuration, or one that was trained on other

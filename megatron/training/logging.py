@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import resource
-import secrets
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.settings import Layout
+from megatron.reporting.training_log import last_metrics
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, import_package
 from megatron.utils.files import METRICS
@@ -62,6 +62,7 @@ class Logger:
         self._is_main = layout.is_main
         self._text: TextIO | None = None
         self._metrics: TextIO | None = None
+        self._run = ""
         self._tensorboard: Any = None
         self._wandb: Any = None
         if self._is_main and config.logging.log_dir:
@@ -75,17 +76,23 @@ class Logger:
         except OSError as error:
             raise UserError(f"log-dir: cannot write to {folder}: {error.strerror}") from error
 
-    def start_metrics(self, iteration: int) -> None:
-        """Open the metrics file, TensorBoard and Weights & Biases, for a run that starts after `iteration` steps.
+    def start_metrics(self, state: TrainingState) -> None:
+        """Open the metrics file, TensorBoard and Weights & Biases, for a run that starts from this state. Says so if
+        they contain another run.
 
         Raises UserError if one of them is not available.
         """
         # Rank 0 writes all metrics.
-        settings = self._config.logging
+        settings, trains = self._config.logging, self._config.schedule.last_iteration > 0
         if not self._is_main:
             return
+        self._run = state.run
         if settings.log_dir:
             self._metrics = self._open(METRICS)
+            path = Path(settings.log_dir) / METRICS
+            last = last_metrics(path)
+            if last is not None and last.get("run", "") != self._run:
+                self.info(f"notice: log-dir: {path} contains other runs; the lines of this one have run {self._run}")
 
         # The libraries are optional, and slow to import.
         if settings.tensorboard_dir:
@@ -98,7 +105,9 @@ class Logger:
             from torch.utils.tensorboard import SummaryWriter
 
             # Training drops the steps after the checkpoint, which a killed run has logged too.
-            purge_step = iteration + 1 if iteration and self._config.schedule.last_iteration else None
+            purge_step = state.iteration + 1 if state.iteration and trains else None
+            if not state.iteration and any(Path(settings.tensorboard_dir).glob("*tfevents*")):
+                self.info(f"notice: tensorboard-dir: {settings.tensorboard_dir} contains other runs, whose curves mix")
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
             text = json.dumps(without_secrets(self._config.to_flat()), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
@@ -114,7 +123,7 @@ class Logger:
                 group=settings.wandb_group,
                 entity=settings.wandb_team,
                 name=settings.wandb_run_name,
-                id=self._wandb_run_id(iteration),
+                id=self._run if trains else None,
                 resume="allow",
                 config=without_secrets(self._config.to_flat()),
             )
@@ -122,15 +131,6 @@ class Logger:
             raise UserError(
                 f"use_wandb: {first_line(error)}; set WANDB_API_KEY, or WANDB_MODE=offline to log to disk"
             ) from error
-
-    def _wandb_run_id(self, iteration: int) -> str | None:
-        """The id of this run, kept in `save`, so that a resumed run continues its curves; None if it saves nothing."""
-        if self._config.checkpoint.save is None or self._config.schedule.last_iteration == 0:
-            return None
-        path = Path(self._config.checkpoint.save) / "wandb_run_id"
-        if iteration == 0 or not path.exists():
-            path.write_text(secrets.token_hex(8))
-        return path.read_text().strip()
 
     def info(self, text: str) -> None:
         """Print a line."""
@@ -143,7 +143,8 @@ class Logger:
     def metrics(self, values: dict[str, float], iteration: int) -> None:
         """Record metrics by name."""
         if self._metrics is not None:
-            keys = {"iteration": iteration, "last_iteration": self._config.schedule.last_iteration}
+            last_iteration = self._config.schedule.last_iteration
+            keys = {"run": self._run, "iteration": iteration, "last_iteration": last_iteration}
             self._write(self._metrics, json.dumps({**keys, **values}) + "\n")
         values = values | {neox: values[name] for name, neox in NEOX_NAMES.items() if name in values}
         if self._tensorboard is not None:

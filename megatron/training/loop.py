@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.directory import check_not_replaced, iteration_of
+from megatron.checkpoint.configuration import check_trained_data, check_trained_tokenizer, trained_tokenizer
+from megatron.checkpoint.directory import check_replaced, iteration_of
 from megatron.checkpoint.loading import (
     check_model,
     checkpoint_vocab_size,
@@ -24,6 +25,8 @@ from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
 from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.indexed_dataset import data_fingerprint
+from megatron.data.splits import dataset_prefixes
 from megatron.model.settings import Layout
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles, padded_vocab_size
 from megatron.training import distributed
@@ -31,7 +34,7 @@ from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
 from megatron.training.optimizer import Schedule
-from megatron.training.startup import check_attention, lock_log_folders, lock_save_folder
+from megatron.training.startup import check_attention, identify_run, lock_log_folders, lock_save_folder
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
@@ -102,6 +105,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     tokenizer = TokenizerFiles.of(config).build()
     run_on_all_ranks(lambda: check_vocabulary(config, tokenizer.vocab_size))
     start = _find_start(config, layout, tokenizer, resources, report)
+    data = run_on_rank_0(lambda: _identify_data(config, start, report))
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
     curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
@@ -114,6 +118,9 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     if any(map(operator.gt, needed, planned)):  # the checkpoint was saved with larger batches
         datasets = _build_datasets(config, tokenizer, needed, report)
     _follow_data_order(state, datasets, report)
+    state.tokenizer = tokenizer.fingerprint
+    state.data |= data
+    state.run = run_on_rank_0(lambda: identify_run(config.checkpoint.save, state, report))
 
     # What the loop calls.
     validator = Validator(engine, logger, datasets.valid, datasets.test)
@@ -121,7 +128,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     if config.checkpoint.save:
         checkpointer = Checkpointer(engine, config, report, start.lineage_of(state))
     schedule = _build_schedule(config, state, report)
-    logger.start_metrics(state.iteration)
+    logger.start_metrics(state)
     return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside)
 
 
@@ -153,6 +160,8 @@ def _find_start(
             divisor = config.model.make_vocab_size_divisible_by
             default = padded_vocab_size(tokenizer.vocab_size, divisor, layout.tensor_size)
             return config.model.padded_vocab_size or default
+        allowed = config.checkpoint.allow_other_tokenizer
+        check_trained_tokenizer(trained_tokenizer(checkpoint), tokenizer, allowed=allowed, place=checkpoint)
         vocab_size = checkpoint_vocab_size(checkpoint, config, tokenizer.vocab_size, layout.tensor_size, report)
         check_model(checkpoint, source, vocab_size, report)
         if 0 < last_iteration < iteration:
@@ -214,7 +223,13 @@ def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> 
 
     folder = config.checkpoint.save
     if folder is not None and last_iteration > 0:
-        run_on_rank_0(lambda: check_not_replaced(Path(folder), saves, start.lineage_of(state)))
+        replaced = run_on_rank_0(lambda: check_replaced(Path(folder), saves, start.lineage_of(state)))
+        later = [iteration for iteration in replaced if iteration > state.iteration]
+        if later:
+            report(
+                f"notice: {folder} contains later checkpoints, which this run replaces when it saves at the same "
+                f"iterations ({', '.join(map(str, later))}); to keep them, choose another save"
+            )
     return state
 
 
@@ -232,6 +247,20 @@ def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[
         state.consumed_valid_samples + (max(validations, 0) + 1) * samples_per_validation,
         samples_per_validation,
     )
+
+
+def _identify_data(config: Config, start: Start, report: Callable[[str], None]) -> dict[str, str]:
+    """Prefix -> fingerprint of the datasets of a run that trains. Reports those that are new to a run that resumes;
+    raises UserError if one of them has changed.
+    """
+    if config.schedule.last_iteration == 0:
+        return {}
+    data = {prefix: data_fingerprint(prefix) for prefix in dataset_prefixes(config)}
+    starts_anew = start.source.checkpoint.finetune or config.checkpoint.allow_other_data
+    if start.checkpoint is not None and not starts_anew:
+        for prefix in check_trained_data(start.checkpoint, data):
+            report(f"notice: the run continues with {prefix}, which {start.checkpoint} was not trained with")
+    return data
 
 
 def _build_datasets(

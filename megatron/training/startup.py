@@ -4,6 +4,8 @@ suitable attention backend.
 
 import contextlib
 import os
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from kerple.attention import Requirements, check_backend
 from megatron.checkpoint.directory import clean_up
 from megatron.checkpoint.layers import DTYPES
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.utils.errors import first_line
 from megatron.utils.files import check_writable
@@ -85,6 +88,21 @@ def _check_that_all_hosts_share(folder: Path) -> None:
         run_on_all_ranks(check)
     finally:
         run_on_rank_0(lambda: probe.unlink(missing_ok=True))
+
+
+def identify_run(save: str | None, state: TrainingState, report: Callable[[str], None]) -> str:
+    """The run that continues from a state: that of the state, or a new one if `save` is a copy of its folder. Reports
+    where it comes from.
+    """
+    if save is None or not state.run or not state.folder:
+        return state.run or secrets.token_hex(8)
+    folder, original = Path(save), Path(state.folder)
+    if original.is_dir() and original.stat().st_ino == state.inode and not original.samefile(folder):
+        report(f"notice: {save} is a copy of {original}; its logs (log-dir, use_wandb) are those of a new run")
+        return secrets.token_hex(8)
+    if folder.resolve() != original:
+        report(f"notice: {save} was moved from {original}; its logs continue those of the run")
+    return state.run
 
 
 def check_attention(config: Config, device: torch.device) -> None:

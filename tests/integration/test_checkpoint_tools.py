@@ -31,7 +31,7 @@ from tests.support.conversion import LONG, greedy, make_model, quiet, random_tok
 from tests.support.errors import assert_rejected
 from tests.support.families import family_model
 from tests.support.release import checkpoints
-from tests.support.runs import ROOT, environment
+from tests.support.runs import ROOT, environment, trained
 from tests.support.texts import KINDS, PYTHON
 from tools.datasets import preprocess_data
 
@@ -158,6 +158,60 @@ def test_continued_pretraining_with_another_method(pythia, tmp_path, capsys):
     lines = capsys.readouterr().err
     assert "rotary (fraction 0.25) full non-overlapping at 256: perplexity" in lines
     assert "kerple_log full non-overlapping at 256: perplexity" in lines
+
+
+@pytest.fixture
+def changed_tokenizer(tmp_path) -> tuple[Path, dict[str, object]]:
+    """A run whose tokenizer.json has lost its last merge since; the keys with which it resumes."""
+    vocabulary = tmp_path / "tokenizer.json"
+    train_bpe(KINDS.values(), 300).save(str(vocabulary))
+    keys = {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary), "eval_iters": 0, "train_iters": 1}
+    data_path = write_corpus(tmp_path)
+    trained(tmp_path, data_path, **keys)
+    content = json.loads(vocabulary.read_text())
+    content["model"]["merges"].pop()
+    vocabulary.write_text(json.dumps(content))
+    return tmp_path / "checkpoints", {**keys, "data_path": data_path, "train_iters": 2}
+
+
+def test_a_changed_tokenizer_is_refused_by_commands(changed_tokenizer, tmp_path, capsys):
+    checkpoint = str(changed_tokenizer[0])
+    texts = {name: tmp_path / name for name in ("text.txt", "prompts.txt")}
+    for path in texts.values():
+        path.write_text("def main(x):\n")
+    evaluate = ["--checkpoint", checkpoint, "--text", str(texts["text.txt"]), "--lengths", "8"]
+    evaluate += ["--output", str(tmp_path / "results")]
+    generate = ["--checkpoint", checkpoint, "-i", str(texts["prompts.txt"]), "-o", str(tmp_path / "out.jsonl")]
+    generate += ["--set", "maximum_tokens=3"]
+    export = ["to-hf", checkpoint, str(tmp_path / "hf")]
+    for command, arguments in ((evaluate_main, evaluate), (generate_main, generate), (convert.main, export)):
+        assert_rejected("fingerprint.*allow_other_tokenizer", command, arguments)
+    assert not any((tmp_path / name).exists() for name in ("results", "out.jsonl", "hf"))
+    evaluate_main([*evaluate, "--set", "allow_other_tokenizer=true"])
+    generate_main([*generate, "allow_other_tokenizer=true"])
+    convert.main([*export, "--allow-other-tokenizer"])
+    assert all((tmp_path / name).exists() for name in ("results", "out.jsonl", "hf"))
+
+
+def test_a_changed_tokenizer_is_refused_by_training(changed_tokenizer, tmp_path):
+    keys = changed_tokenizer[1]
+    assert_rejected("global_step1: .*allow_other_tokenizer", trained, tmp_path, **keys)
+    new = {**keys, "finetune": True, "save": str(tmp_path / "new")}
+    assert_rejected("global_step1: .*allow_other_tokenizer", trained, tmp_path, **new)
+    trained(tmp_path, **keys, allow_other_tokenizer=True)
+    # The checkpoint now has the present tokenizer.
+    trained(tmp_path, **{**keys, "train_iters": 3})
+    vocabulary = Path(str(keys["vocab_file"]))
+    vocabulary.write_text(vocabulary.read_text() + "\n")
+    assert_rejected("global_step3: ", trained, tmp_path, **{**keys, "train_iters": 4})
+
+
+def test_an_imported_checkpoint_has_a_tokenizer(pythia, tmp_path):
+    convert.main(["from-hf", str(pythia[0]), str(tmp_path / "ours")])
+    path = tmp_path / "ours" / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    assert_rejected("allow_other_tokenizer", convert.main, ["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")])
+    convert.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf"), "--no-tokenizer"])
 
 
 def test_an_error_leaves_no_files(tmp_path):

@@ -1,7 +1,9 @@
 """Resuming, finetuning, and the checkpoints of a run, in this process."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,8 +118,51 @@ def test_requested_checkpoints_are_not_deleted(keys, kept, tmp_path, data_path):
     assert saved_iterations(tmp_path / "checkpoints") == kept
 
 
-def test_a_branch_of_a_run_replaces_its_later_checkpoints(finished_run, tmp_path, data_path):
-    trained(tmp_path, data_path, eval_iters=0, iteration=3, optimizer={"type": "Adam", "params": {"lr": 0.001}})
+def test_checkpoints_that_an_earlier_part_of_the_run_requested_are_not_deleted(tmp_path, data_path, capsys):
+    """Their own configuration requests them, the present one does not."""
+    common = {"save_interval": 1, "keep_last_n_checkpoints": 1, "eval_iters": 0}
+    trained(tmp_path, data_path, **common, extra_save_iters=[2], train_iters=3)
+    capsys.readouterr()
+    trained(tmp_path, data_path, **common, train_iters=5)
+    assert saved_iterations(tmp_path / "checkpoints") == [2, 5]
+    lines = capsys.readouterr().out.splitlines()
+    deleted = [line for line in lines if line.startswith("deleted")]
+    assert [line.partition("global_step")[2].split()[0] for line in deleted] == ["3", "4"]
+
+
+def rebuilt(data_path, prefix):
+    """A dataset at `prefix` with the token ids of `data_path` in another order."""
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(f"{data_path}{suffix}", f"{prefix}{suffix}")
+    ids = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
+    (ids[0:50], ids[400:450]) = (ids[400:450].copy(), ids[0:50].copy())
+    ids.tofile(f"{prefix}.bin")
+
+
+def test_data_that_changed_since_the_checkpoint(tmp_path, data_path, capsys):
+    """Another path is what the user asks for; the same path with other contents is not."""
+    own, other = (str(tmp_path / name) for name in ("own", "other"))
+    rebuilt(data_path, own)
+    keys = {"eval_iters": 0, "save_interval": 1}
+    trained(tmp_path, own, **keys, train_iters=1)
+    rebuilt(own, other)
+    trained(tmp_path, other, **keys, train_iters=2)
+    assert f"notice: the run continues with {other}" in capsys.readouterr().out
+    rebuilt(data_path, other)
+    assert_rejected(f"global_step2.*{other}.*allow_other_data", trained, tmp_path, other, **keys, train_iters=3)
+    trained(tmp_path, own, **keys, train_iters=3)
+    trained(tmp_path, other, **keys, train_iters=4, allow_other_data=True)
+    # A new run from the weights begins its data anew.
+    rebuilt(data_path, own)
+    trained(tmp_path, own, **keys, train_iters=1, finetune=True, save=str(tmp_path / "new"))
+
+
+def test_a_branch_of_a_run_replaces_its_later_checkpoints(finished_run, tmp_path, data_path, capsys):
+    keys = {"optimizer": {"type": "Adam", "params": {"lr": 0.001}}, "seed": 9}
+    trained(tmp_path, data_path, eval_iters=0, iteration=3, **keys)
+    notice = [line for line in capsys.readouterr().out.splitlines() if "notice" in line and "replaces" in line]
+    assert len(notice) == 1
+    assert "(6)" in notice[0]
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
     assert metrics(tmp_path, "train/learning_rate")[6] < 0.001
 

@@ -161,8 +161,9 @@ def trained(directory: Path) -> object:
             measured[f"{name} {values['iteration']:06}"].add(values[name])
     step = find_step(directory)
     states = {path.name: torch.load(path, weights_only=True) for path in sorted(step.glob("*.pt"))}
-    for state in states.values():  # stopping saves a checkpoint, too
-        state.get("training", {}).pop("lineage", None)
+    for state in states.values():  # stopping saves a checkpoint, too; each run has its own name and folder
+        for key in ("lineage", "run", "folder", "inode", "data"):
+            state.get("training", {}).pop(key, None)
     leftover = [path.name for path in directory.iterdir() if path.name[0] == "." or path.suffix == ".unfinished"]
     return step.name, {name: sorted(measured[name]) for name in sorted(measured)}, states, leftover
 

@@ -72,13 +72,18 @@ def stored_record(
         length=length,
         determined_by=determined_by,
     )
-    values = {"tokens": 64, "segments": 4, "documents": None, "stderr": None, "bits_per_byte": None, "perplexity": None}
-    values |= {"targets": "ab", "groups": None}
+    values = {"tokens": 64, "segments": 4, "documents": None, "stderr": None, "bits_per_byte": None}
+    values |= {"perplexity": math.exp(loss), "targets": "ab", "groups": None}
     return ExtrapolationRecord(**planned, loss=loss, **values)
+
+
+def of_kind(kind: str, **values: object) -> dict:
+    """A record of another kind: the keys that all kinds have, and `values`."""
+    planned = {key: value for key, value in stored_record().items() if key in get_type_hints(Record)}
+    return {**planned, "kind": kind, **values}
 
 
 def positions(**values: object) -> dict:
     """A record of kind `positions` with all its keys. `values` replace them."""
-    planned = {key: value for key, value in stored_record().items() if key in get_type_hints(Record)}
     bins = {"edges": [0, 8, 16], "losses": [2.0, 1.5], "counts": [8, 8], "targets": "ab"}
-    return {**planned, "kind": "positions", **bins, **values}
+    return of_kind("positions", **{**bins, **values})

@@ -48,6 +48,13 @@ class CheckpointConfig(ConfigSection):
     fallback: bool = field(
         False, "If the checkpoint to load is damaged, load the newest intact one before it. Same as --fallback."
     )
+    allow_other_tokenizer: bool = field(
+        False, "Use the checkpoint with another tokenizer than the one it was trained with, instead of an error."
+    )
+    allow_other_data: bool = field(
+        False,
+        "Resume a run although one of its datasets was built again with other contents under the same path.",
+    )
     iteration: Int | None = field(None, "Step of the checkpoint to load. Default: the one named in `latest`.", ge=0)
 
     def contradictions(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from tests.support.records import positions, stored_record
 
 def test_records_are_copied_compactly(tmp_path):
     losses = stored_record(loss=2.123456789)
-    losses["groups"] = {"tokens": [4], "losses": [2.123456789]}
+    losses["groups"] = {"tokens": [64], "losses": [2.123456789]}
     losses["checkpoint"]["path"] = "/home/user/checkpoints"
     by_position = positions(losses=[2.123456789, 1.0])
     for name, records in {"1": [losses], "2": [by_position]}.items():

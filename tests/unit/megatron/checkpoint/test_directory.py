@@ -12,6 +12,8 @@ import torch
 
 from megatron.checkpoint.directory import (
     MANIFEST,
+    STATE_FILE,
+    check_replaced,
     clean_up,
     find_damage,
     find_step,
@@ -26,6 +28,7 @@ from megatron.checkpoint.directory import (
 )
 from megatron.checkpoint.saving import write_files
 from megatron.checkpoint.storage import CheckpointError, load_tensors
+from tests.support.errors import assert_rejected
 
 
 def save(directory, iteration, value=None, keep=None):
@@ -40,7 +43,7 @@ def save(directory, iteration, value=None, keep=None):
     write_manifest(unfinished, iteration, records)
     publish(directory, unfinished, tag_for(iteration))
     if keep is not None:
-        remove_older(directory, keep, range(iteration + 1))
+        list(remove_older(directory, keep, range(iteration + 1)))
 
 
 def value_of(step):
@@ -127,8 +130,50 @@ def test_the_only_valid_checkpoint_is_not_deleted(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / "global_step2" / "weights.pt").write_bytes(b"")
-    assert remove_older(tmp_path, 1, [1, 2]) == []
+    assert list(remove_older(tmp_path, 1, [1, 2])) == []
     assert saved_iterations(tmp_path) == [1, 2]
+
+
+def test_a_damaged_checkpoint_does_not_stop_the_deletion_of_others(tmp_path):
+    for iteration in (2, 4, 6, 8):
+        save(tmp_path, iteration)
+    (tmp_path / "global_step6" / "weights.pt").write_bytes(b"")
+    assert list(remove_older(tmp_path, 2, [2, 4, 6, 8])) == [2, 4]
+    assert saved_iterations(tmp_path) == [6, 8]
+
+
+def test_the_checkpoint_that_latest_names_is_not_deleted(tmp_path):
+    for iteration in (2, 4, 6):
+        save(tmp_path, iteration)
+    (tmp_path / "latest").write_text("global_step4")
+    assert list(remove_older(tmp_path, 1, [2, 4, 6])) == [2]
+    assert saved_iterations(tmp_path) == [4, 6]
+
+
+def test_a_file_that_grew_is_damaged(tmp_path):
+    """Also where only sizes are compared."""
+    save(tmp_path, 5)
+    with open(tmp_path / "global_step5" / "weights.pt", "ab") as file:
+        file.write(b"\0")
+    assert "weights.pt" in find_damage(tmp_path / "global_step5", contents=False)
+
+
+@pytest.mark.parametrize(
+    ("lineage", "expected"),
+    [([], [3, 5]), ([2], [3, 5]), ([2, 3], [3, 5]), ([2, 4], None), ([2, 3, 5, 6], None), (None, None)],
+)
+def test_only_checkpoints_of_the_same_run_are_replaced(lineage, expected, tmp_path):
+    """The saved run began at iteration 2."""
+    saved_lineage = [2]
+    for iteration in (3, 5):
+        saved_lineage = [*saved_lineage, iteration]
+        save(tmp_path, iteration)
+        torch.save({"training": {"lineage": saved_lineage}}, tmp_path / tag_for(iteration) / STATE_FILE)
+    assert check_replaced(tmp_path, lambda iteration: iteration == 4, lineage) == []
+    if expected is None:
+        assert_rejected("global_step", check_replaced, tmp_path, lambda iteration: iteration in (3, 5), lineage)
+    else:
+        assert check_replaced(tmp_path, lambda iteration: iteration in (3, 5), lineage) == expected
 
 
 def test_checkpoints_may_be_links(tmp_path):

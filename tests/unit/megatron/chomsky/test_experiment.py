@@ -82,5 +82,7 @@ def test_stored_results(tmp_path):
         read_chomsky_results(path, ExperimentSettings(**{**vars(TINY), "steps": 7}))
     write_chomsky_results(path, TINY, [result, {**result, "score": 1.5}])
     assert_rejected(r"chomsky\.json: results\[1\]\.score.*1\.5", read_chomsky_results, path, TINY)
+    write_chomsky_results(path, TINY, [result, {**result, "score": 0.75}])
+    assert_rejected(r"chomsky\.json: results\[1\]\.score 0\.75", read_chomsky_results, path, TINY)
     path.write_text("[]")
     assert_rejected(r"chomsky\.json", read_chomsky_results, path, TINY)

@@ -130,6 +130,17 @@ def test_options_of_the_checkpoint_and_the_tokenizer(task_folder, tmp_path):
     assert values["rotary (scaling linear, factor 4)"] != pytest.approx(expected, rel=1e-5)
 
 
+def test_another_tokenizer_than_the_trained_one(task_folder, tmp_path):
+    write_checkpoint(tmp_path / "run", "none", "nowhere")
+    state = tmp_path / "run" / "global_step4" / "mp_rank_00_model_states.pt"
+    torch.save({"iteration": 4, "tokenizer": "ab" * 32}, state)
+    words = ["--checkpoint", str(tmp_path / "run"), "--eval-tasks", "pages", "--limit", "1"]
+    words += ["--include-path", task_folder, "--output", str(tmp_path / "out")]
+    assert_rejected("abababab.*allow_other_tokenizer", main, words)
+    main([*words, "--set", "allow_other_tokenizer=true"])
+    assert results_in(tmp_path / "out")
+
+
 def test_tasks_that_import_evaluate(checkpoints, tmp_path, monkeypatch):
     """Hugging Face's package, although the project's root, with evaluate.py, is first on the path."""
     write_tasks(tmp_path)

@@ -127,7 +127,7 @@ def run_tool(monkeypatch, *words):
 
 
 def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
-    """Import a model with GPT-NeoX's command line, and inspect the checkpoint."""
+    """Import a model with GPT-NeoX's command line, inspect the checkpoint, and export it."""
     ours = str(tmp_path / "ours")
     convert(["from-hf", "hf:org/tiny", str(tmp_path / "expected"), "--no-tokenizer"])
     words = ["--tp", "4", "--model", "org/tiny", "--model_path", ours, "--no-tokenizer"]
@@ -136,3 +136,7 @@ def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert run_tool(monkeypatch, "inspect_checkpoints.py", ours, "--json") == 0
     assert json.loads(capsys.readouterr().out)["iteration"] == 0
+    words = ["--input_dir", f"{ours}/global_step0", "--output_dir", str(tmp_path / "hf"), "--no_save_tokenizer"]
+    words += ["--config_file", "none.yml", "--precision", "fp16", "--architecture", "neox"]
+    assert not run_tool(monkeypatch, "convert_neox_to_hf.py", *words)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"

@@ -80,10 +80,11 @@ def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
         train_sentencepiece(source / "tokenizer.model", **LLAMA)
         values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, **LLAMA_TOKENS}
         (source / "tokenizer_config.json").write_text(json.dumps(values))
-    keys = copy_tokenizer(source, own, own, 1024)
+    keys, fingerprint = copy_tokenizer(source, own, own, 1024)
     assert keys["tokenizer_type"] == kind
     files = TokenizerFiles(kind, keys["vocab_file"])
     tokenizer = files.build()
+    assert tokenizer.fingerprint == fingerprint
     ids = write_tokenizer(files, exported, 1024)
     original, loaded = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(exported)
     assert ids["bos_token_id"] == tokenizer.bos == original.bos_token_id == loaded.bos_token_id

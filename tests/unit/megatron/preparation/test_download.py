@@ -39,16 +39,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if behaviour.statuses:
             self.send_error(behaviour.statuses.pop(0))
             return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(behaviour.content)))
+        start = 0
+        if behaviour.etag and self.headers["If-Range"] == behaviour.etag:
+            start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        behaviour.starts.append(start)
+        self.send_response(206 if start else 200)
+        if behaviour.etag:
+            self.send_header("ETag", behaviour.etag)
+        content = behaviour.content[start:]
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(behaviour.content[: behaviour.breaks.pop(0) if behaviour.breaks else None])
+        self.wfile.write(content[: behaviour.breaks.pop(0) if behaviour.breaks else None])
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
-    behaviour = SimpleNamespace(content=CONTENT, breaks=[], statuses=[], requests=[])
+    behaviour = SimpleNamespace(content=CONTENT, breaks=[], statuses=[], requests=[], starts=[], etag=None)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, behaviour))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -115,14 +122,40 @@ def test_broken_connections_and_server_errors_are_retried(tmp_path, server, chec
     assert len(server.requests) == 3
 
 
+@pytest.mark.parametrize("checksum", ["", f"#sha256={SHA256}"])
+def test_a_cut_download_is_continued(tmp_path, server, checksum):
+    """By a retry, and by a later process; the connection breaks at every request."""
+    server.etag, server.breaks = '"1"', [1_000_000, 700_000, 600_000]
+    assert_rejected("a%20b", download, server.url + checksum, tmp_path)
+    download(server.url + checksum, tmp_path)
+    check_complete(tmp_path)
+    expected = [0, 1_000_000, 1_700_000, 2_300_000]
+    assert server.starts == pytest.approx(expected, abs=250_000), "incomplete blocks are not kept"
+
+
+@pytest.mark.parametrize("change", ["etag", "weak", "url", "damaged"])
+def test_the_part_of_another_file_is_not_continued(change, tmp_path, server):
+    server.etag, server.breaks = 'W/"1"' if change == "weak" else '"1"', [900_000] * (1 + RETRIES)
+    assert_rejected("a%20b", download, server.url, tmp_path)
+    url = server.url.replace("/corpora/", "/others/") if change == "url" else server.url
+    if change == "etag":
+        server.etag, server.content = '"2"', CONTENT[::-1]
+    elif change == "damaged":
+        (tmp_path / ".a b.jsonl.zst.part.json").write_text("{")
+    assert download(url, tmp_path).read_bytes() == server.content
+    assert server.starts[-1] == 0
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_failed_downloads(tmp_path, server, capsys):
-    """Nothing is left behind, and the URL is shown without its query."""
+    """Only the received part is left behind, and the URL is shown without its query."""
     server.statuses = [503] * (1 + RETRIES)
     with pytest.raises(UserError, match=r"http://127.0.0.1:\d+/corpora/a%20b.jsonl.zst: 503") as error:
         download(server.url, tmp_path)
     assert "secret" not in str(error.value) + capsys.readouterr().err
     server.breaks = [100_000] * (1 + RETRIES)
     assert_rejected("a%20b", download, server.url, tmp_path)
+    assert all(path.name.startswith(".a b.jsonl.zst.part") for path in tmp_path.iterdir())
     assert_rejected(SHA256, download, f"{server.url}#sha256={'0' * 64}", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -3,15 +3,17 @@
 import json
 import math
 
+import torch
+
 from megatron.reporting.speed import StepTime, step_time_tables, step_times
 from megatron.reporting.training_log import read_log
 from tests.support.checkpoints import write_checkpoint
 from tests.support.records import record
 
 
-def line(iteration: int, rate: float) -> str:
-    values = {"train/loss": math.nan, "train/tokens_per_second": rate, "train/tokens": float(iteration * 256)}
-    return json.dumps({"iteration": iteration, **values})
+def line(iteration: int, rate: float, tokens_per_step: float = 256, **keys: object) -> str:
+    values = {"train/loss": math.nan, "train/tokens_per_second": rate, "train/seconds_per_step": tokens_per_step / rate}
+    return json.dumps({**keys, "iteration": iteration, **values})
 
 
 def test_seconds_per_step_from_logs(tmp_path):
@@ -39,6 +41,22 @@ def test_seconds_per_step_from_logs(tmp_path):
     assert read_log(log) is None
     log.unlink()
     assert step_times(records) == []
+
+
+def test_only_the_lines_of_the_run_count(tmp_path):
+    """Of several runs in one log-dir, and of a run that was resumed with other batches."""
+    write_checkpoint(tmp_path / "checkpoints", "alibi", "nowhere")
+    state = tmp_path / "checkpoints" / "global_step4" / "mp_rank_00_model_states.pt"
+    torch.save({"iteration": 4, "training": {"run": "second"}}, state)
+    second = [line(step, 1024.0, 1024, run="second") for step in (1, 2, 3)] + [line(4, 1024.0, 4096, run="second")]
+    first, last = ([line(step, 64.0, run=run) for step in range(1, 9)] for run in ("first", "last"))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "metrics.jsonl").write_text("\n".join([line(1, 32.0), *first, *second, *last]))
+    evaluated = record("alibi", 32, 3.0, checkpoint={"path": str(tmp_path / "checkpoints"), "iteration": 4})
+    assert [time.seconds for time in step_times([evaluated])] == [1.0]
+    assert read_log(tmp_path / "logs" / "metrics.jsonl") == (8.0, 32.0), "of an earlier version, without a run"
+    assert read_log(tmp_path / "logs" / "metrics.jsonl", "first") == (4.0, 64.0)
+    assert read_log(tmp_path / "logs" / "metrics.jsonl", "third") is None
 
 
 def test_published_step_times():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.checkpoint.directory import read_state_file
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
 from megatron.training.engine import Engine
@@ -72,7 +73,7 @@ def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, packa
     monkeypatch.setitem(sys.modules, package, None)
     config = Config.from_flat(training_settings(tmp_path, data_path, **{key: "tb" if key != "use_wandb" else True}))
     logger = Logger(config, SimpleNamespace(is_main=True))
-    assert_rejected(rf"{package}.*tracking", logger.start_metrics, 0)
+    assert_rejected(rf"{package}.*tracking", logger.start_metrics, TrainingState())
     logger.close()
 
 
@@ -127,8 +128,49 @@ def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offlin
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    run_id = (checkpoints / "wandb_run_id").read_text()
-    assert [run_id in path.name for path in wandb_offline.glob("offline-run-*")] == [True, True]
+    run = read_state_file(checkpoints / "global_step6")["training"]["run"]
+    assert [run in path.name for path in wandb_offline.glob("offline-run-*")] == [True, True]
+    assert {line["run"] for line in lines_of(tmp_path)[:-1]} == {run}
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_copied_run_is_a_new_one_and_a_moved_run_is_not(tmp_path, data_path, wandb_offline, capsys):
+    """Its curves do not continue those of the original, which may continue too."""
+    keys = {"use_wandb": True, "save_interval": 2, "eval_iters": 0}
+    trained(tmp_path / "run", data_path, **keys, train_iters=2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    capsys.readouterr()
+    trained(tmp_path / "copy", data_path, **keys, train_iters=4)
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if "copy of" in line and str(tmp_path / "run") in line
+    ]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    trained(tmp_path / "moved", data_path, **keys, train_iters=4)
+    assert f"moved from {tmp_path / 'run'}" in capsys.readouterr().out
+    trained(tmp_path / "copy", data_path, **keys, train_iters=6)
+    assert "notice" not in capsys.readouterr().out
+    (original,) = {line["run"] for line in lines_of(tmp_path / "moved")}
+    first, second = dict.fromkeys(line["run"] for line in lines_of(tmp_path / "copy"))
+    assert (first, len({original, second})) == (original, 2)
+    names = [path.name.rpartition("-")[2] for path in wandb_offline.glob("offline-run-*")]
+    assert sorted(names) == sorted([original, original, second, second])
+
+
+def test_several_runs_in_one_folder_of_logs(tmp_path, data_path, capsys):
+    keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": str(tmp_path / "tb"), "eval_iters": 0}
+    trained(tmp_path / "a", data_path, **keys, train_iters=1)
+    assert "notice" not in capsys.readouterr().out
+    trained(tmp_path / "b", data_path, **keys, train_iters=1)
+    notices = [line for line in capsys.readouterr().out.splitlines() if line.startswith("notice")]
+    assert [line.split(":")[1].strip() for line in notices] == ["log-dir", "tensorboard-dir"]
+    trained(tmp_path / "b", data_path, **keys, train_iters=2)
+    assert "notice" not in capsys.readouterr().out
+    first, *others = (line["run"] for line in lines_of(tmp_path))
+    assert others == [others[0]] * 2
+    assert first != others[0]
 
 
 def test_an_evaluation_does_not_write_to_save(tmp_path, data_path, wandb_offline):
