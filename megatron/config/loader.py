@@ -3,7 +3,7 @@
 `load_config` reads files, `Config.from_flat` takes a mapping; both end in `_build`:
 
     merge      one value per key; `-` and `_` are the same, aliases are resolved, a later file overrides an earlier one,
-               --set overrides files
+               --set overrides files; nested mappings are merged key by key
     expand     `~` and `$NAME` in paths
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
     assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
@@ -15,6 +15,7 @@ All problems are collected and reported together.
 import copy
 import dataclasses
 import difflib
+import itertools
 import math
 import re
 import typing
@@ -46,14 +47,16 @@ from megatron.config.schema.output import CheckpointConfig, LoggingConfig
 from megatron.config.schema.parallel import BatchConfig, LauncherConfig, ParallelConfig
 from megatron.config.schema.training import CurriculumConfig, EvaluationConfig, GenerationConfig, TrainingConfig
 from megatron.config.yaml_files import PACKAGED, YamlEntry, find_file, parse_override, read_file
-from megatron.utils.command_line import MAX_INT
+from megatron.optimizers.registry import OPTIMIZERS
+from megatron.utils.command_line import MAX_INT, SET_OPTION
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.files import expanded_path
 from megatron.utils.secrets import contains_secret, is_secret_name
 from megatron.utils.typed_json import problem_text
 
-_SET = "--set"
 _MAX_SUGGESTIONS = 3
+# A key that names a type -> the key, in the same mapping, of the parameters of that type.
+_PARAMETERS = {"type": "params", "schedule_type": "schedule_config"}
 
 # Canonical top-level key -> its entry, which has the original spelling and place for messages.
 MergedKeys = dict[str, YamlEntry]
@@ -89,7 +92,7 @@ class Config(BaseModel):
 
         `source` names the mapping in errors. Raises UserError.
         """
-        return _build(YamlEntry(key, value, source) for key, value in mapping.items())
+        return build(entries_of(mapping, source))
 
     def to_flat(self) -> dict[str, Any]:
         """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with underscores.
@@ -100,10 +103,7 @@ class Config(BaseModel):
 
     def updated(self, **keys: Any) -> "Config":
         """A validated copy with other values. Nested keys have dots: updated(**{"optimizer.params.lr": 1e-3})."""
-        flat = self.to_flat()
-        for key, value in keys.items():
-            _set_nested(flat, canonical_path(key), value, key)
-        return Config.from_flat(flat)
+        return build(entries_of(self.to_flat(), "configuration"), entries_of(keys, "changes"))
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -146,7 +146,8 @@ def load_config(
     for file in files:
         if files.count(file) > 1:
             raise UserError(f"{file} is given twice; remove one of them")
-    config = _build((entry for file in files for entry in read_file(file)), overrides, strict)
+    changes = [YamlEntry(key, value, SET_OPTION) for key, value in map(parse_override, overrides)]
+    config = build((entry for file in files for entry in read_file(file)), changes, strict=strict)
     packaged = [str(file.relative_to(PACKAGED)) for file in files if file.is_relative_to(PACKAGED)]
     if packaged and config_dir is None:
         config._notices = (f"{', '.join(packaged)}: this project's own, from {PACKAGED}", *config._notices)
@@ -160,7 +161,16 @@ def canonical_path(key: str) -> KeyPath:
     return ALIASES.get(path, path)
 
 
-def _build(entries: Iterable[YamlEntry], overrides: Iterable[str] = (), strict: bool = False) -> Config:
+def entries_of(mapping: Mapping[str, Any], source: str) -> list[YamlEntry]:
+    """The keys of a mapping, for `build`; `source` names it in errors."""
+    return [YamlEntry(key, value, source) for key, value in mapping.items()]
+
+
+def build(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry] = (), *, strict: bool = False) -> Config:
+    """The configuration of the entries of files, in their order, and of overrides, whose keys may have dots.
+
+    strict: a key in two files is an error. Raises UserError.
+    """
     messages = _Messages()
     keys = _merge(entries, overrides, strict, messages)
     _expand_paths(keys, messages)
@@ -197,65 +207,193 @@ class _Messages:
 # -- merging ----------------------------------------------------------------------------------------------------------
 
 
-def _merge(entries: Iterable[YamlEntry], overrides: Iterable[str], strict: bool, messages: _Messages) -> MergedKeys:
-    """One entry per key. A key that appears twice in one file is a problem; in two files, only if `strict`."""
+def _merge(
+    entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry], strict: bool, messages: _Messages
+) -> MergedKeys:
+    """One entry per key, from layers: each file, and then all overrides together. A layer overrides earlier ones, and
+    mappings are merged key by key. A key that appears twice in one file is a problem; in two files, only if `strict`.
+    """
     keys: MergedKeys = {}
-    overridden: dict[tuple[str, str], list[tuple[YamlEntry, YamlEntry]]] = {}  # by pair of files
+    for source, of_file in itertools.groupby(entries, key=lambda entry: entry.source):
+        changes = _add_layer(keys, _file_layer(of_file, messages))
+        if strict:
+            messages.problems += [change.as_problem() for change in changes if not change.reason]
+        elif differing := [str(change) for change in changes if change.old != change.new]:
+            messages.notices.append(f"{source} overrides {'; '.join(differing)}")
 
-    def reject_duplicate(entry: YamlEntry, first: YamlEntry) -> None:
-        messages.problems.append(
-            f'{entry.place}: "{entry.key}" is already set, as "{first.key}" at {first.place}; remove one of them'
-        )
+    # The command line overrides files on purpose, but does not say which parameters of another type this drops.
+    changes = _add_layer(keys, _override_layer(overrides, keys))
+    if dropped := [str(change) for change in changes if change.reason]:
+        messages.notices.append(f"{changes[0].entry.source} overrides {'; '.join(dropped)}")
+    return keys
 
-    # Files, in their order.
+
+def _file_layer(entries: Iterable[YamlEntry], messages: _Messages) -> MergedKeys:
+    """The entries of one file. Aliases inside mappings become the keys that they stand for."""
+    layer: MergedKeys = {}
+
+    def add(name: str, entry: YamlEntry) -> None:
+        if name in layer:
+            messages.problems.append(_duplicate(entry.place, entry.key, layer[name].place, layer[name].key))
+        layer[name] = entry
+
     for entry in entries:
         _check_values(entry)
         # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
         name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
-        if name in keys:
+        add(name, dataclasses.replace(entry, value=copy.deepcopy(entry.value)))
+    for name, entry in list(_pop_nested_aliases(layer)):
+        add(name, entry)
+    return layer
+
+
+def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> MergedKeys:
+    """The entries of overrides, whose keys may have dots; a later one wins. `keys` are those of the files."""
+    layer: MergedKeys = {}
+    for entry in overrides:
+        _check_values(entry)
+        path = canonical_path(entry.key)
+        for existing in (keys, layer):
+            _check_parents(existing, path, entry.key)
+        value = copy.deepcopy(entry.value)
+        for part in reversed(path[1:]):
+            value = {part: value}
+        name = entry.key if len(path) == 1 else path[0]
+        addition = {path[0]: dataclasses.replace(entry, key=name, value=value)}
+        addition |= dict(_pop_nested_aliases(addition))
+        _add_layer(layer, addition)
+    return layer
+
+
+def _check_parents(keys: MergedKeys, path: KeyPath, key: str) -> None:
+    """Raises UserError if the parent of a nested key is set, but not to a mapping."""
+    values: Any = {name: entry.value for name, entry in keys.items()}
+    for depth, part in enumerate(path[:-1], start=1):
+        values = values.get(part)
+        if values is None:
+            return
+        if not isinstance(values, dict):
+            problem = f"{'.'.join(path[:depth])} is {shortened(repr(values))}, not a mapping"
+            raise UserError(f'"{key}" cannot be set: {problem}')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """A value of earlier layers that the layer of `entry` replaces or, for a `reason`, drops."""
+
+    key: str
+    old: Any
+    old_key: str
+    old_place: str
+    new: Any
+    entry: YamlEntry
+    reason: str = ""
+
+    def as_problem(self) -> str:
+        return _duplicate(self.entry.place, self.key, self.old_place, self.old_key)
+
+    def __str__(self) -> str:
+        line = "" if self.entry.line is None else f" (line {self.entry.line})"
+        new = self.reason or f"now {shortened(repr(self.new))}"
+        return f'"{self.key}"{line}: {new}, before {shortened(repr(self.old))} at {self.old_place}'
+
+
+def _duplicate(place: str, key: str, first_place: str, first_key: str) -> str:
+    return f'{place}: "{key}" is already set, as "{first_key}" at {first_place}; remove one of them'
+
+
+def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
+    """Merge a layer into `keys`. Returns what it changes."""
+    changes: list[_Change] = []
+
+    # Options belong to one positional method, as parameters do to one optimizer.
+    if "pos_emb" in keys and "pos_emb" in layer and "pos_emb_options" in keys:
+        old, new = keys["pos_emb"].value, layer["pos_emb"]
+        if old != new.value:
+            _drop(keys, ("pos_emb_options",), f"dropped with pos_emb {old}", new, changes)
+
+    for name, entry in layer.items():
+        if name not in keys:
+            keys[name] = entry
+        elif isinstance(keys[name].value, dict) and isinstance(entry.value, dict):
+            _merge_mapping(keys, (name,), keys[name].value, entry.value, entry, changes)
+        else:
             first = keys[name]
-            if strict or entry.source == first.source:
-                reject_duplicate(entry, first)
-            else:
-                overridden.setdefault((entry.source, first.source), []).append((entry, first))
-        keys[name] = dataclasses.replace(entry, value=copy.deepcopy(entry.value))
-
-    # One notice per pair of files, because a file often overrides many keys of another.
-    for (source, first_source), pairs in overridden.items():
-        entry, first = pairs[0]
-        notice = f'{entry.place}: "{entry.key}" overrides "{first.key}" at {first.place}'
-        if len(pairs) > 1:
-            names = ", ".join(f'"{entry.key}" ({entry.line})' for entry, _ in pairs)
-            notice = f"{source} overrides keys of {first_source} (at lines): {names}"
-        messages.notices.append(notice)
-
-    # Aliases inside mappings, and then the command line, which overrides all files.
-    for name, entry in list(_pop_nested_aliases(keys)):
-        if name in keys:
-            reject_duplicate(entry, keys[name])
-        keys[name] = entry
-    for override in overrides:
-        _override(keys, *parse_override(override))
-    return keys
+            changes.append(_Change(entry.key, first.value, first.key, first.place, entry.value, entry))
+            _drop_aliases(keys, (name,))
+            keys[name] = entry
+    return changes
 
 
-def _override(keys: MergedKeys, key: str, value: Any) -> None:
-    """Set a key as --set does: a mapping replaces another one as a whole."""
-    path = canonical_path(key)
-    for alias, (name, *_) in ALIASES.items():  # those that `_pop_nested_aliases` moved out of the replaced mapping
+def _merge_mapping(
+    keys: MergedKeys,
+    path: KeyPath,
+    values: dict[str, Any],
+    added: dict[str, Any],
+    entry: YamlEntry,
+    changes: list[_Change],
+) -> None:
+    """Merge the mapping `added` of `entry` into `values`, which is at `path` of `keys`."""
+    for kind, parameters in _PARAMETERS.items():
+        old = values.get(kind)
+        if old is None and entry.source != keys[path[0]].source:  # the rest of --set may contain the type
+            old = _default((*path, kind))
+        if kind in added and parameters in values and not (old is None or _same_type(old, added[kind])):
+            _drop(keys, (*path, parameters), f"dropped with {kind} {old}", entry, changes)
+
+    for name, value in added.items():
+        inside = (*path, name)
+        if name in values and isinstance(values[name], dict) and isinstance(value, dict):
+            _merge_mapping(keys, inside, values[name], value, entry, changes)
+            continue
+        first = keys[path[0]]
+        if name in values:
+            key = ".".join((entry.key, *inside[1:]))
+            old_key = ".".join((first.key, *inside[1:]))
+            changes.append(_Change(key, values[name], old_key, first.place_of(inside), value, entry))
+            _drop_aliases(keys, inside)
+        values[name] = value
+        keys[path[0]] = dataclasses.replace(first, places={**first.places, inside: entry.place_of(inside)})
+
+
+def _drop(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
+    """Remove a mapping from `keys`, because `entry` does not belong to it."""
+    first = keys[path[0]]
+    parent: Any = {name: each.value for name, each in keys.items()}
+    for part in path[:-1]:
+        parent = parent[part]
+    key = ".".join((first.key, *path[1:]))
+    changes.append(_Change(key, parent[path[-1]], key, first.place_of(path), None, entry, reason))
+    if len(path) == 1:
+        del keys[path[0]]
+    else:
+        del parent[path[-1]]
+        places = {inside: place for inside, place in first.places.items() if inside[: len(path)] != path}
+        keys[path[0]] = dataclasses.replace(first, places=places)
+    _drop_aliases(keys, path)
+
+
+def _drop_aliases(keys: MergedKeys, path: KeyPath) -> None:
+    """Remove the keys that `_pop_nested_aliases` has moved out of the mapping at `path`."""
+    for alias, (name, *_) in ALIASES.items():
         if len(alias) > len(path) and alias[: len(path)] == path and name in keys and keys[name].key == ".".join(alias):
             del keys[name]
-    name = path[0]
-    values = {} if name not in keys else {name: keys[name].value}
-    _set_nested(values, path, value, key)
-    if len(path) == 1:
-        keys[name] = YamlEntry(key, value, _SET)
-    else:
-        entry = keys.get(name, YamlEntry(key.split(".")[0], None, _SET))
-        keys[name] = dataclasses.replace(entry, value=values[name], overridden=(*entry.overridden, path))
-    _check_values(dataclasses.replace(keys[name], source=_SET, line=None))
-    for name, entry in list(_pop_nested_aliases(keys)):
-        keys[name] = dataclasses.replace(entry, source=_SET, line=None)
+
+
+def _default(path: KeyPath) -> Any:
+    """The default of the field at a path; None if there is no field."""
+    if path not in FIELDS:
+        return None
+    section, name = FIELDS[path]
+    return SECTIONS[section].model_fields[name].default
+
+
+def _same_type(one: Any, other: Any) -> bool:
+    """Whether two values of `type` mean the same: Adam and AdamW are one optimizer."""
+    specs: Mapping[Any, Any] = OPTIMIZERS
+    names = [str(value).lower() for value in (one, other)]
+    first, second = (specs.get(name, name) for name in names)
+    return bool(first == second)
 
 
 def _check_values(entry: YamlEntry) -> None:
@@ -279,20 +417,6 @@ def _check_values(entry: YamlEntry) -> None:
             )
         if problem is not None:
             raise UserError(f'{entry.place}: "{".".join(path)}" {problem}')
-
-
-def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> None:
-    """Set a value in nested mappings, creating missing ones. Raises UserError if a parent is not a mapping."""
-    *parents, last = path
-    for depth, name in enumerate(parents, start=1):
-        if values.get(name) is None:
-            values[name] = {}
-        values = values[name]
-        if not isinstance(values, dict):
-            raise UserError(
-                f'"{key}" cannot be set: {".".join(path[:depth])} is {shortened(repr(values))}, not a mapping'
-            )
-    values[last] = value
 
 
 def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, YamlEntry]]:
@@ -410,8 +534,7 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
 def _where(path: KeyPath, keys: MergedKeys) -> str:
     """`FILE:LINE: "key"`, with the key as it was written."""
     entry = keys[path[0]]
-    place = _SET if any(path[: len(each)] == each for each in entry.overridden) else entry.place
-    return f'{place}: "{shortened(".".join((entry.key, *path[1:])))}"'
+    return f'{entry.place_of(path)}: "{shortened(".".join((entry.key, *path[1:])))}"'
 
 
 def _children(path: KeyPath) -> list[str]:

@@ -7,7 +7,8 @@ string, and a key that appears twice in one mapping is an error.
 
 import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,27 @@ _STRING_TAG, _MERGE_TAG = f"{_STANDARD_TAG}str", f"{_STANDARD_TAG}merge"
 
 @dataclass(frozen=True)
 class YamlEntry:
-    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`; `overridden` are the
-    paths inside the value that --set has replaced.
+    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`; `places` are those of the
+    paths inside the value that come from another file or option.
     """
 
     key: str
     value: Any
     source: str
     line: int | None = None
-    overridden: tuple[tuple[str, ...], ...] = ()
+    places: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
         """`FILE:LINE`, or only the source if there is no line."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
+
+    def place_of(self, path: tuple[str, ...]) -> str:
+        """The place of the value at a path, which begins with the canonical name of this key."""
+        for depth in range(len(path), 0, -1):
+            if path[:depth] in self.places:
+                return self.places[path[:depth]]
+        return self.place
 
 
 class _YamlProblem(Exception):
