@@ -22,8 +22,13 @@ ENDINGS = (".yml", ".yaml")
 # The configurations of this project. In a checkout, this is a link to configs/.
 PACKAGED = (Path(__file__).parents[1] / "configs").resolve()
 MAX_BYTES = 1_000_000
+# Values and characters of a file whose aliases are expanded. Without aliases, no file of MAX_BYTES has as many.
+MAX_SIZE = 2 * MAX_BYTES
+MAX_DEPTH = 100
 _STANDARD_TAG = "tag:yaml.org,2002:"
 _STRING_TAG, _MERGE_TAG = f"{_STANDARD_TAG}str", f"{_STANDARD_TAG}merge"
+# The types of JSON. A set, binary data or a list of pairs is the value of no key.
+_TYPES = ("map", "seq", "str", "int", "float", "bool", "null")
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class _YamlProblem(Exception):
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the numbers of YAML 1.2. Raises _YamlProblem for keys that are not strings or appear twice."""
 
+    merged_pairs = 0
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Check the keys of a mapping, and replace a merge key by the pairs that it adds: the mapping's own keys win,
         then the earlier mapping of the list (https://yaml.org/type/merge.html). PyYAML does this while it constructs
@@ -85,6 +92,9 @@ class _Loader(yaml.SafeLoader):
                 if not all(isinstance(mapping, yaml.MappingNode) for mapping in mappings):
                     raise _YamlProblem(line, f"{key.value} needs a mapping or a list of mappings, such as *anchor")
                 for mapping in reversed(mappings):
+                    self.merged_pairs += len(mapping.value)
+                    if self.merged_pairs > MAX_SIZE:
+                        raise _YamlProblem(line, f"merge keys (<<) add more than {MAX_SIZE:,} keys; write them out")
                     merged.update((pair[0].value, pair) for pair in mapping.value)
         node.value = [pair for pair in (merged | own).values() if pair[0].tag != _MERGE_TAG]
         return node
@@ -106,6 +116,48 @@ for _name, _pattern in {
 }.items():
     _Loader.add_implicit_resolver(_STANDARD_TAG + _name, re.compile(_pattern), list("-+.0123456789"))
 _Loader.add_constructor(f"{_STANDARD_TAG}int", _Loader.construct_decimal)
+
+
+def _check_nodes(root: yaml.Node) -> None:
+    """Raises _YamlProblem if the values are not those of JSON, or if aliases make them infinite, too many or too deep.
+
+    Every node is visited once, however many aliases refer to it.
+    """
+    visited: dict[int, tuple[int, int] | None] = {}  # by id: size and depth; None while the node is visited
+
+    def visit(node: yaml.Node) -> tuple[int, int]:
+        line = node.start_mark.line + 1
+        if id(node) in visited:
+            known = visited[id(node)]
+            if known is None:
+                raise _YamlProblem(line, "an alias refers to a value that contains it; write the value out")
+            return known
+        if node.tag.startswith(_STANDARD_TAG) and node.tag.removeprefix(_STANDARD_TAG) not in _TYPES:
+            tag = node.tag.replace(_STANDARD_TAG, "!!")
+            raise _YamlProblem(line, f"{tag} is a type that no key has; write a list, mapping, string or number")
+        visited[id(node)] = None
+
+        # An alias is the node that it refers to.
+        children: list[yaml.Node] = []
+        size, depth = 1, 0
+        if isinstance(node, yaml.ScalarNode):
+            size += len(node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        else:
+            children = [each for pair in node.value for each in pair]
+        for child in children:
+            child_size, child_depth = visit(child)
+            size += child_size
+            depth = max(depth, child_depth + 1)
+            if size > MAX_SIZE:
+                raise _YamlProblem(line, f"aliases (*name) expand to more than {MAX_SIZE:,} characters")
+            if depth > MAX_DEPTH:
+                raise _YamlProblem(line, f"lists and mappings are nested more than {MAX_DEPTH} levels deep")
+        visited[id(node)] = size, depth
+        return size, depth
+
+    visit(root)
 
 
 def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
@@ -185,7 +237,10 @@ def _load(text: str) -> tuple[yaml.Node | None, Any]:
         check_parameters("PyYAML", yaml.SafeLoader, "compose_mapping_node", "self", "anchor")
         loader = _Loader(text)
         node = loader.get_single_node()
-        return node, None if node is None else loader.construct_document(node)
+        if node is None:
+            return None, None
+        _check_nodes(node)
+        return node, loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         parts = (getattr(error, "context", None), getattr(error, "problem", None))
