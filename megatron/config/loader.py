@@ -397,7 +397,7 @@ def _same_type(one: Any, other: Any) -> bool:
 
 
 def _check_values(entry: YamlEntry) -> None:
-    """Raises UserError if a value looks like a secret, or is a number that no key accepts."""
+    """Raises UserError if a value looks like a secret, or is a number or text that no key accepts."""
     stack: list[tuple[tuple[str, ...], Any]] = [((entry.key,), entry.value)]
     while stack:
         path, value = stack.pop()
@@ -410,6 +410,8 @@ def _check_values(entry: YamlEntry) -> None:
             problem = f"is an integer of {value.bit_length():,} bits; the limit is 2^53"
         elif isinstance(value, float) and not math.isfinite(value):
             problem = f"is {value}; numbers must be finite"
+        elif isinstance(value, str) and "\0" in value and path[-1] != "prompt_end":
+            problem = "contains a null byte; remove it"
         if (value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
             problem = (
                 "looks like a secret, and the configuration is copied into checkpoints, logs and command lines; remove "
@@ -555,6 +557,9 @@ def _allowed_rest(path: KeyPath) -> set[str]:
 
 
 def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
+    reason = checks.ELSEWHERE.get(path[0]) if len(path) == 1 else None
+    if reason is not None:
+        return f"{_where(path, keys)} is not supported: {reason}"
     # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas). If none is
     # similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}

@@ -27,6 +27,7 @@ from megatron.data.datasets import Datasets, build_datasets
 from megatron.model.settings import Layout
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles, padded_vocab_size
 from megatron.training import distributed
+from megatron.training.deepspeed_setup import check_deepspeed
 from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
@@ -136,6 +137,7 @@ def _find_start(
     # An error that several ranks find is printed once.
     report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
     run_on_all_ranks(lambda: check_attention(config, layout.device))
+    run_on_all_ranks(lambda: check_deepspeed(config, layout.data_size))
     source = _lock_and_resume(config, resources, report)
     checkpoint = run_on_all_ranks(lambda: locate_checkpoint(source, layout, report))[0]
     iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)

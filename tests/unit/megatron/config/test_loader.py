@@ -350,7 +350,7 @@ def test_secrets_are_rejected(flat, write, monkeypatch, key, value, name):
 
 
 def test_a_secret_without_a_value_is_accepted(flat):
-    Config.from_flat({**flat, "zero_optimization": {"comet": {"enabled": False, "api_key": None}}})
+    Config.from_flat({**flat, "deepspeed_extra_args": {"aio": {"api_key": None}}})
 
 
 def nested(key: str, value: object) -> dict:
