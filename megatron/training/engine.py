@@ -322,6 +322,14 @@ class Engine:
         norm: Tensor | float | None = self.deepspeed.get_global_grad_norm()
         return norm if self.deepspeed.was_step_applied() else math.inf
 
+    def schedule_step(self, iteration: int) -> int:
+        """The step of the learning-rate schedule after `iteration` optimizer steps. In fp16, steps that are skipped to
+        lower the loss scale do not count, as in DeepSpeed.
+        """
+        if self.config.precision.dtype != "fp16":
+            return iteration
+        return iteration - int(self.deepspeed.skipped_steps)
+
     @property
     def loss_scale(self) -> float | None:
         """The current loss scale in fp16; None in other formats."""

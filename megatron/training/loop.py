@@ -121,7 +121,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     checkpointer = None
     if config.checkpoint.save:
         checkpointer = Checkpointer(engine, config, report, start.lineage_of(state))
-    schedule = _build_schedule(config, state, report)
+    schedule = _build_schedule(config, state, engine.schedule_step(state.iteration), report)
     logger.start_metrics(state.iteration)
     return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside)
 
@@ -269,8 +269,10 @@ def _follow_data_order(state: TrainingState, datasets: Datasets, report: Callabl
         report(f"training data: {line}")
 
 
-def _build_schedule(config: Config, state: TrainingState, report: Callable[[str], None]) -> Schedule:
-    """The learning rates of the run; prints them, and records the schedule in the state."""
+def _build_schedule(config: Config, state: TrainingState, step: int, report: Callable[[str], None]) -> Schedule:
+    """The learning rates of the run, which starts at `step` of them; prints them, and records the schedule in the
+    state.
+    """
     last_iteration = config.schedule.last_iteration
     state.lr_schedule = config.schedule.lr_schedule or state.lr_schedule
     decay_iters = config.schedule.lr_decay_iters or last_iteration
@@ -286,7 +288,7 @@ def _build_schedule(config: Config, state: TrainingState, report: Callable[[str]
         report(f"nothing to train: the run has ended at train-iters {last_iteration:,}; it is evaluated")
     if state.iteration < last_iteration:
         report(schedule.describe())
-        if jump := schedule.jump(state.iteration, state.learning_rate):
+        if jump := schedule.jump(step, state.learning_rate):
             report(f"notice: {jump}")
     return schedule
 
@@ -330,7 +332,7 @@ class Trainer:
                 length = self.engine.length_at(state.iteration)
                 if self.config.curriculum.enabled:
                     self.logger.info(f"curriculum_learning: length {length:,} from iteration {state.iteration + 1:,}")
-            learning_rate = self.schedule(state.iteration)
+            learning_rate = self.schedule(self.engine.schedule_step(state.iteration))
             loss = self.engine.train_step(batches, learning_rate, state.iteration)
             profiler_step()
             state.iteration, state.learning_rate = state.iteration + 1, learning_rate

@@ -244,6 +244,14 @@ class ScheduleConfig(ConfigSection):
                 f"lr_decay_iters {decay_iters:,} is above train_iters {train_iters:,}: training ends before the "
                 "learning rate has decayed; without lr_decay_iters, both end together"
             )
+        if decay_iters is None or decay_iters >= train_iters or self.lr_decay_style not in ("linear", "cosine"):
+            return
+        is_incomplete = self.lr_schedule == "neox-2022" and self.warmup_steps(decay_iters) > 0
+        if self.lowest_lr(1.0) == 0 and not is_incomplete:
+            yield (
+                f"lr_decay_iters {decay_iters:,} is below train_iters {train_iters:,}: the learning rate of all later "
+                "steps is 0, so they change nothing; set min_lr, raise lr_decay_iters, or remove it"
+            )
 
     @property
     def last_iteration(self) -> int:

@@ -138,6 +138,18 @@ def test_a_decay_that_ends_after_training_is_a_notice(flat):
     assert not Config.from_flat({**keys, "lr_decay_iters": 60}).notices
 
 
+def test_steps_without_a_learning_rate_are_a_notice(flat):
+    keys = {**flat, "train_iters": 90, "lr_decay_iters": 70}
+    for style in ("linear", "cosine"):
+        for more in ({}, {"decay_lr_to": 0}, {"lr_schedule": "neox-2022", "warmup": 0}):
+            (notice,) = Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
+            assert "lr_decay_iters 70" in notice
+            assert "train_iters 90" in notice
+        for more in ({"min_lr": 1e-6}, {"decay_lr_to": 0.1}, {"lr_decay_iters": 90}, {"lr_schedule": "neox-2022"}):
+            assert not Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
+    assert not Config.from_flat({**keys, "lr_decay_style": "exponential"}).notices
+
+
 def test_keys_without_effect_are_a_notice(flat):
     def notices(method: str, **keys) -> tuple[str, ...]:
         return Config.from_flat({**flat, "pos-emb": method, **keys}).notices
