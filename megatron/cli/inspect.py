@@ -16,7 +16,7 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import MANIFEST, STEP, find_damage, find_step, iteration_of, write_manifest_of_folder
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.utils.command_line import docstring_parser, integer
+from megatron.utils.command_line import docstring_parser, integer, path_option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
+    parser.add_argument(
+        "--pos-emb-module", type=path_option, metavar="FILE", help="file or module that registers your own method"
+    )
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
     directory = options.directory.resolve()

@@ -17,6 +17,7 @@ import yaml
 from megatron.utils import files
 from megatron.utils.environment import check_parameters
 from megatron.utils.errors import UserError, first_line, shortened
+from megatron.utils.files import expanded_path
 
 ENDINGS = (".yml", ".yaml")
 # The configurations of this project. In a checkout, this is a link to configs/.
@@ -162,12 +163,14 @@ def _check_nodes(root: yaml.Node) -> None:
 
 def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
     """The path of the file `name`, in `config_dir` if given, or else in the working directory or in `PACKAGED`. The
-    ending .yml may be omitted.
+    ending .yml may be omitted. `~` and `$NAME` are expanded.
 
     Raises UserError, which suggests files of similar names, if it does not exist.
     """
-    path = Path(config_dir or ".") / name
-    paths = [path] if config_dir else [path, PACKAGED / name]
+    name = expanded_path(str(name))
+    folder = expanded_path(str(config_dir)) if config_dir else ""
+    path = Path(folder or ".") / name
+    paths = [path] if folder else [path, PACKAGED / name]
     try:
         for place in paths:
             for candidate in (place, *(place.with_name(place.name + ending) for ending in ENDINGS)):

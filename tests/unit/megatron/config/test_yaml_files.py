@@ -178,6 +178,14 @@ def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
     assert find_file("demo") == Path("demo.yml")
 
 
+def test_names_are_expanded(write, tmp_path, monkeypatch):
+    write("models/small.yml", MODEL)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MODELS", "models")
+    for arguments in (("~/models/small",), ("small.yml", "~/$MODELS"), (Path("~/models/small.yml"),)):
+        assert find_file(*arguments) == tmp_path / "models" / "small.yml"
+
+
 def test_missing_file(write, tmp_path):
     write("small_bf16.yml", "{}")
     assert_rejected(r"smal_bf16.*small_bf16\.yml", load_config, ["smal_bf16"], tmp_path)
