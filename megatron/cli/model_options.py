@@ -17,7 +17,7 @@ from megatron.checkpoint.configuration import checkpoint_config, evaluated_metho
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
-from megatron.config.fields import canonical_path
+from megatron.config.schema import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.convert.hub import local_checkpoint
 from megatron.inference.loading import load_model

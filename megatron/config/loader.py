@@ -27,8 +27,8 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron.config import checks
 from megatron.config.checks import validate, warnings_for
-from megatron.config.fields import ALIASES, FIELDS, MAPPINGS, SECTIONS, Sections
 from megatron.config.merging import MergedKeys, Messages, merge
+from megatron.config.schema import ALIASES, FIELDS, MAPPINGS, SECTIONS, Sections
 from megatron.config.schema.base import (
     WILDCARD,
     KeyPath,

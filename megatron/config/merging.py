@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron.config.fields import ALIASES, FIELDS, SECTIONS, canonical_path
+from megatron.config.schema import ALIASES, FIELDS, SECTIONS, canonical_path
 from megatron.config.schema.base import KeyPath
 from megatron.config.yaml_files import YamlEntry
 from megatron.optimizers.registry import OPTIMIZERS

@@ -115,7 +115,8 @@ def test_tildes_in_paths(tmp_path, run, monkeypatch):
     (tmp_path / "b.txt").write_text("more text")
     options = ("--input=~/a.txt,~/b.txt", "--output-prefix=~/x", "--tokenizer-type", "CharLevelTokenizer")
     assert run(preprocess_data, *options)[0] == 0
-    assert run(merge_datasets, "--input", *["~/x_text_document"] * 2, "--output-prefix=~/merged")[0] == 0
+    assert run(preprocess_data, *options, "--output-prefix=~/y")[0] == 0
+    assert run(merge_datasets, "--input", "~/x_text_document", "~/y_text_document", "--output-prefix=~/merged")[0] == 0
     assert run(train_tokenizer, "--input=~/a.txt", "--vocab-size=258", "--output=~/tokenizer.json")[0] == 0
     assert (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "merged.bin").stat().st_size > 0

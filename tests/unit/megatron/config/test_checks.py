@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import Config, UserError
 from megatron.config.checks import ATTENTION_CONFIG, ELSEWHERE, IGNORED, KNOWN_KEYS, UNSUPPORTED, unsupported_reason
-from megatron.config.fields import ALIASES, FIELDS, MAPPINGS
+from megatron.config.schema import ALIASES, FIELDS, MAPPINGS
 from tests.support.errors import assert_rejected
 
 
