@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from kerple.positional.registry import canonical_name
 from megatron.config.schema import ALIASES, FIELDS, SECTIONS, canonical_path
 from megatron.config.schema.base import KeyPath
 from megatron.config.yaml_files import YamlEntry
@@ -129,7 +130,7 @@ def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
     # Options belong to one positional method, as parameters do to one optimizer.
     if "pos_emb" in keys and "pos_emb" in layer and "pos_emb_options" in keys:
         old, new = keys["pos_emb"].value, layer["pos_emb"]
-        if old != new.value:
+        if not _same_type(old, new.value):
             _drop(keys, ("pos_emb_options",), f"dropped with pos_emb {old}", new, changes)
 
     for name, entry in layer.items():
@@ -209,10 +210,10 @@ def _default(path: KeyPath) -> Any:
 
 
 def _same_type(one: Any, other: Any) -> bool:
-    """Whether two values of `type` mean the same: Adam and AdamW are one optimizer."""
-    specs: Mapping[Any, Any] = OPTIMIZERS
+    """Whether two names are of the same optimizer, such as Adam and AdamW, schedule or positional method."""
+    optimizers: Mapping[Any, Any] = OPTIMIZERS
     names = [str(value).lower() for value in (one, other)]
-    first, second = (specs.get(name, name) for name in names)
+    first, second = (optimizers.get(name, canonical_name(name)) for name in names)
     return bool(first == second)
 
 

@@ -33,7 +33,8 @@ def load_model(
             docs/huggingface.md.
         iteration: the checkpoint to load; default: the one `latest` names.
         overrides: configuration keys to change, such as {"attention_backend": "reference"}; mappings are merged with
-        those of the checkpoint, and nested keys have dots. An external positional method needs {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
+            those of the checkpoint, and nested keys have dots. An external positional method needs
+            {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
         fallback: if the checkpoint is damaged, print a message and load the newest valid one.
 
     Raises:
