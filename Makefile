@@ -7,7 +7,7 @@
 # make lock        renew requirements/lock.txt, the versions that all other targets install; needs uv
 # make test-hosts  training on two hosts emulated on this machine; as root, this installs the Debian packages it needs
 # make lint        ruff, mypy, import-linter and the documentation without warnings
-# make docs        build the documentation site in site/
+# make docs        build the documentation site in site/; installs nothing, so it needs make setup once
 # make bench       benchmarks on this CPU: ratios measured in one run
 # make bench-gpu   benchmarks that need an NVIDIA GPU (PYTHON=... must have PyTorch with CUDA)
 # make pictures    train every trainable method with the demo's settings (if missing) and redraw docs/pictures
@@ -105,14 +105,16 @@ test-hosts: setup
 	fi
 	$(BIN)/python -m pytest -q -m slow tests/integration/test_multi_host.py
 
-lint: setup docs
+lint: setup
+	$(MAKE) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 # A broken link or an invalid docstring is an error.
-docs: setup
+docs:
+	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2> /dev/null || { echo "make docs needs the packages of requirements/dev.txt in $(VENV): run make setup" >&2; exit 1; }
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q . site
 
 pictures: setup

@@ -15,6 +15,7 @@ import importlib.metadata
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,12 +66,20 @@ class Check:
         return f"{'+'.join(self.backends)} {error}{note}"
 
 
-def main(argv: Sequence[str] | None = None, more: Callable[[torch.device], list[list[Check]]] | None = None) -> int:
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text))
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    more: Callable[[torch.device], list[list[Check]]] | None = None,
+    parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> int:
     """Returns the exit status. more: further checks of a device, a row per kernel and a column per dtype."""
-    parser = argparse.ArgumentParser(prog="kerple doctor", description=__doc__.partition("\n")[0])
+    parser = parser_class(prog="kerple doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default: 1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to a file")
+    parser.add_argument("--json", type=_path, metavar="FILE", help="also write the results to a file")
     options = parser.parse_args(argv)
     if any(size < 4 or size % 2 for size in options.head_size):
         parser.error("--head-size: rotary methods need even head sizes of at least 4")

@@ -11,6 +11,7 @@ from kerple.positional.rotary import SCALINGS
 from megatron.checkpoint.directory import read_state_file
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
+from megatron.config.loader import build, entries_of
 from megatron.config.schema.model import ModelConfig
 from megatron.config.yaml_files import read_file
 from megatron.tokenizer.tokenizer import Tokenizer
@@ -66,15 +67,10 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
     paths = sorted(path for folder in folders[:1] for path in folder.glob("[!.]*") if path.suffix in (".yml", ".yaml"))
     if not paths:
         raise CheckpointError(f"{step}: has no configs/*.yml, so the model's configuration is unknown")
-    values: dict[str, Any] = {}
-    for path in paths:
-        for entry in read_file(path):
-            values[entry.key.replace("-", "_")] = entry.value
-    for key in IGNORED_KEYS:
-        values.pop(key, None)
-    values.update({key.replace("-", "_"): value for key, value in (overrides or {}).items()})
+    entries = [entry for path in paths for entry in read_file(path)]
+    used = [entry for entry in entries if entry.key.replace("-", "_") not in IGNORED_KEYS]
     try:
-        return Config.from_flat(values, source=str(paths[0].parent))
+        return build(used, entries_of(overrides or {}, "overrides"))
     except UserError as error:
         raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
 

@@ -19,7 +19,7 @@ from megatron.convert.output import check_new_folder
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
 from megatron.tokenizer.tokenizer import TokenizerFiles
-from megatron.utils.command_line import docstring_parser, integer
+from megatron.utils.command_line import docstring_parser, integer, path_option
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.add_argument("output", metavar="OUT", type=Path, help="the new folder")
         command.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
-        command.add_argument("--pos-emb-module", help="file or module that registers the model's positional method")
+        command.add_argument(
+            "--pos-emb-module", type=path_option, help="file or module that registers the model's positional method"
+        )
         return command
 
     to_hf = add_command("to-hf", export, "DIR", "checkpoint folder -> Hugging Face folder")
@@ -47,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     to_hf.add_argument("--iteration", type=integer(0), help="checkpoint to convert (default: the one `latest` names)")
     to_hf.add_argument("--fallback", action="store_true", help="if it is damaged, convert the newest valid one")
     for option in ("--vocab-file", "--merge-file"):
-        to_hf.add_argument(option, help="tokenizer file, if it is not where the checkpoint's configuration says")
+        to_hf.add_argument(
+            option, type=path_option, help="tokenizer file, if it is not where the checkpoint's configuration says"
+        )
     to_hf.add_argument(
         "--allow-other-tokenizer",
         action="store_true",

@@ -4,11 +4,17 @@ import argparse
 from collections.abc import Iterable
 
 from megatron.utils.command_line import number
+from megatron.utils.files import expanded_path
 
 
 def split_words(values: Iterable[str]) -> list[str]:
     """Split values that are separated by commas as well as by spaces."""
     return [word for value in values for word in value.split(",") if word]
+
+
+def split_paths(values: Iterable[str]) -> list[str]:
+    """`split_words` of paths, with `~` and `$NAME` expanded. Raises UserError."""
+    return [expanded_path(path) for path in split_words(values)]
 
 
 def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

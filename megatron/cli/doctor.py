@@ -13,6 +13,7 @@ from kerple.doctor import DTYPES, Check
 from megatron.model import fused_block, loss
 from megatron.model.layers import make_mlp, make_norm
 from megatron.model.settings import ModelSettings
+from megatron.utils.command_line import OptionParser
 
 # The options of a block that select its kernels.
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -22,7 +23,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return doctor.main(argv, check_model_kernels)
+    return doctor.main(argv, check_model_kernels, OptionParser)
 
 
 def check_model_kernels(device: torch.device) -> list[list[Check]]:

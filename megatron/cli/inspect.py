@@ -21,7 +21,7 @@ from megatron.checkpoint.directory import MANIFEST, STEP, find_damage, find_step
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.data.indexed_dataset import bin_path, changed_file_error, file_sha256, idx_path, open_indexed_files
-from megatron.utils.command_line import docstring_parser, integer
+from megatron.utils.command_line import docstring_parser, integer, path_option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR|PREFIX")
     parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
+    parser.add_argument(
+        "--pos-emb-module", type=path_option, metavar="FILE", help="file or module that registers your own method"
+    )
     parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
     options = parser.parse_args(argv)
     if idx_path(options.directory).is_file() and not options.directory.is_dir():

@@ -17,7 +17,7 @@ from megatron.checkpoint.configuration import checkpoint_config, evaluated_metho
 from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
 from megatron.config import Config
-from megatron.config.loader import canonical_path
+from megatron.config.schema import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.convert.hub import local_checkpoint
 from megatron.inference.loading import load_model
@@ -209,7 +209,7 @@ def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dic
         for key, value in options.overrides.items():
             first, *rest = canonical_path(key)
             if first == "pos_emb_options":
-                requested = {**requested, rest[0]: value} if rest else dict(value)
+                requested |= {rest[0]: value} if rest else value
 
     # With --set, other options are rejected. A configuration may be that of another model.
     try:
@@ -231,7 +231,10 @@ def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dic
         if name in changeable and value is not None:
             merged[name] = value
     if merged != trained:
-        overrides["pos_emb_options"] = merged
+        # Overrides are merged with the checkpoint's options, so those that are left out are reset.
+        defaults = method.default_options()
+        reset = {name: defaults.get(name) for name in trained if name not in merged}
+        overrides["pos_emb_options"] = {**merged, **reset}
     return overrides
 
 

@@ -16,7 +16,7 @@ from megatron.preparation.prepare import (
     prepare,
 )
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES
-from megatron.utils.command_line import OptionParser, integer
+from megatron.utils.command_line import OptionParser, integer, path_option
 from megatron.utils.processes import available_cores
 
 
@@ -61,9 +61,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "-v",
         "--vocab-file",
         "--vocab",
+        type=path_option,
         help="tokenizer.json, or GPT-2's vocabulary (JSON; without -v and -m, downloaded to DIR/gpt2-vocab.json)",
     )
-    parser.add_argument("-m", "--merge-file", help="GPT-2's BPE merges")
+    parser.add_argument("-m", "--merge-file", type=path_option, help="GPT-2's BPE merges")
     parser.add_argument(
         "--vocab-size",
         type=integer(1, 2**24),
@@ -76,6 +77,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "--from",
         dest="sources",
         action="append",
+        type=path_option,
         default=[],
         metavar="PATH",
         help="file or folder to read; may be repeated",

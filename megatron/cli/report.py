@@ -9,7 +9,7 @@ from megatron.reporting.aggregate import Method
 from megatron.reporting.formatting import TITLE
 from megatron.reporting.paper_tables import REFERENCE
 from megatron.reporting.report import Sources, primary_name, write_report
-from megatron.utils.command_line import OptionParser
+from megatron.utils.command_line import OptionParser, path_option
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable
 
@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="DIR",
         help="more checkpoints whose biases and weights to plot, of this project or the KERPLE release",
     )
-    parser.add_argument("--pos-emb-module", metavar="FILE", help="file or module that registers your own method")
+    parser.add_argument(
+        "--pos-emb-module", type=path_option, metavar="FILE", help="file or module that registers your own method"
+    )
 
     # How it shows it.
     parser.add_argument(

@@ -190,19 +190,21 @@ class Unsupported:
         return any(type(value) is type(off) and value == off for off in (None, *self.off))
 
 
-def _read_keys() -> tuple[dict[str, Unsupported], dict[str, str]]:
-    """The unsupported and the ignored keys of neox_compat.yml."""
+def _read_keys() -> tuple[dict[str, Unsupported], dict[str, str], dict[str, str]]:
+    """The unsupported and the ignored keys of neox_compat.yml, and those of other projects."""
     data = yaml.safe_load((Path(__file__).with_name("neox_compat.yml")).read_text(encoding="utf-8"))
     unsupported: dict[str, Unsupported] = {}
     for entry in data["unsupported"]:
         unsupported |= dict.fromkeys(entry["keys"], Unsupported(entry["reason"], tuple(entry.get("neutral", ()))))
     ignored: dict[str, str] = {}
-    for entry in data["ignored"]:
-        ignored |= dict.fromkeys(entry["keys"], entry["reason"])
-    return unsupported, ignored
+    elsewhere: dict[str, str] = {}
+    for name, reasons in (("ignored", ignored), ("elsewhere", elsewhere)):
+        for entry in data[name]:
+            reasons |= dict.fromkeys(entry["keys"], entry["reason"])
+    return unsupported, ignored, elsewhere
 
 
-UNSUPPORTED, IGNORED = _read_keys()
+UNSUPPORTED, IGNORED, ELSEWHERE = _read_keys()
 
 ATTENTION_CONFIG = "attention_config"
 _DENSE_ATTENTION = ("global", "flash")

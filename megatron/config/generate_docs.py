@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 from kerple.positional import method_class, primary_names
 from megatron.config import checks
-from megatron.config.loader import SECTIONS
+from megatron.config.schema import SECTIONS
 from megatron.config.schema.base import field_aliases, field_path, has_placeholders
 
 _HEADER = """# Configuration keys

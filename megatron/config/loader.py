@@ -1,9 +1,9 @@
 """The configuration: keys from YAML files and the command line, merged, assigned to sections and validated.
 
-`load_config` reads files, `Config.from_flat` takes a mapping; both end in `_build`:
+`load_config` reads files, `Config.from_flat` takes a mapping; both end in `build`:
 
     merge      one value per key; `-` and `_` are the same, aliases are resolved, a later file overrides an earlier one,
-               --set overrides files
+               --set overrides files; nested mappings are merged key by key
     expand     `~` and `$NAME` in paths
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
     assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
@@ -15,7 +15,6 @@ All problems are collected and reported together.
 import copy
 import dataclasses
 import difflib
-import math
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,62 +22,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megatron.config import checks
 from megatron.config.checks import validate, warnings_for
+from megatron.config.merging import MergedKeys, Messages, merge
+from megatron.config.schema import ALIASES, FIELDS, MAPPINGS, SECTIONS, Sections
 from megatron.config.schema.base import (
     WILDCARD,
-    ConfigSection,
     KeyPath,
-    field_aliases,
-    field_path,
     has_placeholders,
     integral,
     is_integer,
     is_path,
 )
-from megatron.config.schema.data import DataConfig, TokenizerConfig
-from megatron.config.schema.model import ModelConfig
-from megatron.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.config.schema.output import CheckpointConfig, LoggingConfig
-from megatron.config.schema.parallel import BatchConfig, LauncherConfig, ParallelConfig
-from megatron.config.schema.training import CurriculumConfig, EvaluationConfig, GenerationConfig, TrainingConfig
 from megatron.config.yaml_files import PACKAGED, YamlEntry, find_file, parse_override, read_file
-from megatron.utils.command_line import MAX_INT
+from megatron.utils.command_line import SET_OPTION
 from megatron.utils.errors import UserError, shortened
 from megatron.utils.files import expanded_path
-from megatron.utils.secrets import contains_secret, is_secret_name
 from megatron.utils.typed_json import problem_text
 
-_SET = "--set"
 _MAX_SUGGESTIONS = 3
 
-# Canonical top-level key -> its entry, which has the original spelling and place for messages.
-MergedKeys = dict[str, YamlEntry]
 
-
-class Config(BaseModel):
+class Config(Sections):
     """A complete, validated configuration. Frozen; created by load_config, from_flat or updated."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: ModelConfig
-    parallel: ParallelConfig
-    batch: BatchConfig
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    curriculum: CurriculumConfig
-    precision: PrecisionConfig
-    data: DataConfig
-    tokenizer: TokenizerConfig
-    checkpoint: CheckpointConfig
-    training: TrainingConfig
-    logging: LoggingConfig
-    evaluation: EvaluationConfig
-    generation: GenerationConfig
-    launcher: LauncherConfig
 
     _flat: dict[str, Any] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())
@@ -89,7 +58,7 @@ class Config(BaseModel):
 
         `source` names the mapping in errors. Raises UserError.
         """
-        return _build(YamlEntry(key, value, source) for key, value in mapping.items())
+        return build(entries_of(mapping, source))
 
     def to_flat(self) -> dict[str, Any]:
         """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with underscores.
@@ -100,29 +69,12 @@ class Config(BaseModel):
 
     def updated(self, **keys: Any) -> "Config":
         """A validated copy with other values. Nested keys have dots: updated(**{"optimizer.params.lr": 1e-3})."""
-        flat = self.to_flat()
-        for key, value in keys.items():
-            _set_nested(flat, canonical_path(key), value, key)
-        return Config.from_flat(flat)
+        return build(entries_of(self.to_flat(), "configuration"), entries_of(keys, "changes"))
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Messages for keys that are ignored, that a later file overrides, or whose meaning is easily mistaken."""
         return self._notices
-
-
-# Sections by name, and the paths of their fields in the YAML. A path that ends in WILDCARD collects all keys of its
-# mapping that no other field claims.
-SECTIONS: dict[str, type[ConfigSection]] = {}
-FIELDS: dict[KeyPath, tuple[str, str]] = {}  # path -> (section, field)
-ALIASES: dict[KeyPath, KeyPath] = {}  # other path with the same meaning -> path
-for _section, _field in Config.model_fields.items():
-    SECTIONS[_section] = _model = typing.cast(type[ConfigSection], _field.annotation)
-    for _name, _field in _model.model_fields.items():
-        FIELDS[field_path(_name, _field)] = (_section, _name)
-        ALIASES.update(dict.fromkeys(field_aliases(_field), field_path(_name, _field)))
-# Keys whose value is a mapping that contains fields, such as `optimizer` and `optimizer.params`.
-MAPPINGS: set[KeyPath] = {path[:depth] for path in FIELDS for depth in range(1, len(path))}
 
 
 def load_config(
@@ -146,23 +98,26 @@ def load_config(
     for file in files:
         if files.count(file) > 1:
             raise UserError(f"{file} is given twice; remove one of them")
-    config = _build((entry for file in files for entry in read_file(file)), overrides, strict)
+    changes = [YamlEntry(key, value, SET_OPTION) for key, value in map(parse_override, overrides)]
+    config = build((entry for file in files for entry in read_file(file)), changes, strict=strict)
     packaged = [str(file.relative_to(PACKAGED)) for file in files if file.is_relative_to(PACKAGED)]
     if packaged and config_dir is None:
         config._notices = (f"{', '.join(packaged)}: this project's own, from {PACKAGED}", *config._notices)
     return config
 
 
-def canonical_path(key: str) -> KeyPath:
-    """The path of a dotted key: `-` and `_` are the same in its first part, and an alias is resolved."""
-    first, *rest = key.split(".")
-    path = (first.replace("-", "_"), *rest)
-    return ALIASES.get(path, path)
+def entries_of(mapping: Mapping[str, Any], source: str) -> list[YamlEntry]:
+    """The keys of a mapping, for `build`; `source` names it in errors."""
+    return [YamlEntry(key, value, source) for key, value in mapping.items()]
 
 
-def _build(entries: Iterable[YamlEntry], overrides: Iterable[str] = (), strict: bool = False) -> Config:
-    messages = _Messages()
-    keys = _merge(entries, overrides, strict, messages)
+def build(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry] = (), *, strict: bool = False) -> Config:
+    """The configuration of the entries of files, in their order, and of overrides, whose keys may have dots.
+
+    strict: a key in two files is an error. Raises UserError.
+    """
+    messages = Messages()
+    keys = merge(entries, overrides, strict, messages)
     _expand_paths(keys, messages)
     _fill_placeholders(keys, messages)
     values = _assign(keys, messages)
@@ -186,132 +141,10 @@ def _build(entries: Iterable[YamlEntry], overrides: Iterable[str] = (), strict: 
     return config
 
 
-@dataclasses.dataclass
-class _Messages:
-    """What the user is told: problems, which make the configuration invalid, and notices."""
-
-    problems: list[str] = dataclasses.field(default_factory=list)
-    notices: list[str] = dataclasses.field(default_factory=list)
-
-
-# -- merging ----------------------------------------------------------------------------------------------------------
-
-
-def _merge(entries: Iterable[YamlEntry], overrides: Iterable[str], strict: bool, messages: _Messages) -> MergedKeys:
-    """One entry per key. A key that appears twice in one file is a problem; in two files, only if `strict`."""
-    keys: MergedKeys = {}
-    overridden: dict[tuple[str, str], list[tuple[YamlEntry, YamlEntry]]] = {}  # by pair of files
-
-    def reject_duplicate(entry: YamlEntry, first: YamlEntry) -> None:
-        messages.problems.append(
-            f'{entry.place}: "{entry.key}" is already set, as "{first.key}" at {first.place}; remove one of them'
-        )
-
-    # Files, in their order.
-    for entry in entries:
-        _check_values(entry)
-        # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
-        name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
-        if name in keys:
-            first = keys[name]
-            if strict or entry.source == first.source:
-                reject_duplicate(entry, first)
-            else:
-                overridden.setdefault((entry.source, first.source), []).append((entry, first))
-        keys[name] = dataclasses.replace(entry, value=copy.deepcopy(entry.value))
-
-    # One notice per pair of files, because a file often overrides many keys of another.
-    for (source, first_source), pairs in overridden.items():
-        entry, first = pairs[0]
-        notice = f'{entry.place}: "{entry.key}" overrides "{first.key}" at {first.place}'
-        if len(pairs) > 1:
-            names = ", ".join(f'"{entry.key}" ({entry.line})' for entry, _ in pairs)
-            notice = f"{source} overrides keys of {first_source} (at lines): {names}"
-        messages.notices.append(notice)
-
-    # Aliases inside mappings, and then the command line, which overrides all files.
-    for name, entry in list(_pop_nested_aliases(keys)):
-        if name in keys:
-            reject_duplicate(entry, keys[name])
-        keys[name] = entry
-    for override in overrides:
-        _override(keys, *parse_override(override))
-    return keys
-
-
-def _override(keys: MergedKeys, key: str, value: Any) -> None:
-    """Set a key as --set does: a mapping replaces another one as a whole."""
-    path = canonical_path(key)
-    for alias, (name, *_) in ALIASES.items():  # those that `_pop_nested_aliases` moved out of the replaced mapping
-        if len(alias) > len(path) and alias[: len(path)] == path and name in keys and keys[name].key == ".".join(alias):
-            del keys[name]
-    name = path[0]
-    values = {} if name not in keys else {name: keys[name].value}
-    _set_nested(values, path, value, key)
-    if len(path) == 1:
-        keys[name] = YamlEntry(key, value, _SET)
-    else:
-        entry = keys.get(name, YamlEntry(key.split(".")[0], None, _SET))
-        keys[name] = dataclasses.replace(entry, value=values[name], overridden=(*entry.overridden, path))
-    _check_values(dataclasses.replace(keys[name], source=_SET, line=None))
-    for name, entry in list(_pop_nested_aliases(keys)):
-        keys[name] = dataclasses.replace(entry, source=_SET, line=None)
-
-
-def _check_values(entry: YamlEntry) -> None:
-    """Raises UserError if a value looks like a secret, or is a number that no key accepts."""
-    stack: list[tuple[tuple[str, ...], Any]] = [((entry.key,), entry.value)]
-    while stack:
-        path, value = stack.pop()
-        problem = None
-        if isinstance(value, dict):
-            stack += [((*path, str(key)), child) for key, child in value.items()]
-        elif isinstance(value, list | tuple):
-            stack += [((*path, str(index)), child) for index, child in enumerate(value)]
-        elif isinstance(value, int) and abs(value) > MAX_INT:
-            problem = f"is an integer of {value.bit_length():,} bits; the limit is 2^53"
-        elif isinstance(value, float) and not math.isfinite(value):
-            problem = f"is {value}; numbers must be finite"
-        if (value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
-            problem = (
-                "looks like a secret, and the configuration is copied into checkpoints, logs and command lines; remove "
-                "it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
-            )
-        if problem is not None:
-            raise UserError(f'{entry.place}: "{".".join(path)}" {problem}')
-
-
-def _set_nested(values: dict[str, Any], path: KeyPath, value: Any, key: str) -> None:
-    """Set a value in nested mappings, creating missing ones. Raises UserError if a parent is not a mapping."""
-    *parents, last = path
-    for depth, name in enumerate(parents, start=1):
-        if values.get(name) is None:
-            values[name] = {}
-        values = values[name]
-        if not isinstance(values, dict):
-            raise UserError(
-                f'"{key}" cannot be set: {".".join(path[:depth])} is {shortened(repr(values))}, not a mapping'
-            )
-    values[last] = value
-
-
-def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, YamlEntry]]:
-    """Remove aliases inside mappings, such as optimizer.params.weight_decay; yields the key they stand for."""
-    for alias, path in ALIASES.items():
-        if len(alias) == 1 or len(path) > 1 or alias[0] not in keys:
-            continue
-        entry = keys[alias[0]]
-        parent: Any = entry.value
-        for part in alias[1:-1]:
-            parent = parent.get(part) if isinstance(parent, dict) else None
-        if isinstance(parent, dict) and alias[-1] in parent:
-            yield path[0], dataclasses.replace(entry, key=".".join(alias), value=parent.pop(alias[-1]))
-
-
 # -- paths and placeholders -------------------------------------------------------------------------------------------
 
 
-def _expand_paths(keys: MergedKeys, messages: _Messages) -> None:
+def _expand_paths(keys: MergedKeys, messages: Messages) -> None:
     """Expand every path, here and not where it is used: other hosts and later runs may have another environment."""
 
     def expand(value: Any) -> Any:
@@ -328,7 +161,7 @@ def _expand_paths(keys: MergedKeys, messages: _Messages) -> None:
                 messages.problems.append(f"{_where(path, keys)}: {error}")
 
 
-def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
+def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
     """Replace each `{key}` by the value of that key, or its default.
 
     It is a problem if the key does not exist, has no value, or its value is not a string or number.
@@ -367,7 +200,7 @@ def _fill_placeholders(keys: MergedKeys, messages: _Messages) -> None:
 # -- assigning to fields ----------------------------------------------------------------------------------------------
 
 
-def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
+def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
     """The values by section and field. Adds a notice for each key that is ignored.
 
     An unsupported key of GPT-NeoX is a problem, and so is an unknown key; the message suggests similar ones.
@@ -410,8 +243,7 @@ def _assign(keys: MergedKeys, messages: _Messages) -> dict[str, dict[str, Any]]:
 def _where(path: KeyPath, keys: MergedKeys) -> str:
     """`FILE:LINE: "key"`, with the key as it was written."""
     entry = keys[path[0]]
-    place = _SET if any(path[: len(each)] == each for each in entry.overridden) else entry.place
-    return f'{place}: "{shortened(".".join((entry.key, *path[1:])))}"'
+    return f'{entry.place_of(path)}: "{shortened(".".join((entry.key, *path[1:])))}"'
 
 
 def _children(path: KeyPath) -> list[str]:
@@ -432,6 +264,9 @@ def _allowed_rest(path: KeyPath) -> set[str]:
 
 
 def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
+    reason = checks.ELSEWHERE.get(path[0]) if len(path) == 1 else None
+    if reason is not None:
+        return f"{_where(path, keys)} is not supported: {reason}"
     # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas). If none is
     # similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}

@@ -7,7 +7,8 @@ string, and a key that appears twice in one mapping is an error.
 
 import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,44 @@ import yaml
 from megatron.utils import files
 from megatron.utils.environment import check_parameters
 from megatron.utils.errors import UserError, first_line, shortened
+from megatron.utils.files import expanded_path
 
 ENDINGS = (".yml", ".yaml")
 # The configurations of this project. In a checkout, this is a link to configs/.
 PACKAGED = (Path(__file__).parents[1] / "configs").resolve()
 MAX_BYTES = 1_000_000
+# Values and characters of a file whose aliases are expanded. Without aliases, no file of MAX_BYTES has as many.
+MAX_SIZE = 2 * MAX_BYTES
+MAX_DEPTH = 100
 _STANDARD_TAG = "tag:yaml.org,2002:"
 _STRING_TAG, _MERGE_TAG = f"{_STANDARD_TAG}str", f"{_STANDARD_TAG}merge"
+# The types of JSON. A set, binary data or a list of pairs is the value of no key.
+_TYPES = ("map", "seq", "str", "int", "float", "bool", "null")
 
 
 @dataclass(frozen=True)
 class YamlEntry:
-    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`; `overridden` are the
-    paths inside the value that --set has replaced.
+    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`; `places` are those of the
+    paths inside the value that come from another file or option.
     """
 
     key: str
     value: Any
     source: str
     line: int | None = None
-    overridden: tuple[tuple[str, ...], ...] = ()
+    places: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
         """`FILE:LINE`, or only the source if there is no line."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
+
+    def place_of(self, path: tuple[str, ...]) -> str:
+        """The place of the value at a path, which begins with the canonical name of this key."""
+        for depth in range(len(path), 0, -1):
+            if path[:depth] in self.places:
+                return self.places[path[:depth]]
+        return self.place
 
 
 class _YamlProblem(Exception):
@@ -53,6 +67,8 @@ class _YamlProblem(Exception):
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the numbers of YAML 1.2. Raises _YamlProblem for keys that are not strings or appear twice."""
+
+    merged_pairs = 0
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Check the keys of a mapping, and replace a merge key by the pairs that it adds: the mapping's own keys win,
@@ -77,6 +93,9 @@ class _Loader(yaml.SafeLoader):
                 if not all(isinstance(mapping, yaml.MappingNode) for mapping in mappings):
                     raise _YamlProblem(line, f"{key.value} needs a mapping or a list of mappings, such as *anchor")
                 for mapping in reversed(mappings):
+                    self.merged_pairs += len(mapping.value)
+                    if self.merged_pairs > MAX_SIZE:
+                        raise _YamlProblem(line, f"merge keys (<<) add more than {MAX_SIZE:,} keys; write them out")
                     merged.update((pair[0].value, pair) for pair in mapping.value)
         node.value = [pair for pair in (merged | own).values() if pair[0].tag != _MERGE_TAG]
         return node
@@ -100,14 +119,58 @@ for _name, _pattern in {
 _Loader.add_constructor(f"{_STANDARD_TAG}int", _Loader.construct_decimal)
 
 
+def _check_nodes(root: yaml.Node) -> None:
+    """Raises _YamlProblem if the values are not those of JSON, or if aliases make them infinite, too many or too deep.
+
+    Every node is visited once, however many aliases refer to it.
+    """
+    visited: dict[int, tuple[int, int] | None] = {}  # by id: size and depth; None while the node is visited
+
+    def visit(node: yaml.Node) -> tuple[int, int]:
+        line = node.start_mark.line + 1
+        if id(node) in visited:
+            known = visited[id(node)]
+            if known is None:
+                raise _YamlProblem(line, "an alias refers to a value that contains it; write the value out")
+            return known
+        if node.tag.startswith(_STANDARD_TAG) and node.tag.removeprefix(_STANDARD_TAG) not in _TYPES:
+            tag = node.tag.replace(_STANDARD_TAG, "!!")
+            raise _YamlProblem(line, f"{tag} is a type that no key has; write a list, mapping, string or number")
+        visited[id(node)] = None
+
+        # An alias is the node that it refers to.
+        children: list[yaml.Node] = []
+        size, depth = 1, 0
+        if isinstance(node, yaml.ScalarNode):
+            size += len(node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        else:
+            children = [each for pair in node.value for each in pair]
+        for child in children:
+            child_size, child_depth = visit(child)
+            size += child_size
+            depth = max(depth, child_depth + 1)
+            if size > MAX_SIZE:
+                raise _YamlProblem(line, f"aliases (*name) expand to more than {MAX_SIZE:,} characters")
+            if depth > MAX_DEPTH:
+                raise _YamlProblem(line, f"lists and mappings are nested more than {MAX_DEPTH} levels deep")
+        visited[id(node)] = size, depth
+        return size, depth
+
+    visit(root)
+
+
 def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
     """The path of the file `name`, in `config_dir` if given, or else in the working directory or in `PACKAGED`. The
-    ending .yml may be omitted.
+    ending .yml may be omitted. `~` and `$NAME` are expanded.
 
     Raises UserError, which suggests files of similar names, if it does not exist.
     """
-    path = Path(config_dir or ".") / name
-    paths = [path] if config_dir else [path, PACKAGED / name]
+    name = expanded_path(str(name))
+    folder = expanded_path(str(config_dir)) if config_dir else ""
+    path = Path(folder or ".") / name
+    paths = [path] if folder else [path, PACKAGED / name]
     try:
         for place in paths:
             for candidate in (place, *(place.with_name(place.name + ending) for ending in ENDINGS)):
@@ -177,7 +240,10 @@ def _load(text: str) -> tuple[yaml.Node | None, Any]:
         check_parameters("PyYAML", yaml.SafeLoader, "compose_mapping_node", "self", "anchor")
         loader = _Loader(text)
         node = loader.get_single_node()
-        return node, None if node is None else loader.construct_document(node)
+        if node is None:
+            return None, None
+        _check_nodes(node)
+        return node, loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         parts = (getattr(error, "context", None), getattr(error, "problem", None))

@@ -32,8 +32,9 @@ def load_model(
             tensor-parallel size; or hf:ORG/NAME[@REVISION], a model on the Hugging Face hub of a family in
             docs/huggingface.md.
         iteration: the checkpoint to load; default: the one `latest` names.
-        overrides: configuration keys to replace, such as {"attention_backend": "reference"}. An external positional
-        method needs {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
+        overrides: configuration keys to change, such as {"attention_backend": "reference"}; mappings are merged with
+            those of the checkpoint, and nested keys have dots. An external positional method needs
+            {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
         fallback: if the checkpoint is damaged, print a message and load the newest valid one.
 
     Raises:

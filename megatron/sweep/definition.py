@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from megatron.config import Config, UserError, load_config
-from megatron.config.loader import canonical_path
+from megatron.config.schema import canonical_path
 from megatron.config.yaml_files import YamlEntry, find_file, read_file
 from megatron.utils.files import expanded_path
 

@@ -6,6 +6,7 @@ source of a new version before updating.
 """
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,12 +17,14 @@ from deepspeed import PipelineEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron.config import Config
+from megatron.config import Config, UserError
 from megatron.utils.environment import check_parameters, check_version
+from megatron.utils.errors import shortened
 
 check_version("deepspeed")
 
@@ -268,6 +271,7 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     # In half precision, stage 1 does the arithmetic of stage 0 on flat tensors instead of parameter by parameter.
     stage = 1 if optimizer.zero_stage == 0 and precision.dtype != "fp32" else optimizer.zero_stage
     settings: dict[str, Any] = {
+        **config.parallel.deepspeed_extra_args,
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -299,6 +303,24 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     if config.parallel.pipe_parallel_size > 1:
         settings["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     return settings
+
+
+def deepspeed_config(settings: dict[str, Any], grid: Any) -> DeepSpeedConfig:
+    """DeepSpeed's own configuration. `grid` has the number of replicas; None: each rank is one.
+
+    Raises UserError for keys and values that DeepSpeed rejects.
+    """
+    try:
+        return DeepSpeedConfig(settings, grid)
+    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
+        problem = shortened(" ".join(str(error).split()), 500)
+        raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
+
+
+def check_deepspeed(config: Config, data_parallel_size: int) -> None:
+    """Check the keys for DeepSpeed before the data are read and the model is built. Raises UserError."""
+    grid = SimpleNamespace(get_data_parallel_world_size=lambda: data_parallel_size)
+    deepspeed_config(deepspeed_dict(config, data_parallel_size), grid)
 
 
 def deepspeed_curriculum(config: Config) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
@@ -37,10 +36,15 @@ from megatron.model.kernel_check import check_kernels
 from megatron.model.pipeline import GPTPipeline
 from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.whole_parameters import WholeParameterOptimizer
-from megatron.training.deepspeed_setup import PatchedEngine, PatchedPipelineEngine, deepspeed_curriculum, deepspeed_dict
+from megatron.training.deepspeed_setup import (
+    PatchedEngine,
+    PatchedPipelineEngine,
+    deepspeed_config,
+    deepspeed_curriculum,
+    deepspeed_dict,
+)
 from megatron.training.optimizer import attach, configure_optimizer, project_masters
 from megatron.utils.environment import slow_dtype_notice
-from megatron.utils.errors import shortened
 
 Batch = dict[str, Tensor]  # see `Loader`
 
@@ -151,7 +155,7 @@ def _wrap_with_deepspeed(
             optimizer=optimizer,
             mpu=grid,
             config=settings,
-            config_class=_checked_by_deepspeed(settings, grid),
+            config_class=deepspeed_config(settings, grid),
             dist_init_required=False,
         )
     if settings["zero_optimization"]["stage"] == 3:
@@ -318,6 +322,14 @@ class Engine:
         norm: Tensor | float | None = self.deepspeed.get_global_grad_norm()
         return norm if self.deepspeed.was_step_applied() else math.inf
 
+    def schedule_step(self, iteration: int) -> int:
+        """The step of the learning-rate schedule after `iteration` optimizer steps. In fp16, steps that are skipped to
+        lower the loss scale do not count, as in DeepSpeed.
+        """
+        if self.config.precision.dtype != "fp16":
+            return iteration
+        return iteration - int(self.deepspeed.skipped_steps)
+
     @property
     def loss_scale(self) -> float | None:
         """The current loss scale in fp16; None in other formats."""
@@ -337,15 +349,6 @@ class Engine:
                     key = name if method.shared else f"layer_{index:02d}/{name}"
                     statistics[key] = heads.detach().float().cpu()
         return self.model.of_all_stages(statistics) if isinstance(self.model, GPTPipeline) else statistics
-
-
-def _checked_by_deepspeed(settings: dict[str, Any], grid: PipelineParallelGrid | None) -> DeepSpeedConfig:
-    """DeepSpeed's own configuration. Raises UserError for keys and values of zero_optimization that it rejects."""
-    try:
-        return DeepSpeedConfig(settings, grid)
-    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
-        problem = shortened(" ".join(str(error).split()), 500)
-        raise UserError(f"DeepSpeed rejects zero_optimization: {problem}") from error
 
 
 def _register_positional_parameters(model: nn.Module) -> None:

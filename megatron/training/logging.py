@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # A step whose gradients are not finite is skipped. In fp16 that is normal while it lowers the loss scale. More
 # consecutive skipped steps than this, without a change of the loss scale, are an error.
 MAX_CONSECUTIVE_SKIPS = 32
+COLUMNS = 80  # of the console
 _ADVICE = "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger range"
 
 # Metrics that TensorBoard and Weights & Biases also get under GPT-NeoX's name.
@@ -133,10 +134,10 @@ class Logger:
             ) from error
 
     def info(self, text: str) -> None:
-        """Print a line."""
+        """Write a line. On the console, one that is too long continues in the next line, after one of its ` | `."""
         if not self._is_main:
             return
-        _print(text)
+        _print(_fitted(text))
         if self._text is not None:
             self._write(self._text, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -169,6 +170,18 @@ class Logger:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _fitted(text: str) -> str:
+    """The parts of a line that ` | ` separates, in lines of at most `COLUMNS` characters."""
+    lines = [""]
+    for part in text.split(" | "):
+        longer = f"{lines[-1]} | {part}" if lines[-1] else part
+        if len(longer) > COLUMNS and lines[-1]:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
 
 
 def _print(text: str) -> None:

@@ -30,6 +30,7 @@ from megatron.data.splits import dataset_prefixes
 from megatron.model.settings import Layout
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles, padded_vocab_size
 from megatron.training import distributed
+from megatron.training.deepspeed_setup import check_deepspeed
 from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
@@ -127,7 +128,7 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     checkpointer = None
     if config.checkpoint.save:
         checkpointer = Checkpointer(engine, config, report, start.lineage_of(state))
-    schedule = _build_schedule(config, state, report)
+    schedule = _build_schedule(config, state, engine.schedule_step(state.iteration), report)
     logger.start_metrics(state)
     return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside)
 
@@ -143,6 +144,7 @@ def _find_start(
     # An error that several ranks find is printed once.
     report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
     run_on_all_ranks(lambda: check_attention(config, layout.device))
+    run_on_all_ranks(lambda: check_deepspeed(config, layout.data_size))
     source = _lock_and_resume(config, resources, report)
     checkpoint = run_on_all_ranks(lambda: locate_checkpoint(source, layout, report))[0]
     iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
@@ -296,8 +298,10 @@ def _follow_data_order(state: TrainingState, datasets: Datasets, report: Callabl
         report(f"training data: {line}")
 
 
-def _build_schedule(config: Config, state: TrainingState, report: Callable[[str], None]) -> Schedule:
-    """The learning rates of the run; prints them, and records the schedule in the state."""
+def _build_schedule(config: Config, state: TrainingState, step: int, report: Callable[[str], None]) -> Schedule:
+    """The learning rates of the run, which starts at `step` of them; prints them, and records the schedule in the
+    state.
+    """
     last_iteration = config.schedule.last_iteration
     state.lr_schedule = config.schedule.lr_schedule or state.lr_schedule
     decay_iters = config.schedule.lr_decay_iters or last_iteration
@@ -313,7 +317,7 @@ def _build_schedule(config: Config, state: TrainingState, report: Callable[[str]
         report(f"nothing to train: the run has ended at train-iters {last_iteration:,}; it is evaluated")
     if state.iteration < last_iteration:
         report(schedule.describe())
-        if jump := schedule.jump(state.iteration, state.learning_rate):
+        if jump := schedule.jump(step, state.learning_rate):
             report(f"notice: {jump}")
     return schedule
 
@@ -357,7 +361,7 @@ class Trainer:
                 length = self.engine.length_at(state.iteration)
                 if self.config.curriculum.enabled:
                     self.logger.info(f"curriculum_learning: length {length:,} from iteration {state.iteration + 1:,}")
-            learning_rate = self.schedule(state.iteration)
+            learning_rate = self.schedule(self.engine.schedule_step(state.iteration))
             loss = self.engine.train_step(batches, learning_rate, state.iteration)
             profiler_step()
             state.iteration, state.learning_rate = state.iteration + 1, learning_rate

@@ -166,10 +166,13 @@ class Schedule:
 
     def jump(self, start: int, last_rate: float | None) -> str | None:
         """A line for the log if the rate at step `start` does not continue the run. last_rate: that of the step before,
-        None if it is not known.
+        or of `start` itself if it was skipped; None if it is not known.
         """
         rate = self(start)
-        if last_rate is None or abs(self(start - 1) - last_rate) <= 0.1 * max(last_rate, rate):
+        if last_rate is None:
+            return None
+        differences = [abs(self(step) - last_rate) for step in (start - 1, start)]
+        if min(differences) <= 0.1 * max(last_rate, rate):
             return None
         return (
             f"the learning rate jumps from {last_rate:.3g} to {rate:.3g} at step {start:,}, because the schedule is "

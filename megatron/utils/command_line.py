@@ -51,12 +51,14 @@ _MAX_LINE = 1000  # characters of an exception's text in the line that is printe
 
 class OptionParser(argparse.ArgumentParser):
     """argparse's parser, without abbreviations, in which `--query_chunk` and `--query-chunk` are the same option.
+    Values of the type Path are expanded as by `path_option`.
 
     Help texts and messages show the declared spelling, which has dashes throughout this project.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self.register("type", Path, lambda text: Path(path_option(text)))
 
     def error(self, message: str) -> NoReturn:
         super().error(visible(redact(message)))

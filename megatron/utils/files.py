@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from megatron.utils.errors import UserError
-from megatron.utils.secrets import is_secret_name
+from megatron.utils.secrets import contains_secret, is_secret_name
 
 # The file in log_dir to which training appends metrics.
 METRICS = "metrics.jsonl"
@@ -32,7 +32,10 @@ def expanded_path(text: str) -> str:
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise UserError(f"{text}: there is no such user; for a file of this name, write ./{text}")
-    return os.path.expandvars(path)
+    expanded = os.path.expandvars(path)
+    if expanded != path and contains_secret(expanded):
+        raise UserError(f"{text}: a variable contains a secret, which cannot be part of a path; remove it")
+    return expanded
 
 
 def open_file(path: str | Path) -> BufferedReader:

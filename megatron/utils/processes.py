@@ -104,11 +104,16 @@ class Lock:
             ) from error
 
     def release(self) -> None:
-        """Remove the file and release the lock. Does nothing if this object does not hold the lock."""
+        """Remove the file and release the lock. Does nothing if this object does not hold the lock.
+
+        A file that cannot be removed, for example because the folder has become read-only, stays behind like that of a
+        killed process.
+        """
         if not self._lock.is_locked:
             return
         # Safe while locked: filelock does not accept a file that was removed between its open() and flock().
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
         self._lock.release(force=True)
         if self._created_folder:
             with contextlib.suppress(OSError):

@@ -12,8 +12,9 @@ _HARMLESS = re.compile(r"(^|_)(eos|bos|eod|pad|unk|cls|sep|mask|begin|start|end|
 # Environment variables: their names are in upper case, and fewer of them are harmless than of keys (eos_token).
 _VARIABLE = re.compile(r"(^|_)(TOKEN|KEY|PWD|PASS|PASSPHRASE|CREDENTIALS|JWT|CONNECTION_STRING)$")
 _HARMLESS_VARIABLES = ("PWD", "HF_HUB_DISABLE_IMPLICIT_TOKEN")
-# In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the login of a URL, an HTTP header, or a token of Hugging
-# Face or GitHub.
+# In a command line: --NAME VALUE. In any text: NAME=VALUE, NAME: VALUE or "NAME": "VALUE", the login of a URL, an HTTP
+# header, or a token of Hugging Face or GitHub.
+_OPTION = re.compile(r"(?<![\w-])(?P<option>--(?P<name>[\w-]+)\s+)(?!-)\S+")
 _IN_TEXT = re.compile(
     r"""(?<![\w-])(?P<name>[\w-]*(?:key|token|pass|_pwd|credential|secret|jwt|connection_string|sig)[\w-]*)"""
     r"""(?P<between>["']?\s*[=:]\s*)"""
@@ -35,12 +36,10 @@ def is_secret_name(name: str) -> bool:
 
 
 def contains_secret(text: str) -> bool:
-    """True if the text contains a secret, such as WANDB_API_KEY=... or https://user:password@host, or is the value of
-    an environment variable with a secret's name.
+    """True if the text contains a secret, such as WANDB_API_KEY=... or https://user:password@host, or the value of an
+    environment variable with a secret's name.
     """
-    if len(text) >= _MIN_SECRET and any(text == value and is_secret_name(name) for name, value in os.environ.items()):
-        return True
-    return _IN_TEXT.sub(_hide, text) != text
+    return redact(text) != text
 
 
 def without_secrets(value: Any) -> Any:
@@ -69,6 +68,7 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         if is_secret_name(name) and len(value) >= _MIN_SECRET:
             text = text.replace(value, "***")
+    text = _OPTION.sub(lambda match: f"{match['option']}***" if is_secret_name(match["name"]) else match[0], text)
     return _IN_TEXT.sub(_hide, text)
 
 

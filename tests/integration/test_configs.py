@@ -1,6 +1,5 @@
 """Every file under configs/ loads, and the models and hyperparameters are those of the paper."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -118,15 +117,15 @@ def test_the_later_of_two_methods_is_used(tmp_path):
     files = ["small_bf16", "pos_emb/alibi", "pos_emb/rotary"]
     config = load_config(files, CONFIGS)
     assert config.model.pos_emb == "rotary"
-    assert [re.sub(r"\S*/", "", notice) for notice in config.notices] == [
-        'rotary.yml:5: "pos-emb" overrides "pos-emb" at alibi.yml:2'
-    ]
+    (notice,) = config.notices
+    for text in ("rotary.yml", '"pos-emb"', "(line 5)", "'rotary'", "'alibi'", "alibi.yml:2"):
+        assert text in notice
     more = tmp_path / "more.yml"
     more.write_text('{"pos-emb": "alibi",\n "hidden-dropout": 0.1,\n "seq-length": 128, "seed": 1}')
     notices = [notice for notice in load_config([*files, more], CONFIGS).notices if "overrides" in notice]
-    places = [notice.split(" overrides ")[0].rsplit("/")[-1] for notice in notices]
-    assert places == ['rotary.yml:5: "pos-emb"', 'more.yml:1: "pos-emb"', "more.yml"]
-    assert all(text in notices[2] for text in ("small_bf16.yml", '"hidden-dropout" (2)', '"seq-length" (3)'))
+    assert [notice.split(" overrides ")[0].rsplit("/")[-1] for notice in notices] == ["rotary.yml", "more.yml"]
+    for text in ("rotary.yml:5", "small_bf16.yml", '"hidden-dropout" (line 2)', '"seq-length" (line 3)', "512", "128"):
+        assert text in notices[1]
     assert_rejected(r'rotary\.yml:5: "pos-emb".*alibi\.yml:2', load_config, files, CONFIGS, strict=True)
 
 

@@ -1,6 +1,7 @@
 """Package metadata and Dockerfile, which no test builds: the files that they name exist."""
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,3 +70,16 @@ def test_one_version_of_torch():
     assert len(versions) == 1
     (line,) = [line for line in (ROOT / "requirements/core.txt").read_text().splitlines() if line.startswith("torch")]
     assert versions.pop() in Requirement(line).specifier
+
+
+def test_the_documentation_target_installs_nothing(tmp_path):
+    environment = tmp_path / "environment"
+    command = ["make", "--no-print-directory", "docs", f"VENV={environment}"]
+    docs = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert docs.returncode != 0
+    assert str(environment) in docs.stderr
+    assert "make setup" in docs.stderr
+    assert not environment.exists()
+    # `make lint` must work in a clean clone.
+    lint = subprocess.run(["make", "-n", "lint", f"VENV={environment}"], cwd=ROOT, capture_output=True, text=True)
+    assert lint.stdout.index("requirements/dev.txt") < lint.stdout.index("sphinx")

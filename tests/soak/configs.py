@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from megatron.config.checks import KNOWN_KEYS
-from megatron.config.loader import FIELDS, SECTIONS
+from megatron.config.schema import FIELDS, SECTIONS
 from megatron.config.schema.base import WILDCARD
 from tests.soak import changes
 from tests.soak.cases import Case, Draw, pick

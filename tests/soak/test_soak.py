@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from megatron.config import Config, UserError, load_config
-from megatron.config.loader import FIELDS
+from megatron.config.schema import FIELDS
 from tests.soak.cases import PROBLEMS, Outcome, draw_case
 from tests.soak.configs import VALUES, configs, with_values
 from tests.soak.files import GROUPS

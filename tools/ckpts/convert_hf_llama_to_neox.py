@@ -10,12 +10,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.cli.convert import main
-from megatron.utils.command_line import OptionParser, integer, run_main
+from megatron.utils.command_line import OptionParser, integer, path_option, run_main
 
 if __name__ == "__main__":
     parser = OptionParser(description=__doc__)
-    parser.add_argument("--model", required=True, metavar="ORG/NAME", help="model on the Hugging Face hub, or a folder")
-    parser.add_argument("--model-path", required=True, metavar="OUT", help="the new folder")
+    parser.add_argument(
+        "--model",
+        type=path_option,
+        required=True,
+        metavar="ORG/NAME",
+        help="model on the Hugging Face hub, or a folder",
+    )
+    parser.add_argument("--model-path", type=path_option, required=True, metavar="OUT", help="the new folder")
     parser.add_argument("--tp", type=integer(1, 1024), help="has no effect: a checkpoint loads at any size")
     parser.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
     options = parser.parse_args()

@@ -11,13 +11,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
 from megatron.preparation.merging import merge
-from megatron.utils.command_line import docstring_parser, run_main
+from megatron.utils.command_line import docstring_parser, path_option, run_main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = docstring_parser(__doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="path without .bin and .idx")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    parser.add_argument(
+        "--input", type=path_option, nargs="+", required=True, metavar="PREFIX", help="path without .bin and .idx"
+    )
+    parser.add_argument("--output-prefix", type=path_option, required=True, metavar="PREFIX")
     arguments = parser.parse_args(argv)
     written = merge(arguments.input, arguments.output_prefix)
     print(f"{arguments.output_prefix}.bin/.idx: {written.documents:,} documents, {written.tokens:,} tokens")

@@ -15,13 +15,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, add_limit_argument, split_words
+from megatron.cli.dataset_options import add_input_arguments, add_limit_argument, split_paths, split_words
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess, summary
 from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.tokenizer import TOKENIZER_TYPES, TokenizerFiles
-from megatron.utils.command_line import docstring_parser, integer, run_main
+from megatron.utils.command_line import docstring_parser, integer, path_option, run_main
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,12 +36,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data.add_argument("--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)")
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZER_TYPES)}")
-    tokenizer.add_argument("--vocab-file", "--vocab", help="tokenizer.json, SentencePiece model or GPT-2's vocabulary")
-    tokenizer.add_argument("--merge-file", help="GPT-2's BPE merges")
+    tokenizer.add_argument(
+        "--vocab-file", "--vocab", type=path_option, help="tokenizer.json, SentencePiece model or GPT-2's vocabulary"
+    )
+    tokenizer.add_argument("--merge-file", type=path_option, help="GPT-2's BPE merges")
     tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
     tokenizer.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
     output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
+    output.add_argument(
+        "--output-prefix", type=path_option, required=True, help="writes PREFIX_KEY_document.bin and .idx"
+    )
     output.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="only mmap is supported")
     execution = parser.add_argument_group("execution")
     execution.add_argument(
@@ -53,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    inputs, suffixes = split_words(arguments.input), split_words(arguments.suffixes)
+    inputs, suffixes = split_paths(arguments.input), split_words(arguments.suffixes)
     options = DocumentOptions(
         keys=tuple(dict.fromkeys(arguments.jsonl_keys)),
         subset=arguments.pile_subset,

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, split_words
+from megatron.cli.dataset_options import add_input_arguments, split_paths, split_words
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.input_files import find_files
 from megatron.preparation.readers import FileCorpus
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_writable(arguments.output.parent, "--output")
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
-    corpus = FileCorpus(find_files(split_words(arguments.input), suffixes), suffixes, options.keys)
+    corpus = FileCorpus(find_files(split_paths(arguments.input), suffixes), suffixes, options.keys)
     rejected = SkippedDocuments()
     texts = filter(None, read_texts(corpus.chunks(), options, rejected))
     first = next(texts, None)

@@ -7,7 +7,7 @@ nested one. A path that ends in `"*"` collects all keys of that mapping that no 
 from collections.abc import Iterator
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from megatron.utils.command_line import MAX_INT
@@ -101,8 +101,16 @@ Widths = Annotated[
     Field(strict=False, min_length=1),
     BeforeValidator(lambda x: [x] if isinstance(x, int | float) else x),
 ]
+
+
+def _not_blank(path: str) -> str:
+    if not path.strip():
+        raise ValueError("must be a path (remove the key, or set it to null, if there is none)")
+    return path
+
+
 # A path of a file or folder; a single one is accepted instead of a list.
-PathText = Annotated[str, Field(pattern=r"\S")]
+PathText = Annotated[str, AfterValidator(_not_blank)]
 _one_is_enough = BeforeValidator(lambda x: [x] if isinstance(x, str) else x)
 Texts = Annotated[tuple[str, ...], Field(strict=False), _one_is_enough]
 Paths = Annotated[tuple[PathText, ...], Field(strict=False), _one_is_enough]

@@ -16,6 +16,60 @@ _ZERO_3_KEYS = (
     "zero_quantized_nontrainable_weights",
     "zero_quantized_weights",
 )
+# The fields and aliases of DeepSpeedZeroConfig. (To import DeepSpeed takes seconds.)
+ZeroKey = Literal[
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "allgather_sequential",
+    "compute_grad_norm",
+    "contiguous_gradients",
+    "cpu_offload",
+    "cpu_offload_param",
+    "cpu_offload_use_pin_memory",
+    "elastic_checkpoint",
+    "enable_sanity_checks",
+    "gather_16bit_weights_on_model_save",
+    "ignore_unused_parameters",
+    "leaf_module",
+    "legacy_stage1",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "memory_efficient_linear",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "override_module_apply",
+    "param_persistence_threshold",
+    "parameter_alignment",
+    "pipeline_loading_checkpoint",
+    "prefetch_bucket_size",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "save_muon_momentum_buffer_in_memory",
+    "stage3_allgather_sequential",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_all_reduce_for_fetch_params",
+    "use_multi_rank_bucket_allreduce",
+    "zenflow",
+    "zero_hpz_partition_size",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+]
 # What DeepSpeed, which converts types, reads as false. 0 equals False.
 _FALSE = (False, "0", "off", "f", "false", "n", "no")
 
@@ -76,7 +130,7 @@ class OptimizerConfig(ConfigSection):
         ge=0,
         le=3,
     )
-    zero: dict[str, Any] = field(
+    zero: dict[ZeroKey, Any] = field(
         {},
         """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/). Offloading the
         optimizer and zenflow are not supported, so cpu_offload must be false.""",
@@ -189,6 +243,14 @@ class ScheduleConfig(ConfigSection):
             yield (
                 f"lr_decay_iters {decay_iters:,} is above train_iters {train_iters:,}: training ends before the "
                 "learning rate has decayed; without lr_decay_iters, both end together"
+            )
+        if decay_iters is None or decay_iters >= train_iters or self.lr_decay_style not in ("linear", "cosine"):
+            return
+        is_incomplete = self.lr_schedule == "neox-2022" and self.warmup_steps(decay_iters) > 0
+        if self.lowest_lr(1.0) == 0 and not is_incomplete:
+            yield (
+                f"lr_decay_iters {decay_iters:,} is below train_iters {train_iters:,}: the learning rate of all later "
+                "steps is 0, so they change nothing; set min_lr, raise lr_decay_iters, or remove it"
             )
 
     @property

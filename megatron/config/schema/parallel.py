@@ -1,10 +1,32 @@
 """Keys of parallelism, batch sizes and the launcher."""
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator
 
 from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, field
 from megatron.utils.errors import UserError
+
+# Keys of DeepSpeed that only measure and log, or tune reading and writing.
+DEEPSPEED_KEYS = (
+    "aio",
+    "comms_logger",
+    "disable_python_gc",
+    "dump_state",
+    "flops_profiler",
+    "log_level",
+    "memory_breakdown",
+    "steps_per_print",
+    "wall_clock_breakdown",
+)
+
+
+def _partition_method(value: str) -> str:
+    if not re.fullmatch(r"parameters|uniform|type:.+", value, re.IGNORECASE):
+        raise ValueError("must be parameters, uniform or type:REGEX")
+    return value
 
 
 class ParallelConfig(ConfigSection):
@@ -20,12 +42,24 @@ class ParallelConfig(ConfigSection):
         None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
     fp32_allreduce: bool = field(False, "True: average gradients over the data-parallel ranks in float32.")
-    pipe_partition_method: str = field(
+    pipe_partition_method: Annotated[str, AfterValidator(_partition_method)] = field(
         "type:transformer|mlp",
         """How layers are distributed over pipeline stages: parameters (equal parameter counts), uniform (equal layer
         counts), or type:REGEX (equal counts of the layers whose class name matches).""",
-        pattern=r"(?i)^(parameters|uniform|type:.+)$",
     )
+    deepspeed_extra_args: dict[str, Any] = field(
+        {},
+        f"""Further keys of DeepSpeed, passed on unchanged (https://www.deepspeed.ai/docs/config-json/):
+        {", ".join(DEEPSPEED_KEYS)}. Other keys of this project decide the rest.""",
+        path="deepspeed_extra_args.*",
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        for name in sorted(self.deepspeed_extra_args.keys() - set(DEEPSPEED_KEYS)):
+            yield (
+                f"deepspeed_extra_args.{name} is not passed on: it would contradict other keys of this project, or "
+                f"DeepSpeed does not read it; remove it (passed on: {', '.join(DEEPSPEED_KEYS)})"
+            )
 
     @property
     def ranks_per_replica(self) -> int:

@@ -107,6 +107,22 @@ def test_tokenizer_from_a_part_of_a_source_tree(tmp_path, run):
     assert shown == f"{output}: 300 ids\n", error
 
 
+def test_tildes_in_paths(tmp_path, run, monkeypatch):
+    """Shells expand ~ only at the start of a word."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.txt").write_text("more text")
+    options = ("--input=~/a.txt,~/b.txt", "--output-prefix=~/x", "--tokenizer-type", "CharLevelTokenizer")
+    assert run(preprocess_data, *options)[0] == 0
+    assert run(preprocess_data, *options, "--output-prefix=~/y")[0] == 0
+    assert run(merge_datasets, "--input", "~/x_text_document", "~/y_text_document", "--output-prefix=~/merged")[0] == 0
+    assert run(train_tokenizer, "--input=~/a.txt", "--vocab-size=258", "--output=~/tokenizer.json")[0] == 0
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert (tmp_path / "merged.bin").stat().st_size > 0
+    assert not (tmp_path / "~").exists()
+
+
 def test_merge(tmp_path, run):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"text {name}")

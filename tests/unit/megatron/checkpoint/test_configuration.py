@@ -32,6 +32,16 @@ def test_keys_that_concern_only_training_are_ignored(tmp_path):
     assert checkpoint_config(tmp_path / "global_step4").parallel.distributed_backend is None
 
 
+def test_parts_of_a_mapping_in_several_files_and_in_overrides(tmp_path):
+    """GPT-NeoX saves all files of a run."""
+    write_checkpoint(tmp_path, "rotary", "nowhere", pos_emb_options={"fraction": 0.5})
+    step = tmp_path / "global_step4"
+    (step / "configs" / "more.yml").write_text('{"pos-emb-options": {"base": 700}}')
+    options = {"pos_emb_options": {"scaling": "linear", "factor": 2}}
+    expected = {"fraction": 0.5, "base": 700, **options["pos_emb_options"]}
+    assert checkpoint_config(step, options).model.pos_emb_options == expected
+
+
 def test_hidden_files_are_no_part_of_a_checkpoint(tmp_path):
     """macOS writes ._NAME next to NAME."""
     write_checkpoint(tmp_path, "none", "nowhere")

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from kerple.positional.rotary import Rotary
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -53,6 +54,19 @@ def test_a_checkpoint_without_configuration_files(run):
         "factor": 4,
     }
     assert chosen_step(run, config, options).name == "global_step8"
+
+
+def test_options_of_the_method_are_merged_with_those_of_the_checkpoint(tmp_path):
+    """--set changes some of them; those that configuration files leave out are at their defaults."""
+    write_checkpoint(tmp_path, "rotary", "nowhere", pos_emb_options={"fraction": 0.5, "scaling": "linear", "factor": 2})
+    step = tmp_path / "global_step4"
+    for words in (["pos-emb-options={factor: 8}"], ["pos-emb-options.factor=8"]):
+        config, options = parse("--checkpoint", tmp_path, "--set", *words)
+        options = saved_config(step, config, options).model.positional_options
+        assert (options["fraction"], options["scaling"], options["factor"]) == (0.5, "linear", 8)
+    keys = settings_of("rotary", "nowhere", load=str(tmp_path), pos_emb_options={"fraction": 0.5})
+    options = saved_config(step, *parse(write_yaml(tmp_path / "a.yml", keys))).model.positional_options
+    assert (options["fraction"], options["scaling"]) == (0.5, Rotary.default_options()["scaling"])
 
 
 def test_methods_of_layers(tmp_path):

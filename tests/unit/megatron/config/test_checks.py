@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, UserError
-from megatron.config.checks import ATTENTION_CONFIG, IGNORED, KNOWN_KEYS, UNSUPPORTED, unsupported_reason
-from megatron.config.loader import ALIASES, FIELDS, MAPPINGS
+from megatron.config.checks import ATTENTION_CONFIG, ELSEWHERE, IGNORED, KNOWN_KEYS, UNSUPPORTED, unsupported_reason
+from megatron.config.schema import ALIASES, FIELDS, MAPPINGS
 from tests.support.errors import assert_rejected
 
 
@@ -97,6 +97,13 @@ from tests.support.errors import assert_rejected
             {"weight-by-num-documents": True, "train-data-paths": ["a"], "train-data-weights": [1.0]},
             "weight_by_num_documents.*train_data_weights",
         ),
+        (
+            {"zero_optimization": {"stage": 1, "reduce_bukket_size": 1}},
+            r"zero_optimization\.reduce_bukket_size.*nearest: .*reduce_bucket_size",
+        ),
+        ({"deepspeed_extra_args": {"train_batch_size": 4}}, r"deepspeed_extra_args\.train_batch_size"),
+        ({"deepspeed_extra_args": {"bf16": {"enabled": True}}}, r"deepspeed_extra_args\.bf16"),
+        ({"deepspeed_extra_args": {"coms_logger": {}}}, r"deepspeed_extra_args\.coms_logger.*comms_logger"),
         ({"finetune": True}, "finetune"),
         ({"iteration": 0}, "iteration.*load"),
         ({"num_nodes": 0}, "num_nodes.*-1"),
@@ -129,6 +136,18 @@ def test_a_decay_that_ends_after_training_is_a_notice(flat):
     (notice,) = Config.from_flat({**keys, "lr_decay_iters": 600}).notices
     assert notice.startswith("lr_decay_iters 600 is above train_iters 60")
     assert not Config.from_flat({**keys, "lr_decay_iters": 60}).notices
+
+
+def test_steps_without_a_learning_rate_are_a_notice(flat):
+    keys = {**flat, "train_iters": 90, "lr_decay_iters": 70}
+    for style in ("linear", "cosine"):
+        for more in ({}, {"decay_lr_to": 0}, {"lr_schedule": "neox-2022", "warmup": 0}):
+            (notice,) = Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
+            assert "lr_decay_iters 70" in notice
+            assert "train_iters 90" in notice
+        for more in ({"min_lr": 1e-6}, {"decay_lr_to": 0.1}, {"lr_decay_iters": 90}, {"lr_schedule": "neox-2022"}):
+            assert not Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
+    assert not Config.from_flat({**keys, "lr_decay_style": "exponential"}).notices
 
 
 def test_keys_without_effect_are_a_notice(flat):
@@ -189,6 +208,38 @@ def test_unsupported_keys():
 def test_a_configuration_with_an_unsupported_key_is_rejected(flat, keys, key):
     with pytest.raises(UserError, match=f'a.yml: "{key}" is a GPT-NeoX key that is not supported: '):
         Config.from_flat({**flat, **keys}, source="a.yml")
+
+
+@pytest.mark.parametrize(
+    "key", ["lora", "early-stopping", "torch_compile", "enable-cuda-graph", "async_save", "epochs"]
+)
+def test_keys_of_other_projects_are_not_supported(flat, key):
+    with pytest.raises(UserError, match=f'"{key}" is not supported: ') as caught:
+        Config.from_flat({**flat, key: {"rank": 8}})
+    assert "nearest" not in str(caught.value)
+
+
+def test_keys_of_other_projects_are_in_no_other_table():
+    assert not set(ELSEWHERE) & {*KEYS, *KNOWN_KEYS, *(path[0] for path in (*FIELDS, *ALIASES))}
+
+
+@pytest.mark.parametrize(
+    "key", ["save", "data-path", "train_data_paths", "hostfile", "vocab_file", "eval_include_path"]
+)
+def test_blank_paths(flat, key):
+    """Whatever pydantic checks them with is not for users."""
+    for path in ("", " \t"):
+        value = [path] if key.endswith("_paths") else path
+        with pytest.raises(UserError, match=f'"{key}') as caught:
+            Config.from_flat({**flat, key: value})
+        assert "pattern" not in str(caught.value)
+
+
+def test_null_bytes(flat):
+    for keys in ({"save": "a\0b"}, {"comment": "\0"}, {"train_data_paths": ["a", "b\0"]}, {"wandb-group": "c\0"}):
+        (key,) = keys
+        assert_rejected(f'"{key}.*null byte', Config.from_flat, {**flat, **keys})
+    Config.from_flat({**flat, "prompt_end": "\0"})
 
 
 def test_a_configuration_has_a_notice_for_each_ignored_key(flat):

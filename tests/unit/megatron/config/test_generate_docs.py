@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron.config import checks
 from megatron.config.generate_docs import generate
-from megatron.config.loader import FIELDS
+from megatron.config.schema import FIELDS
 
 ROOT = Path(__file__).parents[4]
 DOCUMENT = ROOT / "configs" / "neox_arguments.md"

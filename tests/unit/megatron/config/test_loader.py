@@ -61,42 +61,9 @@ def test_check_vocabulary(flat):
     check_vocabulary(Config.from_flat(flat), 10**6)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "name", "value"),
-    [
-        ('{"seed": 1}', '{"seed": 2}', "seed", 2),
-        ('{"weight-decay": 0}', '{"weight_decay": 0.2}', "weight_decay", 0.2),
-        ('{"save-interval": 5}', '{"checkpoint-factor": 6}', "save_interval", 6),
-        (
-            '{"optimizer": {"type": "AdamW"}}',
-            '{"optimizer": {"params": {"lr": 1}}}',
-            "optimizer",
-            {"params": {"lr": 1}},
-        ),
-    ],
-)
-def test_a_later_file_overrides_an_earlier_one(write, tmp_path, first, second, name, value):
-    config = load(write, MODEL, first, second)
-    assert config.to_flat()[name] == value
-    keys = [text.split('"')[1] for text in (second, first)]
-    places = [tmp_path / "2.yml", tmp_path / "1.yml"]
-    assert config.notices == (f'{places[0]}:1: "{keys[0]}" overrides "{keys[1]}" at {places[1]}:1',)
-    with pytest.raises(UserError) as caught:
-        load(write, MODEL, first, second, strict=True)
-    assert (
-        str(caught.value)
-        == f'{places[0]}:1: "{keys[0]}" is already set, as "{keys[1]}" at {places[1]}:1; remove one of them'
-    )
-
-
 def test_a_file_that_is_given_twice(write):
     path = write("a.yml", MODEL)
     assert_rejected(r"a\.yml", load_config, [path, path.with_suffix("")])
-
-
-def test_a_key_and_its_nested_alias_in_two_files(write):
-    texts = ('{"weight-decay": 0}', '{"optimizer": {"params": {"weight_decay": 0}}}')
-    assert_rejected(r'"optimizer\.params\.weight_decay".*"weight-decay"', load, write, MODEL, *texts)
 
 
 def test_all_problems_are_reported_together(write, tmp_path):
@@ -130,43 +97,6 @@ def test_only_top_level_keys_accept_dashes(write):
     assert_rejected("'a-b'", load, write, MODEL, '{"pos-emb-options": {"a-b": 1}}')
     text = '{"optimizer": {"params": {"weight-decay": 0}}}'
     assert_rejected(r'"optimizer\.params\.weight-decay"', load, write, MODEL, text)
-
-
-def test_overrides(write):
-    config = load(
-        write,
-        MODEL,
-        '{"seed": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "eps": 1e-6}}, "checkpoint-factor": 4}',
-        overrides=[
-            "seed=2",
-            "optimizer.params.lr=1e-3",
-            "zero_optimization.stage=1",
-            "save-interval=9",
-            "train-data-paths=[a, b]",
-            "split=9,1",
-            "save=a=b",
-            "load=",
-        ],
-    )
-    assert config.training.seed == 2
-    assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.zero_stage) == (1e-3, 1e-6, 1)
-    assert config.checkpoint.save_interval == 9
-    assert config.data.train_data_paths == ("a", "b")
-    assert config.data.split == "9,1"
-    assert config.checkpoint.save == "a=b"
-    assert config.checkpoint.load is None
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("sed=3", '--set: "sed"'),
-        ("seed.deeper=3", r'"seed\.deeper".*seed.*1'),
-        ("seed=x", "--set: \"seed\".*'x'"),
-    ],
-)
-def test_bad_overrides(write, override, message):
-    assert_rejected(message, load, write, MODEL, '{"seed": 1}', overrides=[override])
 
 
 def test_placeholders(flat):
@@ -220,29 +150,6 @@ def test_bad_placeholders(flat, path, message):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "weight_decay"),
-    [
-        (["optimizer.params={lr: 1e-3, weight_decay: 0.2}", "weight_decay=0.5"], 0.5),
-        (["weight_decay=0.5", "optimizer.params={lr: 1e-3, weight_decay: 0.2}"], 0.2),
-        (["optimizer.params.lr=5e-3"], 0.3),
-        (["optimizer.params={lr: 5e-3}"], 0.1),  # the default: the mapping with 0.3 is replaced
-        (["optimizer={type: adam, params: {lr: 5e-3}}"], 0.1),
-        (["weight_decay=0.5", "optimizer.params={lr: 5e-3}"], 0.5),
-    ],
-)
-def test_order_of_overrides_and_aliases(write, overrides, weight_decay):
-    config = load(write, MODEL, '{"optimizer": {"params": {"weight_decay": 0.3}}}', overrides=overrides)
-    assert config.optimizer.weight_decay == config.to_flat().get("weight_decay", 0.1) == weight_decay
-
-
-def test_places_of_errors_in_a_mapping_with_overrides(write, tmp_path):
-    text = '{"optimizer": {"params": {"eps": "abc", "lr": 1}}}'
-    for override, place in (("optimizer.params.lr=0.1", f"{tmp_path}/1.yml:1"), ("optimizer.params.eps=b", "--set")):
-        message = f'^{place}: "optimizer.params.eps": must be a number'
-        assert_rejected(message, load, write, MODEL, text, overrides=[override])
-
-
-@pytest.mark.parametrize(
     ("key", "nearest"),
     [
         ("num-layer", "num_layers"),
@@ -288,7 +195,7 @@ def test_secrets_are_rejected(flat, write, monkeypatch, key, value, name):
 
 
 def test_a_secret_without_a_value_is_accepted(flat):
-    Config.from_flat({**flat, "zero_optimization": {"comet": {"enabled": False, "api_key": None}}})
+    Config.from_flat({**flat, "deepspeed_extra_args": {"aio": {"api_key": None}}})
 
 
 def nested(key: str, value: object) -> dict:

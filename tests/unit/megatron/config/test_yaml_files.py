@@ -68,6 +68,14 @@ def test_values(text, value):
     assert type(parsed) is type(value)
 
 
+def doubled(template: str, levels: int) -> str:
+    """A text in which each level contains the one before by an alias."""
+    lines = ["l0: &l0 1"]
+    for level in range(1, levels):
+        lines.append(f"l{level}: &l{level} {template.format(f'*l{level - 1}')}")
+    return "\n".join(lines)
+
+
 def test_block_style_and_byte_order_mark(write):
     path = write("a.yml", b"\xef\xbb\xbfnum-layers: 2\nsplit: 949,50,1\n")
     assert [(entry.key, entry.value) for entry in read_file(path)] == [("num-layers", 2), ("split", "949,50,1")]
@@ -99,6 +107,18 @@ def test_block_style_and_byte_order_mark(write):
         ("a: \0", "not YAML: .*special characters are not allowed"),
         ("x" * 1_000_001, "1,000,000"),
         ("{a: *nowhere}", "not YAML: .*undefined alias"),
+        ("!!set {a, b}", ":1: !!set"),
+        ("a: 1\nb: !!binary aGk=", ":2: !!binary"),
+        ("a: [1, !!omap [b: 1]]", ":1: !!omap"),
+        ("a: !!timestamp 2020-01-01", ":1: !!timestamp"),
+        ("a: 1\nb: &b [1, *b]", ":2: .*alias"),
+        ("a: &a\n  b: &b {c: *a}", ":1: .*alias"),
+        ("&a {b: {c: [*a]}}", ":1: .*alias"),
+        (doubled("[{0}, {0}]", 60), "alias"),
+        (doubled("{{x: {0}, y: [{0}]}}", 40), "alias"),
+        (f"a: &a {'x' * 9000}\nb: [{'*a, ' * 300}]", "alias"),
+        (doubled("[{0}]", 120), "100 levels"),
+        (f"a: &a {{{', '.join(f'k{n}: 1' for n in range(3000))}}}\nb: {{<<: [{'*a, ' * 3000}]}}", ":2: .*<<"),
     ],
 )
 def test_bad_files(write, text, message):
@@ -158,6 +178,14 @@ def test_files_of_this_project_are_found_by_name(write, tmp_path, monkeypatch):
     assert find_file("demo") == Path("demo.yml")
 
 
+def test_names_are_expanded(write, tmp_path, monkeypatch):
+    write("models/small.yml", MODEL)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MODELS", "models")
+    for arguments in (("~/models/small",), ("small.yml", "~/$MODELS"), (Path("~/models/small.yml"),)):
+        assert find_file(*arguments) == tmp_path / "models" / "small.yml"
+
+
 def test_missing_file(write, tmp_path):
     write("small_bf16.yml", "{}")
     assert_rejected(r"smal_bf16.*small_bf16\.yml", load_config, ["smal_bf16"], tmp_path)
@@ -180,6 +208,8 @@ def test_names_that_no_file_has(tmp_path):
         ("=3", "--set"),
         ("a={b: 1, b: 2}", "--set.*'b'"),
         ("a=!!int abc", "--set.*'abc'"),
+        ("a=&b [*b]", "--set.*alias"),
+        ("a=!!set {b, c}", "--set.*!!set"),
         ("a=[", r"--set a=\[: not YAML: .*; put quotes around strings"),
     ],
 )

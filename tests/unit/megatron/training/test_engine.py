@@ -1,5 +1,6 @@
 """A training step does not wait for the device; errors of the engine."""
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -67,13 +68,23 @@ def test_reads_are_detected(read):
 
 
 @pytest.mark.parametrize(
-    ("values", "named"),
+    ("keys", "named"),
     [
-        ({"overlap_com": True}, "overlap_com"),
-        ({"reduce_bucket_size": 0}, "reduce_bucket_size"),
-        ({"stage": 3, "offload_param": {"device": "gpu"}}, "offload_param"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, "offload_param"),
+        ({"zero_optimization": {"stage": 2, "round_robin_gradients": "often"}}, "round_robin_gradients"),
+        ({"deepspeed_extra_args": {"comms_logger": {"prof_opps": []}}}, "prof_opps"),
     ],
 )
-def test_keys_that_deepspeed_rejects_are_named(values, named, tmp_path, data_path):
-    with pytest.raises(UserError, match=f"zero_optimization.*{named}"):
-        trained(tmp_path, data_path, train_iters=1, zero_optimization=values)
+def test_keys_that_deepspeed_rejects_are_named_before_the_data_are_read(keys, named, tmp_path):
+    with pytest.raises(UserError, match=f"{next(iter(keys))}.*{named}"):
+        trained(tmp_path, str(tmp_path / "nowhere"), train_iters=1, **keys)
+
+
+def test_extra_arguments_reach_deepspeed(tmp_path, data_path, monkeypatch):
+    """GPT-NeoX's 19M.yml has a comms_logger."""
+    received = []
+    monkeypatch.setattr(deepspeed.comm, "configure", lambda config, *_, **__: received.append(config))
+    logger = {"enabled": True, "verbose": False, "prof_all": True, "debug": False}
+    trained(tmp_path, data_path, train_iters=1, eval_iters=0, deepspeed_extra_args={"comms_logger": logger})
+    assert received[0].comms_config.comms_logger.model_dump() == {**logger, "prof_ops": []}

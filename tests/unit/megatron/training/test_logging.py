@@ -180,6 +180,32 @@ def test_an_evaluation_does_not_write_to_save(tmp_path, data_path, wandb_offline
     assert not (tmp_path / "new").exists()
 
 
+def test_lines_on_the_console_fit_a_terminal(tmp_path, capsys):
+    """The file has them unbroken. A part that is too long by itself is not broken."""
+    config = make_config(log_dir=str(tmp_path))
+    logger = Logger(config, SimpleNamespace(is_main=True))
+    parts = [
+        "iteration 1,234,567/2,000,000",
+        *(f"quantity {number} 1.2345e-06" for number in range(7)),
+        "x" * 90,
+        "end",
+    ]
+    logger.info(" | ".join(parts))
+    logger.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 or "x" * 90 in line for line in lines)
+    assert [part for line in lines for part in line.strip().split(" | ")] == parts
+    assert (tmp_path / "train.log").read_text().endswith(f" {' | '.join(parts)}\n")
+
+
+def test_lines_of_a_run_fit_a_terminal(tmp_path, data_path, capsys):
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "extrapolation_lengths": [8, 16, 32, 64]}
+    trained(tmp_path, data_path, train_iters=2, eval_interval=1, peak_theoretical_tflops=100, **keys)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " | " in line or line.startswith("  ")]
+    assert len(lines) > 8
+    assert max(map(len, lines)) <= 80
+
+
 # -- skipped steps ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training import distributed
 from megatron.training.engine import GPTWithLoss
 from megatron.training.loop import train
+from megatron.training.optimizer import Schedule
 from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
 from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
@@ -180,3 +181,33 @@ def test_a_sequence_length_schedule(tmp_path, data_path, capsys):
         assert metrics(tmp_path / str(start), "train/tokens") == {step: n for step, n in tokens.items() if step > start}
         expected, resumed = weights(tmp_path / "whole", 6), weights(tmp_path / str(start), 6)
         assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "optimizer", "micro_batch"), [(0, "Adam", 8), (2, "SGD", 2), (3, "Lion", 4), (1, "Muon", 4)]
+)
+def test_skipped_fp16_steps_do_not_advance_the_learning_rate(zero_stage, optimizer, micro_batch, tmp_path, data_path):
+    """As in DeepSpeed, whose scheduler steps only after an update. Also after a resume, in the middle of them."""
+    keys = {
+        "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
+        "zero_optimization": {"stage": zero_stage},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_iters": 14,
+        "lr_decay_iters": 15,
+        "warmup": 0.4,
+        "eval_iters": 0,
+        "save_interval": None,
+    }
+    trained(tmp_path / "whole", data_path, **keys)
+    rates, skipped = (metrics(tmp_path / "whole", f"train/{name}") for name in ("learning_rate", "skipped_steps"))
+    assert 3 <= skipped[14] <= 10
+    schedule = Schedule(1e-3, "cosine", 15, 6.0)
+    for iteration, rate in rates.items():
+        assert rate == schedule(iteration - 1 - int(skipped.get(iteration - 1, 0)))
+
+    trained(tmp_path / "parts", data_path, **keys, exit_interval=3)
+    trained(tmp_path / "parts", data_path, **keys)
+    assert metrics(tmp_path / "parts", "train/learning_rate") == rates
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert "jumps" not in (tmp_path / "parts" / "logs" / "train.log").read_text()

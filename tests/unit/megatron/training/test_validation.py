@@ -38,7 +38,7 @@ def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_pat
     capsys.readouterr()
     tracked = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True}
     trained(curves, data_path, **keys, **tracked, **CURVES)
-    console = capsys.readouterr().out
+    console = capsys.readouterr().out.replace("\n  ", " | ")  # lines that did not fit
 
     # Equal bit for bit: the evaluation does not use the random generators that dropout uses.
     assert metrics(curves) == metrics(plain)
@@ -90,7 +90,7 @@ def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
     assert not metrics(tmp_path, "extrapolation/loss/128")
     console = capsys.readouterr().out
     assert console.count("extrapolation at length 128: n/a: learned positions end at 31") == 1
-    assert console.count(" | 128: n/a | ") == 2
+    assert console.count("128: n/a | ") == 2
 
 
 def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):

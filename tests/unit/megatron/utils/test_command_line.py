@@ -197,3 +197,17 @@ def test_a_reader_that_stops_early_is_no_error(no_rank, capfd, monkeypatch):
         assert run_main(lambda: print("text")) == 141  # fails at the last flush
         print("more")  # the interpreter flushes stdout at exit
     assert capfd.readouterr().err == ""
+
+
+def test_paths_of_options_are_expanded(monkeypatch, tmp_path, capsys):
+    """`--output=~/x` reaches the program with its tilde, because shells expand it only at the start of a word."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NOWHERE", raising=False)
+    parser = OptionParser()
+    parser.add_argument("--output", type=Path)
+    parser.add_subparsers().add_parser("sub").add_argument("folders", nargs="+", type=Path)
+    options = parser.parse_args(["--output=~/x", "sub", "~/a", "b~"])
+    assert (options.output, options.folders) == (tmp_path / "x", [tmp_path / "a", Path("b~")])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--output=$NOWHERE/x"])
+    assert "NOWHERE" in capsys.readouterr().err

@@ -78,6 +78,18 @@ def test_only_one_lock_in_a_process(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["file"]
 
 
+def test_a_file_that_cannot_be_removed_stays_behind(tmp_path):
+    """As in a folder that has become read-only; root could remove a file there."""
+    path = tmp_path / "corpus.lock"
+    lock = Lock(path, "busy")
+    with lock:
+        path.unlink()
+        path.mkdir()
+    path.rmdir()
+    with lock:
+        assert path.is_file()
+
+
 def test_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     lock = Lock(tmp_path / "file" / "corpus.lock", "busy")

@@ -20,6 +20,8 @@ def test_values_of_secret_environment_variables_are_removed(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789")
     monkeypatch.setenv("SOME_NAME", "abcdefghij")
     assert without_secrets({"wandb_group": "0123456789", "comment": "abcdefghij"}) == {"comment": "abcdefghij"}
+    longer = {"save": "runs/0123456789/a", "wandb_run_name": "x0123456789y", "names": ["a", "b 0123456789"]}
+    assert without_secrets({**longer, "seed": "012345678"}) == {"seed": "012345678"}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,9 @@ def test_values_of_secret_environment_variables_are_removed(monkeypatch):
         ("GET https://me:word@host/data?access_token=abc&x=1", "GET https://***@host/data?access_token=***&x=1"),
         ("https://token@host/data?sig=ab", "https://***@host/data?sig=***"),
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("unrecognized arguments: --wandb-api-key abc -x", "unrecognized arguments: --wandb-api-key *** -x"),
+        ("--hf-token abc --seed 1", "--hf-token *** --seed 1"),
+        ("--tokens abc --text-key content --password --seed 1", "--tokens abc --text-key content --password --seed 1"),
         ("KeyError: 'tokenizer'", "KeyError: 'tokenizer'"),
         ("the value of WANDB_API_KEY is 0123456789", "the value of WANDB_API_KEY is ***"),
         ("the value of OPENAI_KEY is abcdefgh", "the value of OPENAI_KEY is ***"),

@@ -1,0 +1,255 @@
+"""Merging the layers of a configuration: one value per key, and what the user is told about those that are replaced."""
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from kerple.positional.registry import canonical_name
+from megatron.config.schema import ALIASES, FIELDS, SECTIONS, canonical_path
+from megatron.config.schema.base import KeyPath
+from megatron.config.yaml_files import YamlEntry
+from megatron.optimizers.registry import OPTIMIZERS
+from megatron.utils.command_line import MAX_INT
+from megatron.utils.errors import UserError, shortened
+from megatron.utils.secrets import contains_secret, is_secret_name
+
+# A key that names a type -> the key, in the same mapping, of the parameters of that type.
+_PARAMETERS = {"type": "params", "schedule_type": "schedule_config"}
+# Canonical top-level key -> its entry, which has the original spelling and place for messages.
+MergedKeys = dict[str, YamlEntry]
+
+
+@dataclasses.dataclass
+class Messages:
+    """What the user is told: problems, which make the configuration invalid, and notices."""
+
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notices: list[str] = dataclasses.field(default_factory=list)
+
+
+def merge(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry], strict: bool, messages: Messages) -> MergedKeys:
+    """One entry per key, from layers: each file, and then all overrides together. A layer overrides earlier ones, and
+    mappings are merged key by key. A key that appears twice in one file is a problem; in two files, only if `strict`.
+    """
+    keys: MergedKeys = {}
+    for source, of_file in itertools.groupby(entries, key=lambda entry: entry.source):
+        changes = _add_layer(keys, _file_layer(of_file, messages))
+        if strict:
+            messages.problems += [change.as_problem() for change in changes if not change.reason]
+        elif differing := [str(change) for change in changes if change.old != change.new]:
+            messages.notices.append(f"{source} overrides {'; '.join(differing)}")
+
+    # The command line overrides files on purpose, but does not say which parameters of another type this drops.
+    changes = _add_layer(keys, _override_layer(overrides, keys))
+    if dropped := [str(change) for change in changes if change.reason]:
+        messages.notices.append(f"{changes[0].entry.source} overrides {'; '.join(dropped)}")
+    return keys
+
+
+def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
+    """The entries of one file. Aliases inside mappings become the keys that they stand for."""
+    layer: MergedKeys = {}
+
+    def add(name: str, entry: YamlEntry) -> None:
+        if name in layer:
+            messages.problems.append(_duplicate(entry.place, entry.key, layer[name].place, layer[name].key))
+        layer[name] = entry
+
+    for entry in entries:
+        _check_values(entry)
+        # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
+        name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
+        add(name, dataclasses.replace(entry, value=copy.deepcopy(entry.value)))
+    for name, entry in list(_pop_nested_aliases(layer)):
+        add(name, entry)
+    return layer
+
+
+def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> MergedKeys:
+    """The entries of overrides, whose keys may have dots; a later one wins. `keys` are those of the files."""
+    layer: MergedKeys = {}
+    for entry in overrides:
+        _check_values(entry)
+        path = canonical_path(entry.key)
+        for existing in (keys, layer):
+            _check_parents(existing, path, entry.key)
+        value = copy.deepcopy(entry.value)
+        for part in reversed(path[1:]):
+            value = {part: value}
+        name = entry.key if len(path) == 1 else path[0]
+        addition = {path[0]: dataclasses.replace(entry, key=name, value=value)}
+        addition |= dict(_pop_nested_aliases(addition))
+        _add_layer(layer, addition)
+    return layer
+
+
+def _check_parents(keys: MergedKeys, path: KeyPath, key: str) -> None:
+    """Raises UserError if the parent of a nested key is set, but not to a mapping."""
+    values: Any = {name: entry.value for name, entry in keys.items()}
+    for depth, part in enumerate(path[:-1], start=1):
+        values = values.get(part)
+        if values is None:
+            return
+        if not isinstance(values, dict):
+            problem = f"{'.'.join(path[:depth])} is {shortened(repr(values))}, not a mapping"
+            raise UserError(f'"{key}" cannot be set: {problem}')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """A value of earlier layers that the layer of `entry` replaces or, for a `reason`, drops."""
+
+    key: str
+    old: Any
+    old_key: str
+    old_place: str
+    new: Any
+    entry: YamlEntry
+    reason: str = ""
+
+    def as_problem(self) -> str:
+        return _duplicate(self.entry.place, self.key, self.old_place, self.old_key)
+
+    def __str__(self) -> str:
+        line = "" if self.entry.line is None else f" (line {self.entry.line})"
+        new = self.reason or f"now {shortened(repr(self.new))}"
+        return f'"{self.key}"{line}: {new}, before {shortened(repr(self.old))} at {self.old_place}'
+
+
+def _duplicate(place: str, key: str, first_place: str, first_key: str) -> str:
+    return f'{place}: "{key}" is already set, as "{first_key}" at {first_place}; remove one of them'
+
+
+def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
+    """Merge a layer into `keys`. Returns what it changes."""
+    changes: list[_Change] = []
+
+    # Options belong to one positional method, as parameters do to one optimizer.
+    if "pos_emb" in keys and "pos_emb" in layer and "pos_emb_options" in keys:
+        old, new = keys["pos_emb"].value, layer["pos_emb"]
+        if not _same_type(old, new.value):
+            _drop(keys, ("pos_emb_options",), f"dropped with pos_emb {old}", new, changes)
+
+    for name, entry in layer.items():
+        if name not in keys:
+            keys[name] = entry
+        elif isinstance(keys[name].value, dict) and isinstance(entry.value, dict):
+            _merge_mapping(keys, (name,), keys[name].value, entry.value, entry, changes)
+        else:
+            first = keys[name]
+            changes.append(_Change(entry.key, first.value, first.key, first.place, entry.value, entry))
+            _drop_aliases(keys, (name,))
+            keys[name] = entry
+    return changes
+
+
+def _merge_mapping(
+    keys: MergedKeys,
+    path: KeyPath,
+    values: dict[str, Any],
+    added: dict[str, Any],
+    entry: YamlEntry,
+    changes: list[_Change],
+) -> None:
+    """Merge the mapping `added` of `entry` into `values`, which is at `path` of `keys`."""
+    for kind, parameters in _PARAMETERS.items():
+        old = values.get(kind)
+        if old is None and entry.source != keys[path[0]].source:  # the rest of --set may contain the type
+            old = _default((*path, kind))
+        if kind in added and parameters in values and not (old is None or _same_type(old, added[kind])):
+            _drop(keys, (*path, parameters), f"dropped with {kind} {old}", entry, changes)
+
+    for name, value in added.items():
+        inside = (*path, name)
+        if name in values and isinstance(values[name], dict) and isinstance(value, dict):
+            _merge_mapping(keys, inside, values[name], value, entry, changes)
+            continue
+        first = keys[path[0]]
+        if name in values:
+            key = ".".join((entry.key, *inside[1:]))
+            old_key = ".".join((first.key, *inside[1:]))
+            changes.append(_Change(key, values[name], old_key, first.place_of(inside), value, entry))
+            _drop_aliases(keys, inside)
+        values[name] = value
+        keys[path[0]] = dataclasses.replace(first, places={**first.places, inside: entry.place_of(inside)})
+
+
+def _drop(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
+    """Remove a mapping from `keys`, because `entry` does not belong to it."""
+    first = keys[path[0]]
+    parent: Any = {name: each.value for name, each in keys.items()}
+    for part in path[:-1]:
+        parent = parent[part]
+    key = ".".join((first.key, *path[1:]))
+    changes.append(_Change(key, parent[path[-1]], key, first.place_of(path), None, entry, reason))
+    if len(path) == 1:
+        del keys[path[0]]
+    else:
+        del parent[path[-1]]
+        places = {inside: place for inside, place in first.places.items() if inside[: len(path)] != path}
+        keys[path[0]] = dataclasses.replace(first, places=places)
+    _drop_aliases(keys, path)
+
+
+def _drop_aliases(keys: MergedKeys, path: KeyPath) -> None:
+    """Remove the keys that `_pop_nested_aliases` has moved out of the mapping at `path`."""
+    for alias, (name, *_) in ALIASES.items():
+        if len(alias) > len(path) and alias[: len(path)] == path and name in keys and keys[name].key == ".".join(alias):
+            del keys[name]
+
+
+def _default(path: KeyPath) -> Any:
+    """The default of the field at a path; None if there is no field."""
+    if path not in FIELDS:
+        return None
+    section, name = FIELDS[path]
+    return SECTIONS[section].model_fields[name].default
+
+
+def _same_type(one: Any, other: Any) -> bool:
+    """Whether two names are of the same optimizer, such as Adam and AdamW, schedule or positional method."""
+    optimizers: Mapping[Any, Any] = OPTIMIZERS
+    names = [str(value).lower() for value in (one, other)]
+    first, second = (optimizers.get(name, canonical_name(name)) for name in names)
+    return bool(first == second)
+
+
+def _check_values(entry: YamlEntry) -> None:
+    """Raises UserError if a value looks like a secret, or is a number or text that no key accepts."""
+    stack: list[tuple[tuple[str, ...], Any]] = [((entry.key,), entry.value)]
+    while stack:
+        path, value = stack.pop()
+        problem = None
+        if isinstance(value, dict):
+            stack += [((*path, str(key)), child) for key, child in value.items()]
+        elif isinstance(value, list | tuple):
+            stack += [((*path, str(index)), child) for index, child in enumerate(value)]
+        elif isinstance(value, int) and abs(value) > MAX_INT:
+            problem = f"is an integer of {value.bit_length():,} bits; the limit is 2^53"
+        elif isinstance(value, float) and not math.isfinite(value):
+            problem = f"is {value}; numbers must be finite"
+        elif isinstance(value, str) and "\0" in value and path[-1] != "prompt_end":
+            problem = "contains a null byte; remove it"
+        if (value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
+            problem = (
+                "looks like a secret, and the configuration is copied into checkpoints, logs and command lines; remove "
+                "it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
+            )
+        if problem is not None:
+            raise UserError(f'{entry.place}: "{".".join(path)}" {problem}')
+
+
+def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, YamlEntry]]:
+    """Remove aliases inside mappings, such as optimizer.params.weight_decay; yields the key they stand for."""
+    for alias, path in ALIASES.items():
+        if len(alias) == 1 or len(path) > 1 or alias[0] not in keys:
+            continue
+        entry = keys[alias[0]]
+        parent: Any = entry.value
+        for part in alias[1:-1]:
+            parent = parent.get(part) if isinstance(parent, dict) else None
+        if isinstance(parent, dict) and alias[-1] in parent:
+            yield path[0], dataclasses.replace(entry, key=".".join(alias), value=parent.pop(alias[-1]))
