@@ -1,7 +1,7 @@
 """A KERPLE-NeoX language model for the transformers library, with the positional method it was trained with.
 
 The positional method is in the `positional_*.py` files of this folder, unchanged from the training code.
-`attention_kerple.py` computes attention with it.
+`attention_kerple_*.py` computes attention with it.
 
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v vocabulary.
 """
@@ -23,7 +23,7 @@ from .attention_tables import NO_TABLES, PositionTables
 from .cache_kerple import ModeCache
 from .configuration_kerple import KerpleConfig
 from .positional_base import ModelShape, PositionalMethod
-from .positional_method import Method
+from .positional_method import NAME, Method
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -46,7 +46,12 @@ def make_norm(config, size=None):
 
 
 def make_positional(config, layer=0):
-    """The positional method of the configuration, for a layer."""
+    """The positional method of the configuration, for a layer. Raises ValueError if this code is another method's."""
+    if config.positional_method != NAME:
+        raise ValueError(
+            f"the configuration has positional_method {config.positional_method}, but the code that was loaded with it "
+            f"computes {NAME}; load the model with the code in its own folder"
+        )
     shape = ModelShape(
         num_heads=config.num_attention_heads,
         head_size=config.head_dim,
