@@ -120,6 +120,8 @@ class PositionalMethod(nn.Module):
         causal_only: whether the method has no meaning for keys after the query.
         turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions, which may be float64
             and fractional. A distance map (`distance_maps.py`) then applies to the positions.
+        interpolated: whether the frequencies of `rotate` are changed for longer texts.
+        score_scale: the factor of all scores that `rotate` contains.
         length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
             cannot be cached.
         computed: names of tensors that older checkpoints store and this method computes.
@@ -134,6 +136,8 @@ class PositionalMethod(nn.Module):
     signed: bool = False
     causal_only: bool = False
     turns: bool = False
+    interpolated: bool = False
+    score_scale: float = 1.0
     length_dependent: bool = False
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()

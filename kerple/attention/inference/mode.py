@@ -175,6 +175,10 @@ class AttentionMode:
         special = self.span.sinks or self.distance_map is not None
         if special and method.length_dependent:
             return "has angles that change with the length of the text; remove its scaling, or use full+dynamic-ntk"
+        if method.interpolated and isinstance(self.distance_map, Linear):
+            return "has a scaling, which changes positions as linear does; use a mode without linear"
+        if method.score_scale != 1 and isinstance(self.scaling, YarnTemperature):
+            return "has scaling yarn, which contains the temperature; use a mode without yarn-temperature"
         if self.dynamic_ntk is not None and method.stretched(1.0) is None:
             return (
                 "has no base that dynamic-ntk could change: it needs a rotation of more than 2 dimensions, without a "
