@@ -85,6 +85,23 @@ def one_cache(cache, past_key_values):
     return past_key_values if cache is None else cache
 
 
+# Arguments without a meaning here. transformers 4 passes cache_position to all models; the others are those of kernels
+# for packed sequences, which position_ids describe, too.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+IGNORED = ("cache_position", *PACKING)
+
+
+def check_ignored(arguments, position_ids):
+    """Raises TypeError for arguments that `forward` does not have, and ValueError for packed sequences without
+    position_ids.
+    """
+    for name in arguments:
+        if name not in IGNORED:
+            raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+        if name in PACKING and position_ids is None:
+            raise ValueError(f"{name}: packed sequences need position_ids that begin at 0 in each of them")
+
+
 def is_shared(method):
     """Whether one instance of the method serves all layers."""
     return method.shared or "embed" in method.hooks
@@ -288,16 +305,17 @@ class KerpleModel(KerplePreTrainedModel):
         output_attentions=None,
         output_hidden_states=None,
         cache=None,
-        cache_position=None,
         token_type_ids=None,
+        **ignored,
     ):
         """Tokens `[b, s]` (or embeddings `[b, s, e]`) that follow those in the cache -> hidden states `[b, s, e]`.
 
         attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text; without
         attention_mask and cache, every jump starts another text of the row (packed sequences). cache: another name of
-        past_key_values. cache_position, token_type_ids: ignored; transformers passes them to all models.
+        past_key_values. token_type_ids: ignored; tokenizers return them. ignored: see `IGNORED`.
         """
         # Inputs.
+        check_ignored(ignored, position_ids)
         config, cache = self.config, one_cache(cache, past_key_values)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -374,6 +392,13 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         """An empty cache for the inference mode. max_length: of the text, if the mode depends on it."""
         return self.gpt_neox.new_cache(max_length)
 
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        """With the cache under its older name, for which peft looks."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
@@ -420,9 +445,9 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         output_hidden_states=None,
         logits_to_keep=0,
         cache=None,
-        cache_position=None,
         token_type_ids=None,
         num_items_in_batch=None,
+        **ignored,
     ):
         """Like KerpleModel. labels: `[b, s]`, compared with the prediction at the previous token; -100 is ignored.
         logits_to_keep: compute logits for the last N positions (0: all), or for these ones. num_items_in_batch: divide
@@ -437,6 +462,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
+            **ignored,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.embed_out(outputs.last_hidden_state[:, positions])
