@@ -205,7 +205,7 @@ class Layout:
             keys = cache.layers[layer].keys
             if keys.shape[3] == key.shape[3]:
                 raise ValueError(
-                    "cached keys without decays, as of prefix tuning, are not supported; use prompt tuning"
+                    "cached keys have no decays, as of prefix tuning; use prompt tuning"
                 )
             last = torch.as_tensor(self.cached, device=keys.device).clamp(max=keys.shape[2]) - 1
             last_key = keys[:, :, last.clamp(min=0).reshape(1)] * (last >= 0)
