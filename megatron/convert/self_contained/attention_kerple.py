@@ -204,9 +204,7 @@ class Layout:
         if isinstance(self.cached, Tensor) or self.cached:
             keys = cache.layers[layer].keys
             if keys.shape[3] == key.shape[3]:
-                raise ValueError(
-                    "cached keys have no decays, as of prefix tuning; use prompt tuning"
-                )
+                raise ValueError("cached keys have no decays, as of prefix tuning; use prompt tuning")
             last = torch.as_tensor(self.cached, device=keys.device).clamp(max=keys.shape[2]) - 1
             last_key = keys[:, :, last.clamp(min=0).reshape(1)] * (last >= 0)
             previous = appended_sums(last_key, query.shape[1] // key.shape[1], scale)
