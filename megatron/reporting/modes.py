@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from pandas import Series
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import PairedLosses
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
 from megatron.reporting.paper_tables import setting_title
@@ -48,7 +48,7 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
             ("Method", "Mode"),
             tuple(f"{length:,}" for length in selected.lengths),
             paired.rows(rows),
-            (DIFFERENCE_NOTE,),
+            (paired.note(rows),),
         )
         if any(paired.difference(*pair) for _, pairs in rows for pair in pairs):
             tables.append(table)

@@ -23,7 +23,7 @@ from megatron.reporting.aggregate import (
     setting_of,
     significantly_better,
 )
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import PairedLosses
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, best_texts, format_mean, format_percent, slug
 from megatron.reporting.published import Published, corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
@@ -93,7 +93,7 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
                     ("Method",),
                     tuple(f"{length:,}" for length in group.lengths),
                     losses.rows(rows),
-                    (DIFFERENCE_NOTE,),
+                    (losses.note(rows),),
                 )
             )
     return tables

@@ -20,7 +20,7 @@ LOSSES = {
 def records(length=2048):
     found = []
     for (pos_emb, mode), losses in LOSSES.items():
-        keys = {"mode": mode, "targets": "same", "groups": {"tokens": [250] * 4, "losses": losses}}
+        keys = {"mode": mode, "targets": "same", "documents": 4, "groups": {"tokens": [250] * 4, "losses": losses}}
         found.append(record(pos_emb, length, math.exp(statistics.fmean(losses)), **keys))
     keys = {"mode": "full+log@64", "note": "is not supported: pos_emb rotary rotates", "groups": None, "targets": None}
     return [*found, record("rotary", length, None, **keys)]
