@@ -216,7 +216,9 @@ def _table(
             grid = list(map(list, zip(*grid, strict=True)))
             papers = list(map(list, zip(*papers, strict=True)))
             labels = [names[method] for method in section_methods]
-            if rows == "modes":
+            if rows == "modes" and compares_modes(section_methods):
+                labels = [method.mode for method in section_methods]
+            elif rows == "modes":
                 labels = [name_of(replace(method, mode="full")) for method in section_methods]
 
         # The paper's row follows ours.
@@ -227,28 +229,41 @@ def _table(
 
     # Where the layout comes from, and what the values are.
     common = group.settings[0]
+    label_column = {"lengths": "Length", "methods": "Method", "modes": "Method"}[rows]
+    if rows == "modes" and compares_modes(shown.methods):
+        label_column = "Mode"
     notes = [] if rows == "modes" else [f"Layout: {paper.source}."]
     return Table(
         name=slug("perplexity" if rows == "modes" else name, common.size, common.train_length, common.protocol).lower(),
         title=_title(paper, common),
-        label_columns=("Length",) if rows == "lengths" else ("Method",),
+        label_columns=(label_column,),
         columns=tuple(names.values() if rows == "lengths" else (f"{length:,}" for length in shown.lengths)),
         lines=tuple(lines),
         notes=(*notes, *_notes(paper, shown, names, lines, reference, best)),
     )
 
 
+def compares_modes(methods: Sequence[Method]) -> bool:
+    """Whether there are several modes of a single method."""
+    return len({method.pos_emb for method in methods}) == 1 < len({method.mode for method in methods})
+
+
 def _sections(
     values: Measurements, methods: Sequence[Method], *, by_mode: bool
 ) -> Iterator[tuple[str, Setting, Sequence[Method]]]:
     """(title, setting, methods) of the sections: one per corpus. by_mode: one per corpus and mode, with the methods
-    that have a value on this corpus.
+    that have a value on this corpus; the modes of a single method are in one section.
     """
     modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
     for setting in sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus)):
         title = corpus_name(setting.corpus)
         if not by_mode:
             yield title, setting, methods
+            continue
+        if compares_modes(methods):
+            measured = [method for method in methods if (setting, method) in values.lines]
+            measured.sort(key=lambda method: modes.index(method.mode))
+            yield f"{title}, {display_name(Method(methods[0].pos_emb))}", setting, measured
             continue
         for mode in modes:
             measured = [method for method in methods if method.mode == mode and (setting, method) in values.lines]
@@ -303,7 +318,9 @@ def _notes(
     best: Literal["lowest", "highest"],
 ) -> list[str]:
     rows = [line for line in lines if isinstance(line, Row)]
-    notes = [*_seeds_note(group), f"Bold: {best} value, and values that are printed the same."]
+    notes = _seeds_note(group)
+    if any(cell.best for row in rows for cell in row.cells):
+        notes.append(f"Bold: {best} value, and values that are printed the same.")
     tokens = group.frame[group.frame["tokens"].fillna(0) > 0]
     if len(tokens):
         fewest, most = tokens["tokens"].min(), tokens["tokens"].max()

@@ -120,6 +120,25 @@ def test_unknown_names(name):
         parse_mode(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("yarn", "full+yarn-temperature@F"),
+        ("yarn@2", "full+yarn-temperature@2"),
+        ("sinks@4", "sinks@4+W"),
+        ("sinks@4,60", "sinks@4+60"),
+        ("group@8,32", "full+group@8,32"),
+        ("linear+logn", "full+linear+logn"),
+        ("ntk", "full+dynamic-ntk"),
+        ("window@8+clipp@4", "clip@4"),
+        ("full+yarn", "yarn-temperature@F"),
+    ],
+)
+def test_suggested_spellings(name, suggestion):
+    with pytest.raises(ValueError, match=rf"did you mean {re.escape(suggestion)}\?"):
+        parse_mode(name)
+
+
 def test_blocks_need_an_even_training_length():
     with pytest.raises(ValueError, match="training length, which is not known here"):
         parse_mode("blockwise")
