@@ -39,8 +39,16 @@ def perplexity_tables(
 
     First the table of all methods and modes. Then, with `papers`, for mode `full`, with protocol `last-k` DAPE's table,
     with other protocols KERPLE's Tables 3, 5 and 6; and LEX's two tables if there are results of xPos or of blockwise
-    attention.
+    attention. These are `file_only` without values of the paper.
     """
+    tables = []
+    for table in _perplexity_tables(records, reference, papers=papers):
+        repeats = table.name.partition("-")[0] != "perplexity" and not any(row.published for row in table.rows)
+        tables.append(replace(table, file_only=repeats))
+    return tables
+
+
+def _perplexity_tables(records: Iterable[AnyRecord], reference: Method, *, papers: bool) -> list[Table]:
     tables = []
     for group in _groups(measurements(records, "extrapolation", "perplexity")):
         tables.append(_table("kerple-3", group, group.methods, reference, rows="modes"))
