@@ -381,6 +381,7 @@ def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[st
 
 def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str, Any]:
     """(name, canonical name with arguments, value) of a modifier."""
+    # Its name.
     key, has_values, rest = part.partition("@")
     if key not in MODIFIERS:
         suggestion = _suggested_modifier(part)
@@ -389,6 +390,7 @@ def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str,
             f"inference mode {name}: modifier {part!r} is unknown; {hint}choose one of "
             f"{', '.join(modifier.grammar(key) for key, modifier in MODIFIERS.items())} (see docs/evaluation.md)"
         )
+    # Its arguments, with defaults.
     modifier = MODIFIERS[key]
     texts = rest.split(",") if has_values else []
     types = [kind for _, kind in modifier.arguments]

@@ -33,6 +33,10 @@ from .positional_decay import append_decay, appended_sums, decay_sums, extra_dim
 
 BACKENDS = {"eager": CHUNKED, "sdpa": SDPA, "flex_attention": FLEX}
 POSITION_HOOKS = {"embed", "rotate", "modify_scores", "scale_qk"}
+# Arguments without a meaning here. transformers 4 passes cache_position to all models; the others are those of kernels
+# for packed sequences, which position_ids describe, too.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+IGNORED = ("cache_position", *PACKING)
 
 
 def implementations(hooks, mode):
@@ -40,6 +44,17 @@ def implementations(hooks, mode):
     needed = Requirements(weight="weight" in hooks, modify_scores="modify_scores" in hooks)
     names = [name for name in BACKENDS if BACKENDS[name].unsupported_reason(needed) is None]
     return [name for name in names if mode is None or name != "flex_attention"]
+
+
+def check_ignored(arguments, position_ids):
+    """Raises TypeError for arguments that `forward` does not have, and ValueError for packed sequences without
+    position_ids.
+    """
+    for name in arguments:
+        if name not in IGNORED:
+            raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+        if name in PACKING and position_ids is None:
+            raise ValueError(f"{name}: packed sequences need position_ids that begin at 0 in each of them")
 
 
 @dataclass

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .attention_kerple import Layout, attend, implementations, tables_of
+from .attention_kerple import Layout, attend, check_ignored, implementations, tables_of
 from .attention_mode import FULL_MODE, parse_mode
 from .attention_tables import NO_TABLES, PositionTables
 from .cache_kerple import ModeCache
@@ -83,23 +83,6 @@ def one_cache(cache, past_key_values):
     if cache is not None and past_key_values is not None:
         raise ValueError("give either cache or past_key_values: they are two names of one argument")
     return past_key_values if cache is None else cache
-
-
-# Arguments without a meaning here. transformers 4 passes cache_position to all models; the others are those of kernels
-# for packed sequences, which position_ids describe, too.
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-IGNORED = ("cache_position", *PACKING)
-
-
-def check_ignored(arguments, position_ids):
-    """Raises TypeError for arguments that `forward` does not have, and ValueError for packed sequences without
-    position_ids.
-    """
-    for name in arguments:
-        if name not in IGNORED:
-            raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
-        if name in PACKING and position_ids is None:
-            raise ValueError(f"{name}: packed sequences need position_ids that begin at 0 in each of them")
 
 
 def is_shared(method):
@@ -312,7 +295,7 @@ class KerpleModel(KerplePreTrainedModel):
 
         attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text; without
         attention_mask and cache, every jump starts another text of the row (packed sequences). cache: another name of
-        past_key_values. token_type_ids: ignored; tokenizers return them. ignored: see `IGNORED`.
+        past_key_values. token_type_ids: ignored; tokenizers return them. ignored: see `check_ignored`.
         """
         # Inputs.
         check_ignored(ignored, position_ids)
