@@ -325,6 +325,7 @@ def _notes(
     reference: Method | None,
     best: Literal["lowest", "highest"],
 ) -> list[str]:
+    # How values were aggregated and marked, and on how many tokens they were measured.
     rows = [line for line in lines if isinstance(line, Row)]
     notes = _seeds_note(group)
     if any(cell.best for row in rows for cell in row.cells):
@@ -340,6 +341,8 @@ def _notes(
                 f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, because they were "
                 f"measured on different texts ({counts} tokens)."
             )
+
+    # The daggers, and the rows of the paper.
     if reference and any(cell.worse for row in rows for cell in row.cells):
         notes.append(
             f"{DAGGER}: {display_name(reference)} is significantly better (paired two-sided t-test over the seeds, "
