@@ -6,8 +6,10 @@ and with all scores and MLP values in memory.
     python benchmarks/attention_gpu.py [--check] [--jobs N] [--quick] [--seconds 240] [--json FILE] [--dry-run]
 
 12 heads of 64 in bfloat16; the batch size falls from 32 with the length. Forward, and forward + backward including the
-gradients of the methods' parameters. TFLOP/s count the causal half: 4 b h s^2 d / 2 forward, 3.5 times that with the
-backward pass. `--tune` measures other tiles of the fused kernels instead, and their errors.
+gradients of the methods' tables, which all layers share in training: rows `tables` measure how long they take, from and
+to the parameters. DAPE has tables of its own in each layer. FlexAttention comes last, because it compiles. TFLOP/s
+count the causal half: 4 b h s^2 d / 2 forward, 3.5 times that with the backward pass. `--tune` measures other tiles of
+the fused kernels instead, and their errors.
 """
 
 import contextlib
@@ -27,10 +29,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.attention_inputs import attend_with_method, random_states
+from benchmarks.support.attention_inputs import as_leaves, attend_with_method, layer_tables, random_states
 from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
-from kerple.attention import attend, dispatch, tables
+from kerple.attention import Attention, attend, dispatch, tables
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, tiles_for
 from kerple.doctor import run_in_processes
@@ -80,14 +82,24 @@ def alternatives(
     bench: Bench, batch: int, length: int, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
     """Name -> forward pass, and the leaves of its backward pass. The baseline is the first one."""
-    # An alternative with the parameters of a positional method.
+    # A method's attention in a layer, and its tables.
     results: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {}
 
     def add(backend: str, method_name: str, label: str | None = None) -> None:
         method = make_method(bench.device, method_name, length)
-        leaves = [query, key, value, *method.parameters()]
         name = f"{label or backend}, {'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
-        results[name] = (lambda: attend_with_method(method, query, key, value, backend=backend), leaves)
+        if "modify_scores" in method.hooks:
+            leaves = [query, key, value, *method.parameters()]
+            results[name] = (lambda: attend_with_method(method, query, key, value, backend=backend), leaves)
+            return
+        tables, table_leaves = as_leaves(layer_tables(method, length, HEADS, bench.device, backend))
+        run = partial(Attention(backend, method), query, key, value, tables=tables)
+        results[name] = run, [query, key, value, *table_leaves]
+        if backend == "fused" and table_leaves:
+            results[f"tables, {method_name}"] = (
+                lambda: tables_with_gradients(method, length, bench.device),
+                list(method.parameters()),
+            )
 
     # Our kernels first, then those of PyTorch and of other packages.
     for method in METHODS[: 2 if bench.dry else None]:
@@ -121,6 +133,13 @@ def alternatives(
     if batch * length**2 * DAPE_PAIR_BYTES < MATERIALIZED_BYTES:
         add("reference", "dape_kerple", label="materialized")
     return results
+
+
+def tables_with_gradients(method: PositionalMethod, length: int, device: torch.device) -> Tensor:
+    """A sum of all that the kernels give gradients of, in the place of their backward pass."""
+    kernel = layer_tables(method, length, HEADS, device, "fused").kernel
+    assert kernel is not None
+    return torch.stack([tensor.sum() for tensor in kernel[:4] if tensor is not None]).sum()
 
 
 def _flash(run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -171,10 +190,20 @@ def parameter_errors(
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
 
 
+def case_row(sizes: tuple[int, int, int, int | None], name: str, dtype: torch.dtype) -> Row:
+    size, s, t, window = sizes
+    return {"check": name, "dtype": str(dtype), "size": size, "s": s, "t": t, "window": window}
+
+
+def crashed_case(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str) -> Row:
+    """The row of a check whose process has ended."""
+    return {**case_row(sizes, name, dtype), "ok": False, "failed": "its process ended"}
+
+
 def check_case(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str) -> Row:
     """Compare the fused kernels with the reference for one method: its row of the results."""
     size, s, t, window = sizes
-    row = {"check": name, "dtype": str(dtype), "size": size, "s": s, "t": t, "window": window}
+    row = case_row(sizes, name, dtype)
     try:
         *states, upstream = random_states(2, 3, s, t, size, dtype=dtype, device=device)
         errors = table_errors(make_method(device, name, t, 3, size), states, upstream, window, TOLERANCES[dtype])
@@ -196,7 +225,7 @@ def check(bench: Bench) -> bool:
         ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe"),
     )
     passed = True
-    for row in run_in_processes(check_case, list(cases), bench.options.jobs):
+    for row in run_in_processes(check_case, list(cases), bench.options.jobs, crashed_case):
         passed &= row["ok"]
         bench.attempt(row, dict)
     same = True
@@ -273,41 +302,49 @@ def main() -> int:
         tune(bench)
         return 0
 
-    # The same number of tokens at every length, up to a limit.
-    for length in (32,) if bench.dry else QUICK_LENGTHS if bench.options.quick else LENGTHS:
-        batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
-        query, key, value, upstream = random_states(
-            batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
-        )
-        flops = 4 * batch * HEADS * length**2 * SIZE / 2
-        baseline: dict[str, float] = {}
-        for name, (forward, leaves) in alternatives(bench, batch, length, query, key, value).items():
-
-            def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
-                torch.autograd.grad(forward(), leaves, upstream)
-
-            # Backward passes have 2.5 times the operations of forward passes.
-            passes = (("forward", torch.no_grad()(forward), 1.0), ("forward+backward", forward_backward, 3.5))
-            for kind, run, factor in passes:
-
-                def measure(
-                    run=run, kind=kind, factor=factor, name=name, baseline=baseline, flops=flops
-                ) -> dict[str, object]:
-                    seconds, peak = bench.measure(run)
-                    if name == "fused, none":
-                        baseline[kind] = seconds
-                    return {
-                        "ms": seconds * 1e3,
-                        "tflops": factor * flops / seconds / 1e12,
-                        "peak_mib": peak / 2**20,
-                        "ratio_to_fused_none": seconds / baseline[kind] if kind in baseline else None,
-                    }
-
-                bench.attempt({"length": length, "batch": batch, "pass": kind, "name": name}, measure)
-
-        # Free the memory before the next length.
-        del query, key, value, upstream
+    # FlexAttention compiles for each length, so all other rows come before its rows.
+    lengths = QUICK_LENGTHS if bench.options.quick else LENGTHS
+    baselines: dict[tuple[int, str], float] = {}
+    for flex in (False, True):
+        for length in (32,) if bench.dry else lengths:
+            measure_length(bench, length, baselines, flex=flex)
     return 0
+
+
+def measure_length(bench: Bench, length: int, baselines: dict[tuple[int, str], float], *, flex: bool) -> None:
+    """All alternatives at a length: only FlexAttention, or only the others. baselines: (length, pass) -> seconds."""
+    # The same number of tokens at every length, up to a limit.
+    batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
+    query, key, value, upstream = random_states(
+        batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
+    )
+    flops = 4 * batch * HEADS * length**2 * SIZE / 2
+    for name, (forward, leaves) in alternatives(bench, batch, length, query, key, value).items():
+        if name.startswith("flex") != flex:
+            continue
+
+        # The default arguments bind the values of this iteration.
+        def forward_backward(forward=forward, leaves=leaves) -> None:
+            result = forward()
+            torch.autograd.grad(result, leaves, upstream if result.dim() else None)
+
+        # Backward passes have 2.5 times the operations of forward passes.
+        passes = (("forward", torch.no_grad()(forward), 1.0), ("forward+backward", forward_backward, 3.5))
+        for kind, run, factor in passes:
+
+            def measure(run=run, kind=kind, factor=factor, name=name) -> dict[str, object]:
+                seconds, peak = bench.measure(run)
+                if name == "fused, none":
+                    baselines[length, kind] = seconds
+                baseline = baselines.get((length, kind))
+                return {
+                    "ms": seconds * 1e3,
+                    "tflops": None if name.startswith("tables") else factor * flops / seconds / 1e12,
+                    "peak_mib": peak / 2**20,
+                    "ratio_to_fused_none": None if baseline is None else seconds / baseline,
+                }
+
+            bench.attempt({"length": length, "batch": batch, "pass": kind, "name": name}, measure)
 
 
 if __name__ == "__main__":

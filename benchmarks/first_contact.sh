@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# First contact with a GPU, in at most nine minutes: the doctor, the engine without host synchronizations, all kernels
-# against float64, attention against SDPA, FlexAttention and FlashAttention, and the 162M training step. Prints one table;
-# results and logs: runs/bench/first_contact.
+# First contact with a GPU, in at most nine minutes: the doctor, the 162M training step, the engine without host
+# synchronizations, all kernels against float64, and attention against SDPA, FlashAttention and FlexAttention. Prints one
+# table, with a line for each part without results; results and logs: runs/bench/first_contact.
 #
 #     PYTHON=python3 bash benchmarks/first_contact.sh [--full] [--dry-run]
 #
@@ -26,18 +26,21 @@ jobs=$(nproc)
 jobs=$((jobs < 14 ? jobs : 14))  # each has a CUDA context
 deadline=$((SECONDS + 520))
 [ -n "$quick" ] || deadline=$((SECONDS + 1200))
-failed=0
+failed=0 parts=
 
-part() {  # part NAME COMMAND...: its output goes to the terminal and to NAME.log; it ends at the deadline
-  local name=$1 left=$((deadline - SECONDS))
-  shift
-  timeout -k 10 $((left > 1 ? left : 1)) "$PYTHON" "$@" 2>&1 | tee $out/$name.log || { failed=1; echo "$name FAILED"; }
+# part NAME SECONDS COMMAND...: its output goes to the terminal and to NAME.log. It ends after SECONDS, or at the deadline.
+part() {
+  local name=$1 limit=$2 left=$((deadline - SECONDS))
+  shift 2
+  parts="$parts $name"
+  limit=$((left < limit ? left : limit))
+  timeout -k 10 $((limit > 1 ? limit : 1)) "$PYTHON" "$@" 2>&1 | tee $out/$name.log || { failed=1; echo "$name FAILED"; }
 }
 
-part doctor -m megatron.cli.doctor --jobs "$jobs" --json $out/doctor.json
-part engine benchmarks/engine_gpu.py --json $out/engine.json $dry
-part attention benchmarks/attention_gpu.py --check --jobs "$jobs" $quick --seconds 150 --json $out/attention.json $dry
-part train_step benchmarks/train_step_gpu.py --check $quick --seconds 120 --json $out/train_step.json $dry
-[ -n "$quick" ] || part evaluation benchmarks/evaluation_gpu.py --check --seconds 90 --json $out/evaluation.json $dry
-"$PYTHON" -m benchmarks.support.gpu $out || failed=1
+part doctor 170 -m megatron.cli.doctor --jobs "$jobs" --json $out/doctor.json
+part train_step 160 benchmarks/train_step_gpu.py --check $quick --seconds 110 --json $out/train_step.json $dry
+part engine 60 benchmarks/engine_gpu.py --json $out/engine.json $dry
+[ -n "$quick" ] || part evaluation 160 benchmarks/evaluation_gpu.py --check --seconds 90 --json $out/evaluation.json $dry
+part attention 600 benchmarks/attention_gpu.py --check --jobs "$jobs" $quick --seconds 150 --json $out/attention.json $dry
+"$PYTHON" -m benchmarks.support.gpu $out $parts || failed=1
 exit $failed

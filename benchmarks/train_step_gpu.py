@@ -129,7 +129,8 @@ def main() -> int:
             )
             per_second = batch * length / seconds
             peak = peak_flops(bench.device)
-            baseline.setdefault("plain", seconds)
+            if backend is None:
+                baseline["plain"] = seconds
 
             # Rates, and memory with the optimizer states.
             return {
@@ -137,7 +138,7 @@ def main() -> int:
                 "tokens_per_second": per_second,
                 "mfu": None if peak is None else per_second * flops_per_token(outside, config, length) / peak,
                 "peak_gib": None if bench.dry else torch.cuda.max_memory_allocated() / 2**30,
-                "ratio_to_plain": seconds / baseline["plain"],
+                "ratio_to_plain": seconds / baseline["plain"] if baseline else None,
             }
 
         # A failed case does not end the benchmark.

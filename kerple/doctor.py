@@ -19,7 +19,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,6 +111,7 @@ def main(
                 check_method,
                 [(name, device, dtype, head_size) for name in primary_names() for dtype in DTYPES],
                 options.jobs,
+                crashed_check,
             )
             rows += [new[first : first + len(DTYPES)] for first in range(0, len(new), len(DTYPES))]
             checks += itertools.chain.from_iterable(rows)
@@ -130,13 +132,35 @@ def main(
     return 1 if failed else 0
 
 
-def run_in_processes(function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], jobs: int) -> list[Result]:
-    """The results of calls with these arguments, in their order, from several processes; in this one if `jobs` is 1."""
+def run_in_processes(
+    function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], jobs: int, crashed: Callable[..., Result]
+) -> list[Result]:
+    """The results of calls with these arguments, in their order, from several processes; in this one if `jobs` is 1.
+
+    crashed: gives the result of a call whose process ends, as by a segmentation fault.
+    """
     if jobs == 1:
         return [function(*arguments) for arguments in calls]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    results: dict[int, Result] = {}
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         futures = [pool.submit(function, *arguments) for arguments in calls]
-        return [future.result() for future in futures]
+        for index, future in enumerate(futures):
+            with contextlib.suppress(BrokenProcessPool):
+                results[index] = future.result()
+
+    # A process that ends breaks the pool. The calls without a result then get one process each.
+    def alone(index: int) -> Result:
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            try:
+                return pool.submit(function, *calls[index]).result()
+            except BrokenProcessPool:
+                return crashed(*calls[index])
+
+    unfinished = [index for index in range(len(calls)) if index not in results]
+    with ThreadPoolExecutor(jobs) as threads:
+        results |= zip(unfinished, threads.map(alone, unfinished), strict=True)
+    return [results[index] for index in range(len(calls))]
 
 
 def _devices() -> list[torch.device]:
@@ -205,6 +229,13 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
         return replace(check, errors=errors, failure=failure)
     except Exception as error:  # what is wrong with this method must not hide the results of the others
         return replace(check, failure=describe(error))
+
+
+def crashed_check(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Check:
+    """The result of `check_method` in a process that has ended."""
+    kind = str(dtype).removeprefix("torch.")
+    failure = "the process of this check ended, as by a segmentation fault"
+    return Check(self_check.device_name(device), name, kind, head_size, ["process"], failure=failure)
 
 
 def _check_fused(check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype) -> Check:

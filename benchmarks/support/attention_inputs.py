@@ -3,10 +3,12 @@
 Legend: b batch, s query length, t key length, h heads, d head size.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from kerple.attention import Attention
+from kerple.attention import Attention, PositionTables, position_tables, prepare_tables
 from kerple.positional import PositionalMethod
 
 
@@ -37,3 +39,31 @@ def attend_with_method(
 ) -> Tensor:
     """Attention as in a model's layer, but without `rotate`: evaluates the method's tables, then runs the backend."""
     return Attention(backend, method)(query, key, value, window=window)
+
+
+def layer_tables(
+    method: PositionalMethod, length: int, heads: int, device: torch.device, backend: str
+) -> PositionTables:
+    """The method's tables as all layers of a model share them in training."""
+    if backend != "fused":
+        return position_tables(method, length, device)
+    return prepare_tables(position_tables(method, length, device, with_jacobians=True), heads, length, device)
+
+
+def as_leaves(tables: PositionTables) -> tuple[PositionTables, list[Tensor]]:
+    """The same tables without the graph of the method's parameters, and the tensors that get their gradients."""
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.requires_grad:
+            return tensor
+        leaves.append(tensor.detach().requires_grad_())
+        return leaves[-1]
+
+    if tables.kernel is None:
+        return replace(tables, bias=leaf(tables.bias), weight=leaf(tables.weight)), leaves
+    bias, weight, of_bias, of_weight = map(leaf, tables.kernel[:4])
+    kernel = tables.kernel._replace(
+        bias_table=bias, weight_table=weight, bias_coefficients=of_bias, weight_coefficients=of_weight
+    )
+    return replace(tables, kernel=kernel), leaves

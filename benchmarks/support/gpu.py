@@ -1,6 +1,7 @@
 """Shared by the GPU benchmarks: timing with CUDA events, a time limit, and results that are written immediately.
 
-`python -m benchmarks.support.gpu FOLDER` prints the results in a folder as one table.
+`python -m benchmarks.support.gpu FOLDER [PART ...]` prints the results in a folder as one table, with a line for each
+missing part.
 
 `--dry-run` runs everything at toy sizes on a CPU, where Triton's interpreter runs the fused kernels. Its times are
 meaningless.
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -141,11 +142,14 @@ def close_enough(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) ->
     return error <= tolerance, error
 
 
-def print_results(folder: Path) -> int:
-    """Print a line for each row of each file in a folder. Returns 1 if one of them failed, or if a file has no
-    measurement, else 0.
+def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
+    """Print a line for each row of each file in a folder, and for each of the `parts` without a file. Returns 1 if one
+    of them failed, or if a file has no measurement, else 0.
     """
-    failed = not any(folder.glob("*.json"))
+    missing = [part for part in parts if not (folder / f"{part}.json").exists()]
+    failed = bool(missing) or not any(folder.glob("*.json"))
+    for part in missing:
+        print(f"{part:<12} no results: it failed or had no time; see {folder / part}.log")
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text())
         if path.stem != "doctor":
@@ -169,4 +173,4 @@ def print_results(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(print_results(Path(sys.argv[1])))
+    sys.exit(print_results(Path(sys.argv[1]), sys.argv[2:]))

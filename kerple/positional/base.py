@@ -54,6 +54,8 @@ class PositionsExceeded(ValueError):
 
 # The hooks that attention and the embedding call.
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
+# Properties of earlier versions, which nothing asks for.
+REPLACED = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk", "has_decay", "has_positions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,8 @@ class PositionalMethod(nn.Module):
         causal_only: whether the method has no meaning for keys after the query.
         turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions, which may be float64
             and fractional. A distance map (`distance_maps.py`) then applies to the positions.
+        interpolated: whether the frequencies of `rotate` are changed for longer texts.
+        score_scale: the factor of all scores that `rotate` contains.
         length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
             cannot be cached.
         computed: names of tensors that older checkpoints store and this method computes.
@@ -134,6 +138,8 @@ class PositionalMethod(nn.Module):
     signed: bool = False
     causal_only: bool = False
     turns: bool = False
+    interpolated: bool = False
+    score_scale: float = 1.0
     length_dependent: bool = False
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
@@ -152,6 +158,17 @@ class PositionalMethod(nn.Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        for name in REPLACED:
+            if name in vars(cls):
+                raise TypeError(
+                    f"{cls.__name__}: {name} is not used; change the set `hooks` in the constructor instead"
+                )
+        modify_scores = vars(cls).get("modify_scores")
+        if inspect.isfunction(modify_scores) and len(inspect.signature(modify_scores).parameters) != 2:
+            raise TypeError(
+                f"{cls.__name__}: modify_scores has one argument, a Chunk with scores, query, query_positions, "
+                "key_positions, mask and table"
+            )
         own = {name: getattr(cls, name, None) for name in HOOKS}
         callables = [name for name, hook in own.items() if callable(hook)]
         cls.hooks = frozenset(name for name in callables if own[name] is not getattr(PositionalMethod, name, None))

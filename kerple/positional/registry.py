@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ _METHODS: dict[str, type[PositionalMethod]] = {}
 
 
 class PluginError(ValueError):
-    """A file or module does not exist, or registers no positional method."""
+    """A file or module does not exist, raises an exception, or registers no positional method."""
 
 
 Method = TypeVar("Method", bound=type[PositionalMethod])
@@ -82,10 +83,24 @@ def build_layers(name: str, shape: ModelShape, **options: Any) -> list[Positiona
     return [first, *(build(name, replace(shape, layer=layer), **options) for layer in range(1, shape.num_layers))]
 
 
+def place_in_plugin(error: BaseException) -> str | None:
+    """The innermost file, line and function of a method outside of this package that an exception passed through; None
+    if there is none.
+    """
+    modules = {method.__module__ for method in _METHODS.values()}
+    own = [name for name in modules if not name.startswith("kerple.positional.")]
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in own}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in files:
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return None
+
+
 def load_plugin(path_or_module: str | Path) -> None:
     """Import a file (`methods/mine.py`) or a module (`package.mine`) that registers methods.
 
-    Does nothing if it is already loaded. Raises PluginError if it does not exist or registers no new method.
+    Does nothing if it is already loaded. Raises PluginError if it does not exist or registers no new method, or if a
+    file raises an exception.
     """
     # The name of a file's module has the path, so that two files of the same name are two modules.
     text = str(path_or_module)
@@ -105,11 +120,15 @@ def load_plugin(path_or_module: str | Path) -> None:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException as error:
             del sys.modules[name]
             for registered in _METHODS.keys() - before:
                 del _METHODS[registered]
-            raise
+            if not isinstance(error, Exception):
+                raise
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            place = f"{text}, line {lines[-1]}" if lines else text
+            raise PluginError(f"{place}: {type(error).__name__}: {error}") from error
     else:
         name = text
         if name in sys.modules:

@@ -209,13 +209,13 @@ class Rotary(Rotation):
             self.dynamic = factor, length
 
         # What inference modes and attention read.
-        self.scaling = scaling
+        self.interpolated, self.score_scale = scaling is not None, scale**2
         self.length_dependent, self.turns = self.dynamic is not None, self.dynamic is None
         if scaled is not None:
             self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
 
     def stretched(self, factor: float) -> PositionalMethod | None:
-        return super().stretched(factor) if self.scaling is None else None
+        return None if self.interpolated else super().stretched(factor)
 
     def angles_at(self, positions: Tensor) -> Angles:
         if self.dynamic is None:

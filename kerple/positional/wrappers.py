@@ -320,6 +320,7 @@ def _of_the_layer(name: str) -> Any:
 for _name in (
     *(*HOOKS, "hooks", "segment", "stretched", "table", "mapped_table", "bias_jacobian", "weight_jacobian"),
     *("per_pair", "shift_invariant", "lookahead", "signed", "causal_only", "turns", "length_dependent"),
+    *("interpolated", "score_scale"),
     *("begin_step", "begin_text", "reset_parameters", "statistics"),
 ):
     setattr(PerLayer, _name, _of_the_layer(_name))

@@ -315,7 +315,10 @@ def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Na
     if options.text is not None:
         assert tokenizer is not None
         return replace(_text_of_file(options.text, tokenizer), bos=bos)
-    return replace(evaluation_text(config, tokenizer, options.split), bos=bos)
+    try:
+        return replace(evaluation_text(config, tokenizer, options.split), bos=bos)
+    except UserError as error:
+        raise UserError(f"{error}; or name a text: --text FILE") from error
 
 
 def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:

@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron.checkpoint.layers import DTYPES
 from megatron.cli.evaluation_options import check_modes, check_run
 from megatron.config import UserError
 from megatron.evaluation.records import read_results
 from megatron.launcher.resources import visible_gpus
+from megatron.model.trial import not_finite, trial_step
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
@@ -34,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Options.
     parser = OptionParser(description="Train and evaluate the unfinished runs of a sweep, and write its report.")
     parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
-    parser.add_argument("--dry-run", action="store_true", help="show the unfinished work and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the unfinished work, try one step of each model, and exit"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -66,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for prefix in missing:
             console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
         _print_plan(console, sweep, runs)
+        _try_models(runs)
         return 0
 
     # What would fail after the training.
@@ -74,6 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_writable(sweep.output, f"{sweep.path}: output")
     importlib.import_module("megatron.reporting.report")  # not only after training, if a package is missing
     return _run(console, sweep, all_runs, runs, devices)
+
+
+def _try_models(runs: Sequence[SweepRun]) -> None:
+    """A trial step of each different model in its dtype. Raises UserError for gradients that are not finite."""
+    models = {(run.config.model.model_dump_json(), run.config.precision.dtype): run for run in runs}
+    for (_, dtype), run in models.items():
+        broken = trial_step(run.config.model, DTYPES[dtype])
+        if broken:
+            raise UserError(f"run {run.name}: {not_finite(run.config.model.pos_emb, broken)}")
 
 
 def _select_devices(jobs: int | None, runs: Sequence[SweepRun]) -> list[str]:

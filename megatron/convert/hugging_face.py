@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kerple.attention import FULL_MODE, Mode, parse_mode
-from kerple.positional import method_class
 from kerple.positional.wrappers import Randomized
 from megatron.checkpoint.configuration import check_trained_tokenizer
 from megatron.checkpoint.layers import load_layers
@@ -40,7 +39,7 @@ from megatron.convert.output import (
     with_float32_angles,
     write_checkpoint,
 )
-from megatron.convert.sources import modeling_file, self_contained_files
+from megatron.convert.sources import modeling_file, write_self_contained_files
 from megatron.convert.tokenizer_files import SPECIAL_IDS, copy_tokenizer, write_tokenizer
 from megatron.convert.weights import (
     SAFETENSORS,
@@ -117,6 +116,9 @@ def to_hugging_face(
         else:
             values = self_contained_config(config.model, padded_vocab_size)
             values["inference_mode"] = None if mode == FULL_MODE else mode.name
+            values["auto_map"] = write_self_contained_files(
+                folder, config.model.pos_emb, config.model.positional_options
+            )
         values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer is not None:
             ids = write_tokenizer(tokenizer, folder, padded_vocab_size)
@@ -128,10 +130,6 @@ def to_hugging_face(
             values.update(dict.fromkeys(SPECIAL_IDS))
         write_json(folder / "config.json", values)
         tensors = hugging_face_tensors(model, dtype, stock or "kerple")
-        if stock is None:
-            sources = self_contained_files(method_class(config.model.pos_emb), **config.model.positional_options)
-            for name, text in sources.items():
-                (folder / name).write_text(text, encoding="utf-8")
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
@@ -288,11 +286,7 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
     # Load this project's modeling files as a package of another name.
     with tempfile.TemporaryDirectory() as folder:
-        sources = self_contained_files(
-            method_class(theirs["positional_method"]), **(theirs.get("positional_options") or {})
-        )
-        for name, text in sources.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
+        write_self_contained_files(Path(folder), theirs["positional_method"], theirs.get("positional_options") or {})
         with modeling_file(Path(folder)) as module:
             config = module.KerpleConfig(**theirs)
             model_class = module.KerpleForCausalLM

@@ -166,15 +166,9 @@ def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) ->
 
 
 def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
-    """config.json of a self-contained model."""
+    """config.json of a self-contained model, without `auto_map` and `inference_mode`."""
     return {
         "architectures": ["KerpleForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_kerple.KerpleConfig",
-            "AutoModel": "modeling_kerple.KerpleModel",
-            "AutoModelForCausalLM": "modeling_kerple.KerpleForCausalLM",
-            "AutoModelForSequenceClassification": "modeling_kerple.KerpleForSequenceClassification",
-        },
         "model_type": "kerple",
         **_common_config(model, padded_vocab_size),
         **{theirs: getattr(model, ours) for ours, theirs in BLOCK_SETTINGS.items()},

@@ -2,8 +2,8 @@
 attention.
 
 The sources are those of the modules loaded in this process. Only imports within `kerple` change: they become relative
-imports of files in the same folder, `positional_NAME.py` and `attention_NAME.py`. So every formula has one
-implementation.
+imports of files in the same folder, `positional_NAME_DIGEST.py` and `attention_NAME_DIGEST.py`. So every formula has
+one implementation.
 """
 
 import ast
@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,43 +23,66 @@ from unittest.mock import patch
 from kerple.attention import attend_in_mode, parse_mode
 from kerple.attention.backends import chunked, flex, reference, sdpa
 from kerple.attention.parts import run
-from kerple.positional import PositionalMethod, append_decay
+from kerple.positional import PositionalMethod, append_decay, method_class
 from kerple.positional.wrappers import Randomized
 from megatron.checkpoint.storage import CheckpointError
 
 TEMPLATES = Path(__file__).parent / "self_contained"
 POSITIONAL, ATTENTION = "kerple.positional", "kerple.attention"
-CONFIGURATION_FILE, MODELING_FILE = "configuration_kerple.py", "modeling_kerple.py"
-METHOD_FILE = "positional_method.py"
+CONFIGURATION, MODELING = "configuration_kerple", "modeling_kerple"
 
 
-def self_contained_files(method: type[PositionalMethod], **options: Any) -> dict[str, str]:
+def self_contained_files(pos_emb: str, **options: Any) -> dict[str, str]:
     """File name -> text of all Python files that a model with this positional method and its options needs.
 
     Raises CheckpointError if the method imports a part of this project other than `kerple.positional`.
     """
+    # The templates, and the sources of attention and of the method.
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.py"))}
     for module in (chunked, flex, reference, sdpa):
         _add_source(module, files)
+    method = method_class(pos_emb)
     parts = (PositionalMethod, Randomized, append_decay, run, attend_in_mode, parse_mode)
     for part in (*parts, method, *method.parts(**options)):
         _add_source(sys.modules[part.__module__], files)
-    stems = sorted(Path(name).stem for name in files if name.startswith(("positional_", "attention_")))
-    files[METHOD_FILE] = (
-        f'"""The positional method of this model."""\n\n'
+    files["positional_method.py"] = (
+        '"""The positional method of this model."""\n\n'
         f"from .{_file_stem(method.__module__)} import {method.__name__} as Method\n\n"
-        '__all__ = ["Method"]\n'
+        f'NAME = "{pos_emb}"\n'
+        '__all__ = ["NAME", "Method"]\n'
     )
+
     # transformers 4 copies only files that the modeling file imports by name, so it imports from all of them.
-    first_import = "from .positional_method import Method\n"
-    before, _, after = files[MODELING_FILE].partition(first_import)
-    other_imports = "".join(f"from .{stem} import __name__ as _{stem}\n" for stem in stems)
-    files[MODELING_FILE] = f"{before}{first_import}{other_imports}{after}"
-    # transformers finds the model's class by that of its configuration. Folders of the same name share the latter if
-    # this file is the same, so it depends on all others.
-    digest = hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()
-    files[CONFIGURATION_FILE] += f"\n# SHA-256 of the model's code: {digest}\n"
-    return files
+    last_import = "from .positional_method import NAME, Method\n"
+    stems = [Path(name).stem for name in sorted(files)]
+    other_imports = "".join(f"from .{stem} import __name__ as _{stem}\n" for stem in stems if stem != MODELING)
+    files[f"{MODELING}.py"] = files[f"{MODELING}.py"].replace(last_import, last_import + other_imports)
+
+    # transformers may load folders of the same name as the same modules, so names of files depend on all contents.
+    digest = hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()[:16]
+    renamed = {}
+    for name, text in files.items():
+        for stem in stems:
+            text = text.replace(f"from .{stem} import ", f"from .{stem}_{digest} import ")
+        renamed[f"{Path(name).stem}_{digest}.py"] = text
+    return renamed
+
+
+def write_self_contained_files(folder: Path, pos_emb: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Write `self_contained_files` to a folder, and return `auto_map` of its config.json: class of transformers ->
+    ours.
+    """
+    stems = {}
+    for name, text in self_contained_files(pos_emb, **options).items():
+        (folder / name).write_text(text, encoding="utf-8")
+        stem = Path(name).stem
+        stems[stem.rpartition("_")[0]] = stem
+    return {
+        "AutoConfig": f"{stems[CONFIGURATION]}.KerpleConfig",
+        "AutoModel": f"{stems[MODELING]}.KerpleModel",
+        "AutoModelForCausalLM": f"{stems[MODELING]}.KerpleForCausalLM",
+        "AutoModelForSequenceClassification": f"{stems[MODELING]}.KerpleForSequenceClassification",
+    }
 
 
 @contextmanager
@@ -73,7 +96,8 @@ def modeling_file(folder: Path) -> Iterator[ModuleType]:
     sys.modules[package] = module
     try:
         with patch.object(sys, "dont_write_bytecode", True):
-            modeling = importlib.import_module(f"{package}.modeling_kerple")
+            path = next(folder.glob(f"{MODELING}_*.py"))
+            modeling = importlib.import_module(f"{package}.{path.stem}")
         yield modeling
     finally:
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:

@@ -95,7 +95,7 @@ class Record(TypedDict):
 
 class DocumentGroups(TypedDict):
     """The scored documents in at most 256 groups of consecutive ones with about equal numbers of tokens; segments if
-    documents are not known. tokens: number of scored tokens. losses: mean loss in nats.
+    `documents` is None or 1. tokens: number of scored tokens. losses: mean loss in nats.
     """
 
     tokens: Counts
@@ -110,7 +110,7 @@ class ExtrapolationRecord(Record):
         segments: number of segments they are in.
         documents: number of documents they are in; None if document boundaries are not known.
         loss: mean negative log-likelihood per token, in nats.
-        stderr: standard error of the loss over documents, or over segments if document boundaries are not known; None
+        stderr: standard error of the loss over documents, or over segments if `documents` is None or 1; None
             with fewer than two of them.
         bits_per_byte: bits of all scored tokens divided by the UTF-8 bytes of their text; None without a tokenizer.
         perplexity: exp(loss); None if it overflows a float.

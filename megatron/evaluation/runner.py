@@ -256,6 +256,8 @@ def _result_line(name: str, record: Record, rate: str) -> str:
     else:
         number = "overflow" if values["perplexity"] is None else f"{values['perplexity']:.4g}"
         error = "" if values["stderr"] is None else f" ± {values['stderr']:.4f}"
+        if error and (values["documents"] or 1) == 1:
+            error += " over segments"
         result = f"perplexity {number} (loss {values['loss']:.4f}{error}, {values['tokens']:,} tokens, {rate})"
     return f"{name} {values['mode']} {values['protocol']} at {values['length']:,}: {result}"
 

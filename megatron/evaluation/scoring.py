@@ -20,7 +20,7 @@ from megatron.data.streams import TokenStream
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import DocumentGroups
 from megatron.evaluation.statistics import standard_error
-from megatron.evaluation.text import Text
+from megatron.evaluation.text import IntArray, Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
 from megatron.model.gpt import text_length
@@ -120,8 +120,15 @@ def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses).view(targets.shape)
 
 
+def _in_one_document(documents: IntArray, segments: Segments) -> bool:
+    """Whether all scored tokens are in one of the documents that begin at these positions."""
+    first, last = min(segments.starts) + segments.first + 1, max(segments.starts) + segments.length
+    return bool(np.searchsorted(documents, first, side="right") == np.searchsorted(documents, last, side="right"))
+
+
 class LossAccumulator:
-    """Sums the losses of segments of a text, by document (by segment if documents are not known) and by position.
+    """Sums the losses of segments of a text, by document and by position; by segment if documents are not known, or if
+    all scored tokens are in one document.
 
     All sums are float64 on the CPU. Each of several ranks adds the losses of its share of the segments
     (`Segments.shard`); then the sums of all ranks must be added up.
@@ -130,9 +137,11 @@ class LossAccumulator:
     def __init__(self, text: Text, segments: Segments, rank: int = 0, world_size: int = 1):
         self.text, self.segments = text, segments
         self._rank, self._world_size = rank, world_size
-        self._documents = None if text.documents is None else torch.from_numpy(text.documents)
+        self._documents: Tensor | None = None
+        if text.documents is not None and not _in_one_document(text.documents, segments):
+            self._documents = torch.from_numpy(text.documents)
         self._token_bytes = None if text.token_bytes is None else torch.from_numpy(text.token_bytes)
-        clusters = len(segments.starts) if text.documents is None else len(text.documents) - 1
+        clusters = len(segments.starts) if self._documents is None else len(self._documents) - 1
         self.losses = torch.zeros(clusters, dtype=torch.float64)
         self.counts = torch.zeros(clusters, dtype=torch.int64)
         self.position_losses = torch.zeros(segments.length, dtype=torch.float64)
@@ -166,7 +175,9 @@ class LossAccumulator:
     @property
     def documents(self) -> int | None:
         """The number of documents with a scored token; None if documents are not known."""
-        return None if self._documents is None else int((self.counts > 0).sum())
+        if self._documents is None:
+            return None if self.text.documents is None else 1
+        return int((self.counts > 0).sum())
 
     @property
     def loss(self) -> float:

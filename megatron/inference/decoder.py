@@ -177,6 +177,7 @@ class TransformersDecoder:
         self._cache_argument = None if not names or getattr(inner, "_is_stateful", False) else names[0]
         method = getattr(config, "positional_method", None)  # an exported model of this project
         self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
+        self._has_virtual_tokens = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
         self._longest = PROBE_TOKENS  # of the texts that were read
 
     @cached_property
@@ -191,6 +192,8 @@ class TransformersDecoder:
                 return "its rotary angles depend on the length of the text"
             if self._cache_argument is None:
                 return "it has no KV cache"
+            if self._has_virtual_tokens:
+                return "its virtual tokens would precede each chunk"
             expected = self._forward(tokens)
             try:
                 cache = self._empty_cache()
@@ -229,7 +232,13 @@ class TransformersDecoder:
             keywords["use_cache"] = cache is not None
         if cache is not None:
             keywords[str(self._cache_argument)] = cache
-        return _logits(self._model, tokens, **keywords)
+        model = self._without_virtual_tokens if self._has_virtual_tokens else self._model
+        return _logits(model, tokens, **keywords)
+
+    def _without_virtual_tokens(self, tokens: Tensor, **keywords: Any) -> Tensor:
+        """The logits of a model with prompt tuning, without those of the virtual tokens before the text."""
+        logits: Tensor = self._model(tokens, **keywords).logits
+        return logits[:, -tokens.shape[1] :]
 
     def new_cache(self, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
         return self._empty_cache() if self.cached else None

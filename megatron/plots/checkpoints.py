@@ -23,8 +23,9 @@ from kerple.positional import Chunk, method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import find_step, weights_fingerprint
+from megatron.checkpoint.directory import find_step, looks_like_checkpoint, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
+from megatron.convert.hub import local_checkpoint
 from megatron.data.streams import evaluation_stream
 from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.evaluation.records import fingerprint_of
@@ -357,9 +358,11 @@ def add_weight_figures(sources: Sources) -> None:
     weight_figures, length_figures = sources.weight_figures, sources.length_figures
     lengths: dict[Setting, dict[str, list[int]]] = {}
     lowest_seeds: dict[tuple[Setting, str], AnyRecord] = {}
+    longest: dict[tuple[Setting, str], int] = {}  # of the tested lengths
     for record in sources.records:
         if record["kind"] == "extrapolation":
             key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
+            longest[key] = max(record["length"], longest.get(key, 2))
             if key not in lowest_seeds or (record.get("seed") or 0) < (lowest_seeds[key].get("seed") or 0):
                 lowest_seeds[key] = record
 
@@ -374,6 +377,7 @@ def add_weight_figures(sources: Sources) -> None:
         if path is not None:
             try:
                 measured = fingerprint_of(record)
+                path = _checkpoint_folder(path)
                 if weights_fingerprint(find_step(path, iteration)) != measured:
                     raise UserError(
                         f"{path}: iteration {iteration} has other weights than those that were evaluated (fingerprint "
@@ -381,7 +385,7 @@ def add_weight_figures(sources: Sources) -> None:
                     )
                 figure_name = f"{setting.name}-{slug(pos_emb).lower()}"
                 adaptive = checkpoint_adaptive_figure(path, iteration, model=model, name=figure_name)
-                tables = distance_tables(path, iteration)
+                tables = distance_tables(path, iteration, num_distances=longest[setting, pos_emb])
             except (UserError, OSError) as error:
                 sources.notes.append(f"No kernels are plotted for {model}: {error}.")
             else:
@@ -408,6 +412,7 @@ def add_weight_figures(sources: Sources) -> None:
     names = [run.name for run in runs.values()]
     for folder, run in runs.items():
         label = run.name if names.count(run.name) == 1 else str(run)
+        folder = _checkpoint_folder(folder)
         adaptive = checkpoint_adaptive_figure(folder, model=label, name=label)
         if adaptive is not None:
             weight_figures.append(adaptive)
@@ -425,6 +430,11 @@ def add_weight_figures(sources: Sources) -> None:
         numbers = {label: number for number, label in enumerate(named_lengths)}
         figure = effective_length_figure(named_lengths, numbers, model="given checkpoints", name="named")
         length_figures.append(figure)
+
+
+def _checkpoint_folder(path: str | Path) -> Path:
+    """The folder itself, or the checkpoint that evaluation has made of a Hugging Face folder. Raises UserError."""
+    return Path(path) if looks_like_checkpoint(path) else local_checkpoint(path, lambda line: None)
 
 
 def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:

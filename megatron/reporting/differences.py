@@ -1,4 +1,4 @@
-"""Paired differences of losses measured on the same tokens, with a standard error over documents."""
+"""Paired differences of losses measured on the same tokens, with a standard error over documents (or segments)."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,6 @@ from megatron.evaluation.statistics import standard_error
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.formatting import NOT_MEASURED, format_difference
 from megatron.reporting.tables import Cell, Row
-
-DIFFERENCE_NOTE = (
-    "Differences of the loss (nats per token) compare the same tokens. Several seeds are averaged. ± is the standard "
-    "error over documents only: it does not include the variation between training runs with different seeds, so a "
-    "difference of several ± does not yet show that one method is better."
-)
 
 Key = tuple[Setting, Method, int]  # int: the length
 
@@ -86,6 +80,24 @@ class PairedLosses:
             cells = tuple(Cell(self.text(*pair)) for pair in pairs)
             result.append(Row((*labels[:-1], labels[-1] + fewer), cells))
         return tuple(result)
+
+    def note(self, rows: Sequence[tuple[tuple[str, ...], Sequence[tuple[Key, Key]]]]) -> str:
+        """What the cells of `rows` are."""
+        pairs = [pair for _, pairs in rows for pair in pairs]
+        found = [difference for pair in pairs if (difference := self.difference(*pair)) is not None]
+        note = "Differences of the loss (nats per token) compare the same tokens."
+        if any(difference.seeds > 1 for difference in found):
+            note += " Several seeds are averaged."
+        if all(difference.stderr is None for difference in found):
+            return note
+        counts = {record.get("documents") for first, _ in pairs for record in self._records.get(first, {}).values()}
+        unit = "documents"
+        if counts <= {None, 1}:
+            unit = "segments, because the text is one document" if 1 in counts else "segments"
+        return (
+            f"{note} ± is the standard error over {unit}: it does not include the variation between training runs with "
+            "different seeds, so a difference of several ± does not yet show that one method is better."
+        )
 
     def text(self, first: Key, second: Key) -> str:
         """The difference for a cell of a table."""

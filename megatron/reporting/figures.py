@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, measurements, method_of
 from megatron.reporting.formatting import slug
-from megatron.reporting.paper_tables import setting_title
+from megatron.reporting.paper_tables import compares_modes, setting_title
 from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
     CHARACTER,
@@ -20,6 +20,7 @@ from megatron.reporting.style import (
     SCREEN,
     SMALL,
     Style,
+    bands_label,
     draw_band,
     legend_above,
     length_ticks,
@@ -97,7 +98,11 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
     labels = {}
     for method in curves:
         labels[method] = display_name(Method(method.pos_emb)), "" if method.mode == "full" else method.mode
-    if any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
+    title = ""
+    if compares_modes(list(curves)):
+        title = display_name(Method(next(iter(curves)).pos_emb))
+        labels = {method: (method.mode, "") for method in curves}
+    elif any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
         labels = {method: (", ".join(filter(None, parts)), "") for method, parts in labels.items()}
 
     # A panel per mode.
@@ -122,8 +127,8 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
             style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve.mean(axis=1).tolist()
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
             draw_band(axes, curve, style_kwargs["color"])
-    figure.supxlabel("sequence length (tokens)")
-    legend_above(figure, style, [handles[label] for label in numbers])
+    figure.supxlabel(f"sequence length (tokens){bands_label(curve.shape[1] for curve in curves.values())}")
+    legend_above(figure, style, [handles[label] for label in numbers], title)
     return figure
 
 

@@ -68,10 +68,11 @@ def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowe
 
 
 def format_difference(difference: float, error: float | None) -> str:
-    """A difference with its sign and, if known, its standard error: +0.0123 ± 0.0041."""
-    if error is None or not math.isfinite(error):
-        return f"{'+' if difference > 0 else ''}{format_number(difference)}"
-    return f"{difference:+,.4f} ± {error:,.4f}"
+    """A difference with its sign (none if it rounds to 0) and, if known, its standard error: +0.0123 ± 0.0041."""
+    text = f"{difference:+,.4f}"
+    if float(text) == 0:
+        text = "0.0000"
+    return text if error is None or not math.isfinite(error) else f"{text} ± {error:,.4f}"
 
 
 def format_percent(values: Iterable[float]) -> str:

@@ -107,7 +107,12 @@ def length_figure(results: Sequence[Result], settings: ExperimentSettings, style
             mark_train_length(axes, style, settings.train_longest, label=False)
         axes.set_xlabel("length" if curve is _by_length else f"distance at length {settings.test_lengths[-1]:,}")
         panel_title(axes, style, columns, task.replace("_", " "))
-    figure.supxlabel("in tokens; dashed: training length, dotted: random guessing")
+
+    # What lines and bands are.
+    explained = "in tokens; dashed: training length, dotted: random guessing"
+    if len({result["seed"] for result in results}) > 1:
+        explained += "\nbands: ± one standard error over the seeds"
+    figure.supxlabel(explained)
     figure.supylabel("accuracy (%)")
     legend_above(figure, style, list(handles.values()))
     return figure

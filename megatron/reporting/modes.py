@@ -15,10 +15,10 @@ from matplotlib.patches import Rectangle
 from pandas import Series
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import PairedLosses
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
-from megatron.reporting.paper_tables import setting_title
+from megatron.reporting.paper_tables import compares_modes, setting_title
 from megatron.reporting.published import display_name
 from megatron.reporting.style import CHARACTER, COLORS, SCREEN, SMALL, Style, new_figure
 from megatron.reporting.tables import Table
@@ -48,7 +48,7 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
             ("Method", "Mode"),
             tuple(f"{length:,}" for length in selected.lengths),
             paired.rows(rows),
-            (DIFFERENCE_NOTE,),
+            (paired.note(rows),),
         )
         if any(paired.difference(*pair) for _, pairs in rows for pair in pairs):
             tables.append(table)
@@ -56,15 +56,20 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
 
 
 def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
-    """A heat map per setting with more than one mode."""
+    """A heat map per setting with more than one mode and method. The modes of a single method are the lines of its
+    figure of perplexities.
+    """
     losses = measurements(records, "extrapolation", "loss")
     figures = []
     for setting in _settings(losses):
+        if compares_modes(losses.select([setting]).methods):
+            continue
         figures.append(
             ReportFigure(
                 slug("modes", setting.name).lower(),
                 f"Methods and inference modes: {_title(setting)}",
-                "Loss (nats per token) by method and inference mode, a panel per length; the lowest loss is framed. "
+                "Loss (nats per token) by method and inference mode, a panel per length; the lowest loss is framed, "
+                "and others that are printed the same. "
                 f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. {NOT_AVAILABLE}: the method "
                 f"does not support the mode or the length; {NOT_MEASURED}: not measured.",
                 partial(heat_map, losses.select([setting]), setting),
@@ -105,6 +110,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
             dark = value > lowest + COLOR_RANGE / 2
             missing = NOT_MEASURED if cells[row][column] is None else NOT_AVAILABLE
             text = missing if np.isnan(value) else format_number(value, 3)
+            is_lowest = text == format_number(lowest, 3)  # also others that are printed the same
             axes.text(
                 column,
                 row,
@@ -112,10 +118,10 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
                 ha="center",
                 va="center",
                 size=0.75 * SMALL * style.size,
-                weight="bold" if value == lowest else "normal",
+                weight="bold" if is_lowest else "normal",
                 color="white" if dark else "black",
             )
-            if value == lowest:
+            if is_lowest:
                 box = (column - 0.5, row - 0.5), 1, 1
                 axes.add_patch(Rectangle(*box, fill=False, edgecolor=COLORS[1], linewidth=0.2 * style.size))
 

@@ -23,7 +23,7 @@ from megatron.reporting.aggregate import (
     setting_of,
     significantly_better,
 )
-from megatron.reporting.differences import DIFFERENCE_NOTE, PairedLosses
+from megatron.reporting.differences import PairedLosses
 from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, best_texts, format_mean, format_percent, slug
 from megatron.reporting.published import Published, corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.tables import DAGGER, Cell, Row, Section, Table
@@ -39,8 +39,16 @@ def perplexity_tables(
 
     First the table of all methods and modes. Then, with `papers`, for mode `full`, with protocol `last-k` DAPE's table,
     with other protocols KERPLE's Tables 3, 5 and 6; and LEX's two tables if there are results of xPos or of blockwise
-    attention.
+    attention. These are `file_only` without values of the paper.
     """
+    tables = []
+    for table in _perplexity_tables(records, reference, papers=papers):
+        repeats = table.name.partition("-")[0] != "perplexity" and not any(row.published for row in table.rows)
+        tables.append(replace(table, file_only=repeats))
+    return tables
+
+
+def _perplexity_tables(records: Iterable[AnyRecord], reference: Method, *, papers: bool) -> list[Table]:
     tables = []
     for group in _groups(measurements(records, "extrapolation", "perplexity")):
         tables.append(_table("kerple-3", group, group.methods, reference, rows="modes"))
@@ -93,7 +101,7 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
                     ("Method",),
                     tuple(f"{length:,}" for length in group.lengths),
                     losses.rows(rows),
-                    (DIFFERENCE_NOTE,),
+                    (losses.note(rows),),
                 )
             )
     return tables
@@ -216,7 +224,9 @@ def _table(
             grid = list(map(list, zip(*grid, strict=True)))
             papers = list(map(list, zip(*papers, strict=True)))
             labels = [names[method] for method in section_methods]
-            if rows == "modes":
+            if rows == "modes" and compares_modes(section_methods):
+                labels = [method.mode for method in section_methods]
+            elif rows == "modes":
                 labels = [name_of(replace(method, mode="full")) for method in section_methods]
 
         # The paper's row follows ours.
@@ -227,28 +237,41 @@ def _table(
 
     # Where the layout comes from, and what the values are.
     common = group.settings[0]
+    label_column = {"lengths": "Length", "methods": "Method", "modes": "Method"}[rows]
+    if rows == "modes" and compares_modes(shown.methods):
+        label_column = "Mode"
     notes = [] if rows == "modes" else [f"Layout: {paper.source}."]
     return Table(
         name=slug("perplexity" if rows == "modes" else name, common.size, common.train_length, common.protocol).lower(),
         title=_title(paper, common),
-        label_columns=("Length",) if rows == "lengths" else ("Method",),
+        label_columns=(label_column,),
         columns=tuple(names.values() if rows == "lengths" else (f"{length:,}" for length in shown.lengths)),
         lines=tuple(lines),
         notes=(*notes, *_notes(paper, shown, names, lines, reference, best)),
     )
 
 
+def compares_modes(methods: Sequence[Method]) -> bool:
+    """Whether there are several modes of a single method."""
+    return len({method.pos_emb for method in methods}) == 1 < len({method.mode for method in methods})
+
+
 def _sections(
     values: Measurements, methods: Sequence[Method], *, by_mode: bool
 ) -> Iterator[tuple[str, Setting, Sequence[Method]]]:
     """(title, setting, methods) of the sections: one per corpus. by_mode: one per corpus and mode, with the methods
-    that have a value on this corpus.
+    that have a value on this corpus; the modes of a single method are in one section.
     """
     modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
     for setting in sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus)):
         title = corpus_name(setting.corpus)
         if not by_mode:
             yield title, setting, methods
+            continue
+        if compares_modes(methods):
+            measured = [method for method in methods if (setting, method) in values.lines]
+            measured.sort(key=lambda method: modes.index(method.mode))
+            yield f"{title}, {display_name(Method(methods[0].pos_emb))}", setting, measured
             continue
         for mode in modes:
             measured = [method for method in methods if method.mode == mode and (setting, method) in values.lines]
@@ -302,8 +325,11 @@ def _notes(
     reference: Method | None,
     best: Literal["lowest", "highest"],
 ) -> list[str]:
+    # How values were aggregated and marked, and on how many tokens they were measured.
     rows = [line for line in lines if isinstance(line, Row)]
-    notes = [*_seeds_note(group), f"Bold: {best} value, and values that are printed the same."]
+    notes = _seeds_note(group)
+    if any(cell.best for row in rows for cell in row.cells):
+        notes.append(f"Bold: {best} value, and values that are printed the same.")
     tokens = group.frame[group.frame["tokens"].fillna(0) > 0]
     if len(tokens):
         fewest, most = tokens["tokens"].min(), tokens["tokens"].max()
@@ -315,6 +341,8 @@ def _notes(
                 f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, because they were "
                 f"measured on different texts ({counts} tokens)."
             )
+
+    # The daggers, and the rows of the paper.
     if reference and any(cell.worse for row in rows for cell in row.cells):
         notes.append(
             f"{DAGGER}: {display_name(reference)} is significantly better (paired two-sided t-test over the seeds, "

@@ -16,6 +16,7 @@ from megatron.reporting.published import corpus_name, display_name, line_numbers
 from megatron.reporting.style import (
     SCREEN,
     Style,
+    bands_label,
     draw_band,
     legend_above,
     line_style,
@@ -172,7 +173,8 @@ def position_plot(
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
         if train_length and left <= train_length < length:
             mark_train_length(axes, style, train_length, label=index == 0)
-    figure.supxlabel("position in the segment (tokens)")
+    seeds = [curve.shape[1] for curves in panels.values() for curve in curves.values()]
+    figure.supxlabel(f"position in the segment (tokens){bands_label(seeds)}")
     figure.supylabel(label)
     legend_above(figure, style, [handles[name] for name in numbers])
     return figure

@@ -156,6 +156,13 @@ def seeds_caption(numbers: Iterable[int]) -> str:
     return f" Lines: mean; bands: ± one standard deviation, over {up_to}{most} seeds." if most > 1 else ""
 
 
+def bands_label(numbers: Iterable[int]) -> str:
+    """Like `seeds_caption`, as a second line of an axis label."""
+    *fewer, most = sorted(set(numbers))
+    up_to = "up to " if fewer else ""
+    return f"\nbands: ± one standard deviation over {up_to}{most} seeds" if most > 1 else ""
+
+
 def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float = 5.0) -> None:
     """A title of one of `columns` panels that are side by side, shortened to the width of the panel.
 

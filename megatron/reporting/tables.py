@@ -67,6 +67,7 @@ class Table:
         label_columns: headers of the label columns.
         columns: headers of the value columns.
         notes: sentences printed below the table.
+        file_only: its values are in another table of the page, so it is only written as a file.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Table:
     columns: tuple[str, ...]
     lines: tuple[Row | Section, ...]
     notes: tuple[str, ...] = ()
+    file_only: bool = False
 
     @property
     def headers(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.settings import Layout
 from megatron.reporting.training_log import last_metrics
+from megatron.model.trial import not_finite, trial_step
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, import_package
 from megatron.utils.files import METRICS
@@ -345,12 +346,12 @@ class StepLog:
 
 def non_finite_loss(config: Config, when: str) -> UserError:
     """The error for a loss that is nan or inf."""
-    return UserError(f"the loss is not finite (nan or inf) {when}; {_stops_without_saving(config)}. {_ADVICE}")
+    return UserError(f"the loss is not finite (nan or inf) {when}; {_stops_without_saving(config)}. {_advice(config)}")
 
 
 def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
     """The error for `steps` that were skipped at this loss scale, although the loss is finite."""
-    fp16, advice = config.precision, _ADVICE
+    fp16, advice = config.precision, _advice(config)
     if scale is not None:
         advice = (
             f"The loss scale is {scale:g} (fp16.min_loss_scale {fp16.min_loss_scale:g}): lower fp16.loss_scale or "
@@ -360,6 +361,12 @@ def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
         f"the gradients are not finite, so {steps} were skipped and did not change the weights; "
         f"{_stops_without_saving(config)}. {advice}"
     )
+
+
+def _advice(config: Config) -> str:
+    """Names positional parameters whose gradient is not finite even at the initial parameters."""
+    broken = trial_step(config.model, torch.float32)
+    return f"The cause: {not_finite(config.model.pos_emb, broken)}" if broken else _ADVICE
 
 
 def _stops_without_saving(config: Config) -> str:

@@ -181,7 +181,8 @@ def run_main(main: Callable[[], int | None]) -> int:
     - In a rank, a lost connection to another rank: status 3.
     - KeyboardInterrupt: status 130. If its only argument is a string, the line contains it.
     - The reader of standard output has exited, as in `... | head`: no line, status 141.
-    - Any other: status 70. The traceback is written to a file, which the line names.
+    - Any other: status 70, or 2 in a user's own positional method, whose file and line are named. The traceback is
+      written to a file, which the line names.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -220,19 +221,28 @@ def _explain(error: BaseException) -> tuple[int, str]:
         reason = first_line(error).partition(". ")[0]
         text = f"{socket.gethostname()} stops: another rank has ended; its messages say why ({reason})"
         return EXIT_STATUS_OF_LOST_CONNECTION, f"rank {os.environ['RANK']} on {text}"
+    status, cause = EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{Path(sys.argv[0]).name} failed"
     problem = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(problem):
         problem = f"out of memory ({problem})"
     elif isinstance(error, RecursionError):
         problem = f"the input is nested too deeply ({problem})"
-    text = f"{Path(sys.argv[0]).name} failed: {redact(problem)[:_MAX_LINE]}"
+    elif place := _place_in_plugin(error):
+        status, cause = EXIT_STATUS_OF_USER_ERROR, f"{place} (see docs/adding-a-method.md)"
+    text = f"{cause}: {redact(problem)[:_MAX_LINE]}"
     report = _error_report(error)
     path = _write_error_log(report)
     if path is None:
         with contextlib.suppress(OSError):
             print(report, file=sys.stderr)
-        return EXIT_STATUS_OF_UNEXPECTED_ERROR, text
-    return EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{text}; traceback: {path}"
+        return status, text
+    return status, f"{text}; traceback: {path}"
+
+
+def _place_in_plugin(error: BaseException) -> str | None:
+    """Where in a user's own positional method an exception was raised; None if it was not."""
+    registry = sys.modules.get("kerple.positional.registry")  # not imported for it, because torch is slow to import
+    return None if registry is None else registry.place_in_plugin(error)
 
 
 def _stdout_has_no_reader() -> bool:

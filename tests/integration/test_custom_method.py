@@ -15,6 +15,7 @@ from megatron.cli.model_options import parse_with_checkpoint
 from megatron.convert import to_hugging_face
 from megatron.evaluation.records import read_results
 from megatron.inference import load_model
+from megatron.utils.command_line import run_main
 from tests.support.runs import metrics, trained, weights
 
 METHOD = '''
@@ -99,3 +100,32 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
         del registry._METHODS["test_square_root"], sys.modules[module]
         shutil.rmtree(tmp_path / "home", ignore_errors=True)
         read()
+
+
+MATRIX = """
+import torch
+from kerple.positional import Bias, register
+
+
+@register("test_features")
+class Features(Bias):
+    def __init__(self, num_heads):
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.full((num_heads, 2), 0.1))
+
+    def bias(self, distance):
+        features = torch.stack((distance, distance.sqrt()), dim=-1)
+        return -(features @ self.mix.T).movedim(-1, 0)
+"""
+
+
+def test_an_error_names_the_line_of_the_method(tmp_path, data_path, monkeypatch, capsys):
+    """A matrix product of float32 features and bf16 parameters."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setenv("RANK", "0")
+    path = tmp_path / "features.py"
+    path.write_text(MATRIX)
+    keys = {"pos_emb": "test_features", "pos_emb_module": str(path), "precision": "bfloat16"}
+    assert run_main(lambda: trained(tmp_path, data_path, **keys)) == 2
+    line = MATRIX.splitlines().index("        return -(features @ self.mix.T).movedim(-1, 0)") + 1
+    assert f"{path}, line {line}, in bias" in capsys.readouterr().err

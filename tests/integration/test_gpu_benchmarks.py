@@ -1,6 +1,7 @@
 """benchmarks/first_contact.sh: which commands it runs, with a stub in place of Python; and what its parts share."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import train_step_gpu
 from benchmarks.support.gpu import print_results
 from benchmarks.support.models import PlainConfig, initialized_gpt
 from kerple.doctor import run_in_processes
@@ -15,7 +17,7 @@ from megatron.config.schema.model import ModelConfig
 from megatron.model.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ["cli.doctor", "engine_gpu", "attention_gpu", "train_step_gpu", "benchmarks.support.gpu"]
+PARTS = ["cli.doctor", "train_step_gpu", "engine_gpu", "attention_gpu", "benchmarks.support.gpu"]
 
 
 @pytest.mark.parametrize(
@@ -41,12 +43,12 @@ def test_all_parts_run(tmp_path, failing, options, status):
         assert not log.exists()
         return
     commands = log.read_text().splitlines()
-    parts = PARTS if "--full" not in options else [*PARTS[:4], "evaluation_gpu", PARTS[4]]
+    parts = PARTS if "--full" not in options else [*PARTS[:3], "evaluation_gpu", *PARTS[3:]]
     for command, part in zip(commands, parts, strict=True):
         assert part in command
         if part.endswith("_gpu"):
             assert ("--dry-run" in command) == ("--dry-run" in options)
-        if part in PARTS[2:4]:
+        if part in ("train_step_gpu", "attention_gpu"):
             assert ("--quick" in command) == ("--full" not in options)
 
 
@@ -77,8 +79,37 @@ def test_they_need_only_pytorch_and_triton():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_results_of_several_processes_are_in_order():
-    assert run_in_processes(divmod, [(7, 2), (9, 4), (5, 5)], 2) == [(3, 1), (2, 1), (1, 0)]
+def test_the_table_has_a_line_for_each_missing_part(tmp_path, capsys):
+    (tmp_path / "engine.json").write_text(json.dumps({"rows": [{"name": "step", "ms": 1.0}]}))
+    assert print_results(tmp_path, ["doctor", "engine", "attention"]) == 1
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines if line[1:] == ["no"]] == ["doctor", "attention"]
+
+
+def divided(a, b):
+    if b == 0:
+        os._exit(9)  # as by a segmentation fault
+    return a // b
+
+
+def test_results_of_several_processes():
+    """In order; a process that ends loses its own result only."""
+    calls = [(7, 2), (1, 0), (9, 4), (5, 5), (2, 0), (8, 2)]
+    assert run_in_processes(divided, calls, 2, lambda a, b: -a) == [3, -1, 2, 1, -2, 4]
+
+
+def test_without_a_baseline_there_are_no_ratios(tmp_path, monkeypatch):
+    """Another method must not take the place of the plain model."""
+    monkeypatch.setattr(sys, "argv", ["train_step_gpu.py", "--dry-run", "--json", str(tmp_path / "steps.json")])
+
+    def fail(*sizes):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(train_step_gpu, "PlainDecoder", fail)
+    assert train_step_gpu.main() == 0
+    first, *others = json.loads((tmp_path / "steps.json").read_text())["rows"]
+    assert "out of memory" in first["failed"]
+    assert [(row["ratio_to_plain"], row["seconds_per_step"] > 0) for row in others] == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("pos_emb", ["none", "rotary", "kerple_log", "learned"])

@@ -16,6 +16,7 @@ numbers. With a training length of 128, `full+logn@128+linear` is `full+linear+l
 Legend: s queries.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -175,6 +176,10 @@ class AttentionMode:
         special = self.span.sinks or self.distance_map is not None
         if special and method.length_dependent:
             return "has angles that change with the length of the text; remove its scaling, or use full+dynamic-ntk"
+        if method.interpolated and isinstance(self.distance_map, Linear):
+            return "has a scaling, which changes positions as linear does; use a mode without linear"
+        if method.score_scale != 1 and isinstance(self.scaling, YarnTemperature):
+            return "has scaling yarn, which contains the temperature; use a mode without yarn-temperature"
         if self.dynamic_ntk is not None and method.stretched(1.0) is None:
             return (
                 "has no base that dynamic-ntk could change: it needs a rotation of more than 2 dimensions, without a "
@@ -305,10 +310,12 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
     """
     match = _SPAN.fullmatch(name)
     if match is None:
+        suggestion = _suggested_mode(name)
+        hint = "" if suggestion is None else f"did you mean {suggestion}? Otherwise, "
         raise ValueError(
-            f"inference mode {name!r} is unknown; choose full, window@W, blockwise, blockwise@L or sinks@S+W, where "
-            "the letters are numbers of tokens, e.g. window@512 or sinks@4+508, followed by modifiers, e.g. +clip@256 "
-            "(see docs/evaluation.md)"
+            f"inference mode {name!r} is unknown; {hint}choose full, window@W, blockwise, blockwise@L or sinks@S+W, "
+            "where the letters are numbers of tokens, e.g. window@512 or sinks@4+508, followed by modifiers, e.g. "
+            "+clip@256 (see docs/evaluation.md)"
         )
     span_name, span = _span(match, name, train_length)
     mode = AttentionMode(span)
@@ -324,6 +331,30 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
             raise ValueError(f"inference mode {name}: reindexed only changes distances to sinks; use it with sinks@S+W")
         mode = replace(mode, **{field: value})
     return Mode("+".join([span_name, *(parts[key] for key in MODIFIERS if key in parts)]), mode)
+
+
+def _suggested_mode(name: str) -> str | None:
+    """The mode that the user may have meant, with letters for missing numbers; None if there is no such mode."""
+    first, plus, rest = name.partition("+")
+    key, _, arguments = first.partition("@")
+    if key == "sinks":
+        sinks, _, window = arguments.partition(",")
+        return f"sinks@{sinks or 'S'}+{window or 'W'}"
+    modifier = _suggested_modifier(first)
+    return None if modifier is None else f"full+{modifier}{plus}{rest}"
+
+
+def _suggested_modifier(part: str) -> str | None:
+    """Like `_suggested_mode`, for a modifier."""
+    key, at, arguments = part.partition("@")
+    similar = [known for known in MODIFIERS if len(key) > 2 and key in known]
+    similar = similar or difflib.get_close_matches(key, MODIFIERS, n=1)
+    if not similar:
+        return None
+    known = key if key in MODIFIERS else similar[0]
+    if arguments:
+        return f"{known}{at}{arguments}"
+    return known if MODIFIERS[known].optional else MODIFIERS[known].grammar(known)
 
 
 def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[str, Span]:
@@ -350,12 +381,16 @@ def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[st
 
 def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str, Any]:
     """(name, canonical name with arguments, value) of a modifier."""
+    # Its name.
     key, has_values, rest = part.partition("@")
     if key not in MODIFIERS:
+        suggestion = _suggested_modifier(part)
+        hint = "" if suggestion is None else f"did you mean {suggestion}? Otherwise, "
         raise ValueError(
-            f"inference mode {name}: modifier {part!r} is unknown; choose one of "
+            f"inference mode {name}: modifier {part!r} is unknown; {hint}choose one of "
             f"{', '.join(modifier.grammar(key) for key, modifier in MODIFIERS.items())} (see docs/evaluation.md)"
         )
+    # Its arguments, with defaults.
     modifier = MODIFIERS[key]
     texts = rest.split(",") if has_values else []
     types = [kind for _, kind in modifier.arguments]

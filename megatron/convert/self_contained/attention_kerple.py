@@ -33,6 +33,10 @@ from .positional_decay import append_decay, appended_sums, decay_sums, extra_dim
 
 BACKENDS = {"eager": CHUNKED, "sdpa": SDPA, "flex_attention": FLEX}
 POSITION_HOOKS = {"embed", "rotate", "modify_scores", "scale_qk"}
+# Arguments without a meaning here. transformers 4 passes cache_position to all models; the others are those of kernels
+# for packed sequences, which position_ids describe, too.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+IGNORED = ("cache_position", *PACKING)
 
 
 def implementations(hooks, mode):
@@ -40,6 +44,17 @@ def implementations(hooks, mode):
     needed = Requirements(weight="weight" in hooks, modify_scores="modify_scores" in hooks)
     names = [name for name in BACKENDS if BACKENDS[name].unsupported_reason(needed) is None]
     return [name for name in names if mode is None or name != "flex_attention"]
+
+
+def check_ignored(arguments, position_ids):
+    """Raises TypeError for arguments that `forward` does not have, and ValueError for packed sequences without
+    position_ids.
+    """
+    for name in arguments:
+        if name not in IGNORED:
+            raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+        if name in PACKING and position_ids is None:
+            raise ValueError(f"{name}: packed sequences need position_ids that begin at 0 in each of them")
 
 
 @dataclass
@@ -92,8 +107,11 @@ class Layout:
         places = torch.arange(new, device=device) + cached
         positions = torch.arange(layout.total, device=device).expand(batch, -1)
         ids, has_documents = torch.zeros_like(positions), static
-        text = None if attention_mask is None else layout._text(attention_mask)
-        if text is not None and (traced or not text.all()):
+        text = None
+        if attention_mask is not None:
+            longest = getattr(layers[0], "max_cache_len", None) if layers else None
+            text = layout._text(attention_mask, batch, longest, traced)
+        if text is not None:
             layout.padding, has_documents = ~text[:, places], True
             ids, positions = text.long() - 1, (text.long().cumsum(dim=1) - 1).clamp(min=0)
         if position_ids is not None and (needs_positions or new > 1):
@@ -126,14 +144,31 @@ class Layout:
             layout.documents = Documents(ids, positions, places)
         return layout
 
-    def _text(self, attention_mask: Tensor) -> Tensor:
-        """Bool `[b, t]`, False for padding."""
-        # The mask of a static cache is longer, as its last places are empty.
-        if attention_mask.dim() != 2 or attention_mask.shape[1] < self.total:
+    def _text(self, attention_mask: Tensor, batch: int, max_cache_len: int | None, traced: bool) -> Tensor | None:
+        """Bool `[b, t]`, False for padding; None if there is none. max_cache_len: size of a
+        static cache, whose mask may be as long, because its last places are empty. Raises ValueError for another shape
+        or other values.
+        """
+        expected = [batch, self.total]
+        if list(attention_mask.shape) not in (expected, [batch, max_cache_len]):
             raise ValueError(
-                f"attention_mask must be [batch, {self.total}] (cached and new tokens), not {[*attention_mask.shape]}"
+                f"attention_mask must be {expected}, for cached and new tokens, not {[*attention_mask.shape]}"
             )
-        return attention_mask[:, : self.total].bool()
+        text = attention_mask[:, : self.total] == 1
+        if not traced and text.all():
+            return None
+
+        # Additive masks, and masks that number documents.
+        known = text | (attention_mask[:, : self.total] == 0)
+        message = (
+            "attention_mask must contain only 1 for tokens and 0 for padding; to separate documents, give position_ids "
+            "that begin at 0 in each of them"
+        )
+        if traced:
+            torch._assert_async(known.all(), message)
+        elif not known.all():
+            raise ValueError(message)
+        return text
 
     def _fit_mode(self, cache, ids: Tensor | None) -> None:
         """ids: of the texts `[b, t]`, negative for padding; None without padding."""
@@ -183,6 +218,8 @@ class Layout:
             decay = decay.masked_fill(self.padding[:, None], 0.0)
         if isinstance(self.cached, Tensor) or self.cached:
             keys = cache.layers[layer].keys
+            if keys.shape[3] == key.shape[3]:
+                raise ValueError("cached keys have no decays, as of prefix tuning; use prompt tuning")
             last = torch.as_tensor(self.cached, device=keys.device).clamp(max=keys.shape[2]) - 1
             last_key = keys[:, :, last.clamp(min=0).reshape(1)] * (last >= 0)
             previous = appended_sums(last_key, query.shape[1] // key.shape[1], scale)
@@ -218,7 +255,7 @@ def attend(query, key, value, method, tables, layout, window, dropout, implement
         documents=layout.documents,
         dropout_p=dropout,
         dropped=layout.total - key.shape[2],
-    )
+    ).validate()
 
     # With output_attentions, the reference computes the probabilities.
     backend = REFERENCE if output_attentions else BACKENDS[implementation]

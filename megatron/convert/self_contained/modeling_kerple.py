@@ -1,7 +1,7 @@
 """A KERPLE-NeoX language model for the transformers library, with the positional method it was trained with.
 
 The positional method is in the `positional_*.py` files of this folder, unchanged from the training code.
-`attention_kerple.py` computes attention with it.
+`attention_kerple_*.py` computes attention with it.
 
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v vocabulary.
 """
@@ -17,13 +17,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .attention_kerple import Layout, attend, implementations, tables_of
+from .attention_kerple import Layout, attend, check_ignored, implementations, tables_of
 from .attention_mode import FULL_MODE, parse_mode
 from .attention_tables import NO_TABLES, PositionTables
 from .cache_kerple import ModeCache
 from .configuration_kerple import KerpleConfig
 from .positional_base import ModelShape, PositionalMethod
-from .positional_method import Method
+from .positional_method import NAME, Method
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -46,7 +46,12 @@ def make_norm(config, size=None):
 
 
 def make_positional(config, layer=0):
-    """The positional method of the configuration, for a layer."""
+    """The positional method of the configuration, for a layer. Raises ValueError if this code is another method's."""
+    if config.positional_method != NAME:
+        raise ValueError(
+            f"the configuration has positional_method {config.positional_method}, but the code that was loaded with it "
+            f"computes {NAME}; load the model with the code in its own folder"
+        )
     shape = ModelShape(
         num_heads=config.num_attention_heads,
         head_size=config.head_dim,
@@ -283,16 +288,17 @@ class KerpleModel(KerplePreTrainedModel):
         output_attentions=None,
         output_hidden_states=None,
         cache=None,
-        cache_position=None,
         token_type_ids=None,
+        **ignored,
     ):
         """Tokens `[b, s]` (or embeddings `[b, s, e]`) that follow those in the cache -> hidden states `[b, s, e]`.
 
         attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text; without
         attention_mask and cache, every jump starts another text of the row (packed sequences). cache: another name of
-        past_key_values. cache_position, token_type_ids: ignored; transformers passes them to all models.
+        past_key_values. token_type_ids: ignored; tokenizers return them. ignored: see `check_ignored`.
         """
         # Inputs.
+        check_ignored(ignored, position_ids)
         config, cache = self.config, one_cache(cache, past_key_values)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -369,6 +375,13 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         """An empty cache for the inference mode. max_length: of the text, if the mode depends on it."""
         return self.gpt_neox.new_cache(max_length)
 
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        """With the cache under its older name, for which peft looks."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
@@ -415,9 +428,9 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         output_hidden_states=None,
         logits_to_keep=0,
         cache=None,
-        cache_position=None,
         token_type_ids=None,
         num_items_in_batch=None,
+        **ignored,
     ):
         """Like KerpleModel. labels: `[b, s]`, compared with the prediction at the previous token; -100 is ignored.
         logits_to_keep: compute logits for the last N positions (0: all), or for these ones. num_items_in_batch: divide
@@ -432,6 +445,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
+            **ignored,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.embed_out(outputs.last_hidden_state[:, positions])

@@ -193,6 +193,34 @@ def test_a_subclass_that_overrides_the_bias_does_not_inherit_the_jacobian():
     assert jacobians(Steeper(2), 8, "cpu") == (None, None)
 
 
+@pytest.mark.parametrize("name", ["embeds", "rotates", "has_weight", "modifies_scores", "scales_qk", "has_decay"])
+def test_replaced_members_are_rejected(name):
+    with pytest.raises(TypeError, match=rf"Old: {name} .*`hooks`"):
+        type("Old", (PositionalMethod,), {name: property(lambda self: False)})
+
+
+def test_modify_scores_has_one_argument():
+    def modify_scores(self, scores, query, query_positions, key_positions, mask, table):
+        return scores
+
+    with pytest.raises(TypeError, match=r"Old: modify_scores .*Chunk"):
+        type("Old", (PositionalMethod,), {"modify_scores": modify_scores})
+
+
+@pytest.mark.parametrize("name", methods_and_variants())
+@torch.no_grad()
+def test_no_logits_depend_on_later_tokens(name):
+    """Also those of the tokens just before a changed one."""
+    model, _ = make_model(name)
+    tokens = random_tokens(2, 24)
+    expected = model(tokens)
+    for changed in (1, 13, 23):
+        other = tokens.clone()
+        other[:, changed:] = random_tokens(2, 24 - changed, seed=changed)
+        torch.testing.assert_close(model(other)[:, :changed], expected[:, :changed], rtol=0, atol=1e-5)
+        assert (model(other)[:, changed:] - expected[:, changed:]).abs().max() > 1e-3
+
+
 def test_a_subclass_may_add_a_jacobian():
     class WithJacobian(Alibi):
         def bias_jacobian(self, distance):

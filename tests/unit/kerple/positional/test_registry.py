@@ -5,6 +5,7 @@ import torch
 
 from kerple.positional import (
     ModelShape,
+    PluginError,
     PositionalMethod,
     build,
     load_plugin,
@@ -103,8 +104,9 @@ def test_a_plugin_module_adds_a_method(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("restored_registry")
 def test_a_plugin_that_raises_registers_nothing(tmp_path):
     path = tmp_path / "broken.py"
-    path.write_text(PLUGIN.replace("toy_step", "toy_broken") + "\nraise RuntimeError('half way')\n")
-    with pytest.raises(RuntimeError, match="half way"):
+    text = PLUGIN.replace("toy_step", "toy_broken")
+    path.write_text(text + "\nraise RuntimeError('half way')\n")
+    with pytest.raises(PluginError, match=rf"broken\.py, line {len(text.splitlines()) + 2}: RuntimeError: half way"):
         load_plugin(path)
     assert "toy_broken" not in registered_names()
     path.write_text(PLUGIN.replace("toy_step", "toy_broken"))

@@ -58,7 +58,6 @@ def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
         f"extrapolation-text-2x32-{TRAIN_LENGTH}-non-overlapping.png",
         "extrapolation.md",
-        f"modes-text-2x32-{TRAIN_LENGTH}-non-overlapping.png",
         "results.jsonl",
     ]
     assert "KERPLE (log)" in output.out
@@ -344,3 +343,8 @@ def test_the_token_at_the_beginning(tmp_path):
         for choice, token in choices.items():
             options = argparse.Namespace(text=tmp_path / "text.txt", bos=choice)
             assert evaluate._read_text(None, tokenizer, options).bos == token
+
+
+def test_a_folder_without_data_needs_a_text(tmp_path):
+    write_checkpoint(tmp_path / "run", "alibi", None)
+    assert_rejected(r"--text FILE", main, ["--checkpoint", str(tmp_path / "run"), "--lengths", "32"])

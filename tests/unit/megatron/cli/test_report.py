@@ -43,5 +43,7 @@ def test_invalid_arguments_and_results_are_rejected(tmp_path):
     module = ["--pos-emb-module", str(tmp_path / "mine.py")]
     assert_rejected(r"--pos-emb-module .*mine\.py: no such file", main, [str(tmp_path / "good"), *module, *output])
     (tmp_path / "mine.py").write_text("1 / 0")
-    assert_rejected(r"mine\.py: ZeroDivisionError: division by zero", main, [str(tmp_path / "good"), *module, *output])
+    assert_rejected(
+        r"mine\.py, line 1: ZeroDivisionError: division by zero", main, [str(tmp_path / "good"), *module, *output]
+    )
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kerple.positional import registry
 from megatron.cli import sweep as command
 from megatron.config import UserError
 from tests.support.errors import assert_rejected
@@ -13,6 +14,38 @@ def test_dry_run_changes_nothing(sweep):
     assert not (sweep.folder / "out").exists()
     (sweep.folder / "text_document.idx").unlink()
     assert sweep("--dry-run", write=False).count("text_document.idx (create it with prepare_data.py)") == 1
+
+
+METHOD = """
+import torch
+from kerple.positional import Bias, register
+
+
+@register("test_root_of_mixture")
+class RootOfMixture(Bias):
+    def __init__(self, num_heads, power=0.5):
+        super().__init__()
+        self.power, self.mix = power, torch.nn.Parameter(torch.full((num_heads, 2), 0.1))
+
+    def bias(self, distance):
+        mixture = torch.stack((distance, distance.square()), dim=-1) @ self.mix.T
+        return -mixture.movedim(-1, 0) ** self.power
+"""
+
+
+def test_dry_run_tries_a_step_of_each_model(sweep, tmp_path, monkeypatch):
+    """In the dtype of the run. The derivative of a root is infinite at distance 0."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    path = tmp_path / "mixture.py"
+    path.write_text(METHOD)
+    keys = {"pos_emb": "test_root_of_mixture", "pos_emb_module": str(path)}
+    axes = {"method": ["alibi.yml", {"name": "mine", **keys, "pos_emb_options": {"power": 1.0}}]}
+    sweep("--dry-run", axes=axes)
+    with pytest.raises(RuntimeError, match="dtype"):
+        sweep("--dry-run", axes=axes, set={"precision": "bfloat16"})
+    axes = {"method": [{"name": "mine", **keys}]}
+    with pytest.raises(UserError, match=r"gradient of mix of pos_emb test_root_of_mixture .*distance 0"):
+        sweep("--dry-run", axes=axes)
 
 
 def test_errors_before_anything_is_started(sweep, monkeypatch):

@@ -385,7 +385,8 @@ def test_exported_models_are_imported_again(pos_emb, dtype, tmp_path):
     model, config = make_model(pos_emb, gpt_j_residual=True)
     to_hugging_face(model, config, tmp_path / "hf", dtype=torch.bfloat16, report=quiet)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
-    (tmp_path / "hf" / "modeling_kerple.py").write_text("raise SystemExit('this code must not run')")
+    for source in (tmp_path / "hf").glob("*.py"):
+        source.write_text("raise SystemExit('this code must not run')")
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", dtype=dtype, with_tokenizer=False, report=quiet)
     step = tmp_path / "ours" / "global_step0"
     state = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)

@@ -1,25 +1,30 @@
 """Sources of a self-contained model: the positional method and all it imports, and nothing else of this project."""
 
 import ast
+import importlib
+import json
+import shutil
 import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kerple.positional import PositionalMethod, method_class, primary_names, registry
+from kerple.positional import PositionalMethod, primary_names, registry
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert import to_hugging_face
 from megatron.convert.sources import self_contained_files
 from tests.support.conversion import LONG, make_model, quiet, random_tokens
+from tests.support.exported import export, load
 
 
 def test_files_import_only_torch_transformers_and_each_other():
     """And the standard library."""
     checked = set()
     for pos_emb in primary_names():
-        files = self_contained_files(method_class(pos_emb))
-        assert files.keys() >= {"modeling_kerple.py", "configuration_kerple.py", "positional_method.py"}
+        files = self_contained_files(pos_emb)
+        stems = {name.rpartition("_")[0] for name in files}
+        assert stems >= {"modeling_kerple", "configuration_kerple", "positional_method"}
         for name, text in files.items():
             if text not in checked:
                 check_imports(name, text, files)
@@ -47,8 +52,9 @@ def test_other_imports_of_this_project_are_rejected(tmp_path, monkeypatch):
     import outside_method
 
     assert issubclass(outside_method.Outside, PositionalMethod)
+    monkeypatch.setitem(registry._METHODS, "outside", outside_method.Outside)
     with pytest.raises(CheckpointError, match=r"megatron\.config"):
-        self_contained_files(outside_method.Outside)
+        self_contained_files("outside")
 
 
 def test_an_external_method(tmp_path, monkeypatch):
@@ -84,3 +90,27 @@ def test_an_external_method(tmp_path, monkeypatch):
     sources = "".join(path.read_text() for path in (tmp_path / "hf").glob("positional_*.py"))
     assert "from megatron" not in sources
     assert "import megatron" not in sources
+
+
+@torch.no_grad()
+def test_exports_in_one_folder(tmp_path, monkeypatch):
+    """transformers 4.57 to 5.5 loads folders of the same name as one package."""
+    both = tmp_path / "both_exports"
+    both.mkdir()
+    exported = [export("rpe"), export("fire")]
+    for _, path in exported:
+        for source in path.glob("*.py"):
+            assert not (both / source.name).exists()
+            shutil.copy(source, both)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokens = random_tokens(1, LONG)
+    for model, path in exported:
+        module, name = json.loads((path / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"].split(".")
+        model_class = getattr(importlib.import_module(f"both_exports.{module}"), name)
+        written = model_class.from_pretrained(path, dtype=torch.float32).eval()
+        assert (written(tokens).logits - model(tokens)).abs().max() < 1e-4
+
+
+def test_code_of_another_method_is_rejected():
+    with pytest.raises(ValueError, match=r"positional_method sandwich.*alibi"):
+        load(export("alibi")[1], positional_method="sandwich")

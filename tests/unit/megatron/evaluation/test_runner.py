@@ -283,9 +283,13 @@ def test_protocols_and_modes_equal_a_direct_computation(protocol, mode):
         document_of = np.searchsorted(OFFSETS, [target for target, _, _ in scored], side="right") - 1
         documents = sorted(set(document_of))
         assert row["documents"] == len(documents)
-        # The textbook error of a ratio estimate, from the residuals of the documents' sums.
-        sums = [losses[document_of == document].sum() for document in documents]
-        counts = [int((document_of == document).sum()) for document in documents]
+        # The textbook error of a ratio estimate, from the residuals of the documents' sums; of one document, from those
+        # of the segments.
+        unit_of = document_of
+        if len(documents) == 1:
+            unit_of = np.array([target - position - 1 for target, position, _ in scored])
+        sums = [losses[unit_of == unit].sum() for unit in sorted(set(unit_of))]
+        counts = [int((unit_of == unit).sum()) for unit in sorted(set(unit_of))]
         residuals = [total - losses.mean() * count for total, count in zip(sums, counts, strict=True)]
         if len(sums) > 1:
             expected = math.sqrt(len(sums) / (len(sums) - 1) * sum(r * r for r in residuals)) / sum(counts)

@@ -253,6 +253,21 @@ def test_wrapped_models_are_read_like_the_model(wrapper):
     assert calls
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_precede_the_segment(kind):
+    """Not each of its chunks."""
+    peft = pytest.importorskip("peft")
+    model, text = tiny_model("llama"), random_tokens(49)
+    wrapped = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+    with torch.no_grad():
+        logits = wrapped(text[:48].view(2, 24), use_cache=False).logits[:, -24:]
+    expected = direct_losses(logits, text[1:].view(2, 24)).mean().item()
+    row = evaluate(wrapped)
+    assert row["loss"] == pytest.approx(expected, abs=1e-5)
+    assert abs(row["loss"] - direct_loss(model)) > 1e-3
+    assert "virtual tokens" in row["complete_segments"]
+
+
 def test_constant_angles_are_cached():
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}
     model = rope_model("llama", rope)

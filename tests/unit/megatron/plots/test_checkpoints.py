@@ -4,6 +4,7 @@ the formulas in float64; A, B and f(A, B) of a query equal DAPE's formulas compu
 
 import math
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megatron.reporting.report import Sources
 from megatron.reporting.style import SCREEN
 from tests.support.checkpoints import write_checkpoint
 from tests.support.errors import assert_rejected
+from tests.support.exported import export
 from tests.support.language_models import VOCABULARY, small_gpt, with_repeated_heads
 from tests.support.records import record
 from tests.support.release import RELEASE
@@ -243,6 +245,23 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
     assert figure.title == "Bias by distance: KERPLE (log), GitHub, seed 1"
     (figure,) = sources.length_figures
     assert list(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
+
+
+@pytest.mark.parametrize("lengths", [(512,), (96, 1536)])
+def test_kernels_are_drawn_to_the_longest_tested_length(lengths, tmp_path):
+    checkpoint = written_checkpoint(tmp_path / "run", 3)
+    sources = Sources([record("kerple_log", length, 3.0, checkpoint=checkpoint) for length in lengths])
+    add_weight_figures(sources)
+    (figure,) = sources.weight_figures
+    assert max(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == max(lengths) - 1
+
+
+def test_kernels_of_a_hugging_face_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
+    _, folder = export("kerple_log")
+    sources = Sources([], [folder])
+    add_weight_figures(sources)
+    assert len(sources.weight_figures) == len(sources.length_figures) == 1
 
 
 def test_named_checkpoints_of_equally_named_runs_have_own_figures(tmp_path):

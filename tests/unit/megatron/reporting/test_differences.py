@@ -74,8 +74,26 @@ def test_rows_with_fewer_seeds_are_labeled():
 
 
 def test_the_tables_show_differences():
-    (table,) = difference_tables([LOG, ALIBI])
+    (table,) = difference_tables([{**record, "documents": 3} for record in (LOG, ALIBI)])
     assert table.title.startswith("Loss minus that of KERPLE (log), ")
     assert [[*row.labels, *(cell.text for cell in row.cells)] for row in table.rows] == [["ALiBi", "+0.1500 ± 0.0764"]]
     assert "standard error over documents" in table.notes[0]
     assert difference_tables([record("kerple_log", 512, 3.0), record("alibi", 512, 3.1)]) == []
+
+
+@pytest.mark.parametrize(
+    ("documents", "losses", "text", "said", "unsaid"),
+    [
+        (1, (3.1, 2.3, 1.05), "+0.1500 ± 0.0764", "over segments, because the text is one document", "Several seeds"),
+        (None, (3.1, 2.3, 1.05), "+0.1500 ± 0.0764", "over segments", "one document"),
+        (1, (3.25,), "+0.2500", "nats", "±"),
+        (1, (3.000000004,), "0.0000", "nats", "±"),
+    ],
+)
+def test_notes_say_what_the_error_is(documents, losses, text, said, unsaid):
+    tokens = (100,) * len(losses)
+    pair = measured("kerple_log", (3.0, 2.0, 1.0)[: len(losses)], tokens), measured("alibi", losses, tokens)
+    (table,) = difference_tables([{**record, "documents": documents} for record in pair])
+    assert table.rows[0].cells[0].text == text
+    assert said in table.notes[0]
+    assert unsaid not in table.notes[0]

@@ -90,6 +90,17 @@ def test_modes_are_panels_in_which_methods_look_the_same():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["T5", "ALiBi", "Rotary"]
 
 
+def test_modes_of_one_method_are_lines_of_one_panel():
+    modes = ("full", "window@64", "sinks@4+60")
+    rows = [row for mode in modes for row in seeds("rpe", 128, [20.0, 21.0], mode=mode, train_length=128)]
+    figure = plot(rows)
+    (axes,) = figure.axes
+    assert [line.get_label() for line in axes.lines if line.get_label() in modes] == list(modes)
+    assert figure.legends[0].get_title().get_text() == "T5"
+    assert "bands: ± one standard deviation over 2 seeds" in figure.get_supxlabel()
+    assert "bands" not in plot(rows[::2]).get_supxlabel()
+
+
 def test_passkey_heat_maps():
     records = [
         passkey_record(name, length, depth, accuracy + depth / 2, seed=seed)

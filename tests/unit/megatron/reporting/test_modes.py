@@ -20,7 +20,7 @@ LOSSES = {
 def records(length=2048):
     found = []
     for (pos_emb, mode), losses in LOSSES.items():
-        keys = {"mode": mode, "targets": "same", "groups": {"tokens": [250] * 4, "losses": losses}}
+        keys = {"mode": mode, "targets": "same", "documents": 4, "groups": {"tokens": [250] * 4, "losses": losses}}
         found.append(record(pos_emb, length, math.exp(statistics.fmean(losses)), **keys))
     keys = {"mode": "full+log@64", "note": "is not supported: pos_emb rotary rotates", "groups": None, "targets": None}
     return [*found, record("rotary", length, None, **keys)]
@@ -45,6 +45,19 @@ def test_titles_name_the_protocol():
     for found in (mode_tables(rows), mode_figures(rows)):
         first, second = (entry.title for entry in found)
         assert first != second
+
+
+def test_the_modes_of_one_method_have_no_heat_map():
+    """They are the lines of its figure of perplexities."""
+    assert mode_figures([row for row in records() if row["pos_emb"] == "alibi"]) == []
+
+
+def test_ties_in_a_heat_map_are_all_framed():
+    rows = [record(name, 512, math.exp(loss)) for name, loss in (("alibi", 3.001), ("rpe", 3.004), ("fire", 3.2))]
+    losses = measurements([*rows, {**rows[2], "mode": "window@9"}], "extrapolation", "loss")
+    (panel, _) = (axes for axes in heat_map(losses, losses.settings[0]).axes if axes.get_visible())
+    assert len(panel.patches) == 2
+    assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == ["3.00", "3.00"]
 
 
 def test_heat_map():

@@ -126,6 +126,22 @@ def test_methods_are_rows_and_modes_are_sections():
     assert "Bold: lowest value, and values that are printed the same." in table.notes
 
 
+def test_modes_of_one_method_are_rows():
+    """The best value is that of all modes."""
+    records = [record("alibi", 512, value, mode=mode) for mode, value in (("window@9", 5.2), ("full", 7.0))]
+    records += [record("alibi", 512, 5.2001, mode="sinks@1+8")]
+    table = only(perplexity_tables(records), "perplexity")
+    assert table.label_columns == ("Mode",)
+    assert table.lines == (
+        Section("GitHub, ALiBi"),
+        Row(("full",), (Cell("7.000"),)),
+        Row(("sinks@1+8",), (Cell("5.200", best=True),)),
+        Row(("window@9",), (Cell("5.200", best=True),)),
+    )
+    table = only(perplexity_tables(records[:1]), "perplexity")
+    assert not any("Bold" in note for note in table.notes)
+
+
 def test_dape_s_layout():
     keys = {"protocol": "last-k@256", "corpus": "arxiv"}
     records = [record("dape_kerple", length, 4.0 - length / 1e4, **keys) for length in (512, 8192)]

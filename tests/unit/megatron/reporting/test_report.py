@@ -60,6 +60,17 @@ def test_files(report):
     assert "| *512, paper* | *3.40 ± 0.20* | *3.42 ± 0.21* | *3.44 ± 0.20 †* |" in text
 
 
+def test_values_are_once_on_the_page(tmp_path):
+    """Layouts of papers without the paper's values are only files."""
+    records = [record(name, 768, 21.125, train_length=333) for name in ("alibi", "fire")]
+    path = write_report(Sources(records), tmp_path)
+    text = path.read_text()
+    page, _, _ = text.partition("<details>")
+    assert page.count("21.12") == 2
+    assert text.count("<table>") == 1
+    assert (tmp_path / "tables" / "kerple-3-12x768-333-non-overlapping.tex").is_file()
+
+
 def test_aliases_are_the_same_method():
     sources = Sources([record("kerple_bias_wht", 512, 3.0), record("dape_kerple (variant Concat)", 512, 3.0)])
     assert [result["pos_emb"] for result in sources.records] == ["kerple_power_ap_ap", "dape_kerple (variant Concat)"]

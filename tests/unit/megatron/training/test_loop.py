@@ -5,6 +5,7 @@ import torch
 
 from kerple.attention import self_check
 from kerple.attention.backends.chunked import chunked_attention
+from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
 from megatron.config import Config, UserError
 from megatron.data.datasets import build_datasets
@@ -112,6 +113,20 @@ def test_training_with_kernels_that_fail_their_self_check(tmp_path, data_path, m
     assert len(calls) == 1
     with pytest.raises(UserError, match=r"attention-backend 'fused'.*self-check"):
         trained(tmp_path / "fused", data_path, attention_backend="fused")
+
+
+def test_a_positional_method_whose_gradient_is_not_finite_is_named(tmp_path, data_path, monkeypatch):
+    """The derivative of (slope * distance)**0.7 at distance 0 is infinite."""
+
+    class PowerOfProduct(KerpleLog):
+        def bias(self, distance):
+            slope = self.bias_p.abs().view(-1, *[1] * distance.dim())
+            return super().bias(distance) - (slope * distance) ** 0.7
+
+    monkeypatch.setitem(registry._METHODS, "power_of_product", PowerOfProduct)
+    with pytest.raises(UserError, match=r"not finite.* gradient of bias_p of pos_emb power_of_product") as raised:
+        trained(tmp_path, data_path, pos_emb="power_of_product")
+    assert "learning rate" not in str(raised.value)
 
 
 def test_bad_weights_do_not_replace_a_good_checkpoint(tmp_path, data_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kerple.attention import FULL, AttentionMode, DynamicNtk, LogLength, Mode, Span, YarnTemperature, parse_mode
+from kerple.attention.inference.mode import MODIFIERS
 from kerple.positional import ModelShape, build, primary_names
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
 
@@ -54,6 +55,34 @@ def test_reasons():
         AttentionMode(Span(causal=False))
 
 
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"scaling": "linear", "factor": 3.0}, {"linear", "dynamic-ntk"}),
+        ({"scaling": "ntk", "factor": 3.0}, {"linear", "dynamic-ntk"}),
+        ({"scaling": "llama3", "factor": 3.0}, {"linear", "dynamic-ntk"}),
+        ({"scaling": "yarn", "factor": 3.0}, {"linear", "dynamic-ntk", "yarn-temperature"}),
+        ({"scaling": "yarn", "factor": 3.0, "attention_factor": 0.8}, {"linear", "dynamic-ntk", "yarn-temperature"}),
+        ({"scaling": "yarn", "factor": 3.0, "attention_factor": 1.0}, {"linear", "dynamic-ntk"}),
+        ({"scaling": "dynamic", "factor": 3.0}, {"clip", "group", "leaky", "linear", "dynamic-ntk"}),
+        ({}, set()),
+    ],
+)
+def test_modes_do_not_repeat_a_scaling(options, refused):
+    """Also if only one layer has the scaling, or positions are sampled. `log` is not linear, so no rotation has it."""
+    method = build("rotary", SHAPE, **options)
+    layers = [build("per_layer", replace(SHAPE, layer=i), methods=["none", {"rotary": options}]) for i in (0, 1)]
+    arguments = {"clip": "@9", "group": "@2,9", "leaky": "@9,2", "log": "@9", "yarn-temperature": "@3"}
+    for name in MODIFIERS.keys() - {"reindexed"}:
+        mode = parse_mode(f"full+{name}{arguments.get(name, '')}", 32).attention
+        expected = name in refused | {"log"}
+        assert (mode.unsupported_reason(method) is not None) == expected, name
+        assert (mode.unsupported_by(layers, [None, None], "per_layer") is not None) == expected, name
+    if options.get("scaling") == "yarn" and "yarn-temperature" in refused:
+        mode = parse_mode("full+yarn-temperature@3").attention
+        assert "yarn-temperature" in str(mode.unsupported_reason(build("rotary", SHAPE, random_range=64, **options)))
+
+
 def test_scalings_of_queries():
     query = torch.randn(1, 2, 5, 4, dtype=torch.float64)
     scaled = AttentionMode(scaling=LogLength(10)).scale_query(query, torch.arange(8, 13))
@@ -88,6 +117,25 @@ def test_names():
 @pytest.mark.parametrize("name", ["window", "window@0", "window@-3", "window@1.5", "Full", "blockwise@", "sinks@0+4"])
 def test_unknown_names(name):
     with pytest.raises(ValueError, match=f"'{re.escape(name)}' .*window@W"):
+        parse_mode(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("yarn", "full+yarn-temperature@F"),
+        ("yarn@2", "full+yarn-temperature@2"),
+        ("sinks@4", "sinks@4+W"),
+        ("sinks@4,60", "sinks@4+60"),
+        ("group@8,32", "full+group@8,32"),
+        ("linear+logn", "full+linear+logn"),
+        ("ntk", "full+dynamic-ntk"),
+        ("window@8+clipp@4", "clip@4"),
+        ("full+yarn", "yarn-temperature@F"),
+    ],
+)
+def test_suggested_spellings(name, suggestion):
+    with pytest.raises(ValueError, match=rf"did you mean {re.escape(suggestion)}\?"):
         parse_mode(name)
 
 

@@ -1,9 +1,11 @@
 """Attention of exported models: implementations, padding, positions, packed sequences and probabilities."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import StaticCache
+from transformers import AutoModelForSequenceClassification, StaticCache
 
 from kerple.attention import parse_mode
 from megatron.convert import from_hugging_face
@@ -172,11 +174,34 @@ def test_output_attentions(pos_emb, implementation):
     assert (theirs.embed_out(output.hidden_states[-1]) - theirs(tokens).logits).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_rotary"])
 @torch.no_grad()
-def test_masks_of_another_shape_are_rejected():
-    _, path = export("kerple_log")
-    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, 8\]"):
-        load(path)(random_tokens(1, 8), attention_mask=torch.ones(1, 1, 8, 8))
+def test_masks_of_another_shape_or_with_other_values_are_rejected(pos_emb):
+    _, path = export(pos_emb)
+    theirs, tokens = load(path), random_tokens(3, 8)
+    padded = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])
+    for mask in (padded[None], torch.ones(1, 8), padded.expand(2, -1), torch.ones(3, 1, 8, 8), torch.ones(3, 11)):
+        with pytest.raises(ValueError, match=r"attention_mask must be \[3, 8\]"):
+            theirs(tokens, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[3, 8\]"):
+        theirs.generate(tokens, attention_mask=padded[None], max_new_tokens=2)
+    classifier = load(path, AutoModelForSequenceClassification, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[3, 8\]"):
+        classifier(tokens, attention_mask=padded[None])
+    # Numbers of documents, and an additive mask.
+    for row in ([0, 1, 1, 1, 2, 2, 2, 3], [float("-inf")] * 2 + [0.0] * 6):
+        with pytest.raises(ValueError, match="attention_mask must contain only 1"):
+            theirs(tokens, attention_mask=torch.tensor(row).expand(3, -1))
+
+
+def test_calls_are_validated():
+    """As in `attend`: tensors that do not fit would be broadcast."""
+    model, states = load(export("alibi")[1]), torch.randn(2, 4, 6, 8)
+    modeling = sys.modules[type(model).__module__]
+    layout = modeling.Layout(cached=0, total=6)
+    arguments = states, states[:1], states, model.gpt_neox.positional, modeling.NO_TABLES, layout, None, 0.0
+    with pytest.raises(ValueError, match=r"key \[1, 4, 6, 8\]"):
+        modeling.attend(*arguments, "eager", output_attentions=False)
 
 
 MODES = [

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    DataCollatorWithFlattening,
     Trainer,
     TrainingArguments,
 )
@@ -186,6 +187,60 @@ def test_lora(tmp_path):
         assert torch.equal(again(tokens).logits, expected)
         assert (again.merge_and_unload()(tokens).logits - expected).abs().max() < 1e-4
         assert (load(path)(tokens).logits - expected).abs().max() > 1e-3
+
+
+VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "kind"),
+    [
+        ("kerple_log", peft.PrefixTuningConfig),
+        ("kerple_log", peft.PromptTuningConfig),
+        ("forgetting", peft.PromptTuningConfig),
+    ],
+)
+@torch.no_grad()
+def test_virtual_tokens_of_peft(pos_emb, kind):
+    _, path = export(pos_emb)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(load(path), kind(**VIRTUAL)).eval()
+    prompt = random_tokens(2, 9)
+    expected = prompt
+    for _ in range(5):
+        expected = torch.cat((expected, model(expected).logits[:, -1:].argmax(-1)), dim=1)
+    options = {"input_ids": prompt, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    for use_cache in (True, False):
+        assert torch.equal(model.generate(**options, use_cache=use_cache), expected)
+
+
+def test_prefix_tuning_with_a_decay_is_rejected():
+    model = peft.get_peft_model(load(export("forgetting")[1]), peft.PrefixTuningConfig(**VIRTUAL))
+    with pytest.raises(ValueError, match="prefix tuning"):
+        model(random_tokens(1, 5))
+
+
+@torch.no_grad()
+def test_packed_sequences_of_a_collator():
+    _, path = export("kerple_log")
+    model = load(path)
+    rows = [random_tokens(1, length, seed=length)[0] for length in (5, 11, 4)]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
+    batch = collator([{"input_ids": row.tolist()} for row in rows])
+    assert batch.keys() >= {"cu_seq_lens_q", "max_length_k", "seq_idx", "position_ids"}
+    logits = model(**batch).logits
+    expected = torch.cat([model(row[None]).logits for row in rows], dim=1)
+    assert (logits - expected).abs().max() < 1e-4
+    del batch["position_ids"]
+    with pytest.raises(ValueError, match="need position_ids"):
+        model(**batch)
+
+
+@torch.no_grad()
+def test_generation_warns_about_nothing(caplog):
+    _, path = export("alibi")
+    load(path).generate(random_tokens(1, 5), max_new_tokens=2, pad_token_id=0)
+    assert "cache_position" not in caplog.text
 
 
 @torch.no_grad()

@@ -1,0 +1,62 @@
+"""One step of a model on a short random text, on a CPU: whether its positional method runs in a dtype, and which of its
+gradients are not finite.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.config.schema.model import ModelConfig
+from megatron.model.gpt import GPT
+from megatron.model.initialization import initialize
+from megatron.model.settings import ModelSettings
+
+MAX_LENGTH, MAX_LAYERS, VOCABULARY = 32, 8, 64
+
+
+def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
+    """Compute the loss and all gradients in `dtype`, and return the names of the positional parameters whose gradient
+    is not finite.
+
+    The model is that of the configuration, but for a small vocabulary and at most 8 layers. Exceptions of the
+    positional method are not caught.
+    """
+    changes = {"num_layers": min(config.num_layers, MAX_LAYERS), "attention_backend": "auto"}
+    settings = ModelSettings(config.model_copy(update=changes), VOCABULARY)
+    model = GPT(settings)
+    initialize(
+        model.layers(),
+        settings,
+        seed=0,
+        init_method=config.init_method,
+        output_init_method=config.output_layer_init_method,
+        std=config.init_method_std,
+    )
+    model.to(dtype)
+
+    # Two different rows, of which the second one is reversed.
+    length = min(config.seq_length, MAX_LENGTH)
+    row = torch.arange(length + 1) % VOCABULARY
+    tokens = torch.stack((row, row.flip(0)))
+    methods = model.positional_methods().values()
+    for method in methods:
+        method.begin_step(0, length=length)
+    loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+    if not loss.isfinite():
+        return []  # then all gradients are not, whatever the cause
+    loss.backward()
+    broken: dict[str, None] = {}
+    for method in methods:
+        for name, parameter in method.named_parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                broken[name] = None
+    return list(broken)
+
+
+def not_finite(pos_emb: str, names: Sequence[str]) -> str:
+    """The cause of gradients that `trial_step` has found."""
+    return (
+        f"the gradient of {', '.join(names)} of pos_emb {pos_emb} is not finite even at the initial parameters. "
+        "Usually the reason is distance 0, where sqrt and powers below 1 have an infinite derivative: keep their "
+        "arguments above 0 (see docs/adding-a-method.md)"
+    )
