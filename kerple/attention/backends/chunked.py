@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from kerple.attention.backend import Backend, without_autocast
 from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable, modify_rows
 from kerple.attention.backends.reference import attend_to_chunk
-from kerple.attention.call import AttentionCall, Backend, without_autocast
+from kerple.attention.call import AttentionCall
 from kerple.attention.tables import PositionTables
 
 # Scores this far below the maximum of their row (probabilities below e^-40), and weights below this fraction of the
@@ -51,9 +52,8 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     contexts = []
     for first in range(0, call.q_len, rows):
         last = min(first + rows, call.q_len)
-        visible = call.keys(range(call.offset + first, call.offset + last))
-        chunk = partial(attend_to_chunk, call=call, first_query=call.offset + first, first_key=visible.start)
-        keys = slice(visible.start, visible.stop)
+        keys = call.keys(slice(call.offset + first, call.offset + last))
+        chunk = partial(attend_to_chunk, call=call, first_query=call.offset + first, first_key=keys.start)
         states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.tables.scores)
         if torch.is_grad_enabled():
             # The state of the random number generators is restored, so both passes drop the same probabilities.
