@@ -7,8 +7,6 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 value heads.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +70,9 @@ class Attention(nn.Module):
         NotImplementedError if the backend does not support the call.
         """
         check_shapes(query, key, value)
+        span = Span(window, block, causal=causal)
+        if tables is None:
+            tables = self._tables(query, key, span)
         query, key = self._rotated(query, key, documents, causal)
         call = AttentionCall(
             query=query,
@@ -79,15 +80,14 @@ class Attention(nn.Module):
             value=value,
             scale=default_scale(query) if scale is None else scale,
             method=self.positional,
+            tables=tables,
             decay_sums=decay_sums,
-            span=Span(window, block, causal=causal),
+            span=span,
             documents=documents,
             key_mask=key_mask,
             dropout_p=dropout_p,
         )
-        if tables is None:
-            tables = self._tables(call)
-        return run(replace(call, tables=tables), self.backend)
+        return run(call, self.backend)
 
     def _rotated(self, query: Tensor, key: Tensor, documents: Documents | None, causal: bool) -> tuple[Tensor, Tensor]:
         """Query and key after the method's rotation, if it has one."""
@@ -111,17 +111,18 @@ class Attention(nn.Module):
             keys.append(rotated[1])
         return torch.cat(queries), torch.cat(keys)
 
-    def _tables(self, call: AttentionCall) -> PositionTables:
+    def _tables(self, query: Tensor, key: Tensor, span: Span) -> PositionTables:
         """The method's tables, with the jacobians that speed up the fused backend."""
-        with_jacobians = torch.is_grad_enabled() and runs_fused(
-            self.positional, self.backend, call.query, call.query.shape
-        )
+        longest = key.shape[2]
+        if not span.causal:
+            longest = max(query.shape[2], longest)
+        is_fused = runs_fused(self.positional, self.backend, query, query.shape)
         return position_tables(
             self.positional,
-            call.max_kv_len,
-            call.query.device,
-            causal=call.span.causal,
-            with_jacobians=with_jacobians,
+            span.max_kv_len(longest),
+            query.device,
+            causal=span.causal,
+            with_jacobians=is_fused and torch.is_grad_enabled(),
         )
 
 

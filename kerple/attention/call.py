@@ -233,17 +233,6 @@ class AttentionCall:
 
 def check_states(call: AttentionCall) -> None:
     """Raises ValueError for shapes, dtypes, masks or a dropout probability that do not fit."""
-    # Tables `[h, n]` tell a transposed query.
-    query = list(call.query.shape)
-    for table in (call.tables.bias, call.tables.weight):
-        if table is None or table.dim() != 2 or len(query) != 4:
-            continue
-        heads = table.shape[0]
-        if heads == query[2] and heads != query[1]:
-            raise ValueError(
-                f"query {query} seems to be [b, s, h, d], because the tables have {heads} heads; pass "
-                "query.transpose(1, 2), and the same for key and value"
-            )
     check_shapes(call.query, call.key, call.value)
     if not call.query.dtype == call.key.dtype == call.value.dtype:
         raise ValueError(
@@ -272,7 +261,7 @@ def check_states(call: AttentionCall) -> None:
     # Dropout and masks.
     if not 0.0 <= call.dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {call.dropout_p}")
-    per_key = [query[0], kv_len]
+    per_key = [len(call.query), kv_len]
     if call.documents is not None and list(call.documents.ids.shape) != per_key:
         raise ValueError(f"document_ids {list(call.documents.ids.shape)} must be {per_key}: each key's document")
     mask = call.key_mask
@@ -334,11 +323,16 @@ def check_tables(call: AttentionCall) -> None:
         if table is None:
             continue
         # A row per head and a column per distance; with causal=False, there may be two halves.
-        shape = list(table.shape)
+        shape = table.shape
         fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
+        if fits and shape[-2] != heads and shape[-2] == call.q_len:
+            raise ValueError(
+                f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables have "
+                f"{shape[-2]} heads; pass query.transpose(1, 2), and the same for key and value"
+            )
         if not fits or shape[-2] != heads or shape[-1] < length:
             raise ValueError(
-                f"{name}_table {shape} must be [{heads}, at least {length}]: a value per head and "
+                f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per head and "
                 "distance, not per pair of query and key"
             )
     if tables.scores is not None and tables.scores.shape[-1] < length:
@@ -363,11 +357,11 @@ def check_jacobian(name: str, jacobian: TableJacobian, heads: int, length: int) 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises ValueError unless the shapes are those of queries, keys and values of attention."""
-    q, k, v = list(query.shape), list(key.shape), list(value.shape)
+    q, k, v = query.shape, key.shape, value.shape
     fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and (q[0], q[3]) == (k[0], k[3])
     if not fits or not k[1] or q[1] % k[1]:
         raise ValueError(
-            f"query {q}, key {k} and value {v} do not fit together: they must be [b, h, s, d], "
-            "[b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a dimension with "
+            f"query {list(q)}, key {list(k)} and value {list(v)} do not fit together: they must be "
+            "[b, h, s, d], [b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a dimension with "
             "query[None]"
         )
