@@ -39,7 +39,7 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
     ids = torch.zeros(batch, length, dtype=torch.long)
 
     def one_document() -> Tensor:
-        return Attention("chunked", log)(query, key, value, documents=Documents(ids))
+        return Attention(log, "chunked")(query, key, value, documents=Documents(ids))
 
     def step(forward: Callable[[], Tensor], method: PositionalMethod | None = None) -> Callable[[], object]:
         leaves = [query, key, value, *(method.parameters() if method is not None else ())]

@@ -38,7 +38,7 @@ CALLS = 100  # per measurement
 def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
     """Name -> CALLS forward and backward passes."""
     method = build(method_name, ModelShape(HEADS, SIZE, HEADS * SIZE, 1, LENGTH))
-    attention = Attention("fused", method)
+    attention = Attention(method, "fused")
     query, key, value = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True) for _ in range(3))
     upstream = torch.randn(1, HEADS, LENGTH, SIZE)
     tables = position_tables(method, LENGTH, "cpu", with_jacobians=True)

@@ -29,8 +29,7 @@ import torch
 from torch.utils.collect_env import get_pretty_env_info
 
 from kerple import __version__
-from kerple.attention import Attention, Requirements, position_tables, self_check
-from kerple.attention.call import AttentionCall
+from kerple.attention import AttentionCall, Heads, Requirements, check_kernels, position_tables, self_check
 from kerple.attention.dispatch import BACKENDS
 from kerple.attention.self_check import HOW_TO_REPORT, KV_LEN, describe, relative_errors, small_call, wrong_result
 from kerple.positional import ModelShape, PositionalMethod, build, primary_names
@@ -239,11 +238,9 @@ def crashed_check(name: str, device: torch.device, dtype: torch.dtype, head_size
 
 
 def _check_fused(check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype) -> Check:
-    attention = Attention("fused", method)
     for training, kv_heads in itertools.product((True, False), KV_HEADS):
-        for verdict in attention.check_kernels(
-            device, dtype, HEADS, check.head_size, training=training, kv_heads=kv_heads, again=True
-        ):
+        heads = Heads(HEADS, kv_heads, check.head_size)
+        for verdict in check_kernels(method, heads, device, dtype, training=training, backend="fused", again=True):
             failure = verdict.failure
             if failure is not None and kv_heads < HEADS:
                 failure = f"{failure} (grouped queries)"
@@ -262,10 +259,10 @@ def _small_call(
     query, key = (torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device) for heads in (HEADS, kv_heads))
     tables = position_tables(method, KV_LEN, device)
     sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64) if "decay" in method.hooks else None
-    call = AttentionCall(query=query, key=key, value=key, scale=head_size**-0.5, tables=tables, decay_sums=sums)
+    call = AttentionCall(
+        query=query, key=key, value=key, scale=head_size**-0.5, method=method, tables=tables, decay_sums=sums
+    )
     call = small_call(call)
-    if "modify_scores" in method.hooks:
-        call = replace(call, modify_scores=method.final_scores)
     key_positions = torch.arange(call.kv_len, device="cpu")
     with torch.no_grad():
         query, key = method.rotate(call.query, call.key, key_positions[call.offset :], key_positions)

@@ -37,8 +37,8 @@ def random_states(
 def attend_with_method(
     method: PositionalMethod, query: Tensor, key: Tensor, value: Tensor, *, backend: str, window: int | None = None
 ) -> Tensor:
-    """Attention as in a model's layer, but without `rotate`: evaluates the method's tables, then runs the backend."""
-    return Attention(backend, method)(query, key, value, window=window)
+    """Attention as in a model's layer: rotates, evaluates the method's tables, then runs the backend."""
+    return Attention(method, backend)(query, key, value, window=window)
 
 
 def layer_tables(

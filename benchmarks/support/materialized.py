@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.backend import Backend
+from kerple.attention.call import AttentionCall
 from kerple.attention.tables import NO_TABLES, PositionTables
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import GPT
@@ -17,7 +18,7 @@ from megatron.model.gpt import GPT
 
 def materialized_attention(call: AttentionCall) -> Tensor:
     """Like `kerple.attention.attend`, with all scores and probabilities in memory, in the dtype of the query."""
-    queries, keys = range(call.offset, call.kv_len), range(call.kv_len)
+    queries, keys = slice(call.offset, call.kv_len), slice(0, call.kv_len)
     mask = call.span.mask(queries, keys, call.query.device)
     distance = call.distances(queries, keys)
     scores = call.query @ call.key.transpose(-1, -2) * call.scale

@@ -1,166 +1,62 @@
-"""A call of attention: its tensors, the keys that each query attends to, and what it requires of a backend.
+"""A call of attention: its tensors, the keys that each query attends to, and whether they fit together.
 
-In grouped-query attention (arXiv 2305.13245), h query heads share g key/value heads: query head i uses key/value head
-i // (h/g).
+`attend`, `Attention`, the model's layers and exported models build an `AttentionCall`. `validate` is
+the only place that decides whether a call is valid; backends rely on it.
 
-Legend: b batch, s query length, t key length, h heads (of queries), g key/value heads, d head size, v size of the value
-heads, p coefficients per head; c queries, l keys.
+In grouped-query attention (arXiv 2305.13245), h query heads share g key/value heads: query head i
+uses key/value head i // (h/g).
+
+Legend: b batch, s query length, t key length, h heads (of queries), g key/value heads, d head size,
+v size of the value heads, p coefficients per head; c queries, l keys.
 """
 
-import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kerple.attention.tables import NO_TABLES, Documents, PositionTables
-from kerple.positional import Chunk, PositionalMethod, append_decay
+from kerple.attention.documents import Documents
+from kerple.attention.span import EVERY_KEY, FULL, Span
+from kerple.attention.tables import NO_TABLES, PositionTables
+from kerple.positional import Chunk, PositionalMethod, TableJacobian
 
-# A positional method's `final_scores`.
-ModifyScores = Callable[[Chunk], Tensor]
 # (query, key, query positions, key positions, scale) -> scaled products, in the place of scale * q.k.
 Products = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-Position = TypeVar("Position", int, Tensor)
-
-
-@dataclass(frozen=True)
-class Span:
-    """The keys that a query attends to: all keys up to its own position, unless `window` or `block` limits them.
-
-    Raises ValueError if both are set, if a size is below 1, for sinks without a window, and for blocks or sinks that
-    are not causal.
-
-    Attributes:
-        window: the last `window` keys, including its own position.
-        block: positions are divided into blocks of this size, starting at position 0. A query attends to its own block
-            and to the previous one (blockwise causal attention of LEX, arXiv 2212.10554).
-        sinks: with a window, a query also attends to the first `sinks` positions of the text (StreamingLLM, arXiv
-            2309.17453; LM-Infinite, arXiv 2308.16137). Only `attend_in_mode` supports them.
-        causal: if False, a query also attends to the keys after it. A window then has `window` - 1 keys on both sides.
-    """
-
-    window: int | None = None
-    block: int | None = None
-    sinks: int = 0
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.block is not None:
-            raise ValueError(f"window ({self.window}) and block ({self.block}) are both set; use one of them")
-        for name, size in (("window", self.window), ("block", self.block)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, since a query attends to its own position; got {size}")
-        if self.sinks < 0 or (self.sinks and self.window is None):
-            raise ValueError(f"sinks {self.sinks} must be 0 or more, and sinks need a window")
-        if not self.causal and (self.block is not None or self.sinks):
-            raise ValueError("block and sinks need causal attention; with causal=False, use a window")
-
-    def within(self, window: int | None) -> "Span":
-        """This span, limited to the last `window` keys; None: no limit. Raises ValueError with blocks."""
-        if window is None or (self.window is not None and self.window <= window):
-            return self
-        return replace(self, window=window)
-
-    def max_kv_len(self, length: int) -> int:
-        """The largest number of keys up to its own position that any of `length` queries attends to."""
-        limit = self.window if self.block is None else 2 * self.block
-        return length if limit is None else min(length, limit + self.sinks)
-
-    def first_key(self, position: Position) -> Position:
-        """The first key position that the query at `position` attends to, without sinks; elementwise for a tensor."""
-        if self.block is not None:
-            first = (position // self.block - 1) * self.block
-        elif self.window is not None:
-            first = position - self.window + 1
-        else:
-            first = 0 * position
-        return first.clamp(min=0) if isinstance(first, Tensor) else max(0, first)
-
-    def mask(self, queries: range, keys: range, device: torch.device | str) -> Tensor:
-        """Bool `[queries, keys]` for ranges of positions. True = masked: the query does not attend to the key.
-
-        The mask is built on `device`. A copy from the CPU would synchronize the host with the device.
-        """
-        start = min(queries.start, keys.start)
-        positions = torch.arange(start, max(queries.stop, keys.stop), device=device)
-        query = positions[queries.start - start : queries.stop - start, None]
-        return self.mask_pairs(query, positions[keys.start - start : keys.stop - start])
-
-    def mask_pairs(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether keys are masked, for positions of queries and keys that can be broadcast to each other."""
-        if not self.causal:
-            distance = (query - key).abs_()
-            return torch.zeros_like(distance, dtype=torch.bool) if self.window is None else distance >= self.window
-        mask = key > query
-        return mask if self == FULL else mask | ((key < self.first_key(query)) & (key >= self.sinks))
-
-
-FULL = Span()
-EVERY_KEY = Span(causal=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Requirements:
-    """What a call requires of a backend. None means unknown, for checks before the tensors exist.
-
-    Attributes:
-        causal: queries do not attend to the keys after them.
-        modify_scores: the positional method computes the final scores, or the products.
-        key_mask: some keys take no part.
-        training: gradients are required.
-        head_size, value_size, batch_heads: d, v and b * h.
-    """
-
-    causal: bool = True
-    weight: bool = False
-    modify_scores: bool = False
-    decay: bool = False
-    key_mask: bool = False
-    dropout: bool = False
-    training: bool = False
-    dtype: torch.dtype | None = None
-    head_size: int | None = None
-    value_size: int | None = None
-    batch_heads: int | None = None
-    device: torch.device | None = None
-
-    @classmethod
-    def of(cls, *methods: PositionalMethod, **others: Any) -> "Requirements":
-        """Those of positional methods, and others."""
-        hooks = {hook for method in methods for hook in method.hooks}
-        weight, modify_scores, decay = (name in hooks for name in ("weight", "modify_scores", "decay"))
-        return cls(weight=weight, modify_scores=modify_scores, decay=decay, **others)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """The arguments of one call of `attend`. `dispatch` validates them once; backends rely on them.
+    """The arguments of one call of attention.
 
     Attributes:
-        query: `[b, h, s, d]`, the last s of the t positions; the first s positions if the span is not causal.
+        query: `[b, h, s, d]`, the last s of the t positions; the first s positions if the span is not
+            causal. After the method's `rotate`.
         key: `[b, g, t, d]`; g divides h.
         value: `[b, g, t, v]`.
         scale: factor of q.k.
-        tables: a positional method's tables over distance.
-        modify_scores: a positional method's `final_scores`, which reads `tables.scores`, or None.
+        method: the positional method, whose `scale_qk` and `modify_scores` apply; None for tables
+            without a method.
+        tables: over distance. With a method, those that it has.
         products: computes the products of queries and keys, or None for scale * q.k.
-        decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None. The scores of
-            query i and key j get the bias c_i - c_j.
+        decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None.
+            The scores of query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.
-        documents: those of the t tokens of each row, or None for one. Scores with `modify_scores` ignore them.
-        key_mask: bool `[b, t]`, True for the keys that take part, or None for all. Positions count all keys.
+        documents: those of the t tokens of each row, or None for one. Scores with `modify_scores`
+            ignore them.
+        key_mask: bool `[b, t]`, True for the keys that take part, or None for all. Positions count
+            all keys.
         dropout_p: probability of dropping an attention probability.
-        dropped: the position of the first key, for `modify_scores` and scaled queries and keys.
+        dropped: the position of the first key, if earlier ones are outside of the window of every
+            query.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     scale: float
+    method: PositionalMethod | None = None
     tables: PositionTables = NO_TABLES
-    modify_scores: ModifyScores | None = None
     products: Products | None = None
     decay_sums: Tensor | None = None
     span: Span = FULL
@@ -168,6 +64,8 @@ class AttentionCall:
     key_mask: Tensor | None = None
     dropout_p: float = 0.0
     dropped: int = 0
+
+    # -- sizes and positions -----------------------------------------------------------------------
 
     @property
     def q_len(self) -> int:
@@ -199,16 +97,75 @@ class AttentionCall:
 
     @property
     def max_kv_len(self) -> int:
-        """The largest number of keys that a query attends to, on one side: the tables cover the distances below it."""
+        """The largest number of keys that a query attends to, on one side: the tables cover the
+        distances below it.
+        """
+        # Causal calls have at most as many queries as keys. `max` would fix a length that
+        # torch.compile does not know.
+        if self.span.causal:
+            return self.span.max_kv_len(self.kv_len)
         return self.span.max_kv_len(max(self.q_len, self.kv_len))
 
-    def keys(self, queries: range) -> range:
-        """The keys that queries at these positions may attend to."""
-        window = self.span.window if self.documents is None else None
-        first = 0 if self.documents is not None else self.span.first_key(queries.start)
-        if self.span.causal:
-            return range(first, queries.stop)
-        return range(first, self.kv_len if window is None else min(self.kv_len, queries.stop - 1 + window))
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query sees every key up to its own, or every key, and there are as many
+        queries as keys if that matters.
+        """
+        if self.span == EVERY_KEY:
+            return True
+        return self.span == FULL and self.q_len == self.kv_len
+
+    # -- what the call has -------------------------------------------------------------------------
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """The hooks of the method; none without a method."""
+        return frozenset() if self.method is None else self.method.hooks
+
+    @property
+    def modify_scores(self) -> Callable[[Chunk], Tensor] | None:
+        """The method's `final_scores`, which reads `tables.scores`, or None."""
+        if self.method is None or "modify_scores" not in self.method.hooks:
+            return None
+        return self.method.final_scores
+
+    @property
+    def has_tables(self) -> bool:
+        return self.tables.bias is not None or self.tables.weight is not None
+
+    @property
+    def has_pair_mask(self) -> bool:
+        """Whether the span alone does not say which keys a query attends to."""
+        return self.documents is not None or self.key_mask is not None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the fused kernels can compute all documents at once: each is a range of queries and
+        keys, whose mask is causal or a window. False in compiled code, because it waits for the ids.
+        """
+        if torch.compiler.is_compiling() or self.documents is None:
+            return False
+        if not self.span.causal or self.span.block is not None or "modify_scores" in self.hooks:
+            return False
+        return self.q_len == self.kv_len and self.documents.ranges is not None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of scores and probabilities: float32, or float64 for float64 inputs."""
+        return torch.promote_types(self.query.dtype, torch.float32)
+
+    @property
+    def training(self) -> bool:
+        """Whether gradients are required."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that may require gradients."""
+        tensors = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    # -- parts of the call -------------------------------------------------------------------------
 
     def part(self, queries: slice, keys: slice) -> "AttentionCall":
         """This call, without documents, for some of its queries and keys."""
@@ -221,265 +178,190 @@ class AttentionCall:
             key_mask=None if self.key_mask is None else self.key_mask[:, keys],
         )
 
-    def mask(self, queries: range, keys: range) -> Tensor:
-        """Bool `[c, l]` for ranges of positions, and `[b, 1, c, l]` with documents or a key mask. True = masked."""
-        key = slice(keys.start, keys.stop)
+    def keys(self, queries: slice) -> slice:
+        """The keys that the queries at these positions may attend to."""
+        # Documents are anywhere in the row.
+        window = None
+        first = 0
+        if self.documents is None:
+            window = self.span.window
+            first = self.span.first_key(queries.start)
+        if self.span.causal:
+            return slice(first, queries.stop)
+        if window is None:
+            return slice(first, self.kv_len)
+        return slice(first, min(self.kv_len, queries.stop - 1 + window))
+
+    def mask(self, queries: slice, keys: slice) -> Tensor:
+        """Bool `[c, l]` for positions, and `[b, 1, c, l]` with documents or a key mask. True = masked."""
         if self.documents is None:
             mask = self.span.mask(queries, keys, self.query.device)
         else:
             ids, positions = self.documents.ids, self.documents.positions
-            query = self.documents.places(queries, self.offset)
-            mask = self.span.mask_pairs(positions[:, query, None], positions[:, None, key])
-            mask = (mask | (ids[:, query, None] != ids[:, None, key]))[:, None]
-        return mask if self.key_mask is None else mask | ~self.key_mask[:, None, None, key]
+            places = self.documents.places(queries, self.offset)
+            mask = self.span.mask_pairs(positions[:, places, None], positions[:, None, keys])
+            is_other = ids[:, places, None] != ids[:, None, keys]
+            mask = (mask | is_other)[:, None]
+        if self.key_mask is None:
+            return mask
+        return mask | ~self.key_mask[:, None, None, keys]
 
-    def distances(self, queries: range, keys: range) -> Tensor:
-        """Int64 `[c, l]` for ranges of positions, and `[b, c, l]` with documents; limited to those in the tables, so
-        that masked pairs have an entry too.
+    def distances(self, queries: slice, keys: slice) -> Tensor:
+        """Int64 `[c, l]` for positions, and `[b, c, l]` with documents; limited to those in the
+        tables, so that masked pairs have an entry too.
         """
         if self.documents is None:
             query = torch.arange(queries.start, queries.stop, device=self.query.device)[:, None]
             key = torch.arange(keys.start, keys.stop, device=self.query.device)
         else:
-            positions, places = self.documents.positions, self.documents.places(queries, self.offset)
-            query, key = positions[:, places, None], positions[:, None, keys.start : keys.stop]
+            positions = self.documents.positions
+            places = self.documents.places(queries, self.offset)
+            query, key = positions[:, places, None], positions[:, None, keys]
         farthest = self.max_kv_len - 1
-        return (query - key).clamp_(0 if self.span.causal else -farthest, farthest)
+        nearest = 0 if self.span.causal else -farthest
+        return (query - key).clamp_(nearest, farthest)
 
-    @property
-    def has_pair_mask(self) -> bool:
-        """Whether the span alone does not say which keys a query attends to."""
-        return self.documents is not None or self.key_mask is not None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the fused kernels can compute all documents at once: each is a range of queries and keys, whose mask
-        is causal or a window. False in compiled code, because it waits for the ids.
-        """
-        if torch.compiler.is_compiling():
-            return False
-        simple = self.span.causal and self.span.block is None and self.modify_scores is None
-        return simple and self.q_len == self.kv_len and self.documents is not None and self.documents.ranges is not None
-
-    @property
-    def has_tables(self) -> bool:
-        return self.tables.bias is not None or self.tables.weight is not None
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of scores and probabilities: float32, or float64 for float64 inputs."""
-        return torch.promote_types(self.query.dtype, torch.float32)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that may require gradients."""
-        tensors = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
-        return [tensor for tensor in tensors if tensor is not None]
-
-    @property
-    def training(self) -> bool:
-        """Whether gradients are required."""
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
-
-    @property
-    def requirements(self) -> Requirements:
-        batch, heads, _, head_size = self.query.shape
-        return Requirements(
-            causal=self.span.causal,
-            weight=self.tables.weight is not None,
-            modify_scores=self.modify_scores is not None or self.products is not None,
-            decay=self.decay_sums is not None,
-            key_mask=self.key_mask is not None,
-            dropout=self.dropout_p > 0,
-            training=self.training,
-            dtype=self.query.dtype,
-            head_size=head_size,
-            value_size=self.value.shape[3],
-            batch_heads=batch * heads,
-            device=self.query.device,
-        )
-
-    @property
-    def kind(self) -> Hashable:
-        """What `validate` and the choice of a backend depend on: equal for calls that need no other decision."""
-        query, key, value, tables = self.query, self.key, self.value, self.tables
-        ids = None if self.documents is None else self.documents.ids
-        optional = [tables.bias, tables.weight, self.decay_sums, tables.scores, ids, self.key_mask]
-        for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
-            optional += [None, None] if jacobian is None else [jacobian.coefficients, jacobian.directions]
-        return (
-            *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device),
-            *[getattr(tensor, "shape", None) for tensor in optional],
-            *(self.training, self.span, self.scale, self.dropout_p),
-            None if self.key_mask is None else self.key_mask.dtype,
-        )
+    # -- validity ----------------------------------------------------------------------------------
 
     def validate(self) -> "AttentionCall":
-        """Return the call itself. Raises ValueError for shapes, dtypes or a dropout probability that do not fit."""
-        # Shapes and dtypes. The tables tell a transposed query.
-        query = list(self.query.shape)
-        rows = {table.shape[-2] for table in (self.tables.bias, self.tables.weight) if table is not None}
-        if len(query) == 4 and rows == {query[2]} != {query[1]}:
-            raise ValueError(
-                f"query {query} seems to be [b, s, h, d], because the tables have {query[2]} heads; pass "
-                "query.transpose(1, 2), and the same for key and value"
-            )
-        check_shapes(self.query, self.key, self.value)
-        if not self.query.dtype == self.key.dtype == self.value.dtype:
-            raise ValueError(
-                f"query, key and value differ in dtype: {self.query.dtype}, {self.key.dtype}, {self.value.dtype}"
-            )
-        heads, per_key = query[1], [query[0], self.kv_len]
-
-        # Positions, dropout, documents and masked keys.
-        if not self.q_len or not self.kv_len or (self.span != EVERY_KEY and self.q_len > self.kv_len):
-            raise ValueError(
-                f"{self.q_len} queries for {self.kv_len} keys: the queries are the last positions of the keys, so "
-                f"there must be 1 to {self.kv_len}; only attention with causal=False and no window can have more"
-            )
-        if not self.span.causal and (self.decay_sums is not None or (self.documents and self.q_len != self.kv_len)):
-            raise ValueError("causal=False: decay_sums need causal attention, and document_ids as many queries as keys")
-        if not 0.0 <= self.dropout_p < 1.0:
-            raise ValueError(f"dropout_p must be at least 0 and below 1; got {self.dropout_p}")
-        if self.documents is not None and list(self.documents.ids.shape) != per_key:
-            raise ValueError(f"document_ids {list(self.documents.ids.shape)} must be {per_key}: each key's document")
-        if self.key_mask is not None and (self.key_mask.dtype != torch.bool or list(self.key_mask.shape) != per_key):
-            raise ValueError(
-                f"key_mask {self.key_mask.dtype} {list(self.key_mask.shape)} must be bool {per_key}, True for the keys "
-                "that take part"
-            )
-
-        # Tables have a row per head and a column per distance, with causal=False twice.
-        tables = self.tables
-        for name, table in (("bias", tables.bias), ("weight", tables.weight)):
-            if table is None:
-                continue
-            halves = list(table.shape[:-2])
-            fits = table.shape[-2] == heads and table.shape[-1] >= self.max_kv_len
-            if not fits or halves not in ([], [2]) or (halves and self.span.causal):
-                raise ValueError(f"{name}_table {list(table.shape)} must be [{heads}, at least {self.max_kv_len}]")
-        if tables.scores is not None and tables.scores.shape[-1] < self.max_kv_len:
-            raise ValueError(
-                f"table {list(tables.scores.shape)} must be [..., at least {self.max_kv_len}]: pass "
-                f"score_table(method, {self.max_kv_len}, device)"
-            )
-
-        # The decay.
-        if self.decay_sums is not None:
-            expected = [query[0], heads, self.kv_len]
-            if list(self.decay_sums.shape) != expected:
-                raise ValueError(f"decay_sums {list(self.decay_sums.shape)} must be {expected}, for each head and key")
-            if tables.weight is not None or self.modify_scores is not None or self.scale == 0.0:
-                raise ValueError("decay_sums cannot be combined with weight_table, modify_scores or a scale of 0")
-
-        # The tables' gradients.
-        for name, jacobian in (("bias", tables.bias_jacobian), ("weight", tables.weight_jacobian)):
-            if jacobian is None:
-                continue
-            coefficients, directions = list(jacobian.coefficients.shape), list(jacobian.directions.shape)
-            if coefficients[:1] != [heads] or directions[:-1] != coefficients or directions[-1] < self.max_kv_len:
-                raise ValueError(
-                    f"{name}_jacobian has coefficients {coefficients} and directions {directions}; they must be "
-                    f"[{heads}, p] and [{heads}, p, at least {self.max_kv_len}]"
-                )
+        """Return the call itself. Raises ValueError for arguments that do not fit together."""
+        check_states(self)
+        check_method(self)
+        check_tables(self)
         return self
+
+
+def check_states(call: AttentionCall) -> None:
+    """Raises ValueError for shapes, dtypes, masks or a dropout probability that do not fit."""
+    check_shapes(call.query, call.key, call.value)
+    if not call.query.dtype == call.key.dtype == call.value.dtype:
+        raise ValueError(
+            f"query, key and value differ in dtype: {call.query.dtype}, {call.key.dtype}, {call.value.dtype}"
+        )
+
+    # Positions.
+    q_len, kv_len, causal = call.q_len, call.kv_len, call.span.causal
+    too_many = call.span != EVERY_KEY and q_len > kv_len
+    if not q_len or not kv_len or too_many:
+        raise ValueError(
+            f"{q_len} queries for {kv_len} keys: the queries are the last positions of the keys, so "
+            f"there must be 1 to {kv_len}; only attention with causal=False and no window can have more"
+        )
+    if not causal and call.documents is not None and q_len != kv_len:
+        raise ValueError("causal=False: document_ids need as many queries as keys")
+    if call.dropped and (call.documents is not None or not causal):
+        raise ValueError("dropped must be 0 with documents or causal=False, which have positions of their own")
+    block = call.span.block
+    if block is not None and call.dropped % block:
+        raise ValueError(
+            f"block {block}: the first key is at position {call.dropped}, inside a block; pass the "
+            "keys from the start of a block on"
+        )
+
+    # Dropout and masks.
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; got {call.dropout_p}")
+    per_key = [len(call.query), kv_len]
+    if call.documents is not None and list(call.documents.ids.shape) != per_key:
+        raise ValueError(f"document_ids {list(call.documents.ids.shape)} must be {per_key}: each key's document")
+    mask = call.key_mask
+    if mask is not None and (mask.dtype != torch.bool or list(mask.shape) != per_key):
+        raise ValueError(
+            f"key_mask {mask.dtype} {list(mask.shape)} must be bool {per_key}, True for the keys that take part"
+        )
+
+
+def check_method(call: AttentionCall) -> None:
+    """Raises ValueError unless tables and decay sums are those of the call's method and direction."""
+    tables, sums, causal = call.tables, call.decay_sums, call.span.causal
+    if sums is not None:
+        expected = [*call.query.shape[:2], call.kv_len]
+        if not causal:
+            raise ValueError("causal=False: decay_sums need causal attention")
+        if list(sums.shape) != expected:
+            raise ValueError(f"decay_sums {list(sums.shape)} must be {expected}, for each head and key")
+        if tables.weight is not None or call.modify_scores is not None or call.scale == 0.0:
+            raise ValueError("decay_sums cannot be combined with weight_table, modify_scores or a scale of 0")
+    method = call.method
+    if method is None:
+        return
+
+    name = type(method).__name__
+    if not causal and method.causal_only:
+        raise ValueError(
+            f"{name} is defined only for causal attention; with causal=False, use a method that is a "
+            "function of the distance, such as kerple_log, rotary, rpe or fire"
+        )
+    for table_name, table in (("bias", tables.bias), ("weight", tables.weight)):
+        if (table is not None) != (table_name in method.hooks):
+            expected_table = "needs one" if table is None else "has none"
+            raise ValueError(
+                f"tables.{table_name} does not fit: {name} {expected_table}; pass "
+                "tables=position_tables(method, length, device)"
+            )
+    if tables.signed != (method.signed and not causal):
+        raise ValueError(
+            f"the tables of {name} depend on the direction: pass "
+            f"tables=position_tables(method, length, device, causal={causal})"
+        )
+    if "decay" in method.hooks and sums is None:
+        raise ValueError(f"{name} has a decay: pass decay_sums=decay_sums(method.decay(hidden))")
+    if "decay" not in method.hooks and sums is not None:
+        raise ValueError(f"decay_sums were passed, but {name} has no decay")
+    if call.modify_scores is not None and tables.scores is None:
+        origin = torch.zeros(1, device=call.query.device)
+        if method.table(origin) is not None:
+            raise ValueError(
+                f"{name} has a table for modify_scores: pass tables=position_tables(method, {call.max_kv_len}, device)"
+            )
+
+
+def check_tables(call: AttentionCall) -> None:
+    """Raises ValueError for tables that do not cover the heads and distances of the call."""
+    tables, heads, length = call.tables, call.query.shape[1], call.max_kv_len
+    for name, table in (("bias", tables.bias), ("weight", tables.weight)):
+        if table is None:
+            continue
+        # A row per head and a column per distance; with causal=False, there may be two halves.
+        shape = table.shape
+        fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
+        if fits and shape[-2] != heads and shape[-2] == call.q_len:
+            raise ValueError(
+                f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables have "
+                f"{shape[-2]} heads; pass query.transpose(1, 2), and the same for key and value"
+            )
+        if not fits or shape[-2] != heads or shape[-1] < length:
+            raise ValueError(
+                f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per head and "
+                "distance, not per pair of query and key"
+            )
+    if tables.scores is not None and tables.scores.shape[-1] < length:
+        raise ValueError(
+            f"table {list(tables.scores.shape)} must be [..., at least {length}]: pass "
+            f"score_table(method, {length}, device)"
+        )
+    for name, jacobian in (("bias", tables.bias_jacobian), ("weight", tables.weight_jacobian)):
+        if jacobian is not None:
+            check_jacobian(name, jacobian, heads, length)
+
+
+def check_jacobian(name: str, jacobian: TableJacobian, heads: int, length: int) -> None:
+    """Raises ValueError unless the jacobian covers the heads and distances."""
+    coefficients, directions = list(jacobian.coefficients.shape), list(jacobian.directions.shape)
+    if coefficients[:1] != [heads] or directions[:-1] != coefficients or directions[-1] < length:
+        raise ValueError(
+            f"{name}_jacobian has coefficients {coefficients} and directions {directions}; they must "
+            f"be [{heads}, p] and [{heads}, p, at least {length}]"
+        )
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises ValueError unless the shapes are those of queries, keys and values of attention."""
-    q, k, v = list(query.shape), list(key.shape), list(value.shape)
+    q, k, v = query.shape, key.shape, value.shape
     fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and (q[0], q[3]) == (k[0], k[3])
     if not fits or not k[1] or q[1] % k[1]:
         raise ValueError(
-            f"query {q}, key {k} and value {v} do not fit together: they must be [b, h, s, d], [b, g, t, d] and "
-            "[b, g, t, v], where g divides h; for one sample, add a dimension with query[None]"
+            f"query {list(q)}, key {list(k)} and value {list(v)} do not fit together: they must be "
+            "[b, h, s, d], [b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a dimension with "
+            "query[None]"
         )
-
-
-@dataclass(frozen=True)
-class Backend:
-    """An implementation of attention, and what it supports.
-
-    Attributes:
-        name: its `attention-backend` name.
-        run: computes a validated call that the backend supports.
-        noncausal: whether it computes attention that is not causal.
-        weight, modify_scores, dropout, key_mask: see `Requirements`.
-        value_sizes: whether v may differ from d.
-        decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
-        masks_documents: whether a mask separates the documents of a call (True), or each has calls of its own (False);
-            None: masks for fewer queries than keys and in compiled code. The fused kernels read only the documents' own
-            keys if the call `is_packed`.
-        training_on_cpu: whether it computes gradients on a CPU.
-        dtypes: supported dtypes of query, key and value; None: all.
-        max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
-        unavailable_reason: why the backend cannot run a call on its device, or None if it can. The device is known.
-    """
-
-    name: str
-    run: Callable[[AttentionCall], Tensor]
-    noncausal: bool = True
-    weight: bool = True
-    modify_scores: bool = False
-    dropout: bool = True
-    key_mask: bool = True
-    value_sizes: bool = True
-    decay: bool = False
-    masks_documents: bool | None = None
-    training_on_cpu: bool = True
-    dtypes: tuple[torch.dtype, ...] | None = None
-    max_head_size: int | None = None
-    max_batch_heads: int | None = None
-    unavailable_reason: Callable[[Requirements], str | None] = lambda requirements: None
-
-    def compute(self, call: AttentionCall) -> Tensor:
-        """Run a validated call that the backend supports."""
-        with without_autocast(call.query.device):
-            sums = None if self.decay else call.decay_sums
-            return self.run(call) if sums is None else self._with_decay(call, sums)
-
-    def _with_decay(self, call: AttentionCall, decay_sums: Tensor) -> Tensor:
-        # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of the only one) are
-        # small for the keys near it, so that products in float32 do not lose them.
-        sums = decay_sums - decay_sums[..., -1 - call.q_len // 2, None].detach()
-        query, key, value = call.query, call.key, call.value
-        if torch.is_grad_enabled() and sums.requires_grad and call.query.dtype.itemsize == 2:
-            # The gradient of a decay is a sum of the gradients of all later sums, and of rounding errors in half
-            # precision mostly these would remain.
-            query, key, value = query.float(), key.float(), value.float()
-        query, key, value = append_decay(query, key, value, sums, call.scale)
-        context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))
-        return context[..., : call.value.shape[3]].to(call.query.dtype)
-
-    def unsupported_reason(self, requirements: Requirements) -> str | None:
-        """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""
-        dtype, head_size, batch_heads = requirements.dtype, requirements.head_size, requirements.batch_heads
-        on_cpu = requirements.device is not None and requirements.device.type == "cpu"
-        if not requirements.causal and not self.noncausal:
-            return "computes only causal attention"
-        if requirements.weight and not self.weight:
-            return "cannot multiply scores by a weight, which this positional method needs"
-        if requirements.modify_scores and not self.modify_scores:
-            return "does not support positional methods with modify_scores"
-        if requirements.dropout and not self.dropout:
-            return "does not support attention dropout"
-        if requirements.key_mask and not self.key_mask:
-            return "does not support a key mask; document_ids can mark padding"
-        if dtype is not None and self.dtypes is not None and dtype not in self.dtypes:
-            return f"supports {', '.join(map(str, self.dtypes))}, not {dtype}"
-        if head_size is not None and self.max_head_size is not None and head_size > self.max_head_size:
-            return f"supports head sizes up to {self.max_head_size}, not {head_size}"
-        if not self.value_sizes and requirements.value_size not in (None, head_size):
-            return f"supports value heads of the size of key heads, {head_size}, not {requirements.value_size}"
-        if batch_heads is not None and self.max_batch_heads is not None and batch_heads > self.max_batch_heads:
-            return f"supports up to {self.max_batch_heads} for batch size times heads, not {batch_heads}"
-        if requirements.training and on_cpu and not self.training_on_cpu:
-            return "cannot compute gradients on a CPU"
-        return None if requirements.device is None else self.unavailable_reason(requirements)
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Disable autocast, which would compute the matrix products of scores in half precision."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

@@ -10,38 +10,29 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kerple.attention.call import FULL, AttentionCall
-from kerple.attention.tables import Documents
+from kerple.attention.call import AttentionCall
+from kerple.attention.documents import Documents
+from kerple.attention.span import FULL
 from kerple.positional import PositionalMethod
 from kerple.positional.functional import positions_on
 
 Run = Callable[[AttentionCall], Tensor]
+# The largest number of batch rows times heads in one call: the largest second dimension of a CUDA grid.
+MAX_BATCH_HEADS = 65_535
 
 
-def run(
-    call: AttentionCall,
-    compute: Run,
-    *,
-    method: PositionalMethod | None = None,
-    masks_documents: bool | None = None,
-) -> Tensor:
+def run(call: AttentionCall, compute: Run, *, masks_documents: bool | None = None) -> Tensor:
     """Compute a validated call: by `compute`, in several calls if its documents, blocks or scales require them.
 
-    method: its `scale_qk` applies, if it has one. masks_documents: see `Backend`. Raises ValueError for blocks if the
-    first key is inside one.
+    masks_documents: see `Backend`.
     """
-    if call.span.block is not None and call.dropped % call.span.block:
-        raise ValueError(
-            f"block {call.span.block}: the first key is at position {call.dropped}, inside a block; pass the keys from "
-            "the start of a block on"
-        )
-    scales = method is not None and "scale_qk" in method.hooks
+    scales = "scale_qk" in call.hooks
     if call.documents is not None and (scales or not _masks_documents(call, masks_documents)):
         if call.q_len < call.kv_len or not call.documents.fill_rows:
-            return run_documents(call, call.documents, partial(run, compute=compute, method=method))
+            return run_documents(call, call.documents, partial(run, compute=compute))
         call = replace(call, documents=None)
-    if method is not None and scales:
-        return run_scaled(call, method, partial(run, compute=compute))
+    if call.method is not None and scales:
+        return run_scaled(call, call.method, partial(run, compute=compute))
     if call.span.block is not None and call.modify_scores is None:
         if call.kv_len > 2 * call.span.block:
             return run_blocks(call, call.span.block, compute)
@@ -63,15 +54,18 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
     """Blockwise causal attention as ordinary causal calls, one per block of queries.
 
     The keys of a block of queries are its own block and the previous one. All complete blocks have the same shape, so
-    they form one call, with the blocks in the batch dimension.
+    they form one call, with the blocks in the batch dimension; several calls if a GPU's grid cannot hold all of them.
     """
     offset, end = call.offset, call.kv_len
+    most = max(1, MAX_BATCH_HEADS // max(1, len(call.query) * call.query.shape[1]))
     contexts = []
     first = offset
     while first < end:
         number = first // block
         first_key = call.span.first_key(first)
-        complete = (end - first) // block if number and first % block == 0 else 0
+        complete = 0
+        if number and first % block == 0:
+            complete = min(most, (end - first) // block)
         last = first + complete * block if complete else min((number + 1) * block, end)
         part = replace(call.part(slice(first - offset, last - offset), slice(first_key, last)), span=FULL)
         if complete > 1:
@@ -86,7 +80,7 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
             )
         context = run(part)
         if complete > 1:  # [b n, h, B, d] -> [b, h, n B, d]
-            context = context.unflatten(0, (len(call.query), -1)).transpose(1, 2).flatten(2, 3)
+            context = context.unflatten(0, (len(call.query), complete)).transpose(1, 2).flatten(2, 3)
         contexts.append(context)
         first = last
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
@@ -142,7 +136,7 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
     Keys after a query have other scales than keys before it, so a backend computes the products in both directions.
     """
     if not call.span.causal:
-        return run(replace(call, products=partial(_products_in_both_directions, method)))
+        return run(replace(call, method=None, products=partial(_products_in_both_directions, method)))
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
@@ -155,7 +149,7 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
             torch.arange(call.offset + first, end, device="cpu") + call.dropped,
             torch.arange(first_key, end, device="cpu") + call.dropped,
         )
-        contexts.append(run(replace(part, query=query, key=key)))
+        contexts.append(run(replace(part, query=query, key=key, method=None)))
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
 
 

@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kerple.attention.call import FULL, AttentionCall, Backend, Requirements, Span, without_autocast
-from kerple.attention.tables import Documents, PositionTables
+from kerple.attention.backend import Backend, Requirements, without_autocast
+from kerple.attention.call import AttentionCall
+from kerple.attention.documents import Documents
+from kerple.attention.span import FULL, Span
+from kerple.attention.tables import PositionTables
 from kerple.positional import TableJacobian
 
 # Sizes of the small call, which are not multiples of a tile. Triton compiles other kernels for sizes that are not

@@ -9,13 +9,12 @@ Legend: b samples, s positions, h heads, d head size, e hidden size.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from kerple.attention import Attention, attend
+from kerple.attention import Attention
 from kerple.positional import Chunk, ModelShape, PositionalMethod, build_layers
 from megatron.utils.errors import UserError
 
@@ -83,7 +82,7 @@ class Encoder(nn.Module):
         methods = cast(Sequence[PositionalMethod], self.positional)  # one for all layers, or one per layer
         hidden = self.dropout(methods[0].embed(self.embedding(symbols), positions))
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, methods[min(index, len(methods) - 1)], positions)
+            hidden = layer(hidden, methods[min(index, len(methods) - 1)])
         return self.output(self.norm(hidden))
 
 
@@ -104,39 +103,46 @@ class EncoderLayer(nn.Module):
         )
         self.dropout = nn.Dropout(DROPOUT)
 
-    def forward(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, positional: PositionalMethod) -> Tensor:
         if self.original:
-            hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, positional, positions)))
+            hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, positional)))
             return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
-        hidden = hidden + self.attention(self.attention_norm(hidden), positional, positions)
+        hidden = hidden + self.attention(self.attention_norm(hidden), positional)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
-    def attention(self, hidden: Tensor, positional: PositionalMethod, positions: Tensor) -> Tensor:
+    def attention(self, hidden: Tensor, positional: PositionalMethod) -> Tensor:
         batch, length, size = hidden.shape
         qkv = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        query, key = positional.rotate(query, key, positions, positions)
+        method: PositionalMethod = positional
         if positional.causal_only:
-            sums = positional.decay(hidden).cumsum(dim=-1) if "decay" in positional.hooks else None
-            scores = partial(scores_from_both_sides, positional, sums)
-            context = attend(query, key, value, modify_scores=scores, causal=False, backend="reference")
-        else:
-            # The sequences are short, so all scores fit in memory, and training need not compute them twice.
-            backend = "reference" if positional.hooks - {"embed", "rotate"} else "sdpa"
-            context = Attention(backend, positional)(query, key, value, causal=False)
+            method = BothSides(positional, hidden)
+        # The sequences are short, so all scores fit in memory, and training need not compute them twice.
+        backend = "reference" if method.hooks - {"embed", "rotate"} else "sdpa"
+        context = Attention(method, backend)(query, key, value, causal=False)
         return self.projection(context.transpose(1, 2).reshape(batch, length, size))
 
 
-def scores_from_both_sides(positional: PositionalMethod, sums: Tensor | None, chunk: Chunk) -> Tensor:
-    """The `modify_scores` of `attend` for a method that is defined for keys before the query: `[b, h, s, s]`.
+class BothSides(PositionalMethod):
+    """A causal method, read in both directions, for the input of one layer.
 
-    sums: the prefix sums of the method's decay, `[b, h, s]`, or None for a method with `modify_scores`.
+    hidden: the input of attention, `[b, s, e]`, from which a decay is computed.
     """
-    if sums is not None:
-        return chunk.scores - (sums[..., :, None] - sums[..., None, :]).abs()
-    follows = torch.ones_like(chunk.mask).triu(1)
-    before = positional.modify_scores(replace(chunk, mask=follows, causal=True))
-    # Read from right to left, the keys after a query precede it.
-    flipped = {"scores": chunk.scores.flip(-1, -2), "query": chunk.query.flip(-2)}
-    after = positional.modify_scores(replace(chunk, mask=follows, causal=True, **flipped))
-    return torch.where(follows, after.flip(-1, -2), before)
+
+    def __init__(self, method: PositionalMethod, hidden: Tensor):
+        super().__init__()
+        self.method = method
+        self.sums: Tensor | None = None
+        if "decay" in method.hooks:
+            self.sums = method.decay(hidden).cumsum(dim=-1)
+
+    def modify_scores(self, chunk: Chunk) -> Tensor:
+        """The final scores of all pairs, `[b, h, s, s]`."""
+        if self.sums is not None:
+            return chunk.scores - (self.sums[..., :, None] - self.sums[..., None, :]).abs()
+        follows = torch.ones_like(chunk.mask).triu(1)
+        before = self.method.modify_scores(replace(chunk, mask=follows, causal=True))
+        # Read from right to left, the keys after a query precede it.
+        flipped = {"scores": chunk.scores.flip(-1, -2), "query": chunk.query.flip(-2)}
+        after = self.method.modify_scores(replace(chunk, mask=follows, causal=True, **flipped))
+        return torch.where(follows, after.flip(-1, -2), before)

@@ -4,8 +4,9 @@ Legend: b batch, s query length (new tokens), t key length (cached tokens in a c
 keys and values of this rank, n one of both, d head size, e hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,17 +16,23 @@ from torch.autograd.function import once_differentiable
 from kerple.attention import (
     DEFAULT_MODE,
     FULL,
-    Attention,
+    AttentionCall,
     AttentionMode,
     Documents,
     PositionTables,
+    Requirements,
     Span,
     attend_in_mode,
+    check_backend,
+    describe_choice,
     jacobians,
     prepare_tables,
+    run,
+    runs_fused,
     score_table,
     tables,
 )
+from kerple.attention.attention import check_hooks
 from kerple.positional import PositionalMethod, TableJacobian, decay_sums
 from megatron.model.layers import HeadNorm
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
@@ -177,10 +184,16 @@ class SelfAttention(nn.Module):
             self.query_norm, self.key_norm = HeadNorm(settings), HeadNorm(settings)
         if "embed" not in positional.hooks:
             self.rpe = positional
+        # The method without registering it: an absolute one belongs to the embedding.
+        self.positional: PositionalMethod
+        object.__setattr__(self, "positional", positional)
         self.rotates, self.decays = "rotate" in positional.hooks, "decay" in positional.hooks
         self.bf16_distances = config.release_bf16_distances
         self.dropout = config.attention_dropout
-        self.attention = Attention(config.attention_backend, positional)
+        check_hooks(positional)
+        check_backend(config.attention_backend, Requirements.of(positional))
+        self.backend = config.attention_backend
+        self.attention: Callable[[AttentionCall], Tensor] = partial(run, backend=self.backend)
         self.dense = row_linear(queries, hidden, bias=config.use_bias_in_attn_output, tp=tp)
 
     def forward(
@@ -248,15 +261,14 @@ class SelfAttention(nn.Module):
 
         # Modes that change distances compute the scores explicitly.
         if explicit:
-            method = cast(PositionalMethod, self.attention.positional)
             context = attend_in_mode(
                 query,
                 key,
                 value,
-                method,
-                replace(mode.for_layer(method), span=span),
+                self.positional,
+                replace(mode.for_layer(self.positional), span=span),
                 start=start,
-                tables_at=lambda first, end: self._tables(method, end, query.device, mode, first),
+                tables_at=lambda first, end: self._tables(end, query.device, mode, first),
                 decay_sums=sums,
             )
             return context.transpose(1, 2).flatten(2)
@@ -264,19 +276,20 @@ class SelfAttention(nn.Module):
         # All others use a backend and its tables over the distances.
         if tables is None:
             tables = self.position_tables(length, query, mode)
-        context = self.attention(
-            query,
-            key,
-            value,
+        call = AttentionCall(
+            query=query,
+            key=key,
+            value=value,
+            scale=self.head_size**-0.5,
+            method=getattr(self, "rpe", None),
             tables=tables,
             decay_sums=sums,
-            window=span.window,
-            block=span.block,
+            span=span,
             documents=documents,
             dropout_p=self.dropout if self.training else 0.0,
             dropped=length - key.shape[2],
         )
-        return context.transpose(1, 2).flatten(2)
+        return self.attention(call).transpose(1, 2).flatten(2)
 
     def position_tables(self, length: int, states: Tensor, mode: AttentionMode = DEFAULT_MODE) -> PositionTables:
         """Tables over the distances in a text of `length` tokens, of this rank's heads, on the device of the states
@@ -295,10 +308,10 @@ class SelfAttention(nn.Module):
         heads = self.local_heads.stop - self.local_heads.start
         shape = (len(states), heads, states.shape[-2], self.head_size)
         plain = span == FULL and states.shape[-2] == length
-        is_fused = self.attention.runs_fused(device, states.dtype, shape, plain=plain)
+        is_fused = runs_fused(method, self.backend, states, shape, plain=plain)
         tables = PositionTables()
         if method is not None:
-            bias, weight = self._tables(method, max_kv_len, device, mode)
+            bias, weight = self._tables(max_kv_len, device, mode)
             tables = replace(tables, bias=bias, weight=weight)
             if is_fused and torch.is_grad_enabled() and mode.distance_map is None and not self.bf16_distances:
                 bias_jacobian, weight_jacobian = map(self._local_jacobian, jacobians(method, max_kv_len, device))
@@ -312,11 +325,16 @@ class SelfAttention(nn.Module):
         return replace(jacobian, coefficients=coefficients, directions=directions)
 
     def _tables(
-        self, method: PositionalMethod, end: int, device: torch.device, mode: AttentionMode, first: int = 0
+        self, end: int, device: torch.device, mode: AttentionMode, first: int = 0
     ) -> tuple[Tensor | None, Tensor | None]:
         """(bias, weight) at the distances `first` ... end-1, of this rank's heads."""
         bias, weight = tables(
-            method, end, device, rounded=self.bf16_distances, distance_map=mode.distance_map, first=first
+            self.positional,
+            end,
+            device,
+            rounded=self.bf16_distances,
+            distance_map=mode.distance_map,
+            first=first,
         )
         return None if bias is None else self._local(bias), None if weight is None else self._local(weight)
 
@@ -328,13 +346,19 @@ class SelfAttention(nn.Module):
 def describe_backends(model: nn.Module, device: torch.device, dtype: torch.dtype, *, documents: bool = False) -> str:
     """The attention backends of the layers and why they were chosen; empty for a pipeline stage without layers.
 
-    documents: see `Attention.choice`.
+    documents: see `describe_choice`.
     """
     choices = []
     for layer in model.modules():
         if isinstance(layer, SelfAttention):
-            windowed = layer.window is not None
-            choices.append(
-                layer.attention.choice(device, dtype, layer.head_size, windowed=windowed, documents=documents)
+            choice = describe_choice(
+                layer.positional,
+                layer.backend,
+                device,
+                dtype,
+                layer.head_size,
+                windowed=layer.window is not None,
+                documents=documents,
             )
+            choices.append(choice)
     return "; in other layers ".join(dict.fromkeys(choices))

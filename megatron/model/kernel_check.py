@@ -6,7 +6,8 @@ from itertools import chain
 import torch
 from torch import nn
 
-from kerple.attention import Requirements, self_check
+from kerple.attention import Heads, Requirements, self_check
+from kerple.attention import check_kernels as check_attention_kernels
 from megatron.model import fused_block, loss
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import TransformerBlock
@@ -42,8 +43,8 @@ def check_kernels(
     layers = {}
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            method = getattr(module.attention.positional, "method", module.attention.positional)
-            parameters = () if method is None else tuple(name for name, _ in method.named_parameters())
+            method = getattr(module.positional, "method", module.positional)
+            parameters = tuple(name for name, _ in method.named_parameters())
             layers[type(method), parameters, module.window] = module
     layer = next(iter(layers.values()), None)
     block = next((module for module in model.modules() if isinstance(module, TransformerBlock)), None)
@@ -54,10 +55,13 @@ def check_kernels(
         # Dropout needs another backend, so only validation runs the kernels.
         with_gradients = training and not layer.dropout
         try:
-            return layer.attention.check_kernels(
-                *(device, dtype, heads, layer.head_size),
+            return check_attention_kernels(
+                layer.positional,
+                Heads(heads, heads // layer.queries_per_key, layer.head_size),
+                device,
+                dtype,
                 training=with_gradients,
-                kv_heads=heads // layer.queries_per_key,
+                backend=layer.backend,
                 windowed=layer.window is not None,
                 documents=documents,
             )
@@ -91,5 +95,5 @@ def check_kernels(
     if failed is not None:
         self_check.reject(dtype, layer.head_size, f"{failed.failure} ({failed.subject})")
     reason = self_check.failure(Requirements(dtype=dtype, head_size=layer.head_size, device=device))
-    if reason is not None and layer.attention.backend == "fused":
+    if reason is not None and layer.backend == "fused":
         raise UserError(f"attention-backend 'fused' {reason}; auto uses another backend")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kerple import doctor
-from kerple.attention import dispatch, self_check
+from kerple.attention import Heads, check_kernels, dispatch, self_check
 from kerple.attention.self_check import relative_errors, small_call
 from kerple.positional import ModelShape, build
 from tests.support.simulated_cuda import SimulatedCuda, move_to_cuda
@@ -29,9 +29,9 @@ def test_the_comparison(method, dtype, monkeypatch):
     calls = []
     monkeypatch.setattr(self_check, "ensure_checked", lambda call, *_, **__: calls.append(call))
     with SimulatedCuda() as device:
-        attention = dispatch.Attention("auto", move_to_cuda(build(method, SHAPE), None))
+        positional = move_to_cuda(build(method, SHAPE), None)
         for training in (True, False):
-            attention.check_kernels(torch.device("cuda"), dtype, 4, 64, training=training)
+            check_kernels(positional, Heads(4, 4, 64), "cuda", dtype, training=training)
         assert [call.span.window is None for call in calls] == [True, True, True, False, False]
         for call, gradients in zip(calls, (True, False, False, False, False), strict=True):
             device.reset()
@@ -47,8 +47,8 @@ def test_the_comparison(method, dtype, monkeypatch):
 def test_simulated_tensors_are_not_checked():
     with SimulatedCuda() as device:
         method = move_to_cuda(build("kerple_log", SHAPE), None)
-        attention = dispatch.Attention("fused", method)
-        assert attention.check_kernels(torch.device("cuda"), torch.bfloat16, 4, 64, training=True) == []
+        verdicts = check_kernels(method, Heads(4, 4, 64), "cuda", torch.bfloat16, training=True, backend="fused")
+        assert verdicts == []
         assert device.kernels["triton.forward_kernel"] == 0
 
 

@@ -15,11 +15,17 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kerple.attention import attend, jacobians, tables
+from kerple.attention import jacobians, tables
 from kerple.positional import ModelShape, build
 from megatron.model import loss
 from megatron.model.loss import linear_cross_entropy
-from tests.support.attention import float64_arguments, random_attend_arguments, run_attend, upstream_gradient
+from tests.support.attention import (
+    attend_with,
+    float64_arguments,
+    random_attend_arguments,
+    run_attend,
+    upstream_gradient,
+)
 from tests.support.bfloat16 import BFLOAT16_UNIT, attention_bounds, interpreted_bfloat16, loss_bounds
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted")
@@ -118,7 +124,7 @@ def test_gradients_of_kerple_s_coefficients():
     bound = attention_bounds(arguments, upstream, BFLOAT16_UNIT)[-1]
     coefficients = jacobian.coefficients.detach().requires_grad_()
     with interpreted_bfloat16():
-        context = attend(backend="fused", **arguments, bias_jacobian=replace(jacobian, coefficients=coefficients))
+        context = attend_with(backend="fused", **arguments, bias_jacobian=replace(jacobian, coefficients=coefficients))
         (actual,) = torch.autograd.grad(context, coefficients, upstream)
     directions = jacobian.directions.detach().double()
     exact_sums, bounds = directions @ exact[-1][..., None], directions.abs() @ bound[..., None]

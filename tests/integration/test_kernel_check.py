@@ -7,8 +7,8 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from kerple.attention import Attention, Requirements, self_check
-from megatron.model import fused_block, loss
+from kerple.attention import Requirements, self_check
+from megatron.model import fused_block, kernel_check, loss
 from megatron.model.kernel_check import check_kernels
 from megatron.utils.errors import UserError
 from tests.support.language_models import small_gpt
@@ -29,7 +29,7 @@ def check_on_rank(rank: int, port: int, results: Connection) -> None:
                 raise RuntimeError("this GPU is broken")
             return [self_check.Verdict(f"GPU {rank}", {"result": 1e-3}, "the result is wrong" if rank else None, 0.1)]
 
-        Attention.check_kernels = check
+        kernel_check.check_attention_kernels = check
         try:
             model = small_gpt("kerple_log", attention_backend=backend)
             check_kernels(model, torch.device("cuda"), torch.bfloat16, training=True, report=lambda line: None)

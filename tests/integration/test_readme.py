@@ -135,7 +135,7 @@ def test_the_example_in_python():
     exec(code, names)
     assert names["context"].shape == (2, 4, 100, 16)
     names["context"].sum().backward()
-    assert names["method"].bias_p.grad.any()
+    assert names["attention"].positional.bias_p.grad.any()
 
 
 def test_configurations_of_the_other_commands_load():

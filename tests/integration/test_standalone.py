@@ -29,9 +29,8 @@ for name in registered_names():
     method = build(name, shape)
     hidden = method.embed(torch.randn(2, 16, 32, requires_grad=True), torch.arange(16))
     states = hidden.view(2, 16, 4, 8).transpose(1, 2)
-    query, key = method.rotate(states, states, torch.arange(16), torch.arange(16))
     sums = decay_sums(method.decay(hidden)) if "decay" in method.hooks else None
-    Attention(positional=method)(query, key, states, decay_sums=sums).square().sum().backward()
+    Attention(method)(states, states, states, decay_sums=sums).square().sum().backward()
     assert all(parameter.grad is not None for parameter in method.parameters()), name
     print(name)
 assert type(method := build("constant_slope", shape)) is ConstantSlope
@@ -76,6 +75,6 @@ def test_every_method_needs_only_torch(tmp_path):
 
 def test_the_examples_of_the_documentation(capsys):
     """Each example continues the one before."""
-    assert len(examples()) == 8
+    assert len(examples()) == 9
     exec("".join(examples()), {})
     assert "torch.Size([2, 100, 64])" in capsys.readouterr().out

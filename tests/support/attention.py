@@ -13,8 +13,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kerple.attention import FULL, Attention, Span, attend, score_table, tables
-from kerple.positional import Chunk, Fire, ModelShape, PositionalMethod, TransformerXL, XPos, build
+from kerple.attention import (
+    FULL,
+    Attention,
+    AttentionCall,
+    Documents,
+    PositionTables,
+    Span,
+    run,
+    score_table,
+    tables,
+)
+from kerple.positional import Chunk, Fire, ModelShape, PositionalMethod, TableJacobian, TransformerXL, XPos, build
 from kerple.positional.dape import Adaptive, DapeConvolution
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
@@ -125,11 +135,44 @@ def upstream_gradient(result: Tensor) -> Tensor:
     return torch.randn(result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(result)
 
 
+def attend_with(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias_table: Tensor | None = None,
+    weight_table: Tensor | None = None,
+    bias_jacobian: TableJacobian | None = None,
+    weight_jacobian: TableJacobian | None = None,
+    document_ids: Tensor | None = None,
+    window: int | None = None,
+    block: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> Tensor:
+    """`attend`, also with what only a positional method has: jacobians, decay sums, dropped keys."""
+    call = AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        tables=PositionTables(
+            bias=bias_table, weight=weight_table, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian
+        ),
+        span=Span(window, block, causal=causal),
+        documents=None if document_ids is None else Documents(document_ids),
+        **options,
+    )
+    return run(call, backend)
+
+
 def run_attend(
     backend: str, arguments: dict[str, Any], upstream_dtype: torch.dtype = torch.float64, **options: Any
 ) -> list[Tensor]:
-    """The result of `attend`, and the gradients of all tensors. The upstream gradient is rounded to a dtype."""
-    result = attend(backend=backend, **arguments, **options)
+    """The result of attention, and the gradients of all tensors. The upstream gradient is rounded to a dtype."""
+    result = attend_with(backend=backend, **arguments, **options)
     upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     leaves = [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)]
     return [result.detach(), *torch.autograd.grad(result, leaves, upstream.to(upstream_dtype).to(result))]
@@ -139,7 +182,7 @@ def run_repeated(arguments: dict[str, Any], **options: Any) -> list[Tensor]:
     """Like `run_attend("reference", ...)`, with a copy of its key/value head for each query head."""
     repeats = arguments["query"].shape[1] // arguments["key"].shape[1]
     repeated = {name: arguments[name].repeat_interleave(repeats, dim=1) for name in ("key", "value")}
-    result = attend(backend="reference", **{**arguments, **repeated}, **options)
+    result = attend_with(backend="reference", **{**arguments, **repeated}, **options)
     leaves = [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)]
     return [result.detach(), *torch.autograd.grad(result, leaves, upstream_gradient(result))]
 
@@ -157,10 +200,8 @@ def attended(
     """Attention of the last s queries of `[b, h, t, d]`, with key and value `[b, g, t, d]`, as in a model's layer:
     including the method's `rotate` and tables.
     """
-    t = key.shape[2]
-    queries, _ = method.rotate(query[:, :, t - s :], key[:, :, :0], torch.arange(t - s, t), torch.arange(0))
-    _, keys = method.rotate(query[:, :, :0], key, torch.arange(0), torch.arange(t))
-    return Attention(backend, method)(queries, keys, value, window=span.window, block=span.block, **options)
+    queries = query[:, :, key.shape[2] - s :]
+    return Attention(method, backend)(queries, key, value, window=span.window, block=span.block, **options)
 
 
 def assert_is_formula(

@@ -40,8 +40,7 @@ def non_finite_gradients(method: PositionalMethod, shape: ModelShape) -> list[st
     with torch.enable_grad():
         states = (method.embed(hidden, positions) @ projection).unflatten(-1, (3, shape.num_heads, shape.head_size))
         query, key, value = states.transpose(1, 3).unbind(2)
-        query, key = method.rotate(query, key, positions, positions)
         sums = decay_sums(method.decay(hidden)) if "decay" in method.hooks else None
-        context = Attention("reference", method)(query, key, value, decay_sums=sums)
+        context = Attention(method, "reference")(query, key, value, decay_sums=sums)
         grads = torch.autograd.grad(context.square().sum(), list(trained.values()), allow_unused=True)
     return [name for name, grad in zip(trained, grads, strict=True) if grad is not None and not grad.isfinite().all()]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from kerple.attention import dispatch, self_check
-from kerple.attention.call import AttentionCall, Backend
+from kerple.attention import AttentionCall, dispatch, self_check
+from kerple.attention.backend import Backend
 
 
 def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,8 +18,8 @@ def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(self_check, name, value)
     monkeypatch.setattr(
         dispatch,
-        "_fused_is_fastest",
-        lambda requirements, q_len: dispatch._unsupported_reason("fused", requirements) is None,
+        "fused_is_fastest",
+        lambda requirements, q_len: dispatch.unsupported_reason("fused", requirements) is None,
     )
 
 

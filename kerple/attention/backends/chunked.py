@@ -10,8 +10,9 @@ heads, c queries, l keys.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from kerple.attention.backend import Backend, without_autocast
 from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable, modify_rows
 from kerple.attention.backends.reference import attend_to_chunk
-from kerple.attention.call import AttentionCall, Backend, without_autocast
+from kerple.attention.call import AttentionCall
+from kerple.attention.span import Span
 from kerple.attention.tables import PositionTables
 
 # Scores this far below the maximum of their row (probabilities below e^-40), and weights below this fraction of the
@@ -34,8 +37,13 @@ MIN_WEIGHT = 1e-10
 def chunked_attention(call: AttentionCall) -> Tensor:
     """Like `attend`. Scores and softmax are float32 (float64 for float64 inputs)."""
     modified = call.modify_scores is not None or call.products is not None
-    if modified or call.has_pair_mask or not call.span.causal or torch.compiler.is_compiling():
+    if modified or call.has_pair_mask or not call.span.causal:
         return _attend_in_chunks(call)
+    if torch.compiler.is_compiling():
+        # torch.compile does not trace into an operator, so one graph serves all lengths.
+        tensors = call.query, call.key, call.value, call.tables.bias, call.tables.weight
+        compiled, _ = _operator(*tensors, call.scale, call.span.window, call.dropout_p)
+        return cast(Tensor, compiled)
     if call.q_len == 1 and not call.dropout_p:
         return _attend_to_single_query(call)
     inputs = (call.query, call.key, call.value, call.tables.bias, call.tables.weight)
@@ -51,9 +59,8 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     contexts = []
     for first in range(0, call.q_len, rows):
         last = min(first + rows, call.q_len)
-        visible = call.keys(range(call.offset + first, call.offset + last))
-        chunk = partial(attend_to_chunk, call=call, first_query=call.offset + first, first_key=visible.start)
-        keys = slice(visible.start, visible.stop)
+        keys = call.keys(slice(call.offset + first, call.offset + last))
+        chunk = partial(attend_to_chunk, call=call, first_query=call.offset + first, first_key=keys.start)
         states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.tables.scores)
         if torch.is_grad_enabled():
             # The state of the random number generators is restored, so both passes drop the same probabilities.
@@ -189,50 +196,61 @@ class _ChunkedAttention(torch.autograd.Function):
         weight_table: Tensor | None,
     ) -> Tensor:
         # The backward pass recomputes the scores, with the same dropout.
-        plan = ChunkPlan.for_call(call)
-        seed = int(torch.randint(2**62, (), device="cpu")) if call.dropout_p else 0
+        plan, seed = ChunkPlan.for_call(call), _draw_seed(call)
         ctx.save_for_backward(query, key, value, bias_table, weight_table)
         ctx.plan, ctx.seed = plan, seed
         ctx.scale, ctx.span, ctx.dropout_p = call.scale, call.span, call.dropout_p
-
-        # Rows in groups of heads that share a key and value.
-        dropout = _SeededDropout(call.dropout_p, seed, query.device) if call.dropout_p else None
-        like = query.new_empty(0, dtype=call.compute_dtype)
-        context = plan.empty_context(like, value.shape[3])
-        scores = _ChunkScores(plan, call, like)
-        workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
-        groups = [plan.split(states.to(like.dtype)) for states in (query, context)]
-        kv_groups = [plan.split_kv(states.to(like.dtype)) for states in (key, value)]
-
-        # One matrix of scores at a time.
-        for head, queries, contexts, keys, values in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
-            for chunk in plan.chunks:
-                matrix = workspace(len(queries), chunk.rows, chunk.keys)
-                chunk_key, chunk_value = (states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values))
-                scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
-                scores.probabilities(head, matrix, out=matrix)
-                if dropout is not None:
-                    matrix.mul_(dropout.factors(matrix))
-                rows = torch.bmm(_by_kv_head(matrix, chunk_value), chunk_value)
-                scores.write_reversed(contexts, chunk, rows.view(len(queries), chunk.rows, -1))
-        return context.to(query.dtype)
+        return _chunked_forward(call, plan, seed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias_table, weight_table = ctx.saved_tensors
-        call = AttentionCall(
-            query=query,
-            key=key,
-            value=value,
-            scale=ctx.scale,
-            tables=PositionTables(bias=bias_table, weight=weight_table),
-            span=ctx.span,
-            dropout_p=ctx.dropout_p,
-        )
-        with without_autocast(query.device):
+        call = _restored_call(ctx.saved_tensors, ctx.scale, ctx.span, ctx.dropout_p)
+        with without_autocast(call.query.device):
             grads = _chunked_backward(call, ctx.plan, ctx.seed, grad_context, *ctx.needs_input_grad[4:6])
         return None, *grads
+
+
+def _draw_seed(call: AttentionCall) -> int:
+    """The seed of the call's dropout; 0 without dropout."""
+    return int(torch.randint(2**62, (), device="cpu")) if call.dropout_p else 0
+
+
+def _restored_call(tensors: Sequence[Tensor | None], scale: float, span: Span, dropout_p: float) -> AttentionCall:
+    """The call with these query, key, value, bias table and weight table."""
+    query, key, value, bias_table, weight_table = tensors
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    tables = PositionTables(bias=bias_table, weight=weight_table)
+    return AttentionCall(query=query, key=key, value=value, scale=scale, tables=tables, span=span, dropout_p=dropout_p)
+
+
+def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
+    """The context `[b, h, s, v]`."""
+    query, key, value = call.query, call.key, call.value
+    dropout = _SeededDropout(call.dropout_p, seed, query.device) if call.dropout_p else None
+    like = query.new_empty(0, dtype=call.compute_dtype)
+    context = plan.empty_context(like, value.shape[3])
+    scores = _ChunkScores(plan, call, like)
+    workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
+
+    # Rows in groups of heads that share a key and value.
+    groups = [plan.split(states.to(like.dtype)) for states in (query, context)]
+    kv_groups = [plan.split_kv(states.to(like.dtype)) for states in (key, value)]
+
+    # One matrix of scores at a time.
+    for head, queries, contexts, keys, values in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
+        for chunk in plan.chunks:
+            matrix = workspace(len(queries), chunk.rows, chunk.keys)
+            chunk_key, chunk_value = (states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values))
+            scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
+            scores.probabilities(head, matrix, out=matrix)
+            if dropout is not None:
+                matrix.mul_(dropout.factors(matrix))
+            rows = torch.bmm(_by_kv_head(matrix, chunk_value), chunk_value)
+            scores.write_reversed(contexts, chunk, rows.view(len(queries), chunk.rows, -1))
+    return context.to(query.dtype)
 
 
 def _chunked_backward(
@@ -325,6 +343,102 @@ def _add_product(
     else:
         # PyTorch is slower if the output is a part of each head's keys.
         target.add_(torch.bmm(left, right, out=workspace(*target.shape)), alpha=scale)
+
+
+# -- the same as operators of torch.library, for torch.compile -------------------------------------
+
+
+def _operator_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_table: Tensor | None,
+    weight_table: Tensor | None,
+    scale: float,
+    window: int | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """The context, in memory `[b, s, h, v]`, and the seed of the dropout."""
+    tensors = query, key, value, bias_table, weight_table
+    call = _restored_call(tensors, scale, Span(window), dropout_p)
+    seed = _draw_seed(call)
+    context = _chunked_forward(call, ChunkPlan.for_call(call), seed)
+    return context.transpose(1, 2).contiguous().transpose(1, 2), torch.tensor(seed, device="cpu")
+
+
+_operator = torch.library.custom_op("kerple::chunked_attention", _operator_forward, mutates_args=())
+
+
+@_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = query.shape
+    context = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
+    return context, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _operator_backward(
+    grad_context: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_table: Tensor | None,
+    weight_table: Tensor | None,
+    seed: Tensor,
+    scale: float,
+    window: int | None,
+    dropout_p: float,
+    needs_bias: bool,
+    needs_weight: bool,
+) -> list[Tensor]:
+    """The gradients of query, key and value, and of the tables that need one."""
+    tensors = query, key, value, bias_table, weight_table
+    call = _restored_call(tensors, scale, Span(window), dropout_p)
+    with without_autocast(query.device):
+        grads = _chunked_backward(call, ChunkPlan.for_call(call), int(seed), grad_context, needs_bias, needs_weight)
+    return [grad.contiguous() for grad in grads if grad is not None]
+
+
+_backward_operator = torch.library.custom_op("kerple::chunked_attention_backward", _operator_backward, mutates_args=())
+
+
+@_backward_operator.register_fake
+def _(
+    grad_context: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_table: Tensor | None,
+    weight_table: Tensor | None,
+    seed: Tensor,
+    scale: float,
+    window: int | None,
+    dropout_p: float,
+    needs_bias: bool,
+    needs_weight: bool,
+) -> list[Tensor]:
+    grads = [tensor.new_empty(tensor.shape) for tensor in (query, key, value)]
+    if needs_bias and bias_table is not None:
+        grads.append(bias_table.new_empty(bias_table.shape))
+    if needs_weight and weight_table is not None:
+        grads.append(weight_table.new_empty(weight_table.shape))
+    return grads
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5], output[1])
+    ctx.constants = inputs[5:]
+
+
+def _gradients(ctx: Any, grad_context: Tensor, grad_seed: None) -> tuple[Tensor | None, ...]:
+    needs_bias, needs_weight = ctx.needs_input_grad[3:5]
+    grads = _backward_operator(grad_context, *ctx.saved_tensors, *ctx.constants, needs_bias, needs_weight)
+    states, tables = grads[:3], grads[3:]
+    grad_bias = tables.pop(0) if needs_bias else None
+    grad_weight = tables.pop(0) if needs_weight else None
+    return *states, grad_bias, grad_weight, None, None, None
+
+
+_operator.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 CHUNKED = Backend("chunked", chunked_attention, modify_scores=True)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.attention.call import AttentionCall, Backend
-from kerple.attention.tables import Documents, tables
+from kerple.attention.backend import Backend
+from kerple.attention.call import AttentionCall
+from kerple.attention.documents import Documents
+from kerple.attention.tables import tables
 from kerple.positional import PositionalMethod
 
 # Queries and keys of a block: FlexAttention skips blocks without visible pairs.
@@ -159,7 +161,7 @@ def _run_compiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
 
 def _document_mask(call: AttentionCall, documents: Documents) -> tuple[Any, Distance]:
     """The `BlockMask` of a call with documents, and the distances in them."""
-    places = documents.places(range(call.offset, call.kv_len), call.offset)
+    places = documents.places(slice(call.offset, call.kv_len), call.offset)
     query_ids, query_positions = documents.ids[:, places], documents.positions[:, places]
     distances = call.kv_len if call.span.window is None else call.span.window
     nearest = 0 if call.span.causal else 1 - distances

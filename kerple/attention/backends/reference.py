@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.call import AttentionCall, Backend
+from kerple.attention.backend import Backend
+from kerple.attention.call import AttentionCall
 from kerple.attention.tables import lookup
 from kerple.positional import Chunk
 
@@ -16,7 +17,7 @@ def reference_attention(call: AttentionCall) -> Tensor:
     """Like `attend`, with `[b, h, s, t]` scores in memory."""
     first_key = 0
     if call.modify_scores is not None:
-        first_key = call.keys(range(call.offset, call.offset + call.q_len)).start
+        first_key = call.keys(slice(call.offset, call.offset + call.q_len)).start
     key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
     return attend_to_chunk(
         call.query, key, value, call.tables.scores, call=call, first_query=call.offset, first_key=first_key
@@ -37,7 +38,8 @@ def attend_to_chunk(
     memory. `call` says how scores are computed.
     """
     # Positions, and states in the dtype of the computation.
-    queries, keys = range(first_query, first_query + query.shape[2]), range(first_key, first_key + key.shape[2])
+    queries = slice(first_query, first_query + query.shape[2])
+    keys = slice(first_key, first_key + key.shape[2])
     dtype = call.compute_dtype
 
     # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once more.

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention.call import EVERY_KEY, FULL, AttentionCall, Backend
+from kerple.attention.backend import Backend
+from kerple.attention.call import AttentionCall
 from kerple.attention.tables import lookup
 
 # Queries per call of PyTorch's kernel if it needs a mask: bounds the memory of the mask.
@@ -25,27 +26,32 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     `[b, h, s, t]` is never in memory, unless autograd saves the masks. On a GPU the mask must have the query's dtype,
     which rounds the bias.
     """
-    query, key, value, bias_table = call.query, call.key, call.value, call.tables.bias
-    complete = call.span == EVERY_KEY or (call.span == FULL and call.q_len == call.kv_len)
-    if bias_table is None and complete and not call.has_pair_mask:
-        return _attend(call, query, key, value, is_causal=call.span.causal)
-    mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
+    if call.tables.bias is None and call.is_plain and not call.has_pair_mask:
+        return _attend(call, call.query, call.key, call.value, is_causal=call.span.causal)
+    # A loop over an unknown length would be another graph for each length.
+    if torch.compiler.is_compiling():
+        return _attend_with_mask(call, 0, call.q_len)
     contexts = []
     for first in range(0, call.q_len, MASK_ROWS):
         last = min(first + MASK_ROWS, call.q_len)
-        queries = range(call.offset + first, call.offset + last)
-        keys = call.keys(queries)
-        visible = slice(keys.start, keys.stop)
-        mask = call.mask(queries, keys)
-        if bias_table is None:
-            attn_mask = ~mask
-        else:
-            bias = lookup(bias_table, call.distances(queries, keys))
-            attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)
-            attn_mask = attn_mask if attn_mask.dim() == 4 else attn_mask[None]
-        part = query[:, :, first:last], key[:, :, visible], value[:, :, visible]
-        contexts.append(_attend(call, *part, attn_mask=attn_mask))
+        contexts.append(_attend_with_mask(call, first, last))
     return torch.cat(contexts, dim=2)
+
+
+def _attend_with_mask(call: AttentionCall, first: int, last: int) -> Tensor:
+    """The queries `first` ... last-1, with a mask that contains the bias: `[b, h, c, v]`."""
+    query, bias_table = call.query[:, :, first:last], call.tables.bias
+    queries = slice(call.offset + first, call.offset + last)
+    keys = call.keys(queries)
+    mask = call.mask(queries, keys)
+    if bias_table is None:
+        attn_mask = ~mask
+    else:
+        mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
+        bias = lookup(bias_table, call.distances(queries, keys))
+        attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)
+        attn_mask = attn_mask if attn_mask.dim() == 4 else attn_mask[None]
+    return _attend(call, query, call.key[:, :, keys], call.value[:, :, keys], attn_mask=attn_mask)
 
 
 def _attend(

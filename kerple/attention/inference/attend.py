@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kerple.attention.backend import without_autocast
 from kerple.attention.backends.chunk_plan import MODIFY_MIN_ROWS, modify_rows
-from kerple.attention.call import without_autocast
 from kerple.attention.inference.mode import AttentionMode
 from kerple.attention.tables import score_table, tables
 from kerple.positional import Chunk, PositionalMethod

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.attention.call import FULL, Span
+from kerple.attention.span import FULL, Span
 from kerple.positional import PositionalMethod
 from kerple.positional.distance_maps import Clip, DistanceMap, Group, Leaky, Linear, Log
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kerple.attention import Attention, AttentionMode, PositionTables, Span
+from kerple.attention import AttentionCall, AttentionMode
 from kerple.positional import Chunk, PositionsExceeded
 from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Segments
@@ -116,7 +116,7 @@ def plan_resolution(
 class ScoreRecorder:
     """Replaces the attention of one layer, and sums its final scores by distance."""
 
-    def __init__(self, attention: Attention):
+    def __init__(self, attention: Callable[[AttentionCall], Tensor]):
         self._attention = attention
         self.reset()
 
@@ -125,38 +125,18 @@ class ScoreRecorder:
         self._sums = torch.empty(0)
         self._counts = torch.empty(0)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         """The attention's own output."""
-        self.add(
-            query,
-            key,
-            tables=options["tables"],
-            decay_sums=options["decay_sums"],
-            span=Span(options["window"], options["block"]),
-            dropped=options["dropped"],
-        )
-        return self._attention(query, key, value, **options)
+        self.add(call)
+        return self._attention(call)
 
-    def runs_fused(self, *_: object, **__: object) -> bool:
-        """False: `add` reads the tables in the method's own form."""
-        return False
+    def add(self, call: AttentionCall) -> None:
+        """Add the scores of a call without documents."""
+        query, key, tables, decay_sums = call.query, call.key, call.tables, call.decay_sums
+        span, method, dropped = call.span, call.method, call.dropped
+        s, t = call.q_len, call.kv_len
 
-    def add(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        tables: PositionTables,
-        decay_sums: Tensor | None,
-        span: Span,
-        dropped: int = 0,
-    ) -> None:
-        """Add the scores of queries `[b, h, s, d]`, at the last s of the positions of keys `[b, g, t, d]`, the first of
-        which is at position `dropped`; for `decay_sums` see `kerple.attention.call.AttentionCall`.
-        """
         # As many queries at once as memory allows.
-        s, t = query.shape[2], key.shape[2]
-        method = self._attention.positional
         rows = max(MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t)))
         if method is not None and "scale_qk" in method.hooks:
             rows = min(rows, method.segment)

@@ -42,9 +42,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kerple.attention.backend import Requirements
 from kerple.attention.backends.triton.tiles import ROWS, Gpu, Tile, no_tiles_reason, tiles_for
-from kerple.attention.call import Requirements, Span
-from kerple.attention.tables import Documents, DocumentTiles
+from kerple.attention.documents import Documents, DocumentTiles
+from kerple.attention.span import Span
 
 MAX_HEAD_SIZE = 128
 # CUDA's limit for the second and third dimension of a grid.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kerple.attention.backend import Backend, without_autocast
 from kerple.attention.backends.triton.launch import (
     LOG2_E,
     MAX_GRID,
@@ -27,7 +28,7 @@ from kerple.attention.backends.triton.launch import (
     empty_outputs,
     unavailable_reason,
 )
-from kerple.attention.call import AttentionCall, Backend, without_autocast
+from kerple.attention.call import AttentionCall
 from kerple.attention.tables import KernelTables, PositionTables
 from kerple.positional import TableJacobian
 

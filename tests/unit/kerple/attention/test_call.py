@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kerple.attention import FULL, Attention, Documents, Span, attend, position_tables
+from kerple.attention.backend import Backend, Requirements
 from kerple.attention.backends import sdpa
-from kerple.attention.call import Backend, Requirements
 from kerple.positional import KerpleLog, ModelShape, TableJacobian, XPos, build, primary_names
-from tests.support.attention import dense_attention, random_states, upstream_gradient, visible_pairs
+from tests.support.attention import attend_with, dense_attention, random_states, upstream_gradient, visible_pairs
 from tests.support.methods import VARIANTS
 
 
@@ -71,7 +71,6 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
         ({"bias_table": torch.zeros(2, 2, 6)}, r"bias_table \[2, 2, 6\]"),
         ({"bias_table": torch.zeros(3, 2, 6), "causal": False}, r"bias_table \[3, 2, 6\]"),
         ({"weight_table": torch.zeros(3, 6)}, r"weight_table \[3, 6\]"),
-        ({"table": torch.zeros(2, 5), "modify_scores": lambda chunk: chunk.scores}, r"table \[2, 5\]"),
         ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, r"key_mask .*\[1, 5\] must be bool \[1, 6\]"),
         ({"key_mask": torch.ones(1, 6)}, "key_mask torch.float32"),
         ({"bias_jacobian": jacobian(2, 1, 5)}, r"bias_jacobian .* \[2, 1, 5\]"),
@@ -81,12 +80,12 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
 def test_invalid_arguments_are_named(change, message):
     states = {name: torch.randn(1, 2, 6, 4) for name in ("query", "key", "value")}
     with pytest.raises(ValueError, match=message):
-        attend(**{**states, **change})
+        attend_with(**{**states, **change})
 
 
 def test_states_without_a_batch_are_named():
     with pytest.raises(ValueError, match=r"query\[None\]"):
-        Attention(positional=KerpleLog(2))(*torch.randn(3, 2, 6, 4))
+        Attention(KerpleLog(2))(*torch.randn(3, 2, 6, 4))
 
 
 @pytest.mark.parametrize(
@@ -128,10 +127,10 @@ def assert_backends_compute(method, states, arguments, expected, leaves):
     for backend in backends:
         if backend == "flex":
             with torch.no_grad():
-                actual = Attention("flex", method)(*(part.detach() for part in states), **arguments)
+                actual = Attention(method, "flex")(*(part.detach() for part in states), **arguments)
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
             continue
-        actual = Attention(backend, method)(*states, **arguments)
+        actual = Attention(method, backend)(*states, **arguments)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
         actual_grads = torch.autograd.grad(actual, leaves, upstream, allow_unused=True, retain_graph=True)
         for grad, expected_grad in zip(actual_grads, grads, strict=True):
@@ -165,6 +164,7 @@ def test_values_and_gradients(name, s, span, key_mask):
     leaves[2] = torch.randn(3, 2, 17, 9, dtype=torch.float64, requires_grad=True)
     query, key = method.rotate(*leaves[:2], torch.arange(17), torch.arange(17))
     query, value, sums = query[:, :, -s:], leaves[2], None
+    states = leaves[0][:, :, -s:], leaves[1], value
     if "decay" in method.hooks:
         sums = (-torch.rand(3, 4, 17, dtype=torch.float64)).cumsum(-1).requires_grad_()
         leaves.append(sums)
@@ -173,7 +173,7 @@ def test_values_and_gradients(name, s, span, key_mask):
     mask = ~(visible.expand(3, 1, s, 17) if key_mask is None else visible & key_mask[:, None, None])
     expected = dense_attention(method, query, key, value, mask, sums)
     arguments = {"decay_sums": sums, "window": span.window, "block": span.block, "key_mask": key_mask}
-    assert_backends_compute(method, (query, key, value), arguments, expected, leaves)
+    assert_backends_compute(method, states, arguments, expected, leaves)
 
 
 def test_a_key_mask_in_each_document():
@@ -213,9 +213,8 @@ def test_attention_in_both_directions(name, options, s, t, window, extra, monkey
     query, key, value = random_states(4, 6, 17, batch=3, kv_heads=2)
     value = torch.cat((value, value), dim=-1)[..., :9]
     leaves = [query, key, value, *method.parameters()]
-    query, _ = method.rotate(query[:, :, :s], key[:, :, :0], torch.arange(s), torch.arange(0))
-    _, key = method.rotate(query[:, :, :0], key[:, :, :t], torch.arange(0), torch.arange(t))
-    states = query, key, value[:, :, :t]
+    unrotated = query[:, :, :s], key[:, :, :t], value[:, :, :t]
+    states = *method.rotate(*unrotated[:2], torch.arange(s), torch.arange(t)), unrotated[2]
 
     distance = torch.arange(s)[:, None] - torch.arange(t)
     mask = (distance.abs() >= (window or 17)).expand(3, 1, s, t)
@@ -232,14 +231,14 @@ def test_attention_in_both_directions(name, options, s, t, window, extra, monkey
         expected = torch.cat(contexts, dim=2)
     else:
         expected = dense_attention(method, *states, mask, causal=False)
-    assert_backends_compute(method, states, arguments, expected, leaves)
+    assert_backends_compute(method, unrotated, arguments, expected, leaves)
 
 
 @pytest.mark.parametrize("name", ["cope", "stick_breaking", "forgetting", "cable"])
 def test_methods_without_a_meaning_in_both_directions(name):
     method, states = build(name, SHAPE), random_states(4, 6, 5)
     with pytest.raises(ValueError, match=rf"{type(method).__name__} .*kerple_log"):
-        Attention(positional=method)(*states, causal=False)
+        Attention(method)(*states, causal=False)
 
 
 def test_tables_of_one_direction_are_rejected():
@@ -247,4 +246,4 @@ def test_tables_of_one_direction_are_rejected():
     for causal in (False, True):
         tables = position_tables(method, 17, "cpu", causal=not causal)
         with pytest.raises(ValueError, match=f"causal={causal}"):
-            Attention(positional=method)(*random_states(4, 6, 17), tables=tables, causal=causal)
+            Attention(method)(*random_states(4, 6, 17), tables=tables, causal=causal)

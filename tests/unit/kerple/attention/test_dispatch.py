@@ -1,7 +1,7 @@
 """Which backend runs, which calls are rejected, and calls that consist of several calls."""
 
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from kerple.attention import (
     attend_in_mode,
     backend_names,
     check_backend,
+    describe_choice,
     dispatch,
     position_tables,
+    runs_fused,
     self_check,
 )
 from kerple.attention.backends import chunk_plan, sdpa
@@ -26,7 +28,14 @@ from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
 from kerple.positional import ModelShape, PositionalMethod, XPos, build
 from kerple.positional.wrappers import _sample
-from tests.support.attention import DecayingXPos, attend_arguments, attended, run_attend, upstream_gradient
+from tests.support.attention import (
+    DecayingXPos,
+    attend_arguments,
+    attend_with,
+    attended,
+    run_attend,
+    upstream_gradient,
+)
 from tests.support.methods import non_finite_gradients
 
 SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
@@ -59,21 +68,21 @@ def random_states(s: int = 6, t: int = 6) -> list[torch.Tensor]:
 
 
 def test_auto_chooses_the_fastest_backend_for_each_call_on_a_cpu(calls, fused_available):
-    plain = Attention("auto", build("rotary", SHAPE))
+    plain = Attention(build("rotary", SHAPE))
     plain(*random_states())
     plain(*random_states(3, 6))
     plain(*random_states(), window=2)
     method = build("kerple_log", SHAPE)
-    Attention("auto", method)(*random_states())
+    Attention(method)(*random_states())
     assert [backend for backend, *_ in calls] == ["sdpa", "chunked", "chunked", "chunked"]
 
 
 @pytest.mark.parametrize("options", [{"causal": False}, {"key_mask": torch.ones(1, 6, dtype=torch.bool)}])
 def test_calls_that_fused_does_not_support(calls, fused_available, options, monkeypatch):
-    monkeypatch.setattr(dispatch, "_fused_is_fastest", lambda requirements, q_len: fused_supports(requirements))
+    monkeypatch.setattr(dispatch, "fused_is_fastest", lambda requirements, q_len: fused_supports(requirements))
 
     def fused_supports(requirements):
-        return dispatch._unsupported_reason("fused", requirements) is None
+        return dispatch.unsupported_reason("fused", requirements) is None
 
     states = random_states()
     with pytest.raises(NotImplementedError, match=r"'fused' .*auto.*reference, sdpa, chunked, flex"):
@@ -84,49 +93,52 @@ def test_calls_that_fused_does_not_support(calls, fused_available, options, monk
     assert [backend for backend, *_ in calls] == ["chunked", "sdpa", "chunked"]
 
 
+def choice(name, device, **options):
+    return describe_choice(build(name, SHAPE), "auto", device, **options)
+
+
 def test_the_choice_is_described(fused_available):
     """As the log prints it."""
-    plain, biased = (Attention("auto", build(name, SHAPE)) for name in ("rotary", "kerple_log"))
-    assert plain.choice("cpu").startswith("sdpa, and chunked for windows")
-    assert plain.choice("cuda").startswith("sdpa, and fused for windows")
-    assert plain.choice("cuda", windowed=True).startswith("fused (auto")
-    assert plain.choice("cpu", windowed=True).startswith("chunked (auto")
-    assert plain.choice("cuda", documents=True).startswith("fused (auto")
-    assert plain.choice("cpu", documents=True).startswith("sdpa (auto")
-    assert biased.choice("cuda").startswith("fused (auto")
-    assert biased.choice("cpu").startswith("chunked (auto")
-    assert biased.choice("cpu", documents=True).startswith("chunked (auto")
-    assert Attention("auto", build("xpos", SHAPE)).choice("cuda", documents=True).startswith("sdpa (auto")
-    assert Attention("auto", build("dape", SHAPE)).choice("cuda").startswith("chunked (auto")
-    assert Attention("reference").choice("cpu") == "reference (as configured)"
+    assert choice("rotary", "cpu").startswith("sdpa, and chunked for windows")
+    assert choice("rotary", "cuda").startswith("sdpa, and fused for windows")
+    assert choice("rotary", "cuda", windowed=True).startswith("fused (auto")
+    assert choice("rotary", "cpu", windowed=True).startswith("chunked (auto")
+    assert choice("rotary", "cuda", documents=True).startswith("fused (auto")
+    assert choice("rotary", "cpu", documents=True).startswith("sdpa (auto")
+    assert choice("kerple_log", "cuda").startswith("fused (auto")
+    assert choice("kerple_log", "cpu").startswith("chunked (auto")
+    assert choice("kerple_log", "cpu", documents=True).startswith("chunked (auto")
+    assert choice("xpos", "cuda", documents=True).startswith("sdpa (auto")
+    assert choice("dape", "cuda").startswith("chunked (auto")
+    assert describe_choice(None, "reference", "cpu") == "reference (as configured)"
 
 
 def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
     monkeypatch.setattr(launch, "_load_kernels", lambda: None)
     backends = {("alibi", False): "chunked", ("forgetting", False): "sdpa", ("rotary", True): "sdpa"}
     for (name, windowed), backend in backends.items():
-        choice = Attention("auto", build(name, SHAPE)).choice("cuda", windowed=windowed)
-        assert choice == f"{backend} (auto: fused needs Triton, which is not installed)"
+        expected = f"{backend} (auto: fused needs Triton, which is not installed)"
+        assert choice(name, "cuda", windowed=windowed) == expected
     for method, documents in ((None, False), (build("xpos", SHAPE), True)):
-        choice = Attention("auto", method).choice("cuda", documents=documents)
-        assert choice.startswith("sdpa")
-        assert choice.endswith("(auto: fastest on cuda for this method)")
+        described = describe_choice(method, "auto", "cuda", documents=documents)
+        assert described.startswith("sdpa")
+        assert described.endswith("(auto: fastest on cuda for this method)")
 
 
 def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
     """Not for a single query, nor for calls that exceed the limits of the kernels."""
-    attention = Attention("auto", build("kerple_log", SHAPE))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    method, plain = build("kerple_log", SHAPE), build("rotary", SHAPE)
     shapes = {(4, 8, 2, 64): True, (4, 8, 1, 64): False, (4, 8, 2, 136): False, (8192, 8, 2, 64): False}
     for shape, expected in shapes.items():
-        assert attention.runs_fused(torch.device("cuda"), torch.bfloat16, shape) == expected
-        assert not attention.runs_fused(torch.device("cpu"), torch.bfloat16, shape)
-    plain = Attention("auto", build("rotary", SHAPE))
-    assert plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64))
-    assert not plain.runs_fused(torch.device("cuda"), torch.bfloat16, (4, 8, 2, 64), plain=True)
+        assert runs_fused(method, "auto", on_gpu, shape) == expected
+        assert not runs_fused(method, "auto", torch.zeros(0).bfloat16(), shape)
+    assert runs_fused(plain, "auto", on_gpu, (4, 8, 2, 64))
+    assert not runs_fused(plain, "auto", on_gpu, (4, 8, 2, 64), plain=True)
 
 
 def test_masks_of_later_calls_are_checked():
-    attention, states = Attention("auto", build("kerple_log", SHAPE)), random_states(6, 6)
+    attention, states = Attention(build("kerple_log", SHAPE)), random_states(6, 6)
     batch = len(states[0])
     attention(*states, key_mask=torch.ones(batch, 6, dtype=torch.bool))
     attention(*states, documents=Documents(torch.zeros(batch, 6, dtype=torch.long)))
@@ -137,26 +149,25 @@ def test_masks_of_later_calls_are_checked():
         attention(*states, documents=Documents(torch.zeros(batch, 7, dtype=torch.long)))
 
 
-def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
-    """Until a kernel is rejected."""
-    choices = []
-    choose = dispatch._choose
-    monkeypatch.setattr(dispatch, "_choose", lambda call, *rest: choices.append(call.q_len) or choose(call, *rest))
-    attention = Attention("auto", build("kerple_log", SHAPE))
-    for s in (6, 6, 3, 6):
-        attention(*random_states(s, 6))
-    with torch.no_grad():
-        attention(*random_states())
-    assert choices == [6, 3, 6]  # without gradients, another kernel may run
+def test_a_rejected_kernel_is_not_chosen_again(calls, fused_available, monkeypatch):
+    monkeypatch.setattr(dispatch, "fused_is_fastest", lambda requirements, q_len: fused_supports(requirements))
+
+    def fused_supports(requirements):
+        return dispatch.unsupported_reason("fused", requirements) is None
+
+    monkeypatch.setitem(dispatch.BACKENDS, "fused", replace(dispatch.BACKENDS["fused"], run=lambda call: call.value))
+    attention = Attention(build("kerple_log", SHAPE))
+    attention(*random_states())
+    assert calls == []
+    monkeypatch.setattr(self_check, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(self_check, "_failures", {(torch.float32, 4): "wrong"})
     attention(*random_states())
-    assert choices == [6, 3, 6, 6]
-    assert [backend for backend, *_ in calls] == ["chunked"] * 6
+    assert [backend for backend, *_ in calls] == ["chunked"]
 
 
-def test_a_remembered_choice_does_not_hide_a_bad_call():
+def test_later_calls_are_validated():
     method = build("kerple_log", SHAPE)
-    attention, states = Attention("auto", method), random_states()
+    attention, states = Attention(method), random_states()
     tables = position_tables(method, 6, "cpu", with_jacobians=True)
     attention(*states, tables=tables)
     short = replace(tables.bias_jacobian, directions=tables.bias_jacobian.directions[..., :5])
@@ -191,13 +202,13 @@ def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
 def test_unknown_backends_are_rejected():
     assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
     with pytest.raises(ValueError, match="attention-backend 'flash'"):
-        Attention("flash")
+        Attention(backend="flash")
 
 
 def test_backends_that_do_not_support_a_method_are_rejected():
     for name in ("kerple_power__ap", "dape_kerple"):
         with pytest.raises(NotImplementedError, match=r"'sdpa' .*auto.*reference, chunked"):
-            Attention("sdpa", build(name, SHAPE))
+            Attention(build(name, SHAPE), "sdpa")
     with pytest.raises(NotImplementedError, match="'sdpa'"):
         attend(*random_states(), weight_table=torch.ones(2, 6), backend="sdpa")
     check_backend("auto", Requirements(weight=True, modify_scores=True, dropout=True))
@@ -206,21 +217,21 @@ def test_backends_that_do_not_support_a_method_are_rejected():
 def test_a_configuration_is_checked_without_triton(monkeypatch):
     """A checkpoint that was trained with fused can be loaded on a machine without Triton."""
     monkeypatch.setattr(launch, "_load_kernels", lambda: None)
-    Attention("fused", build("alibi", SHAPE))
+    Attention(build("alibi", SHAPE), "fused")
     with pytest.raises(NotImplementedError, match="'fused'"):
         attend(*random_states(), backend="fused")
 
 
 def test_tables_that_do_not_fit_the_method_are_rejected():
-    with pytest.raises(ValueError, match=r"bias: True, weight: False.*bias: False"):
-        Attention("auto", build("kerple_log", SHAPE))(*random_states(), tables=PositionTables())
-    with pytest.raises(ValueError, match=r"bias: False, weight: False.*bias: True"):
-        Attention("auto")(*random_states(), tables=PositionTables(bias=torch.zeros(2, 6)))
+    with pytest.raises(ValueError, match=r"bias.*KerpleLog needs one"):
+        Attention(build("kerple_log", SHAPE))(*random_states(), tables=PositionTables())
+    with pytest.raises(ValueError, match=r"bias.*Rotary has none"):
+        Attention(build("rotary", SHAPE))(*random_states(), tables=PositionTables(bias=torch.zeros(2, 6)))
 
 
 def test_a_method_s_table_for_modify_scores_is_required():
     with pytest.raises(ValueError, match=r"position_tables\(method, 4, device\)"):
-        Attention("auto", build("dape_kerple", SHAPE))(*random_states(), tables=PositionTables(), window=4)
+        Attention(build("dape_kerple", SHAPE))(*random_states(), tables=PositionTables(), window=4)
 
 
 def test_modify_scores_excludes_other_hooks():
@@ -237,7 +248,7 @@ def test_modify_scores_excludes_other_hooks():
 
     for method in (Both(), Scaled(4)):
         with pytest.raises(ValueError, match=f"{type(method).__name__} .*modify_scores"):
-            Attention("auto", method)
+            Attention(method)
 
 
 def test_decays_that_do_not_fit():
@@ -246,16 +257,16 @@ def test_decays_that_do_not_fit():
             return distance
 
     with pytest.raises(ValueError, match=r"Weighted .*decay.*weight"):
-        Attention("auto", Weighted(4))
+        Attention(Weighted(4))
     states, sums = random_states(3, 6), torch.zeros(1, 2, 6)
     with pytest.raises(ValueError, match=r"decay_sums \[1, 2, 3\] must be \[1, 2, 6\]"):
-        attend(*states, decay_sums=sums[..., :3])
+        attend_with(*states, decay_sums=sums[..., :3])
     with pytest.raises(ValueError, match=r"decay_sums.*weight_table, modify_scores"):
-        attend(*states, decay_sums=sums, weight_table=torch.ones(2, 6))
+        attend_with(*states, decay_sums=sums, weight_table=torch.ones(2, 6))
     with pytest.raises(ValueError, match="decay_sums"):
-        Attention("auto", DecayingXPos(4))(*states)
-    with pytest.raises(ValueError, match="the positional method has no decay"):
-        Attention("auto")(*states, decay_sums=sums)
+        Attention(DecayingXPos(4))(*states)
+    with pytest.raises(ValueError, match="Rotary has no decay"):
+        Attention(build("rotary", SHAPE))(*states, decay_sums=sums)
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
@@ -292,9 +303,9 @@ def test_positions_are_on_the_cpu_whatever_the_default_device(name, options):
     states, mode = random_states(), AttentionMode(Span(window=3, sinks=1))
 
     def compute():
-        dropped = Attention("chunked", method)(*states, dropout_p=0.5)
+        dropped = Attention(method, "chunked")(*states, dropout_p=0.5)
         assert dropped.device.type == "cpu"
-        return Attention("auto", method)(*states), attend_in_mode(*states, method, mode)
+        return Attention(method)(*states), attend_in_mode(*states, method, mode)
 
     expected = compute()
     _sample.cache_clear()
@@ -306,7 +317,7 @@ def test_positions_are_on_the_cpu_whatever_the_default_device(name, options):
 
 def test_scaled_queries_and_keys_are_computed_in_segments(calls):
     method = XPos(4, scale_base=1.0)
-    Attention("sdpa", method)(*random_states(6, 10))
+    Attention(method, "sdpa")(*random_states(6, 10))
     assert method.segment == 4
     assert calls == [("sdpa", (1, 2, 4, 4), (1, 2, 8, 4)), ("sdpa", (1, 2, 2, 4), (1, 2, 10, 4))]
 

@@ -8,6 +8,7 @@ from torch import nn
 from kerple.attention import (
     FULL,
     Attention,
+    AttentionCall,
     Documents,
     Span,
     attend,
@@ -15,6 +16,7 @@ from kerple.attention import (
     ids_of_sequences,
     parts,
     position_tables,
+    run,
 )
 from kerple.positional import ModelShape, XPos, build, decay_sums, primary_names
 from tests.support.attention import DecayingXPos, attend_arguments, dense_attention, upstream_gradient, visible_pairs
@@ -29,7 +31,7 @@ def test_decays_with_scaled_queries_and_keys():
     contexts = []
     for scale_base in (1.0, 1e9):  # segments of 4 queries, and one segment
         method = DecayingXPos(4, scale_base=scale_base)
-        attention = Attention("reference", method)
+        attention = Attention(method, "reference")
         contexts.append(attention(query, key, value, decay_sums=sums, window=3))
         method.scale_qk = lambda query, key, *positions: (query, key)
         contexts.append(attention(query, key, value, decay_sums=sums, window=3))
@@ -49,7 +51,7 @@ def test_blockwise_attention(name, backends, block, s, t):
     grads = torch.autograd.grad(expected, leaves, upstream_gradient(expected))
     for backend in ("reference", *backends):
         tables = position_tables(method, t, query.device)
-        actual = Attention(backend, method)(query[:, :, -s:], key, value, block=block, tables=tables)
+        actual = Attention(method, backend)(query[:, :, -s:], key, value, block=block, tables=tables)
         actual_grads = torch.autograd.grad(actual, leaves, upstream_gradient(expected))
         exact = (actual, *actual_grads[:3]), (expected, *grads[:3])
         torch.testing.assert_close(*exact, rtol=1e-9, atol=1e-11)
@@ -74,12 +76,26 @@ def test_blocks_of_dropped_keys(name):
     """Blocks are those of the text, so the first key must start one."""
     method = build(name, SHAPE)
     query, key, value = (torch.randn(1, SHAPE.num_heads, 20, SHAPE.head_size) for _ in range(3))
-    attention = Attention("auto", method)
-    expected = attention(query, key, value, block=4)[:, :, -3:]
-    actual = attention(query[:, :, -3:], key[:, :, 8:], value[:, :, 8:], block=4, dropped=8)
-    torch.testing.assert_close(actual, expected)
+    expected = Attention(method)(query, key, value, block=4)[:, :, -3:]
+    rotated = method.rotate(query[:, :, -3:], key, torch.arange(17, 20), torch.arange(20))
+
+    def without_first(dropped):
+        return run(
+            AttentionCall(
+                query=rotated[0],
+                key=rotated[1][:, :, dropped:],
+                value=value[:, :, dropped:],
+                scale=SHAPE.head_size**-0.5,
+                method=method,
+                tables=position_tables(method, 20, "cpu"),
+                span=Span(block=4),
+                dropped=dropped,
+            )
+        )
+
+    torch.testing.assert_close(without_first(8), expected)
     with pytest.raises(ValueError, match=r"block 4.*6"):
-        attention(query[:, :, -3:], key[:, :, 6:], value[:, :, 6:], block=4, dropped=6)
+        without_first(6)
 
 
 # Methods with each way of using positions, for the calls with a window or blocks.
@@ -97,11 +113,9 @@ def by_document(method, states, decays, s, span):
                 continue
             tokens = (IDS[row] == number).nonzero().flatten()
             query, key, value = (part[row : row + 1, :, tokens] for part in states)
-            positions = torch.arange(len(tokens))
-            query, key = method.rotate(query, key, positions, positions)
             sums = None if decays is None else decay_sums(decays[row : row + 1, :, tokens])
             options = {"window": span.window, "block": span.block, "decay_sums": sums}
-            part = Attention("reference", method)(query, key, value, **options)
+            part = Attention(method, "reference")(query, key, value, **options)
             index = torch.zeros(LENGTH, dtype=torch.long)
             index[tokens] = torch.arange(len(tokens))
             is_token = (IDS[row] == number)[None, :, None]
@@ -144,19 +158,14 @@ def test_a_document_is_attended_to_as_if_it_were_alone(name, s, span):
     leaves = [*states, *method.parameters()]
     expected_grads = torch.autograd.grad(expected, leaves, upstream, allow_unused=True)
 
-    rows = [
-        method.rotate(states[0][row : row + 1], states[1][row : row + 1], positions, positions)
-        for row, positions in enumerate(document_positions(IDS))
-    ]
-    query, key = (torch.cat(part) for part in zip(*rows, strict=True))
     options = {"window": span.window, "block": span.block, "documents": Documents(IDS)}
     options["decay_sums"] = None if decays is None else decay_sums(decays)
     for backend in backends(method, s):
-        parts = query[:, :, LENGTH - s :], key, states[2]
+        parts = states[0][:, :, LENGTH - s :], *states[1:]
         if backend == "flex":  # it has no gradients on a CPU
             parts = [part.detach() for part in parts]
         with torch.set_grad_enabled(backend != "flex"):
-            context = Attention(backend, method)(*parts, **options)
+            context = Attention(method, backend)(*parts, **options)
         is_query = is_text[:, :, LENGTH - s :, None]
         torch.testing.assert_close(context * is_query, expected * is_query, rtol=1e-5, atol=1e-6)
         assert context.isfinite().all()
@@ -201,14 +210,14 @@ def test_it_follows_the_definition(method, s):
 def test_one_document_per_row_changes_nothing(method, monkeypatch):
     """The states are not copied, so it costs nothing."""
     monkeypatch.setattr(parts, "run_documents", None)
-    attention, states = Attention("auto", build(method, SHAPE).double()), float64_states(4, 6, 9, batch=2)
+    attention, states = Attention(build(method, SHAPE).double()), float64_states(4, 6, 9, batch=2)
     documents = Documents(torch.tensor([[4] * 9, [0] * 9]))
     assert torch.equal(attention(*states, documents=documents), attention(*states))
 
 
 @pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap", "xpos"])
 def test_padding_alone_has_gradients(method):
-    attention, states = Attention("auto", build(method, SHAPE)), float64_states(4, 6, 9)
+    attention, states = Attention(build(method, SHAPE)), float64_states(4, 6, 9)
     context = attention(*states, documents=Documents(torch.full((2, 9), -1)))
     assert torch.equal(context, torch.zeros_like(states[0]))
     grads = torch.autograd.grad(context.sum(), [*states, *attention.positional.parameters()])
@@ -229,12 +238,14 @@ def test_documents_at_other_positions():
     for s in (LENGTH, 3):
         query, key, value = states[0][:, :, LENGTH - s :], *states[1:]
         tables = position_tables(method, LENGTH, "cpu")
-        actual = Attention("chunked", method)(query, key, value, tables=tables, documents=documents)
+        actual = Attention(method, "chunked")(query, key, value, tables=tables, documents=documents)
         for row, dropped in enumerate((0, 900)):
             part = [part[row : row + 1] for part in (query, key, value)]
-            expected = Attention("chunked", method)(*part, tables=tables, dropped=dropped)
+            names = dict(zip(("query", "key", "value"), part, strict=True))
+            options = {"scale": SHAPE.head_size**-0.5, "method": method, "tables": tables, "dropped": dropped}
+            expected = run(AttentionCall(**names, **options), "chunked")
             torch.testing.assert_close(actual[row : row + 1], expected)
-    assert not torch.allclose(actual[1:], Attention("chunked", method)(*part))
+    assert not torch.allclose(actual[1:], Attention(method, "chunked")(*part))
 
 
 @pytest.mark.parametrize(
@@ -250,17 +261,16 @@ def test_queries_at_given_places(backend, name):
     torch.manual_seed(0)
     method = build(name, ModelShape(4, 8, 32, 1, 14))
     query, key, value = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64).unbind()
-    query, key = method.rotate(query, key, torch.arange(9), torch.arange(9))
-    expected = Attention("chunked", method)(query[:, :, 6:], key, value)
+    expected = Attention(method, "chunked")(query[:, :, 6:], key, value)
     padded = [F.pad(states, (0, 0, 0, 5), value=7.0) for states in (key, value)]
     ids = torch.tensor([[0] * 9 + [-1] * 5, [0] * 14])
     documents = Documents(ids, queries=torch.arange(6, 9))
-    actual = Attention(backend, method)(query[:, :, 6:], *padded, documents=documents)
+    actual = Attention(method, backend)(query[:, :, 6:], *padded, documents=documents)
     torch.testing.assert_close(actual, expected)
     apart = Documents(ids, queries=torch.tensor([3, 6, 7]))
     if name in ("stick_breaking", "xpos"):
         with pytest.raises(ValueError, match="follow each other"):
-            Attention("chunked", method)(query[:, :, 6:], *padded, documents=apart)
+            Attention(method, "chunked")(query[:, :, 6:], *padded, documents=apart)
 
 
 def test_positions_count_the_tokens_of_a_document():
@@ -285,8 +295,9 @@ def test_xpos_in_both_directions_at_far_positions():
     torch.manual_seed(0)
     method = XPos(4, scale_base=2.0)
     states = [part.requires_grad_() for part in torch.randn(3, 1, 1, 400, 4).half()]
-    context = Attention(positional=method)(*states, causal=False)
-    expected = dense_attention(method, *(part.double() for part in states), torch.zeros(()).bool(), causal=False)
+    context = Attention(method)(*states, causal=False)
+    rotated = *method.rotate(*states[:2], torch.arange(400), torch.arange(400)), states[2]
+    expected = dense_attention(method, *(part.double() for part in rotated), torch.zeros(()).bool(), causal=False)
     torch.testing.assert_close(context.double(), expected, rtol=1e-2, atol=1e-3)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(context.sum(), states))
 
@@ -294,7 +305,7 @@ def test_xpos_in_both_directions_at_far_positions():
 def masked_language_model_loss(causal: bool) -> float:
     """The last loss of a layer with xPos that fills in one token of a text of three tokens and their repetition."""
     torch.manual_seed(0)
-    method, positions = XPos(16, scale_base=8.0), torch.arange(6)
+    method = XPos(16, scale_base=8.0)
     embedding, query_key_value, output = nn.Embedding(9, 32), nn.Linear(32, 96), nn.Linear(32, 8)
     parameters = nn.ModuleList((embedding, query_key_value, output)).parameters()
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
@@ -303,8 +314,7 @@ def masked_language_model_loss(causal: bool) -> float:
         masked = F.one_hot(torch.randint(6, (32,)), 6).bool()
         states = query_key_value(embedding(text.masked_fill(masked, 8))).view(32, 6, 3, 2, 16)
         query, key, value = states.permute(2, 0, 3, 1, 4)
-        query, key = method.rotate(query, key, positions, positions)
-        context = Attention(positional=method)(query, key, value, causal=causal)
+        context = Attention(method)(query, key, value, causal=causal)
         loss = F.cross_entropy(output(context.transpose(1, 2).flatten(2))[masked], text[masked])
         optimizer.zero_grad()
         loss.backward()

@@ -9,10 +9,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from kerple.attention import Attention, PositionTables, Requirements, Span, attend, dispatch, self_check
+from kerple.attention import (
+    Attention,
+    AttentionCall,
+    Heads,
+    PositionTables,
+    Requirements,
+    Span,
+    attend,
+    check_kernels,
+    describe_choice,
+    dispatch,
+    self_check,
+    startup,
+)
 from kerple.attention.backends.chunked import chunked_attention
 from kerple.attention.backends.triton import launch
-from kerple.attention.call import AttentionCall
 from kerple.attention.self_check import Verdict
 from kerple.positional import ModelShape, build, primary_names
 from tests.support.bfloat16 import interpreted_bfloat16
@@ -20,6 +32,7 @@ from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=64)
+SIZES = Heads(2, 2, 16), CPU, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +80,7 @@ def kernels(monkeypatch):
 
 
 def check(method: str = "kerple_log", backend: str = "auto", *, training: bool = True) -> list[Verdict]:
-    attention = Attention(backend, build(method, SHAPE))
-    return attention.check_kernels(CPU, torch.float32, 2, 16, training=training)
+    return check_kernels(build(method, SHAPE), *SIZES, training=training, backend=backend)
 
 
 def random_call(backend: str = "auto") -> torch.Tensor:
@@ -76,7 +88,7 @@ def random_call(backend: str = "auto") -> torch.Tensor:
     torch.manual_seed(0)
     method = build("kerple_log", SHAPE)
     states = torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(0))
-    return Attention(backend, method)(states[:, :, 2:], states, states)
+    return Attention(method, backend)(states[:, :, 2:], states, states)
 
 
 @pytest.mark.parametrize("method", ["none", "kerple_log", "rpe", "forgetting"])
@@ -97,14 +109,13 @@ def test_the_kernels_pass(method):
 
 @pytest.mark.parametrize("method", primary_names())
 def test_every_method_has_a_backend_for_documents(method, monkeypatch):
-    monkeypatch.setattr(dispatch, "_check_fused", lambda *_: None)
-    attention = Attention("auto", build(method, SHAPE))
-    assert attention.check_kernels(CPU, torch.float32, 2, 16, training=True, documents=True) == []
+    monkeypatch.setattr(startup, "check_fused", lambda *_: None)
+    assert check_kernels(build(method, SHAPE), *SIZES, training=True, documents=True) == []
 
 
 def test_the_kernels_pass_with_documents_grouped_queries_and_windows():
-    attention, options = Attention("fused", build("kerple_power_ap_ap", SHAPE)), {"documents": True, "windowed": True}
-    verdicts = attention.check_kernels(CPU, torch.float32, 2, 16, training=True, kv_heads=1, **options)
+    options = {"training": True, "backend": "fused", "documents": True, "windowed": True}
+    verdicts = check_kernels(build("kerple_power_ap_ap", SHAPE), Heads(2, 1, 16), *SIZES[1:], **options)
     assert [verdict.failure for verdict in verdicts] == [None, None]
     assert "weight, grouped, documents, gradients" in str(verdicts[0])
     assert "weight, window, grouped, documents, gradients" in str(verdicts[1])
@@ -117,7 +128,7 @@ def test_the_kernels_pass_with_documents_grouped_queries_and_windows():
 def test_half_precision_is_far_from_the_limits(method, dtype):
     torch.manual_seed(0)
     with interpreted_bfloat16():
-        (verdict,) = Attention("fused", build(method, SHAPE)).check_kernels(CPU, dtype, 2, 16, training=True)
+        (verdict,) = check_kernels(build(method, SHAPE), *SIZES[:2], dtype, training=True, backend="fused")
     assert max(verdict.errors.values()) < self_check.MAX_ERROR[dtype] / 3
 
 
@@ -161,8 +172,8 @@ def test_auto_uses_another_backend_after_a_failure(kernels, capsys):
     random_call()
     assert len(calls) == 1
     assert capsys.readouterr().err == ""
-    attention = Attention("auto", build("kerple_log", SHAPE))
-    assert attention.choice(CPU, torch.float32, 16) == "chunked (auto: the fused kernels failed their self-check)"
+    choice = describe_choice(build("kerple_log", SHAPE), "auto", CPU, torch.float32, 16)
+    assert choice == "chunked (auto: the fused kernels failed their self-check)"
 
 
 def test_a_configured_backend_fails(kernels):

@@ -242,9 +242,7 @@ def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch
     embedded = method.embed(hidden, positions).unflatten(-1, (2, 8)).transpose(1, 2)
     query, key, value = embedded.unsqueeze(1).unbind(0)
     sums = decay_sums(method.decay(hidden[:1])) if "decay" in method.hooks else None
-    query, _ = method.rotate(query[:, :, -LAST:], key[:, :, :0], positions[-LAST:], positions[:0])
-    _, key = method.rotate(query[:, :, :0], key, positions[:0], positions)
-    return Attention("auto", method)(query, key, value, decay_sums=sums)
+    return Attention(method)(query[:, :, -LAST:], key, value, decay_sums=sums)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])

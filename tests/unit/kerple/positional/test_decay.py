@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kerple.attention import attend
 from kerple.positional import Cable, Forgetting, append_decay, decay_sums
 from kerple.positional.decay import appended_sums, extra_dimensions
+from tests.support.attention import attend_with
 
 SIZE, LENGTH = 8, 150
 
@@ -49,7 +49,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 def test_values_and_gradients(backend, dtype, window, kv_heads):
     states = random_states(4, kv_heads, dtype)
     exact = [state.detach().double().requires_grad_() for state in states]
-    attended = attend(*states[:3], decay_sums=decay_sums(states[3]), backend=backend, window=window)
+    attended = attend_with(*states[:3], decay_sums=decay_sums(states[3]), backend=backend, window=window)
     expected = exact_attention(*exact, window=window or LENGTH)
     upstream = torch.randn(attended.shape, dtype=torch.float64)
     gradients = torch.autograd.grad(attended, states, upstream.to(dtype))
@@ -64,7 +64,7 @@ def test_gradient_of_a_constant_in_bf16(backend):
     """The bias of a gate is added to the decay of every token: its gradient is a sum of sums, whose errors add up."""
     states = random_states(4, 4, torch.bfloat16, steepness=0.01)
     exact = [state.detach().double().requires_grad_() for state in states]
-    attended = attend(*states[:3], decay_sums=decay_sums(states[3]), backend=backend)
+    attended = attend_with(*states[:3], decay_sums=decay_sums(states[3]), backend=backend)
     assert attended.dtype == torch.bfloat16
     upstream = torch.randn(attended.shape).to(torch.bfloat16)
     (gradient,) = torch.autograd.grad(attended, states[3], upstream)
@@ -79,7 +79,7 @@ def test_decoding_is_accurate_after_any_length(queries, backend):
     """The sums are those after about 300,000 tokens with gates of 0.5; float32 has steps of 0.016 there."""
     query, key, value, decay = (state.detach() for state in random_states(2, 1, torch.float32))
     sums = decay_sums(decay) - 200_000.0
-    attended = attend(query[:, :, -queries:], key, value, decay_sums=sums, backend=backend)
+    attended = attend_with(query[:, :, -queries:], key, value, decay_sums=sums, backend=backend)
     expected = exact_attention(*(state.double() for state in (query, key, value, decay)))[:, :, -queries:]
     assert (attended.double() - expected).norm() < 1e-6 * expected.norm()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerple.attention import Attention, attend
+from kerple.attention import Attention
 from kerple.positional import StickBreaking
 
 
@@ -27,7 +27,7 @@ def exact_attention(query, key, value, window=None):
 def test_attention_and_gradients(dtype, window):
     torch.manual_seed(0)
     states = [(3 * torch.randn(2, 3, 23, 8)).to(dtype).requires_grad_() for _ in range(3)]
-    attended = Attention("chunked", StickBreaking())(*states, window=window)
+    attended = Attention(StickBreaking(), "chunked")(*states, window=window)
     exact = [state.detach().double().requires_grad_() for state in states]
     expected = exact_attention(*exact, window=window)
     upstream = torch.randn(attended.shape, dtype=torch.float64)
@@ -43,11 +43,7 @@ def test_extreme_scores():
     query = torch.full((1, 1, 4, 1), 100.0, requires_grad=True)
     key = torch.tensor([1.0, -1.0, 1.0, 1.0]).view(1, 1, 4, 1)
     value = torch.eye(4)[None, None]
-    context = attend(
-        *(states.expand(-1, -1, -1, 4) / 2 for states in (query, key)),
-        value,
-        modify_scores=StickBreaking().final_scores,
-    )
+    context = Attention(StickBreaking())(*(states.expand(-1, -1, -1, 4) / 2 for states in (query, key)), value)
     expected = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]])
     torch.testing.assert_close(context[0, 0], expected)
     assert torch.autograd.grad(context.square().sum(), query)[0].isfinite().all()

@@ -92,7 +92,7 @@ def check_attention(method, plain, scores_of, causal=True):
     method.begin_step(1)
     positions = method.sampled(POSITIONS)
     states = [torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    attended = Attention("chunked", method)(*method.rotate(*states[:2], POSITIONS, POSITIONS), states[2], causal=causal)
+    attended = Attention(method, "chunked")(*states, causal=causal)
 
     future = torch.ones(LENGTH, LENGTH).triu(1).bool() & causal
     scores = scores_of(*plain.rotate(*states[:2], positions, positions), positions, future)
@@ -145,10 +145,9 @@ def test_a_query_alone_has_the_result_of_the_complete_text(name):
     torch.manual_seed(0)
     method = build(name, ModelShape(2, 8, 16, 1, 16), random_range=32).eval()
     query, key, value = torch.randn(3, 1, 2, 16, 8).unbind()
-    query, key = method.rotate(query, key, torch.arange(16), torch.arange(16))
-    complete = Attention("chunked", method)(query, key, value)
+    complete = Attention(method, "chunked")(query, key, value)
     for end in range(1, 17):
-        alone = Attention("chunked", method)(query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end])
+        alone = Attention(method, "chunked")(query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end])
         torch.testing.assert_close(alone[:, :, 0], complete[:, :, end - 1])
 
 
@@ -218,9 +217,7 @@ TOKENS = 20
 
 
 def attend(method, query, key, value):
-    positions = torch.arange(TOKENS)
-    query, key = method.rotate(query, key, positions, positions)
-    return Attention("chunked", method)(query, key, value)
+    return Attention(method, "chunked")(query, key, value)
 
 
 def test_each_layer_is_its_own_method():

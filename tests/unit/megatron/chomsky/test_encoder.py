@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kerple.positional import Chunk, ModelShape, build
-from megatron.chomsky.encoder import Encoder, scores_from_both_sides
+from megatron.chomsky.encoder import BothSides, Encoder
 from tests.support.methods import methods_and_variants
 
 
@@ -44,7 +44,7 @@ def test_cope_sums_the_gates_between_query_and_key():
     scores = torch.randn(3, 2, 6, 6, dtype=torch.float64)
     mask = torch.zeros(6, 6, dtype=torch.bool)
     chunk = Chunk(scores, query, positions, positions, mask, causal=False)
-    actual = scores_from_both_sides(method, None, chunk)
+    actual = BothSides(method, query).modify_scores(chunk)
     gates = scores.sigmoid()
     for m in range(6):
         for n in range(6):

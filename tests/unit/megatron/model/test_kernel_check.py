@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kerple.attention import Attention, Requirements, self_check
+from kerple.attention import Requirements, self_check
 from kerple.attention.self_check import Verdict
 from megatron.model import fused_block, kernel_check, loss
 from megatron.model.kernel_check import check_kernels
@@ -30,11 +30,11 @@ def ranks(monkeypatch):
     ) -> list[tuple]:
         checks = []
 
-        def check(attention, device, dtype, heads, head_size, *, training, kv_heads, windowed, documents):
-            checks.append((device, dtype, heads, head_size, training, kv_heads, windowed))
+        def check(method, heads, device, dtype, *, training, backend, windowed, documents):
+            checks.append((device, dtype, heads.queries, heads.size, training, heads.keys, windowed))
             return own
 
-        monkeypatch.setattr(Attention, "check_kernels", check)
+        monkeypatch.setattr(kernel_check, "check_attention_kernels", check)
         monkeypatch.setattr(loss, "kernel_failure", lambda device, dtype: None)
         monkeypatch.setattr(fused_block, "kernel_failure", lambda block, device, dtype: None)
         monkeypatch.setattr(

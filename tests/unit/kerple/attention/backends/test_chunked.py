@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kerple.attention import FULL, Attention, attend, position_tables
+from kerple.attention import FULL, Attention, attend, describe_choice, position_tables
 from kerple.attention.backends import chunk_plan
 from kerple.attention.backends.chunk_plan import modify_budget
 from kerple.positional import ModelShape, PositionalMethod, build
@@ -222,7 +222,7 @@ def test_grouped_keys_are_not_repeated(method, s, monkeypatch):
     tables = position_tables(positional, length, "cpu")
     query, key, value = (torch.randn(1, heads, n, size) for heads, n in ((8, s), (1, length), (1, length)))
     with torch.no_grad(), LargestStorage() as largest:
-        Attention("auto", positional)(query, key, value, tables=tables)
+        Attention(positional)(query, key, value, tables=tables)
     assert largest.elements < 8 * key.numel()
 
 
@@ -283,7 +283,7 @@ def test_dropout_of_modified_scores_is_the_same_in_both_passes(name, monkeypatch
 
 def test_modified_scores_of_an_empty_batch():
     states = torch.randn(0, 3, 5, 4)
-    assert Attention("chunked", make_method("fire"))(states, states, states).shape == states.shape
+    assert Attention(make_method("fire"), "chunked")(states, states, states).shape == states.shape
 
 
 @pytest.mark.parametrize("name", ["dape_v2_kerple", "cope"])
@@ -295,7 +295,7 @@ def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
     with torch.no_grad():
         tables = position_tables(method, 16_384, "cpu")
         with LargestStorage() as largest:
-            Attention("auto", method)(query, key, value, tables=tables)
+            Attention(method)(query, key, value, tables=tables)
     assert largest.elements <= 36 * 16 * 16_384
 
 
@@ -305,9 +305,9 @@ def test_chunks_of_modified_scores_fit_the_gpu(memory_gib, mib, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert modify_budget(torch.device("cuda")) == mib * 2**20
-    choice = Attention("auto", make_method("fire")).choice("cuda")
+    choice = describe_choice(make_method("fire"), "auto", "cuda")
     assert choice.endswith(f"modify_scores), in chunks of at most {mib} MiB of scores on this GPU")
-    assert "MiB" not in Attention("auto", make_method("fire")).choice("cpu")
+    assert "MiB" not in describe_choice(make_method("fire"), "auto", "cpu")
 
 
 def training_memory(length: int, backend: str) -> int:
@@ -315,7 +315,7 @@ def training_memory(length: int, backend: str) -> int:
     method = build("dape_kerple", SHAPE)
     leaves = [torch.randn(1, 3, length, 4, requires_grad=True) for _ in range(3)]
     tables = position_tables(method, length, "cpu")
-    return peak_memory(lambda: Attention(backend, method)(*leaves, tables=tables).sum().backward())
+    return peak_memory(lambda: Attention(method, backend)(*leaves, tables=tables).sum().backward())
 
 
 def test_memory_of_modified_scores_in_training(monkeypatch):

@@ -73,7 +73,7 @@ def cope_scores(method, scores: Tensor, query: Tensor, seen: Tensor) -> Tensor:
 def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, pos_emb: str) -> Tensor:
     """Attention with explicit masks and distances, float64."""
     query, key, value = layer.heads(layer.query_key_value(hidden))
-    method, distances = layer.attention.positional, mapped_distances(mode)
+    method, distances = layer.positional, mapped_distances(mode)
     positions = torch.arange(1, LENGTH + 1, dtype=torch.float64)
     match mode.scaling:
         case LogLength(length):

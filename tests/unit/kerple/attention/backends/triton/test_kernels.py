@@ -12,7 +12,7 @@ from kerple.attention import Documents, attend
 from kerple.attention.backends.triton import kernels, launch
 from kerple.attention.backends.triton.launch import document_tiles
 from kerple.attention.backends.triton.tiles import Tile, Tiles
-from tests.support.attention import float64_arguments, random_attend_arguments, run_attend, run_repeated
+from tests.support.attention import attend_with, float64_arguments, random_attend_arguments, run_attend, run_repeated
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF_DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
@@ -127,8 +127,8 @@ def test_decay_in_float32():
     """The sums of more than one block of tokens."""
     arguments = random_attend_arguments(1, 2, 270, 270, 16, bias=False, weight=False, decay=True, device=DEVICE)
     sums = (arguments["decay_sums"].detach() + 4000).float()
-    expected = attend(**{**arguments, "decay_sums": sums.double()}, backend="reference")
-    torch.testing.assert_close(attend(**{**arguments, "decay_sums": sums}, backend="fused"), expected)
+    expected = attend_with(**{**arguments, "decay_sums": sums.double()}, backend="reference")
+    torch.testing.assert_close(attend_with(**{**arguments, "decay_sums": sums}, backend="fused"), expected)
 
 
 def test_decay_of_strong_gates():

@@ -5,10 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import Attention, Span, attend
+from kerple.attention import Attention, Span, attend, runs_fused
 from kerple.attention.backends.triton import launch
 from kerple.positional import ModelShape, TableJacobian, build
-from tests.support.attention import float64_arguments, random_attend_arguments, run_attend, upstream_gradient
+from tests.support.attention import (
+    attend_with,
+    float64_arguments,
+    random_attend_arguments,
+    run_attend,
+    upstream_gradient,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=40)
@@ -53,9 +59,8 @@ def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
     leaves = [*states, *method.parameters()]
     grads = []
     for backend in ("fused", "reference"):
-        attention = Attention(backend, method)
-        assert attention.runs_fused(states[0].device, states[0].dtype, states[0].shape) == (backend == "fused")
-        context = attention(*states, window=span.window, block=span.block)
+        assert runs_fused(method, backend, states[0], states[0].shape) == (backend == "fused")
+        context = Attention(method, backend)(*states, window=span.window, block=span.block)
         grads.append(torch.autograd.grad(context.square().sum(), leaves))
     assert {coefficients for coefficients, _ in requested} == {True}
     assert {dense for _, dense in requested} == {14 if pos_emb == "rpe" else 0}
@@ -99,7 +104,7 @@ def test_gradients_of_coefficients(bias_directions, weight_directions, window, k
                 inputs[f"{name}_table"] = arguments[f"{name}_table"].detach() + change
                 inputs[f"{name}_jacobian"] = TableJacobian(values, table_directions)
                 coefficients.append(values)
-        result = attend(backend=backend, **inputs)
+        result = attend_with(backend=backend, **inputs)
         grads.append(torch.autograd.grad(result, [arguments["query"], *coefficients], upstream_gradient(result)))
     for first, second, expected in zip(*grads, strict=True):
         assert torch.equal(first, second)
@@ -110,7 +115,7 @@ def test_with_too_many_directions_the_table_gets_its_gradient():
     arguments = random_attend_arguments(1, 2, 40, 40, 16, weight=False, device=DEVICE)
     coefficients = torch.ones(2, 5, device=DEVICE).requires_grad_()
     jacobian = TableJacobian(coefficients, torch.zeros(2, 5, 40, device=DEVICE))
-    result = attend(backend="fused", **arguments, bias_jacobian=jacobian)
+    result = attend_with(backend="fused", **arguments, bias_jacobian=jacobian)
     (grad,) = torch.autograd.grad(result.square().sum(), arguments["bias_table"], retain_graph=True)
     assert grad.abs().max() > 1e-3
     assert torch.autograd.grad(result.sum(), coefficients, allow_unused=True) == (None,)
@@ -124,7 +129,7 @@ def test_directions_below_dense_are_ignored():
         coefficients = torch.zeros(2, 1, device=DEVICE, requires_grad=True)
         directions = torch.where(torch.arange(40, device=DEVICE) < 20, below, 1.0).expand(2, 1, -1)
         jacobian = TableJacobian(coefficients, directions, dense=20)
-        context = attend(*states, bias_table=table, bias_jacobian=jacobian, backend="fused")
+        context = attend_with(*states, bias_table=table, bias_jacobian=jacobian, backend="fused")
         runs.append(torch.autograd.grad(context.square().sum(), [coefficients, table]))
     for actual, expected in zip(*runs, strict=True):
         assert torch.equal(actual, expected)

@@ -9,7 +9,7 @@ from kerple.attention import Documents, PositionTables, Span, attend, jacobians,
 from kerple.attention.backends.triton import operator
 from kerple.attention.backends.triton.launch import document_tiles
 from kerple.positional import KerpleLog, TableJacobian
-from tests.support.attention import random_attend_arguments, run_attend
+from tests.support.attention import attend_with, random_attend_arguments, run_attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -112,7 +112,7 @@ def test_inductor_compiles_the_backward_pass_of_two_directions():
     def run(query, key, value, *_):
         bias, _ = tables(method, 20, query.device)
         bias_jacobian, _ = jacobians(method, 20, query.device)
-        return attend(query, key, value, bias_table=bias, bias_jacobian=bias_jacobian, backend="fused")
+        return attend_with(query, key, value, bias_table=bias, bias_jacobian=bias_jacobian, backend="fused")
 
     arguments = random_attend_arguments(1, 2, 20, 20, 16, bias=False, weight=False, device=DEVICE)
     inputs = [*(arguments[name] for name in ("query", "key", "value")), *method.parameters()]

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import Attention, Requirements, attend, check_backend
+from kerple.attention import Requirements, attend, check_backend, describe_choice
 from kerple.attention.backends.triton import kernels, tiles
 from kerple.attention.backends.triton.tiles import Gpu, no_tiles_reason, tiles_for
 from kerple.positional import ModelShape, build
@@ -73,7 +73,7 @@ def test_gpus_without_tiles_are_rejected_by_name(gpu, reason, gpu_of_this_machin
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     gpu_of_this_machine(gpu)
     method = build("alibi", ModelShape(num_heads=2, head_size=128, hidden_size=256, num_layers=1, max_positions=8))
-    assert Attention("auto", method).choice("cuda", torch.bfloat16, 128).startswith("chunked (auto: fused needs ")
+    assert describe_choice(method, "auto", "cuda", torch.bfloat16, 128).startswith("chunked (auto: fused needs ")
     requirements = Requirements(device=torch.device("cuda"), dtype=torch.bfloat16, head_size=128)
     with pytest.raises(NotImplementedError, match=f"attention-backend 'fused'.*{reason}"):
         check_backend("fused", requirements)
