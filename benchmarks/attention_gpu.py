@@ -93,7 +93,7 @@ def alternatives(
             results[name] = (lambda: attend_with_method(method, query, key, value, backend=backend), leaves)
             return
         tables, table_leaves = as_leaves(layer_tables(method, length, HEADS, bench.device, backend))
-        run = partial(Attention(backend, method), query, key, value, tables=tables)
+        run = partial(Attention(method, backend), query, key, value, tables=tables)
         results[name] = run, [query, key, value, *table_leaves]
         if backend == "fused" and table_leaves:
             results[f"tables, {method_name}"] = (

@@ -21,8 +21,8 @@ from megatron.checkpoint.directory import has_checkpoint
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.model.settings import Layout
-from megatron.reporting.training_log import last_metrics
 from megatron.model.trial import not_finite, trial_step
+from megatron.reporting.training_log import last_metrics
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, import_package
 from megatron.utils.files import METRICS

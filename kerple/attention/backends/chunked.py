@@ -10,6 +10,7 @@ heads, c queries, l keys.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -366,7 +367,9 @@ def _operator_forward(
     return context.transpose(1, 2).contiguous().transpose(1, 2), torch.tensor(seed, device="cpu")
 
 
-_operator = torch.library.custom_op("kerple::chunked_attention", _operator_forward, mutates_args=())
+# Exported models contain this file, so each copy has its own name.
+_NAMESPACE = re.sub(r"\W", "_", __name__)
+_operator = torch.library.custom_op(f"{_NAMESPACE}::attention", _operator_forward, mutates_args=())
 
 
 @_operator.register_fake
@@ -398,7 +401,7 @@ def _operator_backward(
     return [grad.contiguous() for grad in grads if grad is not None]
 
 
-_backward_operator = torch.library.custom_op("kerple::chunked_attention_backward", _operator_backward, mutates_args=())
+_backward_operator = torch.library.custom_op(f"{_NAMESPACE}::attention_backward", _operator_backward, mutates_args=())
 
 
 @_backward_operator.register_fake

@@ -20,14 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_attend import attend_in_mode
-from .attention_call import AttentionCall, Requirements, Span, without_autocast
+from .attention_backend import Requirements, without_autocast
+from .attention_call import AttentionCall
 from .attention_chunked import CHUNKED
+from .attention_documents import Documents
 from .attention_flex import FLEX
 from .attention_mode import AttentionMode
 from .attention_parts import run, run_documents
 from .attention_reference import REFERENCE
 from .attention_sdpa import SDPA
-from .attention_tables import Documents, position_tables
+from .attention_span import Span
+from .attention_tables import NO_TABLES, position_tables
 from .cache_kerple import ModeCache
 from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
 
@@ -243,41 +246,44 @@ def attend(query, key, value, method, tables, layout, window, dropout, implement
     # The places of a static cache that are in use.
     places, group = key.shape[2], query.shape[1] // key.shape[1]
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
-    extra = extra_dimensions(key.dtype, group) if "decay" in method.hooks else 0
+    extra, applied = 0, method
+    if "decay" in method.hooks:  # it is a part of query and key
+        extra, applied = extra_dimensions(key.dtype, group), None
+    in_mode = layout.mode is not None
     call = AttentionCall(
         query=query,
         key=key,
         value=value,
         scale=(query.shape[3] - extra) ** -0.5,
-        tables=tables,
-        modify_scores=method.final_scores if "modify_scores" in method.hooks else None,
+        method=None if in_mode else applied,
+        tables=NO_TABLES if in_mode else tables,
         span=Span(window),
         documents=layout.documents,
         dropout_p=dropout,
-        dropped=layout.total - key.shape[2],
+        dropped=0 if layout.documents is not None else layout.total - key.shape[2],
     ).validate()
 
     # With output_attentions, the reference computes the probabilities.
     backend = REFERENCE if output_attentions else BACKENDS[implementation]
-    reason = backend.unsupported_reason(call.requirements)
+    reason = backend.unsupported_reason(Requirements.of_call(call))
     if reason is not None:
         raise ValueError(f"attn_implementation {implementation} {reason}; use another one")
 
     # An inference mode.
-    if layout.mode is not None:
-        in_mode = partial(attend_to_text_in_mode, method=method, layout=layout, backend=backend)
+    if in_mode:
+        attend_to_text = partial(attend_to_text_in_mode, method=method, layout=layout, backend=backend)
         if layout.documents is None:
-            return in_mode(call), None
-        return run_documents(call, layout.documents, in_mode), None
+            return attend_to_text(call), None
+        return run_documents(call, layout.documents, attend_to_text), None
 
     # All keys.
-    options = {"method": method, "masks_documents": backend.masks_documents}
+    masks_documents = backend.masks_documents
     if not output_attentions:
-        return run(call, backend.compute, **options), None
+        return run(call, backend.compute, masks_documents=masks_documents), None
 
     # If the value of a key has a dimension of its own, the context is the probabilities.
     own = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-    probabilities = run(replace(call, value=own), backend.compute, **options)
+    probabilities = run(replace(call, value=own), backend.compute, masks_documents=masks_documents)
     context = probabilities @ value.repeat_interleave(group, dim=1)
     if places > key.shape[2]:
         probabilities = F.pad(probabilities, (0, places - key.shape[2]))
@@ -299,5 +305,6 @@ def attend_to_text_in_mode(call, method, layout, backend):
         query, key = mode.rotation(method).rotate(query, key, positions[call.offset :], positions)
     length = total if "modify_scores" in method.hooks else mode.span.max_kv_len(total)
     tables = tables_of(method, length, query.device, mode.distance_map)
-    call = replace(call, query=query, key=key, tables=tables, span=mode.span)
-    return run(call, backend.compute, method=method)
+    applied = None if "decay" in method.hooks else method
+    call = replace(call, query=query, key=key, method=applied, tables=tables, span=mode.span)
+    return run(call, backend.compute)
