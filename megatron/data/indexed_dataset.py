@@ -350,16 +350,18 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def data_fingerprint(prefix: str | Path) -> str:
-    """64 hexadecimal digits that identify the tokens of a dataset: the SHA-256 of its .bin in the manifest, or without
-    a manifest a SHA-256 of the .idx, the size of the .bin, and parts of it.
+    """64 hexadecimal digits that identify the tokens of a dataset: a SHA-256 of the .idx, the size of the .bin, and
+    parts of it. The same with and without a manifest, which has these hashes.
 
     Raises UserError if a file is missing or unreadable.
     """
-    manifest = read_manifest(prefix)
-    if manifest is not None:
-        return manifest.sha256
     binary, index = find_files(prefix)
-    return hashlib.sha256(f"{file_sha256(index)} {file_sample(binary)}".encode()).hexdigest()
+    manifest = read_manifest(prefix)
+    if manifest is not None and manifest.idx_sha256 is not None and manifest.bin_sample is not None:
+        of_index, of_binary = manifest.idx_sha256, manifest.bin_sample
+    else:
+        of_index, of_binary = file_sha256(index), file_sample(binary)
+    return hashlib.sha256(f"{of_index} {of_binary}".encode()).hexdigest()
 
 
 def file_sha256(path: str | Path) -> str:

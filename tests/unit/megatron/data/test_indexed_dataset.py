@@ -200,15 +200,16 @@ def test_files_that_the_manifest_does_not_describe(pair, tmp_path, write_corpus)
 
 
 def test_fingerprint_of_the_data(pair, tmp_path, write_corpus):
-    """That of the manifest; otherwise it depends on both files, and not on their path."""
+    """It depends on both files, and not on their path or on whether there is a manifest."""
     first = data_fingerprint(pair)
     write_corpus(tmp_path / "copy", [5, 6, 7])
     assert data_fingerprint(tmp_path / "copy") == first
     write_corpus(tmp_path / "other ids", [5, 6, 7], seed=3)
     write_corpus(tmp_path / "other documents", [6, 5, 7])
     assert len({first, *(data_fingerprint(tmp_path / name) for name in ("other ids", "other documents"))}) == 3
-    write_manifest(pair, replace(manifest_of(open_indexed_files(pair), 999), sha256="ab" * 32))
-    assert data_fingerprint(pair) == "ab" * 32
+    for manifest in (manifest_of(open_indexed_files(pair), 999), with_hashes(pair)):
+        write_manifest(pair, manifest)
+        assert data_fingerprint(pair) == first
     assert_rejected(r"absent\.bin", data_fingerprint, tmp_path / "absent")
 
 
