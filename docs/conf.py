@@ -50,6 +50,7 @@ CONTENTS = {
         "docs/results/recall",
         "docs/results/full-scale",
         "experiments/corpora/README",
+        "experiments/bytes/README",
         "experiments/long_context/README",
         "docs/results/tables",
         "docs/chomsky",
