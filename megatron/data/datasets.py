@@ -203,6 +203,7 @@ def datasets_from_blends(
     settings: SampleSettings,
 ) -> Datasets:
     """Build the blend of each part. The sequences are per part (train, valid, test); see `build_datasets`."""
+
     @functools.cache  # a corpus that is split belongs to several parts
     def open_files(prefix: str) -> IndexedFiles:
         files = agree(lambda: open_indexed_files(prefix))
@@ -239,7 +240,9 @@ def datasets_from_blends(
 def _check_same(prefix: str, fingerprints: Sequence[str]) -> None:
     """Raises UserError unless all ranks have the same dataset: otherwise they would not read disjoint samples."""
     if len(set(fingerprints)) > 1:
-        raise UserError(f"{prefix}: the machines have different datasets of this name; copy the same one to all of them")
+        raise UserError(
+            f"{prefix}: the machines have different datasets of this name; copy the same one to all of them"
+        )
 
 
 def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tuple[int, int] | None:

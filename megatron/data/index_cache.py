@@ -92,7 +92,10 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _checksum(folder: Path) -> bytes:
-    """Of the name of the folder, which identifies the settings, and of the arrays. Raises UserError if one is missing."""
+    """Of the name of the folder, which identifies the settings, and of the arrays.
+
+    Raises UserError if one is missing.
+    """
     hashes = [f"{name} {file_sha256(folder / name)}" for name in INDICES]
     return hashlib.sha256("\n".join([folder.name, *hashes]).encode()).hexdigest().encode()
 

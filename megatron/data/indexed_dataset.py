@@ -340,8 +340,8 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of `prefix`. Returns None if it is missing, as for data from other software, or unreadable, which
-    `open_indexed_files` rejects.
+    """Read the manifest of `prefix`. Returns None if it is missing, as for data from other software, or unreadable,
+    which `open_indexed_files` rejects.
     """
     try:
         return _MANIFEST.validate_json(read_file(manifest_path(prefix)), strict=True)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kerple.attention.backend import Backend, without_autocast
 from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable, modify_rows
-from kerple.attention.backends.reference import attend_to_chunk
+from kerple.attention.backends.reference import attend_to_chunk, softmax_or_zero
 from kerple.attention.call import AttentionCall
 from kerple.attention.span import Span
 from kerple.attention.tables import PositionTables
@@ -91,9 +91,11 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
     if weight is not None:
         scores = scores * weight
-    if bias is not None:
-        scores = scores + bias
-    context = scores.softmax(dim=-1) @ value.to(dtype)
+    if bias is None:
+        probabilities = scores.softmax(dim=-1)
+    else:
+        probabilities = softmax_or_zero(scores + bias)
+    context = probabilities @ value.to(dtype)
     return context.to(query.dtype).reshape(call.context_shape)
 
 
@@ -122,6 +124,10 @@ class _ChunkScores:
         if bias is not None and avoids_denormals:
             visible = bias[:, : plan.max_kv_len]
             self.steep_heads = (visible.amin(dim=1) - visible.amax(dim=1) < MIN_SCORE).tolist()
+        # A query sees at least itself, at distance 0. Elsewhere than on a CPU, asking would wait for the device.
+        self.may_be_empty = bias is not None
+        if bias is not None and like.device.type == "cpu":
+            self.may_be_empty = bool((bias[:, 0] == float("-inf")).any())
         self.bias = ToeplitzTable(plan, 1 if bias is None else plan.heads, float("-inf"), like).load(bias)
         self.weight = None if weight is None else ToeplitzTable(plan, plan.heads, 0.0, like).load(weight)
         # Without a bias the table is only a mask. Without a window, it masks only pairs of a chunk's last `rows` keys.
@@ -152,6 +158,10 @@ class _ChunkScores:
             rows = out.shape[1]
             scores, bias = scores[..., -rows:], bias[..., -rows:]
         scores.add_(bias)
+        if self.may_be_empty:
+            is_empty = out.amax(dim=-1, keepdim=True) == float("-inf")
+            torch.softmax(out.masked_fill_(is_empty, 0.0), dim=-1, out=out)
+            return out.masked_fill_(is_empty, 0.0)
         if any(self.steep_heads[first_head : first_head + self.bias.group_heads]):
             torch.threshold_(out.sub_(out.amax(dim=-1, keepdim=True)), MIN_SCORE, float("-inf"))
         return torch.softmax(out, dim=-1, out=out)

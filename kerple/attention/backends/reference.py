@@ -69,13 +69,20 @@ def attend_to_chunk(
             scores = scores * lookup(call.tables.weight, distance)
         if call.tables.bias is not None:
             scores = scores + lookup(call.tables.bias, distance)
-    if call.key_mask is None:
-        probabilities = scores.masked_fill(mask, float("-inf")).softmax(dim=-1)
-    else:  # zero for queries without a visible key
-        probabilities = scores.masked_fill(mask, torch.finfo(dtype).min).softmax(dim=-1).masked_fill(mask, 0.0)
+    scores = scores.masked_fill(mask, float("-inf"))
+    if call.key_mask is None and call.tables.bias is None:
+        probabilities = scores.softmax(dim=-1)
+    else:
+        probabilities = softmax_or_zero(scores)
     probabilities = F.dropout(probabilities, call.dropout_p)
     context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, key.shape[2]), flat_value)
     return context.view(*query.shape[:3], value.shape[3]).to(query.dtype)
+
+
+def softmax_or_zero(scores: Tensor) -> Tensor:
+    """The softmax over the last dimension; zero for rows that are -inf everywhere, which have no visible key."""
+    is_empty = scores.amax(dim=-1, keepdim=True) == float("-inf")
+    return scores.masked_fill(is_empty, 0.0).softmax(dim=-1).masked_fill(is_empty, 0.0)
 
 
 REFERENCE = Backend("reference", reference_attention, modify_scores=True)

@@ -198,8 +198,10 @@ def forward_kernel(
         context_sum = tl.dot(probabilities.to(values.dtype), values, context_sum, input_precision=PRECISION)
         row_max = new_max
 
-    # Padding rows may have only masked keys.
+    # Padding rows may have only masked keys, and others only biases of -inf: their context is 0, and with an infinite
+    # lse, so are their probabilities in the backward pass.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    row_max = tl.where(row_max == float("-inf"), float("inf"), row_max)
     store_rows(context, first, context_s, s, context_sum / row_sum[:, None], SIZE, BLOCK_M, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_M)
     tl.store(lse + rows, row_max + tl.log2(row_sum), mask=rows < s)

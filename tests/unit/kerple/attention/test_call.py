@@ -247,3 +247,34 @@ def test_tables_of_one_direction_are_rejected():
         tables = position_tables(method, 17, "cpu", causal=not causal)
         with pytest.raises(ValueError, match=f"causal={causal}"):
             Attention(method)(*random_states(4, 6, 17), tables=tables, causal=causal)
+
+
+@pytest.mark.parametrize("s", [1, 3, 7])
+def test_queries_whose_biases_are_all_infinite(s):
+    """They get zero, and finite gradients, in each backend; flex has no gradients on a CPU."""
+    bias = torch.randn(2, 7).index_fill(0, torch.tensor([0]), float("-inf"))
+    for backend in ("reference", "chunked", "sdpa", "flex"):
+        states = [torch.randn(1, 2, length, 4, requires_grad=backend != "flex") for length in (s, 7, 7)]
+        context = attend(*states, bias_table=bias, backend=backend)
+        assert torch.equal(context[0, 0], torch.zeros(s, 4))
+        assert context[0, 1].abs().min() > 0
+        if backend != "flex":
+            grads = torch.autograd.grad(context.sum(), states)
+            assert all(grad.isfinite().all() and not grad[0, 0].any() for grad in grads)
+
+
+def test_a_bias_per_pair_is_named():
+    """It is no table over distance, and says nothing about a transposed query."""
+    states = torch.randn(3, 2, 2, 5, 4)
+    with pytest.raises(ValueError, match=r"bias_table \[2, 5, 5\] must be \[2, at least 5\]"):
+        attend(*states.unbind(), bias_table=torch.zeros(2, 5, 5))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_blocks_beyond_the_grid_of_a_gpu(batch, monkeypatch):
+    """Several calls, each of at most the largest number of rows and heads; also for an empty batch."""
+    states = torch.randn(3, batch, 2, 30, 4)
+    expected = attend(*states.unbind(), block=4, backend="chunked")
+    monkeypatch.setattr("kerple.attention.parts.MAX_BATCH_HEADS", 8)
+    torch.testing.assert_close(attend(*states.unbind(), block=4, backend="chunked"), expected)
+    assert expected.shape == (batch, 2, 30, 4)

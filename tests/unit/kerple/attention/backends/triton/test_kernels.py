@@ -171,3 +171,14 @@ def test_the_interpreter_is_required_on_a_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(NotImplementedError, match="runs on a GPU, not on cpu"):
         attend(*[torch.randn(1, 1, 4, 8)] * 3, backend="fused")
+
+
+def test_queries_whose_biases_are_all_infinite():
+    arguments = random_attend_arguments(1, 2, 20, 20, 16, weight=False, device=DEVICE)
+    del arguments["weight_table"]
+    with torch.no_grad():
+        arguments["bias_table"][0] = float("-inf")
+    context, *grads = run_attend("fused", arguments)
+    assert not context[0, 0].any()
+    assert context[0, 1].abs().min() > 0
+    assert all(grad.isfinite().all() for grad in grads)
