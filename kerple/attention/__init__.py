@@ -5,7 +5,7 @@ from kerple.attention.backend import Requirements
 from kerple.attention.backends.flex import score_mod
 from kerple.attention.backends.triton.operator import prepare_tables
 from kerple.attention.call import AttentionCall
-from kerple.attention.dispatch import backend_names, check_backend, run, runs_fused
+from kerple.attention.dispatch import Dispatcher, backend_names, check_backend, run, runs_fused
 from kerple.attention.documents import Documents, document_positions, ids_of_sequences
 from kerple.attention.inference.attend import attend_in_mode
 from kerple.attention.inference.mode import (
@@ -30,6 +30,7 @@ __all__ = [
     "Attention",
     "AttentionCall",
     "AttentionMode",
+    "Dispatcher",
     "Documents",
     "DynamicNtk",
     "Heads",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kerple.attention.backend import Requirements
 from kerple.attention.call import AttentionCall, check_shapes
-from kerple.attention.dispatch import check_backend, run, runs_fused
+from kerple.attention.dispatch import Dispatcher, check_backend, run, runs_fused
 from kerple.attention.documents import Documents
 from kerple.attention.span import Span
 from kerple.attention.tables import PositionTables, position_tables
@@ -36,6 +36,7 @@ class Attention(nn.Module):
         check_backend(backend, Requirements.of(positional))
         self.positional = positional
         self.backend = backend
+        self._run = Dispatcher(backend)
 
     def forward(
         self,
@@ -87,7 +88,7 @@ class Attention(nn.Module):
             key_mask=key_mask,
             dropout_p=dropout_p,
         )
-        return run(call, self.backend)
+        return self._run(call)
 
     def _rotated(self, query: Tensor, key: Tensor, documents: Documents | None, causal: bool) -> tuple[Tensor, Tensor]:
         """Query and key after the method's rotation, if it has one."""
@@ -116,13 +117,16 @@ class Attention(nn.Module):
         longest = key.shape[2]
         if not span.causal:
             longest = max(query.shape[2], longest)
-        is_fused = runs_fused(self.positional, self.backend, query, query.shape)
+        # torch.compile would trace the jacobians once for each length.
+        with_jacobians = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if with_jacobians:
+            with_jacobians = runs_fused(self.positional, self.backend, query, query.shape)
         return position_tables(
             self.positional,
             span.max_kv_len(longest),
             query.device,
             causal=span.causal,
-            with_jacobians=is_fused and torch.is_grad_enabled(),
+            with_jacobians=with_jacobians,
         )
 
 

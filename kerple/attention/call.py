@@ -10,7 +10,7 @@ Legend: b batch, s query length, t key length, h heads (of queries), g key/value
 v size of the value heads, p coefficients per head; c queries, l keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -164,6 +164,21 @@ class AttentionCall:
         """The tensors that may require gradients."""
         tensors = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
         return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def kind(self) -> Hashable:
+        """What the choice of a backend depends on, for a call without documents."""
+        tables = self.tables
+        directions = []
+        for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
+            if jacobian is not None:
+                directions.append((jacobian.coefficients.shape[1], jacobian.dense))
+        return (
+            *(self.query.shape, self.key.shape, self.value.shape, self.query.dtype, self.query.device),
+            *(self.training, self.span, self.method, self.dropout_p > 0, len(directions), *directions),
+            *(tables.bias is None, tables.weight is None, self.decay_sums is None),
+            *(self.key_mask is None, self.products is None),
+        )
 
     # -- parts of the call -------------------------------------------------------------------------
 

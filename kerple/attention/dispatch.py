@@ -4,8 +4,9 @@ Legend: b batch, s query length, h heads, d head size.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 
 from kerple.attention import parts, self_check
@@ -21,36 +22,67 @@ from kerple.positional import PositionalMethod
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
 
 
+# Kinds of calls whose backend is remembered.
+MAX_KINDS = 256
+
+
 def backend_names() -> tuple[str, ...]:
     """The values of `attention-backend`."""
     return ("auto", *BACKENDS)
 
 
-def run(call: AttentionCall, backend: str = "auto") -> Tensor:
-    """Validate and compute a call, `[b, h, s, v]`.
-
-    backend: one of `backend_names()`. `auto` takes the fastest, after a check of its kernels on the
-    first use of their kind.
-
-    Raises ValueError for arguments that do not fit together or an unknown backend, and
-    NotImplementedError for a backend that does not support the call.
+class Dispatcher:
+    """Validates and computes calls. It remembers the backend that it chose for each kind of call, since
+    all layers and steps of a model have the same few kinds.
     """
-    call.validate()
 
-    # The choice is made for each part: a block of queries, for example, has no documents.
-    def compute(part: AttentionCall) -> Tensor:
-        chosen = checked_choice(part, backend)
-        return BACKENDS[chosen].compute(part)
+    def __init__(self, backend: str = "auto"):
+        """backend: one of `backend_names()`. `auto` takes the fastest, after a check of its kernels on
+        the first use of their kind.
+        """
+        self.backend = backend
+        self._chosen: dict[Hashable, str] = {}
 
-    if call.documents is None and call.span.block is None and "scale_qk" not in call.hooks:
-        return compute(call)
-    masks_documents = None
-    if backend != "auto":
-        check_backend(backend, Requirements())
-        masks_documents = BACKENDS[backend].masks_documents
-    if call.is_packed and choose(call, Requirements.of_call(call), backend) == "fused":
-        masks_documents = True
-    return parts.run(call, compute, masks_documents=masks_documents)
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """The result of a call, `[b, h, s, v]`.
+
+        Raises ValueError for arguments that do not fit together or an unknown backend, and
+        NotImplementedError for a backend that does not support the call.
+        """
+        call.validate()
+        if call.documents is None and call.span.block is None and "scale_qk" not in call.hooks:
+            return BACKENDS[self._choice(call)].compute(call)
+
+        # Calls of several parts: each has its own kind.
+        masks_documents = None
+        if self.backend != "auto":
+            check_backend(self.backend, Requirements())
+            masks_documents = BACKENDS[self.backend].masks_documents
+        if call.is_packed and choose(call, Requirements.of_call(call), self.backend) == "fused":
+            masks_documents = True
+        return parts.run(call, self._compute_part, masks_documents=masks_documents)
+
+    def _compute_part(self, part: AttentionCall) -> Tensor:
+        return BACKENDS[checked_choice(part, self.backend)].compute(part)
+
+    def _choice(self, call: AttentionCall) -> str:
+        # A compiled graph and a captured one check nothing, so their choice may differ.
+        if torch.compiler.is_compiling() or not self_check.can_check(call.query):
+            return checked_choice(call, self.backend)
+        # A failed self-check changes what is chosen.
+        kind = call.kind, self_check.rejections()
+        chosen = self._chosen.get(kind)
+        if chosen is None:
+            chosen = checked_choice(call, self.backend)
+            if len(self._chosen) == MAX_KINDS:
+                self._chosen.clear()
+            self._chosen[kind] = chosen
+        return chosen
+
+
+def run(call: AttentionCall, backend: str = "auto") -> Tensor:
+    """Validate and compute one call; see `Dispatcher`."""
+    return Dispatcher(backend)(call)
 
 
 def checked_choice(call: AttentionCall, backend: str) -> str:

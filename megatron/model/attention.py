@@ -6,7 +6,6 @@ keys and values of this rank, n one of both, d head size, e hidden size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from kerple.attention import (
     FULL,
     AttentionCall,
     AttentionMode,
+    Dispatcher,
     Documents,
     PositionTables,
     Requirements,
@@ -27,7 +27,6 @@ from kerple.attention import (
     describe_choice,
     jacobians,
     prepare_tables,
-    run,
     runs_fused,
     score_table,
     tables,
@@ -193,7 +192,7 @@ class SelfAttention(nn.Module):
         check_hooks(positional)
         check_backend(config.attention_backend, Requirements.of(positional))
         self.backend = config.attention_backend
-        self.attention: Callable[[AttentionCall], Tensor] = partial(run, backend=self.backend)
+        self.attention: Callable[[AttentionCall], Tensor] = Dispatcher(self.backend)
         self.dense = row_linear(queries, hidden, bias=config.use_bias_in_attn_output, tp=tp)
 
     def forward(

@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from kerple.attention import (
     Attention,
@@ -26,7 +27,7 @@ from kerple.attention import (
 from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
-from kerple.positional import ModelShape, PositionalMethod, XPos, build
+from kerple.positional import KerpleLog, ModelShape, PositionalMethod, XPos, build
 from kerple.positional.wrappers import _sample
 from tests.support.attention import (
     DecayingXPos,
@@ -149,20 +150,21 @@ def test_masks_of_later_calls_are_checked():
         attention(*states, documents=Documents(torch.zeros(batch, 7, dtype=torch.long)))
 
 
-def test_a_rejected_kernel_is_not_chosen_again(calls, fused_available, monkeypatch):
-    monkeypatch.setattr(dispatch, "fused_is_fastest", lambda requirements, q_len: fused_supports(requirements))
-
-    def fused_supports(requirements):
-        return dispatch.unsupported_reason("fused", requirements) is None
-
-    monkeypatch.setitem(dispatch.BACKENDS, "fused", replace(dispatch.BACKENDS["fused"], run=lambda call: call.value))
+def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
+    """Until a kernel is rejected."""
+    choices = []
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda call, *rest: choices.append(call.q_len) or choose(call, *rest))
     attention = Attention(build("kerple_log", SHAPE))
-    attention(*random_states())
-    assert calls == []
-    monkeypatch.setattr(self_check, "DEVICE_TYPE", "cpu")
+    for s in (6, 6, 3, 6):
+        attention(*random_states(s, 6))
+    with torch.no_grad():
+        attention(*random_states())
+    assert choices == [6, 3, 6]  # without gradients, another kernel may run
     monkeypatch.setattr(self_check, "_failures", {(torch.float32, 4): "wrong"})
     attention(*random_states())
-    assert [backend for backend, *_ in calls] == ["chunked"]
+    assert choices == [6, 3, 6, 6]
+    assert [backend for backend, *_ in calls] == ["chunked"] * 6
 
 
 def test_later_calls_are_validated():
@@ -197,6 +199,25 @@ def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
     leaves = [leaf for leaf in arguments.values() if isinstance(leaf, torch.Tensor)]
     actual = [result, *torch.autograd.grad(result, leaves, upstream_gradient(result))]
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", pytest.param("chunked", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("window", [None, 9])
+def test_one_graph_serves_all_lengths(backend, window):
+    """PyTorch's own attention needs two for 20 lengths: one for the first, and one for all others."""
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    attention = Attention(KerpleLog(2), backend)
+    compiled = torch.compile(lambda *states: attention(*states, window=window), fullgraph=True, backend=graphs)
+    for length in range(10, 50, 2):
+        states = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
+        context = compiled(*states)
+    assert graphs.frame_count <= 3
+    expected = attention(*states, window=window)
+    torch.testing.assert_close(context, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(context.square().sum(), states), torch.autograd.grad(expected.square().sum(), states)
+    )
 
 
 def test_unknown_backends_are_rejected():
