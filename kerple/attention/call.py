@@ -288,6 +288,7 @@ def check_states(call: AttentionCall) -> None:
 
 def check_method(call: AttentionCall) -> None:
     """Raises ValueError unless tables and decay sums are those of the call's method and direction."""
+    # A decay.
     tables, sums, causal = call.tables, call.decay_sums, call.span.causal
     if sums is not None:
         expected = [*call.query.shape[:2], call.kv_len]
@@ -301,6 +302,7 @@ def check_method(call: AttentionCall) -> None:
     if method is None:
         return
 
+    # The direction, and the tables that the method has.
     name = type(method).__name__
     if not causal and method.causal_only:
         raise ValueError(
@@ -319,6 +321,8 @@ def check_method(call: AttentionCall) -> None:
             f"the tables of {name} depend on the direction: pass "
             f"tables=position_tables(method, length, device, causal={causal})"
         )
+
+    # The decay and the scores that the method has.
     if "decay" in method.hooks and sums is None:
         raise ValueError(f"{name} has a decay: pass decay_sums=decay_sums(method.decay(hidden))")
     if "decay" not in method.hooks and sums is not None:

@@ -4,46 +4,10 @@ import pytest
 import torch
 
 from kerple.attention import FULL, Attention, Documents, Span, attend, position_tables
-from kerple.attention.backend import Backend, Requirements
 from kerple.attention.backends import sdpa
-from kerple.positional import KerpleLog, ModelShape, TableJacobian, XPos, build, primary_names
+from kerple.positional import ModelShape, TableJacobian, XPos, build, primary_names
 from tests.support.attention import attend_with, dense_attention, random_states, upstream_gradient, visible_pairs
 from tests.support.methods import VARIANTS
-
-
-@pytest.mark.parametrize("span", [FULL, Span(window=3), Span(block=4)])
-def test_mask_and_first_key_follow_the_definition(span):
-    visible = visible_pairs(11, span)
-    mask = span.mask(range(5, 11), range(2, 11), "cpu")
-    assert torch.equal(~mask, visible[5:, 2:])
-    first_keys = [span.first_key(position) for position in range(11)]
-    assert first_keys == visible.int().argmax(dim=1).tolist() == span.first_key(torch.arange(11)).tolist()
-    assert visible.sum(dim=1).max() <= span.max_kv_len(11)
-    assert span.mask(range(3), range(3), "meta").device.type == "meta"
-
-
-def test_a_block_sees_from_half_to_all_of_the_training_length():
-    """LEX, section 3.2: with blocks of l / 2, from l / 2 + 1 to l keys."""
-    span = Span(block=8)
-    visible = [position + 1 - span.first_key(position) for position in range(8, 100)]
-    assert (min(visible), max(visible)) == (9, 16)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"window": 2, "block": 3}, r"window \(2\) and block \(3\) are both set"),
-        ({"block": 0}, "block must be at least 1"),
-        ({"block": 2, "causal": False}, "causal"),
-        ({"window": -1}, "window must be at least 1"),
-    ],
-)
-def test_invalid_spans_are_rejected(sizes, message):
-    states = torch.randn(1, 1, 4, 2)
-    with pytest.raises(ValueError, match=message):
-        Span(**sizes)
-    with pytest.raises(ValueError, match=message):
-        attend(states, states, states, **sizes)
 
 
 def jacobian(*shape: int) -> TableJacobian:
@@ -81,37 +45,6 @@ def test_invalid_arguments_are_named(change, message):
     states = {name: torch.randn(1, 2, 6, 4) for name in ("query", "key", "value")}
     with pytest.raises(ValueError, match=message):
         attend_with(**{**states, **change})
-
-
-def test_states_without_a_batch_are_named():
-    with pytest.raises(ValueError, match=r"query\[None\]"):
-        Attention(KerpleLog(2))(*torch.randn(3, 2, 6, 4))
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "requirements", "reason"),
-    [
-        ({"noncausal": False}, {"causal": False}, "only causal"),
-        ({"weight": False}, {"weight": True}, "cannot multiply scores by a weight"),
-        ({}, {"modify_scores": True}, "does not support positional methods with modify_scores"),
-        ({"dropout": False}, {"dropout": True}, "does not support attention dropout"),
-        ({"value_sizes": False}, {"head_size": 8, "value_size": 9}, "value heads of the size of key heads, 8, not 9"),
-        ({"key_mask": False}, {"key_mask": True}, "does not support a key mask"),
-        ({"dtypes": (torch.float16,)}, {"dtype": torch.float64}, "supports torch.float16, not torch.float64"),
-        ({"max_head_size": 64}, {"head_size": 65}, "supports head sizes up to 64, not 65"),
-        ({"max_batch_heads": 4}, {"batch_heads": 5}, "supports up to 4 for batch size times heads, not 5"),
-        (
-            {"training_on_cpu": False},
-            {"training": True, "device": torch.device("cpu")},
-            "cannot compute gradients on a CPU",
-        ),
-        ({"unavailable_reason": lambda requirements: "is broken"}, {"device": torch.device("cpu")}, "is broken"),
-    ],
-)
-def test_unsupported_requirements_have_a_reason(capabilities, requirements, reason):
-    backend = Backend("test", lambda call: call.query, **capabilities)
-    assert reason in backend.unsupported_reason(Requirements(**requirements))
-    assert backend.unsupported_reason(Requirements()) is None
 
 
 def assert_backends_compute(method, states, arguments, expected, leaves):

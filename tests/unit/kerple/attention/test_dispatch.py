@@ -18,7 +18,6 @@ from kerple.attention import (
     attend_in_mode,
     backend_names,
     check_backend,
-    describe_choice,
     dispatch,
     position_tables,
     runs_fused,
@@ -92,38 +91,6 @@ def test_calls_that_fused_does_not_support(calls, fused_available, options, monk
     attend(*states, **options)
     attend(*states, window=2, **options)
     assert [backend for backend, *_ in calls] == ["chunked", "sdpa", "chunked"]
-
-
-def choice(name, device, **options):
-    return describe_choice(build(name, SHAPE), "auto", device, **options)
-
-
-def test_the_choice_is_described(fused_available):
-    """As the log prints it."""
-    assert choice("rotary", "cpu").startswith("sdpa, and chunked for windows")
-    assert choice("rotary", "cuda").startswith("sdpa, and fused for windows")
-    assert choice("rotary", "cuda", windowed=True).startswith("fused (auto")
-    assert choice("rotary", "cpu", windowed=True).startswith("chunked (auto")
-    assert choice("rotary", "cuda", documents=True).startswith("fused (auto")
-    assert choice("rotary", "cpu", documents=True).startswith("sdpa (auto")
-    assert choice("kerple_log", "cuda").startswith("fused (auto")
-    assert choice("kerple_log", "cpu").startswith("chunked (auto")
-    assert choice("kerple_log", "cpu", documents=True).startswith("chunked (auto")
-    assert choice("xpos", "cuda", documents=True).startswith("sdpa (auto")
-    assert choice("dape", "cuda").startswith("chunked (auto")
-    assert describe_choice(None, "reference", "cpu") == "reference (as configured)"
-
-
-def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(launch, "_load_kernels", lambda: None)
-    backends = {("alibi", False): "chunked", ("forgetting", False): "sdpa", ("rotary", True): "sdpa"}
-    for (name, windowed), backend in backends.items():
-        expected = f"{backend} (auto: fused needs Triton, which is not installed)"
-        assert choice(name, "cuda", windowed=windowed) == expected
-    for method, documents in ((None, False), (build("xpos", SHAPE), True)):
-        described = describe_choice(method, "auto", "cuda", documents=documents)
-        assert described.startswith("sdpa")
-        assert described.endswith("(auto: fastest on cuda for this method)")
 
 
 def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):

@@ -12,8 +12,6 @@ from kerple.attention import (
     Documents,
     Span,
     attend,
-    document_positions,
-    ids_of_sequences,
     parts,
     position_tables,
     run,
@@ -224,12 +222,6 @@ def test_padding_alone_has_gradients(method):
     assert not any(grad.any() for grad in grads)
 
 
-def test_documents_of_equal_size_are_one_group():
-    groups = Documents(torch.tensor([[0, 0, 0, 1, 1], [7, 7, 8, 8, 8]])).groups(q_len=5)
-    sizes = sorted((tuple(queries.shape), tuple(keys.shape)) for queries, keys, _ in groups)
-    assert sizes == [((2, 2), (2, 2)), ((2, 3), (2, 3))]
-
-
 def test_documents_at_other_positions():
     """FIRE depends on the position of the query, not only on the distance. Rows begin at different positions."""
     method, states = build("fire", SHAPE), [part.float() for part in float64_states(4, 6, LENGTH, batch=2)]
@@ -271,23 +263,6 @@ def test_queries_at_given_places(backend, name):
     if name in ("stick_breaking", "xpos"):
         with pytest.raises(ValueError, match="follow each other"):
             Attention(method, "chunked")(query[:, :, 6:], *padded, documents=apart)
-
-
-def test_positions_count_the_tokens_of_a_document():
-    ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
-    assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]
-
-
-def test_ids_of_sequences_with_lengths():
-    assert ids_of_sequences(torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [[0, 0, 2, 2, 2]]
-
-
-@pytest.mark.parametrize(
-    ("ids", "value"), [(torch.zeros(2, 8, dtype=torch.int64), "8"), (torch.zeros(2, 9), "float32"), (IDS[0], "17")]
-)
-def test_ids_that_do_not_fit(ids, value):
-    with pytest.raises(ValueError, match=rf"document_ids .*{value}"):
-        attend(document_ids=ids, **attend_arguments("alibi", 2, 4, 9, 9, 8))
 
 
 def test_xpos_in_both_directions_at_far_positions():

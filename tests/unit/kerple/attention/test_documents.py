@@ -1,0 +1,35 @@
+"""The documents of the tokens of each row."""
+
+import pytest
+import torch
+
+from kerple.attention import Documents, attend, document_positions, ids_of_sequences
+from tests.support.attention import attend_arguments
+
+
+def test_documents_of_equal_size_are_one_group():
+    groups = Documents(torch.tensor([[0, 0, 0, 1, 1], [7, 7, 8, 8, 8]])).groups(q_len=5)
+    sizes = sorted((tuple(queries.shape), tuple(keys.shape)) for queries, keys, _ in groups)
+    assert sizes == [((2, 2), (2, 2)), ((2, 3), (2, 3))]
+
+
+def test_positions_count_the_tokens_of_a_document():
+    ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
+    assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]
+
+
+def test_ids_of_sequences_with_lengths():
+    assert ids_of_sequences(torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [[0, 0, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "value"),
+    [
+        (torch.zeros(2, 8, dtype=torch.int64), "8"),
+        (torch.zeros(2, 9), "float32"),
+        (torch.zeros(17, dtype=torch.int64), "17"),
+    ],
+)
+def test_ids_that_do_not_fit(ids, value):
+    with pytest.raises(ValueError, match=rf"document_ids .*{value}"):
+        attend(document_ids=ids, **attend_arguments("alibi", 2, 4, 9, 9, 8))
