@@ -195,9 +195,14 @@ def default_scale(query: Tensor) -> float:
 
 
 def check_hooks(positional: PositionalMethod | None) -> None:
-    """Raises ValueError for a method with hooks that exclude each other."""
+    """Raises ValueError for a method with hooks that exclude each other, and TypeError for anything else."""
     if positional is None:
         return
+    if not isinstance(positional, PositionalMethod):
+        raise TypeError(
+            f"Attention's first argument is a positional method from kerple.positional, not {positional!r}; a "
+            "backend is the second one"
+        )
     name, hooks = type(positional).__name__, positional.hooks
     if "modify_scores" in hooks and hooks & {"bias", "weight", "decay", "scale_qk"}:
         raise ValueError(

@@ -1,5 +1,6 @@
 """The configuration saved with a checkpoint: reading it, and comparing it with the configuration of a run."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,15 @@ def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
 
     data: prefix -> `data_fingerprint` of the present datasets.
     """
-    trained = read_state_file(step).get("training", {}).get("data", {})
-    for prefix in trained.keys() & data.keys():
-        if trained[prefix] != data[prefix]:
+    # Paths may be spelled differently.
+    saved = read_state_file(step).get("training", {}).get("data", {})
+    trained = {os.path.realpath(prefix): fingerprint for prefix, fingerprint in saved.items()}
+    for prefix, fingerprint in data.items():
+        before = trained.get(os.path.realpath(prefix), fingerprint)
+        if before != fingerprint:
             raise CheckpointError(
-                f"{step}: was trained with other contents of {prefix} (fingerprint {trained[prefix][:12]}, now "
-                f"{data[prefix][:12]}). Restore the dataset, give the new one another path (data-path), or continue "
+                f"{step}: was trained with other contents of {prefix} (fingerprint {before[:12]}, now "
+                f"{fingerprint[:12]}). Restore the dataset, give the new one another path (data-path), or continue "
                 "with it on purpose: set allow_other_data"
             )
     if not trained:

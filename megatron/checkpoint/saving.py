@@ -147,13 +147,21 @@ class Checkpointer:
             self.report(f"warning: an older checkpoint could not be deleted, so the disk may become full: {problem}")
 
     def _keeps(self, iteration: int) -> bool:
-        """Whether a checkpoint is never deleted: this run's configuration says so, or the one that it was saved with.
-        Raises CheckpointError if its configuration cannot be read.
+        """Whether a checkpoint is never deleted: this run's configuration says so, or the one that it was saved with,
+        or that one cannot be read.
         """
         step = step_folder(self.directory, tag_for(iteration))
         if self.config.checkpoint.keeps(iteration):
             return True
-        return step.is_dir() and saved_config(step, self.config).checkpoint.keeps(iteration)
+        if not step.is_dir():
+            return False
+        try:
+            return saved_config(step, self.config).checkpoint.keeps(iteration)
+        except UserError as error:
+            self.report(
+                f"warning: {step} is not deleted, because its configuration cannot be read: {first_line(error)}"
+            )
+            return True
 
 
 def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:

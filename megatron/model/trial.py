@@ -11,17 +11,21 @@ from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 
-MAX_LENGTH, MAX_LAYERS, VOCABULARY = 32, 8, 64
+MAX_LENGTH, MAX_LAYERS, MAX_HEAD_SIZE, VOCABULARY = 32, 8, 16, 64
 
 
 def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
     """Compute the loss and all gradients in `dtype`, and return the names of the positional parameters whose gradient
     is not finite.
 
-    The model is that of the configuration, but for a small vocabulary and at most 8 layers. Exceptions of the
-    positional method are not caught.
+    The model is that of the configuration, but for a small vocabulary, at most 8 layers, and heads of size 16 at most,
+    so that it fits into the memory of any machine. Exceptions of the positional method are not caught.
     """
-    changes = {"num_layers": min(config.num_layers, MAX_LAYERS), "attention_backend": "auto"}
+    changes = {
+        "num_layers": min(config.num_layers, MAX_LAYERS),
+        "hidden_size": config.num_attention_heads * min(config.head_size, MAX_HEAD_SIZE),
+        "attention_backend": "auto",
+    }
     settings = ModelSettings(config.model_copy(update=changes), VOCABULARY)
     model = GPT(settings)
     initialize(

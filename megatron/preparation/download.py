@@ -126,11 +126,17 @@ class _ResumingDownloader:
 
             def start(response: Any, **_: Any) -> None:
                 """Called before the body is read; also for redirects."""
+                etag = response.headers.get("ETag", "W/")
+                served = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
                 if response.status_code in (200, 416):  # the whole file, or none of it
                     stream.truncate(0)
-                    etag = response.headers.get("ETag", "W/")
-                    version = response.headers.get("Last-Modified") if etag.startswith("W/") else etag
-                    self._state.write_text(json.dumps({"url": url_hash, "version": version}))
+                    self._state.write_text(json.dumps({"url": url_hash, "version": served}))
+                elif response.status_code == 206:
+                    # A server may ignore If-Range. pooch tries again after a ValueError, from the beginning.
+                    begin = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]
+                    if served != version or begin != str(stream.tell()):
+                        self._state.unlink(missing_ok=True)
+                        raise ValueError("the file changed on the server after a part of it was received")
 
             request = pooch.HTTPDownloader(
                 progressbar=sys.stderr.isatty(), chunk_size=_BLOCK, headers=headers, hooks={"response": start}

@@ -130,6 +130,16 @@ def test_checkpoints_that_an_earlier_part_of_the_run_requested_are_not_deleted(t
     assert [line.partition("global_step")[2].split()[0] for line in deleted] == ["3", "4"]
 
 
+def test_a_checkpoint_whose_configuration_cannot_be_read_is_kept_alone(tmp_path, data_path, capsys):
+    common = {"save_interval": 1, "keep_last_n_checkpoints": 2, "eval_iters": 0}
+    trained(tmp_path, data_path, **common, train_iters=2)
+    (path,) = (tmp_path / "checkpoints" / "global_step1" / "configs").iterdir()
+    path.write_text('{"no-such-key": 1}')
+    trained(tmp_path, data_path, **common, train_iters=5)
+    assert saved_iterations(tmp_path / "checkpoints") == [1, 4, 5]
+    assert "global_step1 is not deleted" in capsys.readouterr().out
+
+
 def rebuilt(data_path, prefix):
     """A dataset at `prefix` with the token ids of `data_path` in another order."""
     for suffix in (".bin", ".idx"):
@@ -149,7 +159,9 @@ def test_data_that_changed_since_the_checkpoint(tmp_path, data_path, capsys):
     trained(tmp_path, other, **keys, train_iters=2)
     assert f"notice: the run continues with {other}" in capsys.readouterr().out
     rebuilt(data_path, other)
-    assert_rejected(f"global_step2.*{other}.*allow_other_data", trained, tmp_path, other, **keys, train_iters=3)
+    spelled = f"{tmp_path}/./other"
+    for path in (other, spelled):
+        assert_rejected(f"global_step2.*{path}.*allow_other_data", trained, tmp_path, path, **keys, train_iters=3)
     trained(tmp_path, own, **keys, train_iters=3)
     trained(tmp_path, other, **keys, train_iters=4, allow_other_data=True)
     # A new run from the weights begins its data anew.

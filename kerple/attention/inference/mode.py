@@ -340,6 +340,11 @@ def _suggested_mode(name: str) -> str | None:
     if key == "sinks":
         sinks, _, window = arguments.partition(",")
         return f"sinks@{sinks or 'S'}+{window or 'W'}"
+    spans = difflib.get_close_matches(key, ("full", "window", "blockwise", "sinks"), n=1)
+    if spans == ["window"]:
+        return f"window@{arguments or 'W'}{plus}{rest}"
+    if spans and spans != [key]:
+        return f"{spans[0]}{'@' if arguments else ''}{arguments}{plus}{rest}"
     modifier = _suggested_modifier(first)
     return None if modifier is None else f"full+{modifier}{plus}{rest}"
 

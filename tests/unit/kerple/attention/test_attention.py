@@ -58,6 +58,11 @@ def test_states_without_a_batch_are_named():
         Attention(KerpleLog(2))(*torch.randn(3, 2, 6, 4))
 
 
+def test_a_backend_in_the_place_of_the_method_is_named():
+    with pytest.raises(TypeError, match="'chunked'"):
+        Attention("chunked", KerpleLog(2))
+
+
 def test_the_package_offers_attention_and_all_methods():
     assert kerple.KerpleLog is KerpleLog
     assert {type(kerple.build(name, SHAPE)).__name__ for name in primary_names()} <= set(dir(kerple.positional))

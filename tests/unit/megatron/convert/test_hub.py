@@ -137,6 +137,9 @@ def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
     assert run_tool(monkeypatch, "inspect_checkpoints.py", ours, "--json") == 0
     assert json.loads(capsys.readouterr().out)["iteration"] == 0
     words = ["--input_dir", f"{ours}/global_step0", "--output_dir", str(tmp_path / "hf"), "--no_save_tokenizer"]
-    words += ["--config_file", "none.yml", "--precision", "fp16", "--architecture", "neox"]
+    words += ["--config_file", "none.yml", "--precision", "fp16", "--vocab-is-hf-tokenizer"]
+    assert run_tool(monkeypatch, "convert_neox_to_hf.py", *words, "--architecture", "mistral") == 2
+    assert not (tmp_path / "hf").exists()
+    words += ["--architecture", "llama"]
     assert not run_tool(monkeypatch, "convert_neox_to_hf.py", *words)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"

@@ -40,12 +40,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(behaviour.statuses.pop(0))
             return
         start = 0
-        if behaviour.etag and self.headers["If-Range"] == behaviour.etag:
-            start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        if behaviour.etag and (self.headers["If-Range"] == behaviour.etag or behaviour.ignores_if_range):
+            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
         behaviour.starts.append(start)
         self.send_response(206 if start else 200)
         if behaviour.etag:
             self.send_header("ETag", behaviour.etag)
+        if start:
+            end = len(behaviour.content)
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{end}")
         content = behaviour.content[start:]
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -55,7 +58,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
-    behaviour = SimpleNamespace(content=CONTENT, breaks=[], statuses=[], requests=[], starts=[], etag=None)
+    behaviour = SimpleNamespace(
+        content=CONTENT, breaks=[], statuses=[], requests=[], starts=[], etag=None, ignores_if_range=False
+    )
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, behaviour))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -131,6 +136,15 @@ def test_a_cut_download_is_continued(tmp_path, server, checksum):
     check_complete(tmp_path)
     expected = [0, 1_000_000, 1_700_000, 2_300_000]
     assert server.starts == pytest.approx(expected, abs=250_000), "incomplete blocks are not kept"
+
+
+def test_a_server_that_ignores_if_range(tmp_path, server):
+    """The file changed: the rest of the new one does not fit to the part of the old one."""
+    server.etag, server.breaks, server.ignores_if_range = '"1"', [900_000] * (1 + RETRIES), True
+    assert_rejected("a%20b", download, server.url, tmp_path)
+    server.etag, server.content = '"2"', CONTENT[::-1]
+    assert download(server.url, tmp_path).read_bytes() == CONTENT[::-1]
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("change", ["etag", "weak", "url", "damaged"])

@@ -132,6 +132,9 @@ def test_unknown_names(name):
         ("ntk", "full+dynamic-ntk"),
         ("window@8+clipp@4", "clip@4"),
         ("full+yarn", "yarn-temperature@F"),
+        ("window", "window@W"),
+        ("windw@4", "window@4"),
+        ("fulll", "full"),
     ],
 )
 def test_suggested_spellings(name, suggestion):
