@@ -140,6 +140,5 @@ def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
     words += ["--config_file", "none.yml", "--precision", "fp16", "--vocab-is-hf-tokenizer"]
     assert run_tool(monkeypatch, "convert_neox_to_hf.py", *words, "--architecture", "mistral") == 2
     assert not (tmp_path / "hf").exists()
-    words += ["--architecture", "llama"]
     assert not run_tool(monkeypatch, "convert_neox_to_hf.py", *words)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float16"
