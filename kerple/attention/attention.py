@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kerple.attention.backend import Requirements
-from kerple.attention.call import AttentionCall, check_shapes
+from kerple.attention.call import AttentionCall, check_documents, check_shapes
 from kerple.attention.dispatch import Dispatcher, check_backend, run, runs_fused
 from kerple.attention.documents import Documents
 from kerple.attention.span import Span
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         decay_sums: Tensor | None = None,
         window: int | None = None,
         block: int | None = None,
-        documents: Documents | None = None,
+        documents: Documents | Tensor | None = None,
         key_mask: Tensor | None = None,
         causal: bool = True,
         dropout_p: float = 0.0,
@@ -63,8 +63,9 @@ class Attention(nn.Module):
                 without an update, can share them (see `position_tables`). Computed if None.
             decay_sums: `[b, h, t]`, required if the method has a decay (see
                 `kerple.positional.decay_sums`).
-            documents: those of the t tokens of each row, which layers can share. Positions count the
-                tokens of a document.
+            documents: those of the t tokens of each row: integers `[b, t]` as `document_ids` of
+                `attend`, or `Documents`, which layers can share. Positions count the tokens of a
+                document.
             window, block, key_mask, causal, dropout_p, scale: see `attend`.
 
         Raises ValueError for arguments that do not fit together or do not fit the method, and
@@ -72,6 +73,8 @@ class Attention(nn.Module):
         """
         check_shapes(query, key, value)
         span = Span(window, block, causal=causal)
+        if isinstance(documents, Tensor):
+            documents = Documents(documents)
         if tables is None:
             tables = self._tables(query, key, span)
         query, key = self._rotated(query, key, documents, causal)
@@ -103,6 +106,9 @@ class Attention(nn.Module):
             return method.rotate(query, key, query_positions, key_positions)
 
         # The rows have different documents, so each has its own positions.
+        check_documents(documents, len(query), s, t, causal)
+        if not len(query):
+            return query, key
         positions = documents.positions.cpu()
         places = documents.places(slice(offset, t), offset)
         queries, keys = [], []

@@ -254,6 +254,9 @@ def check_states(call: AttentionCall) -> None:
             f"query, key and value differ in dtype: {call.query.dtype}, {call.key.dtype}, {call.value.dtype}"
         )
 
+    if not call.query.is_floating_point():
+        raise ValueError(f"query, key and value are {call.query.dtype}; they must be floating-point")
+
     # Positions.
     q_len, kv_len, causal = call.q_len, call.kv_len, call.span.causal
     too_many = call.span != EVERY_KEY and q_len > kv_len
@@ -262,8 +265,8 @@ def check_states(call: AttentionCall) -> None:
             f"{q_len} queries for {kv_len} keys: the queries are the last positions of the keys, so "
             f"there must be 1 to {kv_len}; only attention with causal=False and no window can have more"
         )
-    if not causal and call.documents is not None and q_len != kv_len:
-        raise ValueError("causal=False: document_ids need as many queries as keys")
+    if call.documents is not None:
+        check_documents(call.documents, len(call.query), q_len, kv_len, causal)
     if call.dropped and (call.documents is not None or not causal):
         raise ValueError("dropped must be 0 with documents or causal=False, which have positions of their own")
     block = call.span.block
@@ -276,10 +279,7 @@ def check_states(call: AttentionCall) -> None:
     # Dropout and masks.
     if not 0.0 <= call.dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {call.dropout_p}")
-    per_key = [len(call.query), kv_len]
-    if call.documents is not None and list(call.documents.ids.shape) != per_key:
-        raise ValueError(f"document_ids {list(call.documents.ids.shape)} must be {per_key}: each key's document")
-    mask = call.key_mask
+    mask, per_key = call.key_mask, [len(call.query), kv_len]
     if mask is not None and (mask.dtype != torch.bool or list(mask.shape) != per_key):
         raise ValueError(
             f"key_mask {mask.dtype} {list(mask.shape)} must be bool {per_key}, True for the keys that take part"
@@ -372,6 +372,15 @@ def check_jacobian(name: str, jacobian: TableJacobian, heads: int, length: int) 
             f"{name}_jacobian has coefficients {coefficients} and directions {directions}; they must "
             f"be [{heads}, p] and [{heads}, p, at least {length}]"
         )
+
+
+def check_documents(documents: Documents, batch: int, q_len: int, kv_len: int, causal: bool) -> None:
+    """Raises ValueError unless the documents are those of the keys, and have positions for the queries."""
+    shape = list(documents.ids.shape)
+    if shape != [batch, kv_len]:
+        raise ValueError(f"document_ids {shape} must be {[batch, kv_len]}: each key's document")
+    if not causal and q_len != kv_len:
+        raise ValueError("causal=False: document_ids need as many queries as keys")
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

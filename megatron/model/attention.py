@@ -36,6 +36,7 @@ from kerple.positional import PositionalMethod, TableJacobian, decay_sums
 from megatron.model.layers import HeadNorm
 from megatron.model.parallel import column_linear, row_linear, sum_head_gradients
 from megatron.model.settings import ModelSettings
+from megatron.utils.errors import UserError
 
 
 class LayerCache:
@@ -172,7 +173,7 @@ class SelfAttention(nn.Module):
         config, tp = settings.config, settings.tp
         hidden, bias = config.hidden_size, config.use_bias_in_attn_linear
         queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_kv_heads))
-        self.head_size = config.head_size
+        self.head_size, self.num_heads = config.head_size, config.num_attention_heads
         self.queries_per_key = config.num_attention_heads // config.num_kv_heads
         self.window = config.windows[layer]
         self.tp = tp
@@ -335,6 +336,13 @@ class SelfAttention(nn.Module):
             distance_map=mode.distance_map,
             first=first,
         )
+        for name, table in (("bias", bias), ("weight", weight)):
+            if table is not None and len(table) != self.num_heads:
+                method = type(self.positional).__name__
+                raise UserError(
+                    f"{method}.{name} returned {list(table.shape)} for {end - first} distances; it must return "
+                    f"[heads, distances], with {self.num_heads} heads"
+                )
         return None if bias is None else self._local(bias), None if weight is None else self._local(weight)
 
     def _local(self, values: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from megatron.convert import to_hugging_face
 from megatron.evaluation.records import read_results
 from megatron.inference import load_model
 from megatron.utils.command_line import run_main
+from tests.support.errors import assert_rejected
 from tests.support.runs import metrics, trained, weights
 
 METHOD = '''
@@ -129,3 +130,11 @@ def test_an_error_names_the_line_of_the_method(tmp_path, data_path, monkeypatch,
     assert run_main(lambda: trained(tmp_path, data_path, **keys)) == 2
     line = MATRIX.splitlines().index("        return -(features @ self.mix.T).movedim(-1, 0)") + 1
     assert f"{path}, line {line}, in bias" in capsys.readouterr().err
+
+
+def test_a_bias_for_another_number_of_heads(tmp_path, data_path, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    path = tmp_path / "features.py"
+    path.write_text(MATRIX.replace("movedim(-1, 0)", "movedim(-1, 0)[:1]"))
+    keys = {"pos_emb": "test_features", "pos_emb_module": str(path)}
+    assert_rejected(r"\.bias returned \[1, \d+\].*heads", trained, tmp_path, data_path, **keys)

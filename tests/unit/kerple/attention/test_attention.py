@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import kerple
-from kerple import Attention, KerpleLog, Rotary, attend
+from kerple import Attention, KerpleLog, Rotary, XPos, attend
 from kerple.attention import Documents, document_positions, tables
 from kerple.positional import ModelShape, primary_names
 
@@ -45,7 +45,8 @@ def test_the_positions_of_documents_are_those_in_the_documents():
     method = Rotary(4)
     ids = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
     query, key, value = torch.randn(3, 2, 2, 7, 4).unbind()
-    context = Attention(method)(query, key, value, documents=Documents(ids))
+    context = Attention(method)(query, key, value, documents=ids)
+    assert torch.equal(context, Attention(method)(query, key, value, documents=Documents(ids)))
     for row, number in ((0, 0), (0, 1), (1, 0)):
         tokens = ids[row] == number
         part = [states[row : row + 1, :, tokens] for states in (query, key, value)]
@@ -56,6 +57,22 @@ def test_the_positions_of_documents_are_those_in_the_documents():
 def test_states_without_a_batch_are_named():
     with pytest.raises(ValueError, match=r"query\[None\]"):
         Attention(KerpleLog(2))(*torch.randn(3, 2, 6, 4))
+
+
+@pytest.mark.parametrize("method", [KerpleLog(2), Rotary(4), XPos(4)])
+def test_documents_of_other_tokens_are_rejected(method):
+    """Before the rotation, in which they would be broadcast."""
+    query, key, value = torch.randn(3, 2, 2, 7, 4).unbind()
+    for ids in (torch.zeros(2, 6, dtype=torch.long), torch.zeros(1, 7, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"document_ids .* must be \[2, 7\]"):
+            Attention(method)(query, key, value, documents=ids)
+    ids = torch.zeros(2, 7, dtype=torch.long)
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        Attention(method)(query[:, :, :1], key, value, documents=ids, causal=False)
+    empty = torch.randn(3, 0, 2, 7, 4).unbind()
+    assert Attention(method)(*empty, documents=ids[:0]).shape == (0, 2, 7, 4)
+    with pytest.raises(ValueError, match="int64"):
+        Attention(method)(query.long(), key.long(), value.long())
 
 
 def test_a_backend_in_the_place_of_the_method_is_named():
