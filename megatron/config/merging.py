@@ -141,7 +141,7 @@ def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
         else:
             first = keys[name]
             changes.append(_Change(entry.key, first.value, first.key, first.place, entry.value, entry))
-            _drop_aliases(keys, (name,))
+            _drop_aliases(keys, (name,), "", entry, changes)
             keys[name] = entry
     return changes
 
@@ -172,33 +172,39 @@ def _merge_mapping(
             key = ".".join((entry.key, *inside[1:]))
             old_key = ".".join((first.key, *inside[1:]))
             changes.append(_Change(key, values[name], old_key, first.place_of(inside), value, entry))
-            _drop_aliases(keys, inside)
+            _drop_aliases(keys, inside, "", entry, changes)
         values[name] = value
         keys[path[0]] = dataclasses.replace(first, places={**first.places, inside: entry.place_of(inside)})
 
 
 def _drop(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
-    """Remove a mapping from `keys`, because `entry` does not belong to it."""
+    """Remove a mapping from `keys`, because `entry` does not belong to it. Each of its parameters is a change."""
     first = keys[path[0]]
     parent: Any = {name: each.value for name, each in keys.items()}
     for part in path[:-1]:
         parent = parent[part]
-    key = ".".join((first.key, *path[1:]))
-    changes.append(_Change(key, parent[path[-1]], key, first.place_of(path), None, entry, reason))
+    dropped = parent[path[-1]]
+    for name, value in dropped.items() if isinstance(dropped, dict) else ():
+        inside = (*path, name)
+        key = ".".join((first.key, *inside[1:]))
+        changes.append(_Change(key, value, key, first.place_of(inside), None, entry, reason))
+
     if len(path) == 1:
         del keys[path[0]]
     else:
         del parent[path[-1]]
         places = {inside: place for inside, place in first.places.items() if inside[: len(path)] != path}
         keys[path[0]] = dataclasses.replace(first, places=places)
-    _drop_aliases(keys, path)
+    _drop_aliases(keys, path, reason, entry, changes)
 
 
-def _drop_aliases(keys: MergedKeys, path: KeyPath) -> None:
+def _drop_aliases(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
     """Remove the keys that `_pop_nested_aliases` has moved out of the mapping at `path`."""
     for alias, (name, *_) in ALIASES.items():
-        if len(alias) > len(path) and alias[: len(path)] == path and name in keys and keys[name].key == ".".join(alias):
-            del keys[name]
+        is_inside = len(alias) > len(path) and alias[: len(path)] == path
+        if is_inside and name in keys and keys[name].key == ".".join(alias):
+            first = keys.pop(name)
+            changes.append(_Change(first.key, first.value, first.key, first.place, None, entry, reason))
 
 
 def _default(path: KeyPath) -> Any:

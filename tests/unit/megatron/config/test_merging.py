@@ -104,6 +104,24 @@ def test_parameters_of_another_type_are_dropped(write):
     assert load(write, MODEL, rotary, '{"pos-emb": "alibi"}').model.positional_options == {}
 
 
+def test_the_notice_names_every_dropped_parameter(write):
+    """Also parameters that have another name, and those after a long one."""
+    decay = '{"optimizer": {"type": "Lion", "params": {"weight_decay": 0.375}}}'
+    dropped = '"optimizer.params.weight_decay"'
+    for second, overrides in (('{"optimizer": {"type": "Adam"}}', []), ("{}", ["optimizer.type=Adam"])):
+        config = load(write, MODEL, decay, second, overrides=overrides)
+        (notice,) = config.notices
+        assert dropped in notice and "0.375" in notice
+        assert config.optimizer.weight_decay == 0.1
+    for reset in ('{"optimizer": null}', '{"optimizer": {"params": null}}'):
+        (notice,) = load(write, MODEL, decay, reset).notices
+        assert dropped in notice and "0.375" in notice
+
+    options = '{"pos-emb": "rotary", "pos-emb-options": {"scaling": "%s", "fraction": 0.625}}' % ("x" * 300)
+    notice = load(write, MODEL, options, '{"pos-emb": "alibi"}').notices[-1]
+    assert '"pos-emb-options.fraction"' in notice and "0.625" in notice
+
+
 def test_a_key_and_its_nested_alias_in_one_file(write):
     text = '{"weight-decay": 0, "optimizer": {"params": {"weight_decay": 0}}}'
     assert_rejected(r'"optimizer\.params\.weight_decay".*"weight-decay"', load, write, MODEL, text)
