@@ -43,7 +43,8 @@ def merge(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry], strict: 
             messages.notices.append(f"{source} overrides {'; '.join(differing)}")
 
     # The command line overrides files on purpose, but does not say which parameters of another type this drops.
-    changes = _add_layer(keys, _override_layer(overrides, keys))
+    layer, changes = _override_layer(overrides, keys)
+    changes += _add_layer(keys, layer)
     if dropped := [str(change) for change in changes if change.reason]:
         messages.notices.append(f"{changes[0].entry.source} overrides {'; '.join(dropped)}")
     return keys
@@ -68,9 +69,12 @@ def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
     return layer
 
 
-def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> MergedKeys:
-    """The entries of overrides, whose keys may have dots; a later one wins. `keys` are those of the files."""
+def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> tuple[MergedKeys, list["_Change"]]:
+    """The entries of overrides, whose keys may have dots; a later one wins. null also resets the value in `keys`, those
+    of the files; returns what this changes.
+    """
     layer: MergedKeys = {}
+    changes: list[_Change] = []
     for entry in overrides:
         _check_values(entry)
         path = canonical_path(entry.key)
@@ -82,8 +86,11 @@ def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> MergedK
         name = entry.key if len(path) == 1 else path[0]
         addition = {path[0]: dataclasses.replace(entry, key=name, value=value)}
         addition |= dict(_pop_nested_aliases(addition))
+        # After a reset, later overrides of parts of the mapping must not be merged with the files.
+        if entry.value is None and path[0] in keys:
+            changes += _add_layer(keys, copy.deepcopy(addition))
         _add_layer(layer, addition)
-    return layer
+    return layer, changes
 
 
 def _check_parents(keys: MergedKeys, path: KeyPath, key: str) -> None:
