@@ -208,7 +208,11 @@ def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dic
     else:
         for key, value in options.overrides.items():
             first, *rest = canonical_path(key)
-            if first == "pos_emb_options":
+            if first != "pos_emb_options":
+                continue
+            if value is None and not rest:
+                requested = {}
+            else:
                 requested |= {rest[0]: value} if rest else value
 
     # With --set, other options are rejected. A configuration may be that of another model.

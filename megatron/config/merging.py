@@ -43,7 +43,8 @@ def merge(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry], strict: 
             messages.notices.append(f"{source} overrides {'; '.join(differing)}")
 
     # The command line overrides files on purpose, but does not say which parameters of another type this drops.
-    changes = _add_layer(keys, _override_layer(overrides, keys))
+    layer, changes = _override_layer(overrides, keys)
+    changes += _add_layer(keys, layer)
     if dropped := [str(change) for change in changes if change.reason]:
         messages.notices.append(f"{changes[0].entry.source} overrides {'; '.join(dropped)}")
     return keys
@@ -68,9 +69,12 @@ def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
     return layer
 
 
-def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> MergedKeys:
-    """The entries of overrides, whose keys may have dots; a later one wins. `keys` are those of the files."""
+def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> tuple[MergedKeys, list["_Change"]]:
+    """The entries of overrides, whose keys may have dots; a later one wins. null also resets the value in `keys`, those
+    of the files; returns what this changes.
+    """
     layer: MergedKeys = {}
+    changes: list[_Change] = []
     for entry in overrides:
         _check_values(entry)
         path = canonical_path(entry.key)
@@ -82,8 +86,11 @@ def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> MergedK
         name = entry.key if len(path) == 1 else path[0]
         addition = {path[0]: dataclasses.replace(entry, key=name, value=value)}
         addition |= dict(_pop_nested_aliases(addition))
+        # After a reset, later overrides of parts of the mapping must not be merged with the files.
+        if entry.value is None and path[0] in keys:
+            changes += _add_layer(keys, copy.deepcopy(addition))
         _add_layer(layer, addition)
-    return layer
+    return layer, changes
 
 
 def _check_parents(keys: MergedKeys, path: KeyPath, key: str) -> None:
@@ -141,7 +148,7 @@ def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
         else:
             first = keys[name]
             changes.append(_Change(entry.key, first.value, first.key, first.place, entry.value, entry))
-            _drop_aliases(keys, (name,))
+            _drop_aliases(keys, (name,), "", entry, changes)
             keys[name] = entry
     return changes
 
@@ -172,33 +179,39 @@ def _merge_mapping(
             key = ".".join((entry.key, *inside[1:]))
             old_key = ".".join((first.key, *inside[1:]))
             changes.append(_Change(key, values[name], old_key, first.place_of(inside), value, entry))
-            _drop_aliases(keys, inside)
+            _drop_aliases(keys, inside, "", entry, changes)
         values[name] = value
         keys[path[0]] = dataclasses.replace(first, places={**first.places, inside: entry.place_of(inside)})
 
 
 def _drop(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
-    """Remove a mapping from `keys`, because `entry` does not belong to it."""
+    """Remove a mapping from `keys`, because `entry` does not belong to it. Each of its parameters is a change."""
     first = keys[path[0]]
     parent: Any = {name: each.value for name, each in keys.items()}
     for part in path[:-1]:
         parent = parent[part]
-    key = ".".join((first.key, *path[1:]))
-    changes.append(_Change(key, parent[path[-1]], key, first.place_of(path), None, entry, reason))
+    dropped = parent[path[-1]]
+    for name, value in dropped.items() if isinstance(dropped, dict) else ():
+        inside = (*path, name)
+        key = ".".join((first.key, *inside[1:]))
+        changes.append(_Change(key, value, key, first.place_of(inside), None, entry, reason))
+
     if len(path) == 1:
         del keys[path[0]]
     else:
         del parent[path[-1]]
         places = {inside: place for inside, place in first.places.items() if inside[: len(path)] != path}
         keys[path[0]] = dataclasses.replace(first, places=places)
-    _drop_aliases(keys, path)
+    _drop_aliases(keys, path, reason, entry, changes)
 
 
-def _drop_aliases(keys: MergedKeys, path: KeyPath) -> None:
+def _drop_aliases(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
     """Remove the keys that `_pop_nested_aliases` has moved out of the mapping at `path`."""
     for alias, (name, *_) in ALIASES.items():
-        if len(alias) > len(path) and alias[: len(path)] == path and name in keys and keys[name].key == ".".join(alias):
-            del keys[name]
+        is_inside = len(alias) > len(path) and alias[: len(path)] == path
+        if is_inside and name in keys and keys[name].key == ".".join(alias):
+            first = keys.pop(name)
+            changes.append(_Change(first.key, first.value, first.key, first.place, None, entry, reason))
 
 
 def _default(path: KeyPath) -> Any:

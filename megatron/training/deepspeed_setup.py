@@ -5,6 +5,7 @@ reason. Importing this module with another version than that of `VERSIONS` is an
 source of a new version before updating.
 """
 
+import difflib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megatron.config import Config, UserError
@@ -319,6 +321,15 @@ def deepspeed_config(settings: dict[str, Any], grid: Any) -> DeepSpeedConfig:
 
 def check_deepspeed(config: Config, data_parallel_size: int) -> None:
     """Check the keys for DeepSpeed before the data are read and the model is built. Raises UserError."""
+    fields = DeepSpeedZeroConfig.model_fields
+    known = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    for name in config.optimizer.zero:
+        if name not in known:
+            nearest = ", ".join(difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0))
+            raise UserError(
+                f'"zero_optimization.{shortened(name)}" is not a known key of DeepSpeed; nearest: {nearest} '
+                "(all keys: https://www.deepspeed.ai/docs/config-json/)"
+            )
     grid = SimpleNamespace(get_data_parallel_world_size=lambda: data_parallel_size)
     deepspeed_config(deepspeed_dict(config, data_parallel_size), grid)
 

@@ -118,3 +118,5 @@ Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(st
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
 CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)
+# null resets the value that an earlier file has set.
+Mapping = Annotated[dict[str, Any], BeforeValidator(lambda x: {} if x is None else x)]

@@ -12,7 +12,7 @@ from kerple.attention import Requirements, check_backend
 from kerple.positional.base import ModelShape, PositionalMethod
 from kerple.positional.registry import PluginError, build_layers, canonical_name, load_plugin, registered_names
 from kerple.positional.wrappers import PerLayer
-from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, PathText, Widths, field
+from megatron.config.schema.base import CaseInsensitive, ConfigSection, Int, Mapping, PathText, Widths, field
 from megatron.utils.errors import first_line, shortened
 
 # Keys that are options of some positional methods: key, option, patterns of the methods' names.
@@ -114,7 +114,7 @@ class ModelConfig(ConfigSection):
         False, "True: the output layer has its own weights. False: it shares those of the token embedding."
     )
     pos_emb: str = field("learned", "Positional method, built in or registered by pos_emb_module.")
-    pos_emb_options: dict[str, Any] = field({}, "Options of the positional method, by name.")
+    pos_emb_options: Mapping = field({}, "Options of the positional method, by name.")
     pos_emb_module: PathText | None = field(
         None, "Python file (path/to/file.py) or module that registers further positional methods when imported."
     )

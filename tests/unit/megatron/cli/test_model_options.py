@@ -64,6 +64,11 @@ def test_options_of_the_method_are_merged_with_those_of_the_checkpoint(tmp_path)
         config, options = parse("--checkpoint", tmp_path, "--set", *words)
         options = saved_config(step, config, options).model.positional_options
         assert (options["fraction"], options["scaling"], options["factor"]) == (0.5, "linear", 8)
+    words = ["pos-emb-options=null", "pos-emb-options.fraction=0.5"]
+    options = saved_config(step, *parse("--checkpoint", tmp_path, "--set", *words)).model.positional_options
+    assert (options["fraction"], options["scaling"]) == (0.5, Rotary.default_options()["scaling"])
+    reset = parse("--checkpoint", tmp_path, "--set", "pos-emb-options=null")
+    assert_rejected("fraction.*rotary", saved_config, step, *reset)
     keys = settings_of("rotary", "nowhere", load=str(tmp_path), pos_emb_options={"fraction": 0.5})
     options = saved_config(step, *parse(write_yaml(tmp_path / "a.yml", keys))).model.positional_options
     assert (options["fraction"], options["scaling"]) == (0.5, Rotary.default_options()["scaling"])

@@ -97,10 +97,6 @@ from tests.support.errors import assert_rejected
             {"weight-by-num-documents": True, "train-data-paths": ["a"], "train-data-weights": [1.0]},
             "weight_by_num_documents.*train_data_weights",
         ),
-        (
-            {"zero_optimization": {"stage": 1, "reduce_bukket_size": 1}},
-            r"zero_optimization\.reduce_bukket_size.*nearest: .*reduce_bucket_size",
-        ),
         ({"deepspeed_extra_args": {"train_batch_size": 4}}, r"deepspeed_extra_args\.train_batch_size"),
         ({"deepspeed_extra_args": {"bf16": {"enabled": True}}}, r"deepspeed_extra_args\.bf16"),
         ({"deepspeed_extra_args": {"coms_logger": {}}}, r"deepspeed_extra_args\.coms_logger.*comms_logger"),

@@ -104,6 +104,54 @@ def test_parameters_of_another_type_are_dropped(write):
     assert load(write, MODEL, rotary, '{"pos-emb": "alibi"}').model.positional_options == {}
 
 
+def test_the_notice_names_every_dropped_parameter(write):
+    """Also parameters that have another name, and those after a long one."""
+    decay = '{"optimizer": {"type": "Lion", "params": {"weight_decay": 0.375}}}'
+    dropped = '"optimizer.params.weight_decay"'
+    for second, overrides in (('{"optimizer": {"type": "Adam"}}', []), ("{}", ["optimizer.type=Adam"])):
+        config = load(write, MODEL, decay, second, overrides=overrides)
+        (notice,) = config.notices
+        assert dropped in notice
+        assert "0.375" in notice
+        assert config.optimizer.weight_decay == 0.1
+    for reset in ('{"optimizer": null}', '{"optimizer": {"params": null}}'):
+        (notice,) = load(write, MODEL, decay, reset).notices
+        assert dropped in notice
+        assert "0.375" in notice
+
+    options = '{"pos-emb": "rotary", "pos-emb-options": {"scaling": "%s", "fraction": 0.625}}' % ("x" * 300)
+    notice = load(write, MODEL, options, '{"pos-emb": "alibi"}').notices[-1]
+    assert '"pos-emb-options.fraction"' in notice
+    assert "0.625" in notice
+
+
+def test_null_resets_a_mapping(write):
+    """In a later file and in --set, also if parts of it are set again."""
+    options = '{"pos-emb": "rotary", "pos-emb-options": {"fraction": 0.75, "random_range": 48}}'
+    reset, half = '{"pos-emb-options": null}', '{"pos-emb-options": {"fraction": 0.5}}'
+    for texts, overrides, expected in (
+        ([reset], [], {}),
+        ([], ["pos-emb-options=null"], {}),
+        ([reset, half], [], {"fraction": 0.5}),
+        ([reset], ["pos_emb_options.fraction=0.5"], {"fraction": 0.5}),
+        ([], ["pos-emb-options=null", "pos-emb-options.fraction=0.5"], {"fraction": 0.5}),
+        ([], ["pos-emb-options.fraction=0.5", "pos-emb-options=null"], {}),
+    ):
+        config = load(write, MODEL, options, *texts, overrides=overrides)
+        assert config.model.pos_emb_options == expected
+        assert type(config).from_flat(config.to_flat()).model == config.model
+
+    # Nested mappings, and those of the keys of other fields.
+    adam = '{"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 0.125, "weight_decay": 0.5}}}'
+    params = load(write, MODEL, adam, overrides=["optimizer.params=null", "optimizer.params.lr=0.25"]).optimizer
+    assert (params.type, params.lr, params.eps, params.weight_decay) == ("adamw", 0.25, None, 0.1)
+    zero = '{"zero_optimization": {"stage": 2, "overlap_comm": true}}'
+    kept = load(write, MODEL, zero, '{"zero_optimization": null}', '{"zero_optimization": {"stage": 1}}')
+    assert (kept.optimizer.zero_stage, kept.optimizer.zero) == (1, {})
+    for key in ("optimizer", "zero_optimization", "fp16", "curriculum_learning", "deepspeed_extra_args"):
+        assert load(write, MODEL, overrides=[f"{key}=null"]).to_flat()[key] is None
+
+
 def test_a_key_and_its_nested_alias_in_one_file(write):
     text = '{"weight-decay": 0, "optimizer": {"params": {"weight_decay": 0}}}'
     assert_rejected(r'"optimizer\.params\.weight_decay".*"weight-decay"', load, write, MODEL, text)

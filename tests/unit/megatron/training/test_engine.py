@@ -71,6 +71,9 @@ def test_reads_are_detected(read):
     ("keys", "named"),
     [
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size"),
+        ({"zero_optimization": {"reduce_skatter": True}}, "reduce_skatter.*reduce_scatter"),
+        ({"zero_optimization": {"stage3_max_live_parameter": 1}}, "live_parameter.*stage3_max_live_parameters"),
+        ({"zero_optimization": {"stgae": 2}}, "stgae.* stage,"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, "offload_param"),
         ({"zero_optimization": {"stage": 2, "round_robin_gradients": "often"}}, "round_robin_gradients"),
         ({"deepspeed_extra_args": {"comms_logger": {"prof_opps": []}}}, "prof_opps"),
