@@ -306,7 +306,8 @@ def build_corpus_part(
         return kind(FileDataset(files.prefix), files.prefix, documents, None, Split(part), config)
 
     def build() -> list[np.ndarray]:
-        logger, level = logging.getLogger(GPTDataset.__module__), logging.getLogger(GPTDataset.__module__).level
+        logger = logging.getLogger(GPTDataset.__module__)
+        level = logger.level
         logger.setLevel(logging.ERROR)  # without the warning that megatron-core does not save the indices
         try:
             built = dataset(GPTDataset, "")
@@ -336,13 +337,15 @@ def _check_document_ends(files: IndexedFiles, span: tuple[int, int], name: str, 
     numbers = numbers[files.lengths[numbers] > 0]
     ends = files.open_tokens()[files.offsets()[numbers + 1] - 1]
     missing = int((ends != settings.eod).sum())
-    built_without = files.manifest is not None and not files.manifest.append_eod
-    if missing or built_without:
-        raise UserError(
-            f"{' and '.join(keys)}: documents in {name} do not end with the end-of-document token (id {settings.eod}), "
-            f"which separates them ({missing} of {len(numbers)} that were read); preprocess the data with "
-            "--append-eod, or remove the key"
-        )
+    found = f"{missing} of {len(numbers)} that were read"
+    if files.manifest is not None and not files.manifest.append_eod:
+        found = "the manifest says append_eod: false"
+    elif not missing:
+        return
+    raise UserError(
+        f"{' and '.join(keys)}: documents in {name} do not end with the end-of-document token (id {settings.eod}), "
+        f"which separates them ({found}); preprocess the data with --append-eod, or remove the key"
+    )
 
 
 class _CachedDataset(GPTDataset):
@@ -352,15 +355,11 @@ class _CachedDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """int32 `[documents]`, int32 or int64 `[samples + 1, 2]`, and uint32 or int64 `[samples]`. Raises UserError."""
-        folder, indices = Path(self.config.path_to_cache), []
-        for name in INDICES:
-            path = folder / name
-            try:
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
-                raise UserError(f"{path}: {first_line(error)}; start again, and it is built again") from error
-            indices.append(array)
-        document, sample, shuffle = indices
+        folder = Path(self.config.path_to_cache)
+        try:
+            document, sample, shuffle = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in INDICES]
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{folder}: {first_line(error)}; start again, and it is built again") from error
         return document, sample, shuffle
 
 

@@ -6,17 +6,18 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset import IndexedFiles, TokenFile, bin_path, file_sha256
 from megatron.utils.environment import check_version
-from megatron.utils.errors import UserError, first_line, visible
-from megatron.utils.files import read_file, sync_folder
+from megatron.utils.errors import UserError, visible
+from megatron.utils.files import check_writable, read_file, write_atomically, write_errors
+from megatron.utils.processes import Lock
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 check_version("megatron-core")
@@ -33,62 +34,64 @@ def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence
     The folder name is a hash of the settings and the document lengths, which together determine the indices. So a
     changed corpus gets a new folder, and a copy of the corpus elsewhere shares the folder.
     """
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(settings).encode())
     digest.update(files.lengths.data)
     digest.update(files.document_index.data)
-    parent = Path(cache_path) if cache_path else Path(f"{files.prefix}_indices")
+    parent = Path(cache_path or f"{files.prefix}_indices")
     return parent / f"samples-{digest.hexdigest()[:32]}"
 
 
 def build_once(folder: Path, build: Callable[[], Sequence[np.ndarray]]) -> None:
     """Write the arrays that `build` returns to `folder` as INDICES, unless it contains them. Every rank must call this.
 
-    Rank 0 writes them, with a checksum, which later runs compare. What is damaged or incomplete is built again. If the
-    folder is on a local disk, the first rank of every other machine does the same. Concurrent runs do not disturb each
-    other, because they write the same bytes to the same places.
+    Rank 0 writes them, with a checksum, which later runs compare. A folder without a valid checksum is replaced. If
+    the folder is on a local disk, the first rank of every other machine does the same. Concurrent runs do not disturb
+    each other, and a killed run leaves no incomplete folder.
 
     Raises UserError if the folder cannot be written.
     """
 
+    @cache  # rank 0 is also the first rank of its machine
     def build_here() -> None:
         if _is_whole(folder):
             return
-        if folder.exists():
-            note = f"{folder}: the sample indices are incomplete or damaged; building them again"
-            print(visible(note), file=sys.stderr, flush=True)
+        check_writable(folder.parent, f"{folder} has no valid checksum; data-cache-path")
         arrays = build()
+        lock = Lock(folder.with_suffix(".lock"), "")
+        lock.acquire(timeout=-1)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, array in zip(INDICES, arrays, strict=True):
-                _write(folder / name, partial(np.save, arr=array, allow_pickle=False))
-            checksum = _checksum(folder)
-            _write(folder / _CHECKSUM, lambda stream: stream.write(checksum))
-            sync_folder(folder)
-        except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
-            raise UserError(
-                f"cannot write the sample indices to {folder.parent} ({error.strerror or first_line(error)}); set "
-                "data-cache-path to a writable folder"
-            ) from error
-        if not _is_whole(folder):
-            raise UserError(f"{folder} reads back differently from what was written; check the disk")
+            if not _is_whole(folder):  # otherwise another run has written it in the meantime
+                _write(folder, arrays)
+        finally:
+            lock.release()
 
     run_on_rank_0(build_here)
     run_on_all_ranks(lambda: build_here() if os.environ.get("LOCAL_RANK", "0") == "0" else None)
 
 
-def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` write a file and sync it to disk. An existing file is not truncated first, because a process may have
-    mapped it, and a link is not followed.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    with open(descriptor, "wb") as stream:
-        write(stream)
-        stream.truncate()
-        stream.flush()
-        os.fsync(descriptor)
+def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
+    """Write the files in a temporary folder, and rename it when they are complete. The caller holds the lock."""
+    temporary = folder.with_suffix(".partial")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
+    new = temporary / folder.name
+    try:
+        with write_errors(f"{folder} (data-cache-path)"):
+            new.mkdir(parents=True)
+            for name, array in zip(INDICES, arrays, strict=True):
+                with open(new / name, "wb", buffering=0) as stream:
+                    np.save(stream, array, allow_pickle=False)
+                    os.fsync(stream)
+            write_atomically(new / _CHECKSUM, _checksum(new))
+            if not _is_whole(new):
+                raise UserError(f"{new} reads back differently from what was written; check the disk")
+
+            # Processes that have mapped the files of an old folder keep them.
+            if folder.exists():
+                print(visible(f"{folder} has no valid checksum; replacing it"), file=sys.stderr, flush=True)
+                folder.rename(temporary / "old")
+            new.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _checksum(folder: Path) -> bytes:

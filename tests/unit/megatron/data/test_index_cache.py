@@ -1,15 +1,19 @@
 """The cache of sample indices."""
 
+import errno
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.data import index_cache
 from megatron.data.datasets import SampleSettings
 from megatron.data.index_cache import INDICES, build_once
+from megatron.data.indexed_dataset import file_sha256
 from tests.support.datasets import datasets_from_split
 from tests.support.errors import assert_rejected
 
@@ -44,7 +48,7 @@ def test_interrupted_build_leaves_no_folder(corpus, settings, monkeypatch):
     monkeypatch.setattr(np, "save", lambda *arguments, **more: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    assert _folders(f"{corpus}_indices") == []
+    assert not Path(f"{corpus}_indices").exists()
     monkeypatch.undo()
     assert len(datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train) > 0
 
@@ -141,23 +145,97 @@ def test_a_link_in_the_cache_is_not_followed(corpus, settings, tmp_path):
     (tmp_path / "mine").write_text("mine")
     (folder / "shuffle_index.npy").unlink()
     (folder / "shuffle_index.npy").symlink_to(tmp_path / "mine")
-    assert_rejected("data-cache-path", datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    assert not (folder / "shuffle_index.npy").is_symlink()
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-@pytest.mark.parametrize("files", range(4))
-def test_a_killed_build_is_completed(files, corpus, settings):
-    """SIGKILL after some files; the next run leaves the same folder as one that is not killed."""
+@pytest.mark.parametrize("syncs", range(1, 6))
+def test_a_killed_build_is_completed(syncs, corpus, settings):
+    """SIGKILL after some files: nothing has the final name, and the next run removes what is left."""
     pid = os.fork()
     if pid == 0:
-        written = []
-        os.fsync = lambda descriptor: os.kill(os.getpid(), 9) if len(written) == files else written.append(descriptor)
+        calls = []
+        os.fsync = lambda descriptor: os.kill(os.getpid(), 9) if len(calls) == syncs else calls.append(descriptor)
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+    assert all(name.endswith((".partial", ".lock")) for name in _folders(f"{corpus}_indices"))
     assert len(datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings).train) > 0
     (folder,) = _folders(f"{corpus}_indices")
     assert _folders(f"{corpus}_indices/{folder}") == sorted([*INDICES, "sha256"])
+
+
+def test_a_start_while_another_run_writes(tmp_path, monkeypatch, capsys):
+    """The second waits, uses the files of the first, and says nothing."""
+    folder, save, saved, errors = tmp_path / "cache" / "indices", np.save, [], []
+
+    def start():
+        try:
+            build_once(folder, lambda: [np.arange(3)] * 3)
+        except BaseException as error:
+            errors.append(error)
+
+    second = threading.Thread(target=start)
+
+    def save_slowly(*arguments, **options):
+        save(*arguments, **options)
+        saved.append(1)
+        if len(saved) == 2:
+            second.start()
+            second.join(0.3)
+
+    monkeypatch.setattr(np, "save", save_slowly)
+    start()
+    second.join(10)
+    assert errors == []
+    assert len(saved) == 3
+    assert capsys.readouterr().err == ""
+    assert _folders(tmp_path / "cache") == ["indices"]
+
+
+def test_a_failing_run_does_not_touch_indices_in_use(tmp_path, monkeypatch, capsys):
+    """Intact indices without a checksum, which another process may be reading."""
+    folder, save = tmp_path / "indices", np.save
+    build_once(folder, lambda: [np.arange(3)] * 3)
+    (folder / "sha256").unlink()
+    mapped = np.load(folder / INDICES[0], mmap_mode="r")
+
+    def full(file, arr, **options):
+        if file.name.endswith(INDICES[2]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(file, arr, **options)
+
+    monkeypatch.setattr(np, "save", full)
+    assert_rejected("data-cache-path.*No space", build_once, folder, lambda: [np.arange(4)] * 3)
+    assert _folders(tmp_path) == ["indices"]
+    assert all(np.load(folder / name).tolist() == [0, 1, 2] for name in INDICES)
+    monkeypatch.undo()
+    build_once(folder, lambda: [np.arange(4)] * 3)
+    assert "damaged" not in capsys.readouterr().err
+    assert mapped.tolist() == [0, 1, 2]
+    assert np.load(folder / INDICES[0]).tolist() == [0, 1, 2, 3]
+
+
+def test_a_folder_without_checksum_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "indices"
+    build_once(folder, lambda: [np.arange(3)] * 3)
+    (folder / "sha256").unlink()
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", read_only)
+    assert_rejected("checksum.*data-cache-path.*Read-only", build_once, folder, lambda: [np.arange(3)] * 3)
+    assert capsys.readouterr().err == ""
+
+
+def test_intact_indices_are_hashed_once(tmp_path, monkeypatch):
+    folder, hashed = tmp_path / "indices", []
+    build_once(folder, lambda: [np.arange(3)] * 3)
+    monkeypatch.setattr(index_cache, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path))
+    build_once(folder, lambda: pytest.fail("built again"))
+    assert sorted(hashed) == sorted(INDICES)
 
 
 def test_every_machine_builds_a_folder_on_its_local_disk(tmp_path, as_rank, monkeypatch):
