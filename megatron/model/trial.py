@@ -1,11 +1,12 @@
 """One step of a model on a short random text, on a CPU: whether its positional method runs in a dtype, and which of its
-gradients are not finite.
+values and gradients are not finite.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from kerple.attention import tables
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
@@ -15,8 +16,8 @@ MAX_LENGTH, MAX_LAYERS, MAX_HEAD_SIZE, VOCABULARY = 32, 8, 16, 64
 
 
 def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
-    """Compute the loss and all gradients in `dtype`, and return the names of the positional parameters whose gradient
-    is not finite.
+    """Compute the loss and all gradients in `dtype`, and return what is not finite of the positional method: values of
+    its bias or weight, or else gradients of its parameters.
 
     The model is that of the configuration, but for a small vocabulary, at most 8 layers, and heads of size 16 at most,
     so that it fits into the memory of any machine. Exceptions of the positional method are not caught.
@@ -46,21 +47,27 @@ def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
     for method in methods:
         method.begin_step(0, length=length)
     loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-    if not loss.isfinite():
-        return []  # then all gradients are not, whatever the cause
-    loss.backward()
     broken: dict[str, None] = {}
+    if not loss.isfinite():
+        # Then all gradients are not, whatever the cause.
+        for method in methods:
+            bias, weight = tables(method, length, "cpu")
+            for name, table in (("bias", bias), ("weight", weight)):
+                if table is not None and not table.isfinite().all():
+                    broken[f"a {name}"] = None
+        return list(broken)
+    loss.backward()
     for method in methods:
         for name, parameter in method.named_parameters():
             if parameter.grad is not None and not parameter.grad.isfinite().all():
-                broken[name] = None
+                broken[f"the gradient of {name}"] = None
     return list(broken)
 
 
 def not_finite(pos_emb: str, names: Sequence[str]) -> str:
-    """The cause of gradients that `trial_step` has found."""
+    """The cause of what `trial_step` has found."""
     return (
-        f"the gradient of {', '.join(names)} of pos_emb {pos_emb} is not finite even at the initial parameters. "
-        "Usually the reason is distance 0, where sqrt and powers below 1 have an infinite derivative: keep their "
-        "arguments above 0 (see docs/adding-a-method.md)"
+        f"{', '.join(names)} of pos_emb {pos_emb} is not finite even at the initial parameters. Usually the reason is "
+        "distance 0, where a logarithm is infinite, and sqrt and powers below 1 have an infinite derivative: keep "
+        "their arguments above 0 (see docs/adding-a-method.md)"
     )

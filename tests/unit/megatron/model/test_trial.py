@@ -27,7 +27,13 @@ def test_gradients_that_are_not_finite_are_named(monkeypatch):
         def bias(self, distance):
             return super().bias(distance) - (self.bias_a.abs().view(-1, 1) * distance).sqrt()
 
+    class Logarithm(KerpleLog):
+        def bias(self, distance):
+            return super().bias(distance) - distance.log()
+
     monkeypatch.setitem(registry._METHODS, "root", Root)
-    assert trial_step(model_config("root"), torch.float32) == ["bias_a"]
-    # A loss that is not finite has other causes.
+    assert trial_step(model_config("root"), torch.float32) == ["the gradient of bias_a"]
+    # A loss that is not finite has other causes, unless the method's values are not.
+    monkeypatch.setitem(registry._METHODS, "logarithm", Logarithm)
+    assert trial_step(model_config("logarithm"), torch.float32) == ["a bias"]
     assert trial_step(model_config("root", init_method="normal", init_method_std=1e30), torch.float32) == []
