@@ -1,4 +1,6 @@
-"""evaluate.py under GPT-NeoX's name: `python deepy.py eval.py a.yml b.yml ... --eval_tasks TASK ...`"""
+"""evaluate.py under GPT-NeoX's name:
+`python deepy.py eval.py a.yml b.yml ... --eval_tasks TASK ...`
+"""
 
 import sys
 

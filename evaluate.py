@@ -1,4 +1,6 @@
-"""Evaluate checkpoints on long sequences: `python deepy.py evaluate.py a.yml b.yml ... --lengths 512 1024 2048 ...`"""
+"""Evaluate checkpoints on long sequences:
+`python deepy.py evaluate.py a.yml b.yml ... --lengths 512 1024 2048 ...`
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""Generate text from a checkpoint: `python deepy.py generate.py a.yml b.yml ... [-i prompts.txt] [-o samples.jsonl]`"""
+"""Generate text from a checkpoint:
+`python deepy.py generate.py a.yml b.yml ... [-i prompts.txt] [-o samples.jsonl]`
+"""
 
 import sys
 

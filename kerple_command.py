@@ -1,13 +1,15 @@
 """The command `kerple COMMAND [options]`.
 
-This is a module of its own, because the package `kerple` needs only torch and never imports `megatron`, and because
-another package named `megatron` may hide this project's. It imports a command's module when the command runs.
+This is a module of its own, because the package `kerple` needs only torch and never imports
+`megatron`, and because another package named `megatron` may hide this project's. It imports a
+command's module when the command runs.
 """
 
 import sys
 
 if __name__ == "__main__" and sys.path[0] in sys.path[1:]:
-    # Python starts sys.path with the folder of this file, which may be site-packages: leave it where it was.
+    # Python starts sys.path with the folder of this file, which may be site-packages: leave it
+    # where it was.
     del sys.path[0]
 
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ class Command:
     """A command of the table below.
 
     Attributes:
-        function: MODULE:NAME of a function that takes no arguments, reads sys.argv, and returns an exit status or None.
+        function: MODULE:NAME of a function that takes no arguments, reads sys.argv, and returns an
+            exit status or None.
         text: what the command does.
-        extra: the extra of the distribution that installs what the command needs; None if it needs only torch.
+        extra: the extra of the distribution that installs what the command needs; None if it needs
+            only torch.
     """
 
     function: str
@@ -33,17 +37,35 @@ class Command:
 
 COMMANDS = {
     "train": Command("megatron.cli.deepy:train", "train a model, on one process per GPU", "train"),
-    "evaluate": Command("megatron.cli.evaluate:main", "measure perplexity on long texts, or run tasks", "eval"),
+    "evaluate": Command(
+        "megatron.cli.evaluate:main", "measure perplexity on long texts, or run tasks", "eval"
+    ),
     "generate": Command("megatron.cli.generate:main", "generate text from a checkpoint", "eval"),
-    "prepare": Command("megatron.cli.prepare_data:main", "prepare a dataset and its tokenizer", "data"),
-    "init": Command("megatron.cli.init:main", "write the configuration of an experiment on your own text", "train"),
-    "report": Command("megatron.cli.report:main", "write tables and figures from stored results", "report"),
+    "prepare": Command(
+        "megatron.cli.prepare_data:main", "prepare a dataset and its tokenizer", "data"
+    ),
+    "init": Command(
+        "megatron.cli.init:main",
+        "write the configuration of an experiment on your own text",
+        "train",
+    ),
+    "report": Command(
+        "megatron.cli.report:main", "write tables and figures from stored results", "report"
+    ),
     "sweep": Command("megatron.cli.sweep:main", "train, evaluate and report many runs", "all"),
-    "convert": Command("megatron.cli.convert:main", "convert checkpoints to and from Hugging Face", "eval"),
+    "convert": Command(
+        "megatron.cli.convert:main", "convert checkpoints to and from Hugging Face", "eval"
+    ),
     "inspect": Command("megatron.cli.inspect:main", "show what a checkpoint contains", "eval"),
-    "import-release": Command("megatron.cli.import_release:main", "unpack and verify a released checkpoint", "eval"),
-    "chomsky": Command("megatron.cli.chomsky:main", "run the Chomsky-hierarchy benchmark", "report"),
-    "doctor": Command("megatron.cli.doctor:main", "check the kernels on this machine, for bug reports", None),
+    "import-release": Command(
+        "megatron.cli.import_release:main", "unpack and verify a released checkpoint", "eval"
+    ),
+    "chomsky": Command(
+        "megatron.cli.chomsky:main", "run the Chomsky-hierarchy benchmark", "report"
+    ),
+    "doctor": Command(
+        "megatron.cli.doctor:main", "check the kernels on this machine, for bug reports", None
+    ),
 }
 
 
@@ -57,7 +79,10 @@ def main() -> int:
         print(f"kerple-neox {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"error: {name!r} is not a command; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"error: {name!r} is not a command; choose one of {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     command = COMMANDS[name]
     sys.argv = [f"kerple {name}", *words]
@@ -79,7 +104,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`kerple COMMAND --help` lists the options of a command; `kerple --version` prints the version.",
+            "`kerple COMMAND --help` lists the options of a command; `kerple --version` prints the "
+            "version.",
         ]
     )
 
@@ -93,7 +119,8 @@ def run(name: str, command: Command, extra: str) -> int | None:
         return status
     except ModuleNotFoundError as error:
         raise UserError(
-            f"kerple {name} needs the module {error.name}, which is not installed: {install_command(extra)}"
+            f"kerple {name} needs the module {error.name}, which is not installed: "
+            f"{install_command(extra)}"
         ) from error
 
 

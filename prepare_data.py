@@ -1,4 +1,6 @@
-"""Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] DATASET"""
+"""Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from
+PATH] DATASET
+"""
 
 import sys
 

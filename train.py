@@ -1,4 +1,6 @@
-"""Train a model: `python deepy.py train.py a.yml b.yml ...`, or `python train.py ...` for a single process."""
+"""Train a model: `python deepy.py train.py a.yml b.yml ...`, or `python train.py ...` for a single
+process.
+"""
 
 import sys
 

@@ -1,10 +1,13 @@
-"""Attention on a CPU: forward and backward pass in training, and chunks of queries with many keys in evaluation.
+"""Attention on a CPU: forward and backward pass in training, and chunks of queries with many keys
+in evaluation.
 
-    python benchmarks/attention_cpu.py [--threads 2] [--rounds 15] [--busy] [--only tables|dape] [--json FILE]
+    python benchmarks/attention_cpu.py [--threads 2] [--rounds 15] [--busy] [--only tables|dape]
+    [--json FILE]
 
-The baseline is `F.scaled_dot_product_attention` without positions; it is causal if there are as many queries as keys.
-`materialized` stores the full score and bias matrices, as the original code does. For DAPE-KERPLE this includes all
-activations of the MLP (8 inputs, 32 hidden units and 4 outputs per pair); its peak memory is measured in a new process.
+The baseline is `F.scaled_dot_product_attention` without positions; it is causal if there are as
+many queries as keys. `materialized` stores the full score and bias matrices, as the original code
+does. For DAPE-KERPLE this includes all activations of the MLP (8 inputs, 32 hidden units and 4
+outputs per pair); its peak memory is measured in a new process.
 """
 
 import argparse
@@ -23,7 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.support.attention_inputs import attend_with_method, random_states
 from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
 from kerple.attention import Attention, Documents, attend, tables
-from kerple.positional import KerpleBiasWeight, KerpleLog, ModelShape, PositionalMethod, Rotary, build
+from kerple.positional import (
+    KerpleBiasWeight,
+    KerpleLog,
+    ModelShape,
+    PositionalMethod,
+    Rotary,
+    build,
+)
 from megatron.utils.command_line import run_main
 
 HEADS, SIZE = 4, 64
@@ -31,7 +41,9 @@ HEADS, SIZE = 4, 64
 DAPE_MATERIALIZED_LIMIT = 8192
 
 
-def training_alternatives(batch: int, heads: int, length: int, size: int) -> dict[str, Callable[[], object]]:
+def training_alternatives(
+    batch: int, heads: int, length: int, size: int
+) -> dict[str, Callable[[], object]]:
     """Forward and backward pass, including the gradients of the method's parameters."""
     query, key, value, upstream = random_states(batch, heads, length, length, size)
     positions = torch.arange(length)
@@ -41,7 +53,9 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
     def one_document() -> Tensor:
         return Attention(log, "chunked")(query, key, value, documents=Documents(ids))
 
-    def step(forward: Callable[[], Tensor], method: PositionalMethod | None = None) -> Callable[[], object]:
+    def step(
+        forward: Callable[[], Tensor], method: PositionalMethod | None = None
+    ) -> Callable[[], object]:
         leaves = [query, key, value, *(method.parameters() if method is not None else ())]
         return lambda: torch.autograd.grad(forward(), leaves, upstream)
 
@@ -49,7 +63,9 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
         return step(lambda: attend_with_method(method, query, key, value, backend=backend), method)
 
     return {
-        "sdpa, no positions": step(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)),
+        "sdpa, no positions": step(
+            lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        ),
         "chunked, no positions": step(lambda: attend(query, key, value, backend="chunked")),
         "rotary": step(lambda: attend(*rotary.rotate(query, key, positions, positions), value)),
         "kerple_log": method_step(KerpleLog(heads), "chunked"),
@@ -59,7 +75,9 @@ def training_alternatives(batch: int, heads: int, length: int, size: int) -> dic
     }
 
 
-def evaluation_alternatives(heads: int, queries: int, keys: int, size: int) -> dict[str, Callable[[], object]]:
+def evaluation_alternatives(
+    heads: int, queries: int, keys: int, size: int
+) -> dict[str, Callable[[], object]]:
     """A chunk of queries at the end of many keys, without gradients."""
     query, key, value, _ = random_states(1, heads, queries, keys, size, train=False)
     with torch.no_grad():
@@ -69,8 +87,12 @@ def evaluation_alternatives(heads: int, queries: int, keys: int, size: int) -> d
         "sdpa, no positions": lambda: F.scaled_dot_product_attention(query, key, value),
         "chunked, no positions": lambda: attend(query, key, value, backend="chunked"),
         "bias": lambda: attend(query, key, value, bias_table=bias, backend="chunked"),
-        "bias and weight": lambda: attend(query, key, value, bias_table=bias, weight_table=weight, backend="chunked"),
-        "bias, window 512": lambda: attend(query, key, value, bias_table=bias, window=512, backend="chunked"),
+        "bias and weight": lambda: attend(
+            query, key, value, bias_table=bias, weight_table=weight, backend="chunked"
+        ),
+        "bias, window 512": lambda: attend(
+            query, key, value, bias_table=bias, window=512, backend="chunked"
+        ),
     }
 
 
@@ -81,13 +103,17 @@ def dape_step(length: int, backend: str) -> Callable[[], None]:
     leaves = [query, key, value, *method.parameters()]
 
     def step() -> None:
-        torch.autograd.grad(attend_with_method(method, query, key, value, backend=backend), leaves, upstream)
+        torch.autograd.grad(
+            attend_with_method(method, query, key, value, backend=backend), leaves, upstream
+        )
 
     return step
 
 
 def dape_peak_memory(length: int, backend: str, threads: int) -> int:
-    """Peak memory of a step in bytes, above the memory in use before it. Call it in a new process."""
+    """Peak memory of a step in bytes, above the memory in use before it. Call it in a
+    new process.
+    """
     torch.set_num_threads(threads)
     dape_step(16, backend)()
     step = dape_step(length, backend)
@@ -126,20 +152,28 @@ def benchmark_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[
     """Print the times of methods with tables; return them by title."""
     results: dict[str, list[Timing]] = {}
     for batch, heads, length, size in ((16, 4, 128, 32), (4, 4, 512, 64), (1, 4, 2048, 64)):
-        title = f"attention forward + backward, batch {batch}, {heads} heads of {size}, length {length}"
-        results[title] = compare(training_alternatives(batch, heads, length, size), rounds=rounds, clock=clock)
+        title = (
+            f"attention forward + backward, batch {batch}, {heads} heads of {size}, length {length}"
+        )
+        results[title] = compare(
+            training_alternatives(batch, heads, length, size), rounds=rounds, clock=clock
+        )
         show(title, results[title])
     for queries, keys in ((512, 4096), (512, 65_536), (1, 4096)):
         title = f"attention at evaluation, 4 heads of 64, {queries} queries, {keys} keys"
-        results[title] = compare(evaluation_alternatives(4, queries, keys, 64), rounds=max(3, rounds // 3), clock=clock)
+        results[title] = compare(
+            evaluation_alternatives(4, queries, keys, 64), rounds=max(3, rounds // 3), clock=clock
+        )
         show(title, results[title])
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     add_options(parser)
-    parser.add_argument("--only", choices=("tables", "dape"), help="only methods with tables, or only DAPE")
+    parser.add_argument(
+        "--only", choices=("tables", "dape"), help="only methods with tables, or only DAPE"
+    )
     options = parser.parse_args()
     clock = apply_options(options)
     results: dict[str, list[Timing]] = {}

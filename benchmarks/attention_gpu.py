@@ -1,15 +1,17 @@
 """Attention on a GPU: the fused kernels against SDPA, FlexAttention and materialized scores.
 
-DAPE-KERPLE, which mixes heads for each pair, is measured as well: in chunks that are recomputed in the backward pass,
-and with all scores and MLP values in memory.
+DAPE-KERPLE, which mixes heads for each pair, is measured as well: in chunks that are recomputed in
+the backward pass, and with all scores and MLP values in memory.
 
-    python benchmarks/attention_gpu.py [--check] [--jobs N] [--quick] [--seconds 240] [--json FILE] [--dry-run]
+    python benchmarks/attention_gpu.py [--check] [--jobs N] [--quick] [--seconds 240] [--json FILE]
+    [--dry-run]
 
-12 heads of 64 in bfloat16; the batch size falls from 32 with the length. Forward, and forward + backward including the
-gradients of the methods' tables, which all layers share in training: rows `tables` measure how long they take, from and
-to the parameters. DAPE has tables of its own in each layer. FlexAttention comes last, because it compiles. TFLOP/s
-count the causal half: 4 b h s^2 d / 2 forward, 3.5 times that with the backward pass. `--tune` measures other tiles of
-the fused kernels instead, and their errors.
+12 heads of 64 in bfloat16; the batch size falls from 32 with the length. Forward, and forward +
+backward including the gradients of the methods' tables, which all layers share in training: rows
+`tables` measure how long they take, from and to the parameters. DAPE has tables of its own in each
+layer. FlexAttention comes last, because it compiles. TFLOP/s count the causal half: 4 b h s^2 d / 2
+forward, 3.5 times that with the backward pass. `--tune` measures other tiles of the fused kernels
+instead, and their errors.
 """
 
 import contextlib
@@ -29,7 +31,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.attention_inputs import as_leaves, attend_with_method, layer_tables, random_states
+from benchmarks.support.attention_inputs import (
+    as_leaves,
+    attend_with_method,
+    layer_tables,
+    random_states,
+)
 from benchmarks.support.gpu import Bench, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from kerple.attention import Attention, attend, dispatch, tables
@@ -50,7 +57,8 @@ HEADS, SIZE = 12, 64
 Row = dict[str, Any]
 # Materialized alternatives that need more memory are skipped.
 MATERIALIZED_BYTES = 60e9
-# DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs per pair, in float32 and with their gradients.
+# DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs per pair, in float32 and with their
+# gradients.
 DAPE_PAIR_BYTES = 800
 # DAPE at larger lengths would take most of the time.
 DAPE_MAX_LENGTH = 8192
@@ -69,11 +77,15 @@ TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 def half_dtype(bench: Bench) -> torch.dtype:
-    """bfloat16; float16 in Triton's interpreter, which computes matrix products of bfloat16 as integers."""
+    """bfloat16; float16 in Triton's interpreter, which computes matrix products of bfloat16 as
+    integers.
+    """
     return torch.float16 if bench.dry else torch.bfloat16
 
 
-def make_method(device: torch.device, name: str, length: int, heads: int = HEADS, size: int = SIZE) -> PositionalMethod:
+def make_method(
+    device: torch.device, name: str, length: int, heads: int = HEADS, size: int = SIZE
+) -> PositionalMethod:
     torch.manual_seed(0)
     return build(name, ModelShape(heads, size, heads * size, 1, length)).to(device)
 
@@ -87,10 +99,16 @@ def alternatives(
 
     def add(backend: str, method_name: str, label: str | None = None) -> None:
         method = make_method(bench.device, method_name, length)
-        name = f"{label or backend}, {'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
+        name = (
+            f"{label or backend}, "
+            f"{'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
+        )
         if "modify_scores" in method.hooks:
             leaves = [query, key, value, *method.parameters()]
-            results[name] = (lambda: attend_with_method(method, query, key, value, backend=backend), leaves)
+            results[name] = (
+                lambda: attend_with_method(method, query, key, value, backend=backend),
+                leaves,
+            )
             return
         tables, table_leaves = as_leaves(layer_tables(method, length, HEADS, bench.device, backend))
         run = partial(Attention(method, backend), query, key, value, tables=tables)
@@ -116,10 +134,14 @@ def alternatives(
 
         # FlashAttention, if installed, and FlexAttention.
         for package in ("flash_attn", "flash_attn_interface"):
-            with contextlib.suppress(Exception):  # a package for another version of torch fails in many ways
+            with contextlib.suppress(
+                Exception
+            ):  # a package for another version of torch fails in many ways
                 run = importlib.import_module(package).flash_attn_func
                 results[package] = (partial(_flash, run, query, key, value), [query, key, value])
-        for method in ("kerple_log",) if bench.options.quick else ("none", "kerple_log", "kerple_bias_wht"):
+        for method in (
+            ("kerple_log",) if bench.options.quick else ("none", "kerple_log", "kerple_bias_wht")
+        ):
             add("flex", method)
 
     # Attention with all logits in memory, at lengths where that is possible.
@@ -144,11 +166,17 @@ def tables_with_gradients(method: PositionalMethod, length: int, device: torch.d
 
 def _flash(run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """FlashAttention's own package, which takes `[b, s, h, d]`."""
-    return run(*(states.transpose(1, 2) for states in (query, key, value)), causal=True).transpose(1, 2)
+    return run(*(states.transpose(1, 2) for states in (query, key, value)), causal=True).transpose(
+        1, 2
+    )
 
 
 def table_errors(
-    method: PositionalMethod, states: Sequence[Tensor], upstream: Tensor, window: int | None, tolerance: float
+    method: PositionalMethod,
+    states: Sequence[Tensor],
+    upstream: Tensor,
+    window: int | None,
+    tolerance: float,
 ) -> list[tuple[bool, float]]:
     """Errors of the result and of the gradients of query, key, value and tables."""
     length = states[1].shape[2] if window is None else window
@@ -160,7 +188,9 @@ def table_errors(
         precision = torch.promote_types(dtype, torch.float32)
         copies = {name: table.detach().to(precision).requires_grad_() for name, table in present}
         bias, weight = copies.get("bias"), copies.get("weight")
-        result = attend(*leaves, bias_table=bias, weight_table=weight, window=window, backend=backend)
+        result = attend(
+            *leaves, bias_table=bias, weight_table=weight, window=window, backend=backend
+        )
         leaves += copies.values()
         runs.append([result, *torch.autograd.grad(result, leaves, upstream.to(dtype))])
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
@@ -179,13 +209,17 @@ def parameter_errors(
         if not parameters:
             return []
         if backend == "fused":
-            result = attend_with_method(method, *(part.detach() for part in states), backend=backend, window=window)
+            result = attend_with_method(
+                method, *(part.detach() for part in states), backend=backend, window=window
+            )
         else:
             named = zip(("bias", "weight"), tables(method, length, states[0].device), strict=True)
             present = {name: table.double() for name, table in named if table is not None}
             bias, weight = present.get("bias"), present.get("weight")
             exact = [part.detach().double() for part in states]
-            result = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend=backend)
+            result = attend(
+                *exact, bias_table=bias, weight_table=weight, window=window, backend=backend
+            )
         runs.append(torch.autograd.grad(result, parameters, upstream.to(result.dtype)))
     return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
 
@@ -195,18 +229,24 @@ def case_row(sizes: tuple[int, int, int, int | None], name: str, dtype: torch.dt
     return {"check": name, "dtype": str(dtype), "size": size, "s": s, "t": t, "window": window}
 
 
-def crashed_case(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str) -> Row:
+def crashed_case(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str
+) -> Row:
     """The row of a check whose process has ended."""
     return {**case_row(sizes, name, dtype), "ok": False, "failed": "its process ended"}
 
 
-def check_case(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str) -> Row:
+def check_case(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str
+) -> Row:
     """Compare the fused kernels with the reference for one method: its row of the results."""
     size, s, t, window = sizes
     row = case_row(sizes, name, dtype)
     try:
         *states, upstream = random_states(2, 3, s, t, size, dtype=dtype, device=device)
-        errors = table_errors(make_method(device, name, t, 3, size), states, upstream, window, TOLERANCES[dtype])
+        errors = table_errors(
+            make_method(device, name, t, 3, size), states, upstream, window, TOLERANCES[dtype]
+        )
         errors += parameter_errors(name, states, upstream, window, TOLERANCES[dtype])
     except Exception as error:  # a kernel that does not compile must not hide the other results
         return {**row, "ok": False, "failed": f"{type(error).__name__}: {error}"[:300]}
@@ -231,7 +271,9 @@ def check(bench: Bench) -> bool:
     same = True
     if not bench.dry:
         method = make_method(bench.device, "kerple_bias_wht", 70)
-        *states, upstream = random_states(2, HEADS, 70, 70, SIZE, dtype=torch.bfloat16, device=bench.device)
+        *states, upstream = random_states(
+            2, HEADS, 70, 70, SIZE, dtype=torch.bfloat16, device=bench.device
+        )
         leaves = [*states, *method.parameters()]
         results = (attend_with_method(method, *states, backend="fused") for _ in range(2))
         first, second = (torch.autograd.grad(result, leaves, upstream) for result in results)
@@ -246,10 +288,30 @@ def tune(bench: Bench) -> None:
     """
     # The tiles to try in half precision, by field.
     half_candidates: dict[str, list[Any]] = {
-        "forward": [Tile(128, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)],
-        "key_value": [Tile(64, 64, 4, 2), Tile(64, 64, 4, 1), Tile(32, 64, 4, 2), Tile(64, 128, 8, 1)],
-        "query": [Tile(64, 64, 4, 2), Tile(128, 64, 4, 2), Tile(128, 64, 8, 3), Tile(128, 32, 4, 2)],
-        "tables": [Tile(128, 128, 8, 2), Tile(128, 128, 16, 2), Tile(64, 64, 8, 2), Tile(64, 64, 4, 3)],
+        "forward": [
+            Tile(128, 64, 4, 2),
+            Tile(128, 64, 8, 3),
+            Tile(128, 128, 8, 2),
+            Tile(64, 64, 4, 3),
+        ],
+        "key_value": [
+            Tile(64, 64, 4, 2),
+            Tile(64, 64, 4, 1),
+            Tile(32, 64, 4, 2),
+            Tile(64, 128, 8, 1),
+        ],
+        "query": [
+            Tile(64, 64, 4, 2),
+            Tile(128, 64, 4, 2),
+            Tile(128, 64, 8, 3),
+            Tile(128, 32, 4, 2),
+        ],
+        "tables": [
+            Tile(128, 128, 8, 2),
+            Tile(128, 128, 16, 2),
+            Tile(64, 64, 8, 2),
+            Tile(64, 64, 4, 3),
+        ],
     }
 
     # Float32 has one other choice: the precision of its products.
@@ -271,9 +333,13 @@ def tune(bench: Bench) -> None:
         def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
             torch.autograd.grad(forward(), leaves, upstream)
 
-        def errors(method=method, tensors=(query, key, value, upstream), dtype=dtype) -> list[float]:
+        def errors(
+            method=method, tensors=(query, key, value, upstream), dtype=dtype
+        ) -> list[float]:
             *states, grad = (tensor[:1] for tensor in tensors)
-            return [error for _, error in table_errors(method, states, grad, None, TOLERANCES[dtype])]
+            return [
+                error for _, error in table_errors(method, states, grad, None, TOLERANCES[dtype])
+            ]
 
         # Replace one field of the tiles, and measure.
         for slot, tiles in {"default": [None], **slots}.items():
@@ -285,7 +351,11 @@ def tune(bench: Bench) -> None:
 
                 def measure(forward=forward, both=forward_backward, errors=errors) -> Row:
                     forward_ms = bench.measure(torch.no_grad()(forward))[0] * 1e3
-                    return {"forward_ms": forward_ms, "both_ms": bench.measure(both)[0] * 1e3, "errors": errors()}
+                    return {
+                        "forward_ms": forward_ms,
+                        "both_ms": bench.measure(both)[0] * 1e3,
+                        "errors": errors(),
+                    }
 
                 row = {"tune": name, "dtype": str(dtype), "slot": slot, "tile": str(tile)}
                 with patch.object(launch, "tiles_for", changed_tiles):
@@ -311,8 +381,12 @@ def main() -> int:
     return 0
 
 
-def measure_length(bench: Bench, length: int, baselines: dict[tuple[int, str], float], *, flex: bool) -> None:
-    """All alternatives at a length: only FlexAttention, or only the others. baselines: (length, pass) -> seconds."""
+def measure_length(
+    bench: Bench, length: int, baselines: dict[tuple[int, str], float], *, flex: bool
+) -> None:
+    """All alternatives at a length: only FlexAttention, or only the others. baselines: (length,
+    pass) -> seconds.
+    """
     # The same number of tokens at every length, up to a limit.
     batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
     query, key, value, upstream = random_states(
@@ -329,7 +403,10 @@ def measure_length(bench: Bench, length: int, baselines: dict[tuple[int, str], f
             torch.autograd.grad(result, leaves, upstream if result.dim() else None)
 
         # Backward passes have 2.5 times the operations of forward passes.
-        passes = (("forward", torch.no_grad()(forward), 1.0), ("forward+backward", forward_backward, 3.5))
+        passes = (
+            ("forward", torch.no_grad()(forward), 1.0),
+            ("forward+backward", forward_backward, 3.5),
+        )
         for kind, run, factor in passes:
 
             def measure(run=run, kind=kind, factor=factor, name=name) -> dict[str, object]:
@@ -339,7 +416,9 @@ def measure_length(bench: Bench, length: int, baselines: dict[tuple[int, str], f
                 baseline = baselines.get((length, kind))
                 return {
                     "ms": seconds * 1e3,
-                    "tflops": None if name.startswith("tables") else factor * flops / seconds / 1e12,
+                    "tflops": None
+                    if name.startswith("tables")
+                    else factor * flops / seconds / 1e12,
                     "peak_mib": peak / 2**20,
                     "ratio_to_fused_none": None if baseline is None else seconds / baseline,
                 }

@@ -1,12 +1,14 @@
-"""CPU time of an attention layer without its kernels: what the host spends on a forward and backward pass.
+"""CPU time of an attention layer without its kernels: what the host spends on a forward and
+backward pass.
 
     python benchmarks/attention_host.py [--method kerple_log] [--rounds 15] [--json FILE]
 
-The fused backend runs on tiny CPU tensors with all kernel launches removed, so that only its Python and PyTorch code
-takes time. "shared tables" is what a training step does in each layer: the tables are prepared once for all layers.
-"tables per layer" prepares them in each call. "operator" does that too and goes through `torch.library`, which only
-compiled models need; the choice of the backend is not included. PyTorch's own attention, with its kernel for such
-tiny tensors, is for comparison.
+The fused backend runs on tiny CPU tensors with all kernel launches removed, so that only its Python
+and PyTorch code takes time. "shared tables" is what a training step does in each layer: the tables
+are prepared once for all layers. "tables per layer" prepares them in each call. "operator" does
+that too and goes through `torch.library`, which only compiled models need; the choice of the
+backend is not included. PyTorch's own attention, with its kernel for such tiny tensors, is for
+comparison.
 """
 
 import argparse
@@ -43,7 +45,11 @@ def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
     upstream = torch.randn(1, HEADS, LENGTH, SIZE)
     tables = position_tables(method, LENGTH, "cpu", with_jacobians=True)
     shared = prepare_tables(tables, HEADS, LENGTH, "cpu")
-    jacobians = [jacobian for jacobian in (tables.bias_jacobian, tables.weight_jacobian) if jacobian is not None]
+    jacobians = [
+        jacobian
+        for jacobian in (tables.bias_jacobian, tables.weight_jacobian)
+        if jacobian is not None
+    ]
     leaves = [query, key, value, *(jacobian.coefficients for jacobian in jacobians)]
 
     def repeat(run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
@@ -53,13 +59,19 @@ def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
     def with_operator() -> Tensor:
         kernel = prepare_tables(tables, HEADS, LENGTH, "cpu").kernel
         assert kernel is not None
-        context: Tensor = operator._attention(query, key, value, *kernel, None, [], SIZE**-0.5, None)[0]
+        context: Tensor = operator._attention(
+            query, key, value, *kernel, None, [], SIZE**-0.5, None
+        )[0]
         return context
 
     return {
         "operator": lambda: repeat(with_operator, leaves),
-        "tables per layer": lambda: repeat(lambda: attention(query, key, value, tables=tables), leaves),
-        "shared tables": lambda: repeat(lambda: attention(query, key, value, tables=shared), leaves),
+        "tables per layer": lambda: repeat(
+            lambda: attention(query, key, value, tables=tables), leaves
+        ),
+        "shared tables": lambda: repeat(
+            lambda: attention(query, key, value, tables=shared), leaves
+        ),
         "PyTorch's own attention": lambda: repeat(
             lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), leaves[:3]
         ),
@@ -67,7 +79,7 @@ def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--method", default="kerple_log", help="a pos-emb with a bias or weight")
     add_options(parser)
     options = parser.parse_args()
@@ -75,7 +87,9 @@ def main() -> None:
     torch.set_num_threads(1)
     title = f"{CALLS} forward and backward passes of {options.method} without kernels, CPU time"
     with patch.object(launch.Launcher, "_launch", lambda *_, **__: None):
-        timings = compare(alternatives(options.method), rounds=options.rounds, clock=time.process_time)
+        timings = compare(
+            alternatives(options.method), rounds=options.rounds, clock=time.process_time
+        )
     show(title, timings)
     if options.json:
         write_json(options.json, {title: timings})

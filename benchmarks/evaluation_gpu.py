@@ -1,9 +1,11 @@
-"""Tokens/s and peak memory of evaluating one sequence on a GPU, at the paper's six lengths, for several methods.
+"""Tokens/s and peak memory of evaluating one sequence on a GPU, at the paper's six lengths, for
+several methods.
 
     python benchmarks/evaluation_gpu.py [--check] [--seconds 90] [--json FILE] [--dry-run]
 
-The model is the recipe's (162M parameters) in bfloat16. Compares the attention backend that `auto` selects with
-materialized attention as in the original code. Logits and losses are computed for 1,024 tokens at a time.
+The model is the recipe's (162M parameters) in bfloat16. Compares the attention backend that `auto`
+selects with materialized attention as in the original code. Logits and losses are computed for
+1,024 tokens at a time.
 """
 
 import sys
@@ -43,12 +45,16 @@ def losses(model: GPT, text: Tensor) -> Tensor:
     hidden, labels = model.hidden(text[:, :-1])[0], text[0, 1:]
     parts = []
     for states, targets in zip(hidden.split(ROWS), labels.split(ROWS), strict=True):
-        parts.append(F.cross_entropy(model.logits(states[None])[0].float(), targets, reduction="none"))
+        parts.append(
+            F.cross_entropy(model.logits(states[None])[0].float(), targets, reduction="none")
+        )
     return torch.cat(parts)
 
 
 def check(bench: Bench) -> bool:
-    """Compare losses of a small model by the fused kernels in float32 with float64 reference attention."""
+    """Compare losses of a small model by the fused kernels in float32 with float64 reference
+    attention.
+    """
     passed = True
     for pos_emb in ("kerple_log", "kerple_bias_wht"):
         results = []
@@ -78,7 +84,11 @@ def main() -> int:
 
             def measured(model=model, text=text, length=length) -> dict[str, object]:
                 seconds, peak = bench.measure(lambda: losses(model, text))
-                return {"ms": seconds * 1e3, "tokens_per_second": length / seconds, "peak_mib": peak / 2**20}
+                return {
+                    "ms": seconds * 1e3,
+                    "tokens_per_second": length / seconds,
+                    "peak_mib": peak / 2**20,
+                }
 
             bench.attempt({"name": pos_emb, "backend": backend, "length": length}, measured)
         del model

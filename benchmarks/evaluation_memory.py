@@ -1,10 +1,12 @@
 """Memory (beyond the weights) and time of evaluating one segment of 16,384 and of 65,536 tokens.
 
-    python benchmarks/evaluation_memory.py [--threads 2] [--lengths 16384 65536] [--pos-emb NAME] [--layers N]
+    python benchmarks/evaluation_memory.py [--threads 2] [--lengths 16384 65536] [--pos-emb NAME]
+    [--layers N]
 
-The model is that of the training benchmark, by default with kerple_log; from 65,536 tokens on it has only two layers,
-since time grows with the square of the length and memory with the number of layers. Each length is measured in its own
-process, as the largest resident memory minus that before the evaluation. The exit status is 1 if it exceeds 2 GiB.
+The model is that of the training benchmark, by default with kerple_log; from 65,536 tokens on it
+has only two layers, since time grows with the square of the length and memory with the number of
+layers. Each length is measured in its own process, as the largest resident memory minus that before
+the evaluation. The exit status is 1 if it exceeds 2 GiB.
 """
 
 import argparse
@@ -44,7 +46,9 @@ def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict
     before = resident_bytes()
     start = time.perf_counter()
     with torch.inference_mode():
-        reader = SegmentReader(as_decoder(model), torch.device("cpu"), QUERY_CHUNK, batch_tokens=length)
+        reader = SegmentReader(
+            as_decoder(model), torch.device("cpu"), QUERY_CHUNK, batch_tokens=length
+        )
         losses = [chunk.losses.sum() for chunk in reader.losses(tokens, Segments(length, [0]))]
     seconds = time.perf_counter() - start
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -59,17 +63,23 @@ def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict
 
 def main() -> int:
     # Options.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, LONG])
-    parser.add_argument("--pos-emb", default="kerple_log", metavar="NAME", help="positional method (%(default)s)")
     parser.add_argument(
-        "--layers", type=int, metavar="N", help=f"default: {LAYERS}, or {LAYERS_WHEN_LONG} from {LONG:,} tokens on"
+        "--pos-emb", default="kerple_log", metavar="NAME", help="positional method (%(default)s)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help=f"default: {LAYERS}, or {LAYERS_WHEN_LONG} from {LONG:,} tokens on",
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
 
-    # A process for each length: memory of earlier measurements in the same process would hide the peak.
+    # A process for each length: memory of earlier measurements in the same process would hide the
+    # peak.
     measurements = []
     for length in options.lengths:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
@@ -78,15 +88,17 @@ def main() -> int:
         measurements.append(measured)
         print(
             f"{options.pos_emb}: evaluation of {length:,} tokens, {measured['layers']} layers: "
-            f"{measured['bytes'] / 1024**2:,.0f} MiB beyond the weights (limit {LIMIT / 1024**2:,.0f}), "
-            f"{measured['seconds']:.1f} s",
+            f"{measured['bytes'] / 1024**2:,.0f} MiB beyond the weights (limit "
+            f"{LIMIT / 1024**2:,.0f}), {measured['seconds']:.1f} s",
             flush=True,
         )
 
     # The limit does not depend on the length.
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"evaluation": measurements, "limit_bytes": LIMIT}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"evaluation": measurements, "limit_bytes": LIMIT}, indent=1) + "\n"
+        )
     return 0 if all(measured["bytes"] <= LIMIT for measured in measurements) else 1
 
 

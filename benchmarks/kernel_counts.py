@@ -1,18 +1,22 @@
-"""Count the instructions of the fused kernels in their machine code. The kernels are compiled, not run: no GPU needed.
+"""Count the instructions of the fused kernels in their machine code. The kernels are compiled, not
+run: no GPU needed.
 
-    python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128] [--grouped]
+    python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128]
+    [--grouped]
         [--documents] [--json FILE]
 
-Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a decay (forgetting attention),
-with a bias, with a bias and two jacobian directions (KERPLE's log kernel in training), and with bias, weight and two
-directions of each. Reports registers, bytes of stack (spilled registers), spills in the inner loop, shared memory, and
-whether matrix products are serialized. For the inner loop and 8,192 pairs of query and key it reports all instructions,
-loads (LDG), exponentials (MUFU), the cycles in which shared memory delivers the operands of the tensor cores (LDSM;
-only mma.sync needs them), and the cycles of the tensor cores at their peak. In a cycle, a multiprocessor issues 4
-instructions, and completes half a warp's exponentials or a warp's load.
+Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a decay
+(forgetting attention), with a bias, with a bias and two jacobian directions (KERPLE's log kernel in
+training), and with bias, weight and two directions of each. Reports registers, bytes of stack
+(spilled registers), spills in the inner loop, shared memory, and whether matrix products are
+serialized. For the inner loop and 8,192 pairs of query and key it reports all instructions, loads
+(LDG), exponentials (MUFU), the cycles in which shared memory delivers the operands of the tensor
+cores (LDSM; only mma.sync needs them), and the cycles of the tensor cores at their peak. In a
+cycle, a multiprocessor issues 4 instructions, and completes half a warp's exponentials or a warp's
+load.
 
-`--check` exits with status 1 if a kernel spills more than a few registers, serializes its matrix products, or needs
-more shared memory than the GPU has or `tiles_for` states.
+`--check` exits with status 1 if a kernel spills more than a few registers, serializes its matrix
+products, or needs more shared memory than the GPU has or `tiles_for` states.
 """
 
 import argparse
@@ -47,12 +51,37 @@ from megatron.utils.command_line import run_main
 from megatron.utils.files import write_atomically
 
 # Pointer arguments of the kernels to the dtype of the states and to float32.
-STATES = {"query", "key", "value", "context", "grad_context", "grad_key", "grad_value", "grad_query"}
-FLOAT32 = {"bias", "weight", "lse", "row_stats", "bias_tiles", "weight_tiles", "directions", "direction_sums"}
+STATES = {
+    "query",
+    "key",
+    "value",
+    "context",
+    "grad_context",
+    "grad_key",
+    "grad_value",
+    "grad_query",
+}
+FLOAT32 = {
+    "bias",
+    "weight",
+    "lse",
+    "row_stats",
+    "bias_tiles",
+    "weight_tiles",
+    "directions",
+    "direction_sums",
+}
 FLOAT32 |= {"decay", "bases", "column_sums", "row_sums"}
-# Architecture -> KiB of shared memory per program, and multiply-adds of bfloat16 per cycle of a multiprocessor. With
-# float32 sums, GeForce cards (sm_86, sm_89, sm_120) compute half as many.
-ARCHITECTURES = {80: (163, 1024), 86: (99, 512), 89: (99, 512), 90: (227, 2048), 100: (227, 4096), 120: (99, 512)}
+# Architecture -> KiB of shared memory per program, and multiply-adds of bfloat16 per cycle of a
+# multiprocessor. With float32 sums, GeForce cards (sm_86, sm_89, sm_120) compute half as many.
+ARCHITECTURES = {
+    80: (163, 1024),
+    86: (99, 512),
+    89: (99, 512),
+    90: (227, 2048),
+    100: (227, 4096),
+    120: (99, 512),
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Matrix instructions of mma.sync, wgmma and tcgen05.
 MATRIX = {"HMMA", "HGMMA", "UTCHMMA"}
@@ -61,14 +90,17 @@ TENSOR_MEMORY = 512
 PAIRS = 8192
 # Bytes of a thread's stack that `--check` accepts: some Triton versions spill a few registers.
 MAX_STACK = 32
-# Limit for spills outside the inner loop only, and for the kernel for any table's gradient, which holds a tile
-# of sums per table in registers: on sm_8x and sm_120, up to 3 % of the instructions of its loop are spills at head size
-# 64, but tiles without spills (32 x 32) need more than twice as many instructions. The same limit holds for the kernel
-# for keys and values with grouped-query attention, where the loop over query heads needs a few more registers.
+# Limit for spills outside the inner loop only, and for the kernel for any table's gradient, which
+# holds a tile of sums per table in registers: on sm_8x and sm_120, up to 3 % of the instructions of
+# its loop are spills at head size 64, but tiles without spills (32 x 32) need more than twice as
+# many instructions. The same limit holds for the kernel for keys and values with grouped-query
+# attention, where the loop over query heads needs a few more registers.
 MAX_STACK_OUTSIDE_LOOP = MAX_STACK_TABLES = 96
-# The latter with a decay, in float32 at head size 128: on sm_90, sm_100 and sm_120, 2 to 4 % of the loop are spills.
+# The latter with a decay, in float32 at head size 128: on sm_90, sm_100 and sm_120, 2 to 4 % of the
+# loop are spills.
 MAX_STACK_FLOAT32_DECAY = 352
-# Name -> whether there is a decay, a table and a weight, directions of the bias, directions of the weight.
+# Name -> whether there is a decay, a table and a weight, directions of the bias, directions of the
+# weight.
 VARIANTS = {
     "no position": (False, False, False, 0, 0),
     "decay": (True, False, False, 0, 0),
@@ -96,7 +128,9 @@ class Case:
 
     @property
     def gpu(self) -> Gpu:
-        return Gpu(f"sm_{self.architecture}", self.architecture, ARCHITECTURES[self.architecture][0] * 1024)
+        return Gpu(
+            f"sm_{self.architecture}", self.architecture, ARCHITECTURES[self.architecture][0] * 1024
+        )
 
     @property
     def tiles(self) -> Tiles:
@@ -130,7 +164,9 @@ def compiled(kernel, tile: Tile, case: Case):
     names = kernel.arg_names
     signature, attributes = {}, {}
     for index, name in enumerate(names):
-        aligned = name in STATES | FLOAT32 or (re.search("_[bhst]$", name) and name not in ("table_h", "bases_h"))
+        aligned = name in STATES | FLOAT32 or (
+            re.search("_[bhst]$", name) and name not in ("table_h", "bases_h")
+        )
         if name in constants:
             signature[name] = "constexpr"
         elif name in ("documents", "tile_counts"):
@@ -138,7 +174,10 @@ def compiled(kernel, tile: Tile, case: Case):
         elif name in STATES | FLOAT32:
             signature[name] = f"*{case.dtype}" if name in STATES else "*fp32"
         elif name == "group" and not case.grouped:
-            signature[name], constants[name] = "constexpr", 1  # as Triton does for an argument that is 1
+            signature[name], constants[name] = (
+                "constexpr",
+                1,
+            )  # as Triton does for an argument that is 1
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if aligned:
@@ -157,8 +196,14 @@ def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        commands = ([f"{tools}/nvdisasm", "-c", str(path)], [f"{tools}/cuobjdump", "-res-usage", str(path)])
-        runs = (subprocess.run(command, capture_output=True, text=True, check=True) for command in commands)
+        commands = (
+            [f"{tools}/nvdisasm", "-c", str(path)],
+            [f"{tools}/cuobjdump", "-res-usage", str(path)],
+        )
+        runs = (
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            for command in commands
+        )
         code, usage = (run.stdout for run in runs)
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
     return code.splitlines(), int(registers), int(stack)
@@ -169,7 +214,9 @@ def opcode(instruction: str) -> str:
 
 
 def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
-    """The instructions of the loop with the most matrix products, without those that unmasked tiles jump over."""
+    """The instructions of the loop with the most matrix products, without those that unmasked tiles
+    jump over.
+    """
     labels: dict[str, int] = {}
     instructions: list[str] = []
     for line in lines:
@@ -194,7 +241,12 @@ def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
     loop = min((loop for loop in loops if products(loop) == most), key=len)
     skipped: set[int] = set()
     for start, stop in jumps:
-        if start in loop and start < stop and stop in loop and not any(is_product[start + 1 : stop]):
+        if (
+            start in loop
+            and start < stop
+            and stop in loop
+            and not any(is_product[start + 1 : stop])
+        ):
             skipped.update(range(start + 1, stop))
     return [instructions[index] for index in loop if index not in skipped]
 
@@ -202,20 +254,25 @@ def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
 def is_serialized(opcodes: list[str], matrices: int) -> bool:
     """Whether a program waits for each matrix product before it issues the next one.
 
-    wgmma: there are as many waits as instructions. If each product is a single instruction (head size 16), the numbers
-    are equal anyway. tcgen05: between any two products of the loop there is a wait. mma.sync is never asynchronous: the
-    other warps fill its gaps.
+    wgmma: there are as many waits as instructions. If each product is a single instruction (head
+        size 16), the numbers
+    are equal anyway. tcgen05: between any two products of the loop there is a wait. mma.sync is
+    never asynchronous: the other warps fill its gaps.
     """
     products = [code for code in opcodes if code.startswith("HGMMA")]
     if products:
-        return sum(code.startswith("WARPGROUP.DEPBAR") for code in opcodes) >= len(products) > matrices
+        return (
+            sum(code.startswith("WARPGROUP.DEPBAR") for code in opcodes) >= len(products) > matrices
+        )
     events = [code[:5] for code in opcodes if code.startswith(("UTCHMMA", "SYNCS.PHASECHK"))]
     groups = sum(event == "UTCHM" != events[index - 1] for index, event in enumerate(events))
     return groups >= matrices > 1
 
 
 def count(kernel, tile: Tile, case: Case, matrices: int) -> dict[str, object]:
-    """Part of a row of the table. matrices: the number of matrix products that the kernel computes for each pair."""
+    """Part of a row of the table. matrices: the number of matrix products that the kernel computes
+    for each pair.
+    """
     binary = compiled(kernel, tile, case)
     lines, registers, stack = disassembled(binary.asm["cubin"])
     products = {"FFMA", "FFMA2"} if case.dtype == "fp32" else MATRIX
@@ -258,7 +315,13 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
         for kind, kernel, tile, matrices in launched:
             row = {"arch": case.architecture, "dtype": case.dtype, "size": case.size}
             row |= {"window": case.window, "grouped": case.grouped}
-            yield {**row, "variant": name, "kernel": kind, **count(kernel, tile, case, matrices), "limit": tiles.kib}
+            yield {
+                **row,
+                "variant": name,
+                "kernel": kind,
+                **count(kernel, tile, case, matrices),
+                "limit": tiles.kib,
+            }
 
 
 def problems(row: dict[str, Any]) -> list[str]:
@@ -269,7 +332,9 @@ def problems(row: dict[str, Any]) -> list[str]:
         if (row["variant"], row["dtype"], row["size"]) == ("decay", "fp32", 128):
             limit = MAX_STACK_FLOAT32_DECAY
     available = ARCHITECTURES[row["arch"]][0]
-    stack, shared, kib, columns = (row[key] for key in ("stack", "shared", "limit", "tensor memory"))
+    stack, shared, kib, columns = (
+        row[key] for key in ("stack", "shared", "limit", "tensor memory")
+    )
     rejected = {
         f"spills {stack} bytes per thread, more than {limit}": stack > limit,
         "serializes its matrix products": row["serialized"],
@@ -282,12 +347,22 @@ def problems(row: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     # Options.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="fail for spilled registers and serialized products")
-    parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=ARCHITECTURES, help="default: 90")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64], help="head sizes (default: 64)")
-    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=DTYPES, help="default: bf16")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="fail for spilled registers and serialized products"
+    )
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=[90], choices=ARCHITECTURES, help="default: 90"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[64], help="head sizes (default: 64)"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bf16"], choices=DTYPES, help="default: bf16"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="default: all"
+    )
     parser.add_argument("--window", action="store_true", help="with a window")
     parser.add_argument("--grouped", action="store_true", help="with grouped-query attention")
     parser.add_argument("--documents", action="store_true", help="with several documents in a row")
@@ -296,13 +371,21 @@ def main() -> int:
 
     # Compile all combinations.
     cases = []
-    for arch, dtype, size, name in itertools.product(options.arch, options.dtypes, options.sizes, options.variants):
-        case = Case(arch, dtype, size, options.window, options.grouped, *VARIANTS[name], options.documents)
+    for arch, dtype, size, name in itertools.product(
+        options.arch, options.dtypes, options.sizes, options.variants
+    ):
+        case = Case(
+            arch, dtype, size, options.window, options.grouped, *VARIANTS[name], options.documents
+        )
         cases.append((name, case))
     results = list(rows(cases))
 
     # Settings that all rows share are in the title.
-    shared = [key for key in ("arch", "dtype", "window", "grouped") if len({row[key] for row in results}) == 1]
+    shared = [
+        key
+        for key in ("arch", "dtype", "window", "grouped")
+        if len({row[key] for row in results}) == 1
+    ]
     settings = ", ".join(f"{key} {results[0][key]}" for key in shared)
     columns = [key for key in results[0] if key not in (*shared, "limit")]
     title = f"for {PAIRS:,} pairs, {settings}, Triton {triton.__version__}"
@@ -321,7 +404,10 @@ def main() -> int:
     # Problems fail only with `--check`.
     found = [(row, message) for row in results for message in problems(row)]
     for row, message in found:
-        print(f"sm_{row['arch']}, {row['dtype']}, head size {row['size']}, {row['variant']}: {row['kernel']} {message}")
+        print(
+            f"sm_{row['arch']}, {row['dtype']}, head size {row['size']}, {row['variant']}: "
+            f"{row['kernel']} {message}"
+        )
     return 1 if options.check and found else 0
 
 

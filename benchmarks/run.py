@@ -19,11 +19,13 @@ OUTPUT = HERE.parent / "runs" / "bench"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="measurements per alternative")
     parser.add_argument(
-        "--busy", action="store_true", help="measure CPU time on one thread, for a machine with other load"
+        "--busy",
+        action="store_true",
+        help="measure CPU time on one thread, for a machine with other load",
     )
     options = parser.parse_args()
     threads = f"--threads={options.threads}"

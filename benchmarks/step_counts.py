@@ -1,18 +1,23 @@
-"""Counts what a training step of both recipes does on a GPU, and the MFU that this allows. No GPU is needed.
+"""Counts what a training step of both recipes does on a GPU, and the MFU that this allows. No GPU
+is needed.
 
-    python benchmarks/step_counts.py [--method kerple_log] [--recipe small_bf16.yml 1-3B.yml] [--json FILE]
+    python benchmarks/step_counts.py [--method kerple_log] [--recipe small_bf16.yml 1-3B.yml]
+    [--json FILE]
 
-Runs three steps through `Engine` and DeepSpeed on a simulated CUDA device (needs g++) and counts the third one: kernel
-launches, host synchronizations, blocking copies, FLOPs, memory traffic and memory. Nothing is measured.
+Runs three steps through `Engine` and DeepSpeed on a simulated CUDA device (needs g++) and counts
+the third one: kernel launches, host synchronizations, blocking copies, FLOPs, memory traffic and
+memory. Nothing is measured.
 
 Traffic: each kernel reads its inputs from memory once and writes its outputs once (see
-`tests/support/simulated_cuda/traffic.py`). The row "attention" includes the attention kernels' traffic, and the FLOPs
-include their products. Tiles on the diagonal count in full, because the kernels compute all of their pairs.
+`tests/support/simulated_cuda/traffic.py`). The row "attention" includes the attention kernels'
+traffic, and the FLOPs include their products. Tiles on the diagonal count in full, because the
+kernels compute all of their pairs.
 
-MFU bound: kernels run one after the other, and each takes as long as its FLOPs at the peak rate or its traffic at the
-peak bandwidth, whichever is longer. Launch latency, the host and communication take no time. A kernel that finds its
-inputs in the second-level cache can be faster than that. The MFU's numerator is that of the log: 6 per parameter
-outside the input embedding, plus causal attention, without recomputation.
+MFU bound: kernels run one after the other, and each takes as long as its FLOPs at the peak rate or
+its traffic at the peak bandwidth, whichever is longer. Launch latency, the host and communication
+take no time. A kernel that finds its inputs in the second-level cache can be faster than that. The
+MFU's numerator is that of the log: 6 per parameter outside the input embedding, plus causal
+attention, without recomputation.
 """
 
 import argparse
@@ -41,13 +46,16 @@ from tests.support.simulated_cuda.traffic import Cost
 
 # The recipes, and what is overridden to run them on one simulated GPU.
 RECIPES: dict[str, tuple[str, ...]] = {"small_bf16.yml": (), "1-3B.yml": ("model-parallel-size=1",)}
-# Memory bandwidth in bytes/s, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, GeForce RTX 4090.
+# Memory bandwidth in bytes/s, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX
+# B200, GeForce RTX 4090.
 BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "RTX 4090": 1.008e12}
-# Fractions of peak FLOPs and of peak bandwidth for the bounds: those of the data sheet; what the largest products and
-# copies reach on an H100 (798 TFLOP/s, 3.0 TB/s); the assumption of docs/results/full-scale.md; and what the shapes of
-# the 162M recipe may reach on an H100 (600 TFLOP/s, 2.7 TB/s).
+# Fractions of peak FLOPs and of peak bandwidth for the bounds: those of the data sheet; what the
+# largest products and copies reach on an H100 (798 TFLOP/s, 3.0 TB/s); the assumption of
+# docs/results/full-scale.md; and what the shapes of the 162M recipe may reach on an H100 (600
+# TFLOP/s, 2.7 TB/s).
 EFFICIENCIES = ((1.0, 1.0), (0.81, 0.9), (0.7, 0.85), (0.61, 0.81))
-# Which part of the step a method computes, with the gradients of what it returns. Inner calls take precedence.
+# Which part of the step a method computes, with the gradients of what it returns. Inner calls take
+# precedence.
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (gpt.Embedding, "forward", "embedding"),
     (attention.SelfAttention, "forward", "attention"),
@@ -121,7 +129,9 @@ class StepCounter(SimulatedCuda):
                 result = function(*arguments, **options)
             finally:
                 self._parts.pop()
-            nodes: list[Any] = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            nodes: list[Any] = [
+                leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
+            ]
             while nodes:
                 node = nodes.pop()
                 if node is not None and "part" not in node.metadata:
@@ -154,7 +164,9 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         engine = training.engine
         parameters = count_parameters(engine.layers(), engine.settings)
         tokens = engine.global_batch * engine.seq_length
-        model_flops = tokens * flops_per_token(parameters["outside_embedding"], engine.config.model, engine.seq_length)
+        model_flops = tokens * flops_per_token(
+            parameters["outside_embedding"], engine.config.model, engine.seq_length
+        )
 
     # Sums by part of the step, and by kernel. Matrix products count as arithmetic, not traffic.
     launches = device.launches
@@ -171,13 +183,18 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
     bounds = {}
     for name, bandwidth in BANDWIDTHS.items():
         peak = PEAK_FLOPS[name]
-        seconds = [step_seconds(launches, peak * flops, bandwidth * memory) for flops, memory in EFFICIENCIES]
+        seconds = [
+            step_seconds(launches, peak * flops, bandwidth * memory)
+            for flops, memory in EFFICIENCIES
+        ]
         bounds[name] = [model_flops / peak / step for step in seconds]
 
     # Kernels with the most traffic first.
     by_kernel = []
     for key, totals in sorted(details.items(), key=lambda item: -item[1][1]):
-        by_kernel.append(dict(zip(("part", "name", "launches", "bytes", "flops"), (*key, *totals), strict=True)))
+        by_kernel.append(
+            dict(zip(("part", "name", "launches", "bytes", "flops"), (*key, *totals), strict=True))
+        )
 
     # All counts, as `--json` writes them.
     return {
@@ -207,7 +224,9 @@ def with_totals(values: Counter[str]) -> dict[str, int]:
 
 
 def step_seconds(launches: list[Launch], flops: float, bandwidth: float) -> float:
-    """Seconds of a step on a GPU with these rates in FLOP/s and bytes/s, one kernel after the other."""
+    """Seconds of a step on a GPU with these rates in FLOP/s and bytes/s, one kernel after the
+    other.
+    """
     return sum(max(launch.cost.flops / flops, launch.cost.bytes / bandwidth) for launch in launches)
 
 
@@ -239,13 +258,22 @@ def layer_row(recipe: str, method: str, *overrides: str) -> tuple[str, str]:
 
 def main() -> None:
     # Options.
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--method", default="kerple_log", help="positional method (default: kerple_log)")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument(
-        "--recipe", nargs="+", default=list(RECIPES), help=f"files in configs/ (default: {' '.join(RECIPES)})"
+        "--method", default="kerple_log", help="positional method (default: kerple_log)"
     )
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the configuration")
-    parser.add_argument("--names", action="store_true", help="also print launches and traffic by kernel")
+    parser.add_argument(
+        "--recipe",
+        nargs="+",
+        default=list(RECIPES),
+        help=f"files in configs/ (default: {' '.join(RECIPES)})",
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the configuration"
+    )
+    parser.add_argument(
+        "--names", action="store_true", help="also print launches and traffic by kernel"
+    )
     parser.add_argument(
         "--per-layer",
         nargs="+",
@@ -266,11 +294,18 @@ def main() -> None:
     # Per layer: the difference between three layers and two.
     if options.per_layer:
         recipe = options.recipe[0]
-        title = f"{recipe}, torch {torch.__version__}: per layer, forward and backward pass; counted, not measured"
-        table = Table("", "kernel launches", "GB outside matmuls", title=title, title_justify="left")
+        title = (
+            f"{recipe}, torch {torch.__version__}: per layer, forward and backward pass; counted, "
+            "not measured"
+        )
+        table = Table(
+            "", "kernel launches", "GB outside matmuls", title=title, title_justify="left"
+        )
         with process_group():
             for method in options.per_layer:
-                table.add_row(method, *layer_row(recipe, method, *RECIPES.get(recipe, ()), *options.set))
+                table.add_row(
+                    method, *layer_row(recipe, method, *RECIPES.get(recipe, ()), *options.set)
+                )
         console.print(table)
         return
 
@@ -289,9 +324,15 @@ def main() -> None:
 
     # Kernels, and the file.
     for recipe in options.recipe if options.names else ():
-        table = Table("part", "kernel", "launches", "GB", "TFLOPs", title=recipe, title_justify="left")
+        table = Table(
+            "part", "kernel", "launches", "GB", "TFLOPs", title=recipe, title_justify="left"
+        )
         for row in results[recipe]["details"]:
-            numbers = f"{row['launches']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['flops'] / 1e12:.2f}"
+            numbers = (
+                f"{row['launches']:,}",
+                f"{row['bytes'] / 1e9:.2f}",
+                f"{row['flops'] / 1e12:.2f}",
+            )
             table.add_row(row["part"], row["name"], *numbers)
         console.print(table)
     if options.json:

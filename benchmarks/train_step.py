@@ -1,16 +1,18 @@
-"""A CPU training step with each positional method, compared with a plain PyTorch decoder of the same size.
+"""A CPU training step with each positional method, compared with a plain PyTorch decoder of the
+same size.
 
     python benchmarks/train_step.py [--threads 2] [--rounds 15] [--busy] [--json FILE]
 
-The model has 4 layers, hidden size 256, 4 heads, sequence length 512, batch size 4 and vocabulary 8,192. A step is
-forward, loss, backward and fused AdamW. The limits are 1.10 times the plain decoder's time without a bias and 1.25
-times with one.
+The model has 4 layers, hidden size 256, 4 heads, sequence length 512, batch size 4 and vocabulary
+8,192. A step is forward, loss, backward and fused AdamW. The limits are 1.10 times the plain
+decoder's time without a bias and 1.25 times with one.
 
-A second set of tables compares the model with the same model computed as in the original KERPLE's configuration, at
-lengths 512 and 2,048 with the same number of tokens: all scores in memory, bias and weight evaluated for every pair
-in every layer, activation recomputation in every layer (checkpoint-activations), and the loss of materialized
-logits. The rows in between remove these one by one. The limit is 1 / 1.5 times the first row's time. The exit status
-is 1 if a limit is exceeded.
+A second set of tables compares the model with the same model computed as in the original KERPLE's
+configuration, at lengths 512 and 2,048 with the same number of tokens: all scores in memory, bias
+and weight evaluated for every pair in every layer, activation recomputation in every layer
+(checkpoint-activations), and the loss of materialized logits. The rows in between remove these one
+by one. The limit is 1 / 1.5 times the first row's time. The exit status is 1 if a limit is
+exceeded.
 """
 
 import argparse
@@ -46,12 +48,18 @@ ORIGINAL_LIMIT = 1 / 1.5
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def bench_model(pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpoint_every: int = 0) -> GPT:
-    config: Any = PlainConfig(layers, HIDDEN, HEADS, LENGTH, pos_emb=pos_emb, attention_backend=backend)
+def bench_model(
+    pos_emb: str, layers: int = LAYERS, backend: str = "auto", checkpoint_every: int = 0
+) -> GPT:
+    config: Any = PlainConfig(
+        layers, HIDDEN, HEADS, LENGTH, pos_emb=pos_emb, attention_backend=backend
+    )
     return initialized_gpt(ModelSettings(config, VOCABULARY), checkpoint_every=checkpoint_every)
 
 
-def training_step(loss: Loss, groups: list[dict[str, Any]], tokens: Tensor, labels: Tensor) -> Callable[[], None]:
+def training_step(
+    loss: Loss, groups: list[dict[str, Any]], tokens: Tensor, labels: Tensor
+) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
 
     def step() -> None:
@@ -73,13 +81,15 @@ def plain_decoder_table(rounds: int, clock: Callable[[], float]) -> dict[str, li
     """Measure the plain decoder and all methods, print the table, and return it by title."""
     tokens, labels = batch()
     plain = PlainDecoder(VOCABULARY, LAYERS, HIDDEN, HEADS)
-    steps = {PLAIN: training_step(plain.loss, [{"params": list(plain.parameters())}], tokens, labels)}
+    steps = {
+        PLAIN: training_step(plain.loss, [{"params": list(plain.parameters())}], tokens, labels)
+    }
     for name in LIMITS:
         model = bench_model(name)
         steps[name] = training_step(model.loss, parameter_groups(model, 0.0), tokens, labels)
     title = (
-        f"training step, {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, sequence {LENGTH}, batch {BATCH}, "
-        f"vocabulary {VOCABULARY}, {torch.get_num_threads()} threads"
+        f"training step, {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads, sequence {LENGTH}, batch "
+        f"{BATCH}, vocabulary {VOCABULARY}, {torch.get_num_threads()} threads"
     )
     timings = compare(steps, rounds=rounds, limits=LIMITS, clock=clock)
     show(title, timings)
@@ -87,7 +97,9 @@ def plain_decoder_table(rounds: int, clock: Callable[[], float]) -> dict[str, li
 
 
 def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[Timing]]:
-    """Measure the steps from the original's computation to this project's; print and return the tables by title."""
+    """Measure the steps from the original's computation to this project's; print and return the
+    tables by title.
+    """
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     results = {}
     for length in (LENGTH, 4 * LENGTH):
@@ -100,14 +112,21 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
                 "with chunked attention": bench_model(pos_emb),
                 THIS_PROJECT: bench_model(pos_emb),
             }
-            losses: dict[str, Loss] = {name: partial(materialized_loss, model) for name, model in models.items()}
+            losses: dict[str, Loss] = {
+                name: partial(materialized_loss, model) for name, model in models.items()
+            }
             losses[THIS_PROJECT] = models[THIS_PROJECT].loss
             values = torch.stack([loss(tokens, labels).detach() for loss in losses.values()])
             torch.testing.assert_close(values, values[-1:].expand_as(values), rtol=1e-5, atol=0)
             steps = {}
             for name, model in models.items():
-                steps[name] = training_step(losses[name], parameter_groups(model, 0.0), tokens, labels)
-            title = f"training step with {pos_emb}, length {length}, batch size {len(tokens)}, other sizes as above"
+                steps[name] = training_step(
+                    losses[name], parameter_groups(model, 0.0), tokens, labels
+                )
+            title = (
+                f"training step with {pos_emb}, length {length}, batch size {len(tokens)}, other "
+                "sizes as above"
+            )
             limits = {THIS_PROJECT: ORIGINAL_LIMIT}
             results[title] = compare(steps, rounds=rounds, limits=limits, clock=clock)
             show(title, results[title])
@@ -115,7 +134,7 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     add_options(parser)
     options = parser.parse_args()
     clock = apply_options(options)

@@ -1,12 +1,15 @@
-"""The training step of the KERPLE paper's model on a GPU (Table 4): seconds, tokens/s, MFU and peak memory.
+"""The training step of the KERPLE paper's model on a GPU (Table 4): seconds, tokens/s, MFU and peak
+memory.
 
-    python benchmarks/train_step_gpu.py [--check] [--quick] [--seconds 180] [--json FILE] [--dry-run]
+    python benchmarks/train_step_gpu.py [--check] [--quick] [--seconds 180] [--json FILE]
+    [--dry-run]
 
-The model has 162M parameters (12 layers, hidden size 768, 12 heads, vocabulary 50,304). Sequence length 512,
-micro-batch size 32, bfloat16 weights with float32 master weights, gradient clipping at 1.0 and fused AdamW, in a loop
-that needs only PyTorch and Triton. Every method runs with the backend that `auto` selects. Without `--quick`, two also
-run with materialized attention as in the original. The baseline is a plain GPT of the same size without positions. MFU
-counts 6 x parameters outside the input embedding + 6 x layers x hidden size x length per token, relative to the dense
+The model has 162M parameters (12 layers, hidden size 768, 12 heads, vocabulary 50,304). Sequence
+length 512, micro-batch size 32, bfloat16 weights with float32 master weights, gradient clipping at
+1.0 and fused AdamW, in a loop that needs only PyTorch and Triton. Every method runs with the
+backend that `auto` selects. Without `--quick`, two also run with materialized attention as in the
+original. The baseline is a plain GPT of the same size without positions. MFU counts 6 x parameters
+outside the input embedding + 6 x layers x hidden size x length per token, relative to the dense
 bf16 peak; recomputation is not counted.
 """
 
@@ -29,21 +32,40 @@ from megatron.model.settings import ModelSettings
 from megatron.training.flops import count_parameters, flops_per_token, peak_flops
 from megatron.utils.command_line import run_main
 
-METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe", "rotary", "sinusoidal")
+METHODS = (
+    "none",
+    "kerple_log",
+    "kerple_power",
+    "kerple_bias_wht",
+    "alibi",
+    "rpe",
+    "rotary",
+    "sinusoidal",
+)
 QUICK_METHODS = ("none", "kerple_log", "alibi", "rpe", "rotary")
 COMPARED = ("kerple_log", "kerple_bias_wht")
 
 
 def model_settings(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
-    layers, hidden, heads, vocabulary, length = (1, 32, 2, 96, 16) if dry else (12, 768, 12, 50_304, 512)
-    config: Any = PlainConfig(layers, hidden, heads, length, pos_emb=pos_emb, attention_backend=backend)
+    layers, hidden, heads, vocabulary, length = (
+        (1, 32, 2, 96, 16) if dry else (12, 768, 12, 50_304, 512)
+    )
+    config: Any = PlainConfig(
+        layers, hidden, heads, length, pos_emb=pos_emb, attention_backend=backend
+    )
     return ModelSettings(config, vocabulary)
 
 
-def training_step(model: GPT | PlainDecoder, tokens: Tensor, labels: Tensor) -> Callable[[], Tensor]:
-    """Mixed precision as in training: bfloat16 weights, float32 master weights. Never synchronizes with the GPU."""
+def training_step(
+    model: GPT | PlainDecoder, tokens: Tensor, labels: Tensor
+) -> Callable[[], Tensor]:
+    """Mixed precision as in training: bfloat16 weights, float32 master weights. Never synchronizes
+    with the GPU.
+    """
     model.bfloat16()
-    weights: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights: list[Tensor] = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
     masters = [weight.detach().float() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=6e-4, weight_decay=0.0, fused=True)
 
@@ -65,7 +87,9 @@ def training_step(model: GPT | PlainDecoder, tokens: Tensor, labels: Tensor) -> 
 
 
 def check(bench: Bench) -> bool:
-    """Compare the gradients of the fused kernels in float32 with the reference in float64, for one small layer."""
+    """Compare the gradients of the fused kernels in float32 with the reference in float64, for one
+    small layer.
+    """
     all_passed = True
     for pos_emb in ("kerple_log", "kerple_bias_wht", "rpe"):
         gradients = []
@@ -76,10 +100,16 @@ def check(bench: Bench) -> bool:
             text = torch.randint(settings.padded_vocab_size, (2, 17)).to(bench.device)
             value = model.loss(text[:, :-1], text[:, 1:].contiguous())
             gradients.append(torch.autograd.grad(value, list(model.parameters())))
-        results = [close_enough(actual, exact.double(), 1e-3) for actual, exact in zip(*gradients, strict=True)]
+        results = [
+            close_enough(actual, exact.double(), 1e-3)
+            for actual, exact in zip(*gradients, strict=True)
+        ]
         passed = all(close for close, _ in results)
         all_passed &= passed
-        bench.attempt({"check": pos_emb, "ok": passed, "largest_error": max(error for _, error in results)}, dict)
+        bench.attempt(
+            {"check": pos_emb, "ok": passed, "largest_error": max(error for _, error in results)},
+            dict,
+        )
     return bench.record_check(all_passed)
 
 
@@ -106,19 +136,30 @@ def main() -> int:
         batch = 2 if bench.dry else 32
 
         # The default arguments bind the values of this iteration.
-        def measure(settings=settings, name=name, backend=backend, batch=batch) -> dict[str, object]:
+        def measure(
+            settings=settings, name=name, backend=backend, batch=batch
+        ) -> dict[str, object]:
             # The same text for all cases.
             torch.manual_seed(1234)
             config = settings.config
             length = config.shape.max_positions
             text = torch.randint(settings.padded_vocab_size, (batch, length + 1)).to(bench.device)
-            sizes = (settings.padded_vocab_size, config.num_layers, config.hidden_size, config.num_attention_heads)
+            sizes = (
+                settings.padded_vocab_size,
+                config.num_layers,
+                config.hidden_size,
+                config.num_attention_heads,
+            )
 
             # The model, and its parameters outside of the embedding, which count as arithmetic.
             if backend is None:
                 model: GPT | PlainDecoder = PlainDecoder(*sizes).to(bench.device)
                 named = model.named_parameters()
-                outside = sum(parameter.numel() for name, parameter in named if not name.startswith("embedding"))
+                outside = sum(
+                    parameter.numel()
+                    for name, parameter in named
+                    if not name.startswith("embedding")
+                )
             else:
                 model = initialized_gpt(settings).to(bench.device)
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
@@ -136,7 +177,9 @@ def main() -> int:
             return {
                 "seconds_per_step": seconds,
                 "tokens_per_second": per_second,
-                "mfu": None if peak is None else per_second * flops_per_token(outside, config, length) / peak,
+                "mfu": None
+                if peak is None
+                else per_second * flops_per_token(outside, config, length) / peak,
                 "peak_gib": None if bench.dry else torch.cuda.max_memory_allocated() / 2**30,
                 "ratio_to_plain": seconds / baseline["plain"] if baseline else None,
             }

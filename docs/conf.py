@@ -1,6 +1,7 @@
 """Sphinx configuration of the documentation site (`make docs`).
 
-The sources are Markdown files of the whole repository, whose links also work on GitHub. README.md is the first page.
+The sources are Markdown files of the whole repository, whose links also work on GitHub. README.md
+is the first page.
 """
 
 from sphinx.application import Sphinx
@@ -8,7 +9,14 @@ from sphinx.application import Sphinx
 project = "KERPLE-NeoX"
 root_doc = "README"
 exclude_patterns = [".*", "data", "runs", "site", "docs/templates"]
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "configs/*.md", "docs/**", "experiments/**/*.md"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "configs/*.md",
+    "docs/**",
+    "experiments/**/*.md",
+]
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -66,7 +74,9 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
     """Append the table of contents to the first page, which has none on GitHub."""
     if name == root_doc:
         for caption, pages in CONTENTS.items():
-            source[0] += "\n".join(["\n```{toctree}", ":hidden:", f":caption: {caption}", *pages, "```\n"])
+            source[0] += "\n".join(
+                ["\n```{toctree}", ":hidden:", f":caption: {caption}", *pages, "```\n"]
+            )
 
 
 def setup(app: Sphinx) -> None:

@@ -1,5 +1,5 @@
-"""What the experiments compare: losses of methods on the same text, run by run. The words `agrees`, `disagrees` and
-`too imprecise` are defined in experiments/long_context/README.md.
+"""What the experiments compare: losses of methods on the same text, run by run. The words `agrees`,
+`disagrees` and `too imprecise` are defined in experiments/long_context/README.md.
 """
 
 import json
@@ -26,7 +26,10 @@ BASELINES = ("alibi", "rpe", "kerple_power_ap_", "rotary", "sinusoidal")
 BEYOND = (4, 8, 16, 32)  # multiples of the training length: those of the paper, without 2
 MARGIN = 0.02  # nats per token
 PAPER_CORPORA = {"debian_c": "github", "debian_prose": "openwebtext2", "debian_latex": "arxiv"}
-IN_CONTEXT = 8, 32  # the positions with little context, see megatron.training.validation.in_context_score
+IN_CONTEXT = (
+    8,
+    32,
+)  # the positions with little context, see megatron.training.validation.in_context_score
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,13 @@ class Comparison:
 
     @property
     def stderr(self) -> float:
-        """The standard error of the mean. Its variance is the sum of those over seeds and over documents, as in Clark's
-        min F' (1973); with one seed, that over documents.
+        """The standard error of the mean. Its variance is the sum of those over seeds and over
+        documents, as in Clark's min F' (1973); with one seed, that over documents.
         """
         seeds = len(self.by_seed)
-        return math.sqrt((statistics.variance(self.by_seed) / seeds if seeds > 1 else 0.0) + self.documents)
+        return math.sqrt(
+            (statistics.variance(self.by_seed) / seeds if seeds > 1 else 0.0) + self.documents
+        )
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -75,12 +80,14 @@ class Comparison:
         return "disagrees" if other_side or within else "too imprecise"
 
 
-def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples: Sequence[int]) -> Comparison | None:
-    """Log minus the baseline with full attention, the mean over lengths that are these multiples of the training
-    length. None without a seed that both methods have at every length.
+def compare(
+    records: Iterable[AnyRecord], corpus: str, baseline: str, multiples: Sequence[int]
+) -> Comparison | None:
+    """Log minus the baseline with full attention, the mean over lengths that are these multiples of
+    the training length. None without a seed that both methods have at every length.
 
-    Raises UserError if two runs have the same method and seed, if a run has no loss, or if the runs have other tokens,
-    models or numbers of steps than each other.
+    Raises UserError if two runs have the same method and seed, if a run has no loss, or if the runs
+    have other tokens, models or numbers of steps than each other.
     """
     # The records of both methods at these lengths, by method and seed.
     runs: dict[tuple[str, int], dict[int, AnyRecord]] = {}
@@ -92,20 +99,23 @@ def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples:
             continue
         if record["loss"] is None:
             raise UserError(
-                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has no loss at length {record['length']:,} "
-                f"({record['note']}); a comparison without this run would favor its method"
+                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has no loss at length "
+                f"{record['length']:,} ({record['note']}); a comparison without this run would "
+                "favor its method"
             )
         run = runs.setdefault((record["pos_emb"], record["seed"]), {})
         if multiple in run:
             raise UserError(
-                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has two losses at length {record['length']:,}; "
-                "keep the records of one evaluation"
+                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has two losses at length "
+                f"{record['length']:,}; keep the records of one evaluation"
             )
         run[multiple] = record
 
     # Pairs of runs with the same seed.
     complete = {key: run for key, run in runs.items() if len(run) == len(multiples)}
-    seeds = sorted(seed for method, seed in complete if method == LOG and (baseline, seed) in complete)
+    seeds = sorted(
+        seed for method, seed in complete if method == LOG and (baseline, seed) in complete
+    )
     if not seeds:
         return None
 
@@ -113,15 +123,21 @@ def compare(records: Iterable[AnyRecord], corpus: str, baseline: str, multiples:
     by_seed, by_document = [], []
     first = complete[LOG, seeds[0]][multiples[0]]
     for seed in seeds:
-        pairs = [(complete[LOG, seed][multiple], complete[baseline, seed][multiple]) for multiple in multiples]
+        pairs = [
+            (complete[LOG, seed][multiple], complete[baseline, seed][multiple])
+            for multiple in multiples
+        ]
         for record in (record for pair in pairs for record in pair):
             if _conditions(record) != _conditions(first):
                 raise UserError(
-                    f"{corpus}: {record['pos_emb']}, seed {seed}, length {record['length']:,}, has other tokens, "
-                    f"another model or another number of steps than {LOG}, seed {seeds[0]}; keep comparable records"
+                    f"{corpus}: {record['pos_emb']}, seed {seed}, length {record['length']:,}, has "
+                    f"other tokens, another model or another number of steps than {LOG}, seed "
+                    f"{seeds[0]}; keep comparable records"
                 )
         by_seed.append(statistics.fmean(log["loss"] - other["loss"] for log, other in pairs))
-        by_document += [np.subtract(log["groups"]["losses"], other["groups"]["losses"]) for log, other in pairs]
+        by_document += [
+            np.subtract(log["groups"]["losses"], other["groups"]["losses"]) for log, other in pairs
+        ]
     tokens = np.array(first["groups"]["tokens"])
     error = standard_error(np.mean(by_document, axis=0) * tokens, tokens) or 0.0
     return Comparison(tuple(by_seed), error**2, paper_difference(corpus, baseline, multiples))
@@ -135,14 +151,18 @@ def _conditions(record: AnyRecord) -> tuple[object, ...]:
 
 
 def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> float:
-    """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over these lengths."""
+    """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over
+    these lengths.
+    """
     table = load_published("kerple-3")
 
     def loss(method: str, multiple: int) -> float:
         text = table.value(PAPER_CORPORA[corpus], Method(method), multiple * table.train_length)
         return math.log(float((text or "").partition(" ")[0]))
 
-    return statistics.fmean(loss(LOG, multiple) - loss(baseline, multiple) for multiple in multiples)
+    return statistics.fmean(
+        loss(LOG, multiple) - loss(baseline, multiple) for multiple in multiples
+    )
 
 
 def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BASELINES) -> Table:
@@ -164,7 +184,9 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
     columns: list[str] = []
     for corpus in corpora:
         columns += [corpus_name(corpus), f"paper, {corpus_name(PAPER_CORPORA[corpus])}"]
-    return Table("comparisons", "Primary comparisons", ("log minus", "at"), tuple(columns), tuple(lines))
+    return Table(
+        "comparisons", "Primary comparisons", ("log minus", "at"), tuple(columns), tuple(lines)
+    )
 
 
 def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]) -> Table:
@@ -173,7 +195,9 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
     lengths = sorted({record["length"] for record in records if record["kind"] == "extrapolation"})
     lines = []
     for baseline in baselines:
-        found = [compare(records, corpus, baseline, (length // train_length,)) for length in lengths]
+        found = [
+            compare(records, corpus, baseline, (length // train_length,)) for length in lengths
+        ]
         seeds, cells = [0], []
         for comparison in found:
             if comparison is None:
@@ -187,7 +211,9 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
 
 
 def loss_frame(records: Iterable[AnyRecord]) -> DataFrame:
-    """The losses of all runs. Columns: corpus, pos_emb, mode (its kind), seed, length, value, and others."""
+    """The losses of all runs. Columns: corpus, pos_emb, mode (its kind), seed, length, value, and
+    others.
+    """
     frame = measurements(records, "extrapolation", "loss").frame
     frame["corpus"] = [setting.corpus for setting in frame["setting"]]
     frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
@@ -196,20 +222,25 @@ def loss_frame(records: Iterable[AnyRecord]) -> DataFrame:
 
 
 def costs(records: Iterable[AnyRecord]) -> DataFrame:
-    """The cost of extrapolation of each run: the loss with all keys minus that with a window of the training length.
+    """The cost of extrapolation of each run: the loss with all keys minus that with a window of the
+    training length.
 
     Columns: corpus, pos_emb, seed, length, cost.
     """
     frame = loss_frame(records)
     keys = ["corpus", "pos_emb", "seed", "length"]
-    full, window = (frame[frame["mode"] == mode].set_index(keys)["value"] for mode in ("full", "window"))
+    full, window = (
+        frame[frame["mode"] == mode].set_index(keys)["value"] for mode in ("full", "window")
+    )
     return (full - window).dropna().rename("cost").reset_index()
 
 
 def in_context_scores(records: Iterable[AnyRecord]) -> DataFrame:
-    """The in-context score and the loss of each run at its training length, from the losses by position.
+    """The in-context score and the loss of each run at its training length, from the losses by
+    position.
 
-    Columns: corpus, pos_emb, seed, score, loss. A record whose bins do not have the needed edges has no row.
+    Columns: corpus, pos_emb, seed, score, loss. A record whose bins do not have the needed edges
+        has no row.
     """
     rows = []
     for record in records:
@@ -229,7 +260,8 @@ def training_progress(logs: Mapping[tuple[str, int], Path], length: int) -> Data
     """The in-context score on the validation split during training.
 
     Args:
-        logs: the `metrics.jsonl` of each run, by method and seed. Of several runs in one file, the last is read.
+        logs: the `metrics.jsonl` of each run, by method and seed. Of several runs in one file, the
+            last is read.
         length: one of the run's `extrapolation-lengths`.
 
     Columns: pos_emb, seed, step, score.
@@ -246,8 +278,9 @@ def training_progress(logs: Mapping[tuple[str, int], Path], length: int) -> Data
 
 
 def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame:
-    """The loss by position with full attention minus that of ALiBi with the same seed, at this length. Each row is the
-    mean over positions from a power of 2 to the next, at their geometric mean.
+    """The loss by position with full attention minus that of ALiBi with the same seed, at this
+    length. Each row is the mean over positions from a power of 2 to the next, at their geometric
+    mean.
 
     Columns: corpus, pos_emb, seed, position, difference.
     """
@@ -263,17 +296,28 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame
             continue
         edges = np.array(record["edges"])
         difference = np.subtract(record["losses"], base["losses"])
-        octaves = np.floor(np.log2(np.maximum(edges[:-1], edges[1] / 2)))  # the first bin starts at 0
+        octaves = np.floor(
+            np.log2(np.maximum(edges[:-1], edges[1] / 2))
+        )  # the first bin starts at 0
         for octave in np.unique(octaves):
-            rows.append((corpus, pos_emb, seed, 2 ** (octave + 0.5), float(difference[octaves == octave].mean())))
+            rows.append(
+                (
+                    corpus,
+                    pos_emb,
+                    seed,
+                    2 ** (octave + 0.5),
+                    float(difference[octaves == octave].mean()),
+                )
+            )
     return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "position", "difference"])
 
 
 def recall_by_distance(content: Mapping[str, Any]) -> DataFrame:
-    """Associative recall of each run in a `chomsky.json` of decoders, at the longest length by the distance between a
-    key and its query, relative to the run's accuracy at the training length.
+    """Associative recall of each run in a `chomsky.json` of decoders, at the longest length by the
+    distance between a key and its query, relative to the run's accuracy at the training length.
 
-    Columns: pos_emb, seed, trained (the accuracy at the training length), distance (the first one of a bin), recall.
+    Columns: pos_emb, seed, trained (the accuracy at the training length), distance (the first one
+        of a bin), recall.
     """
     trained_length = str(content["settings"]["train_longest"])
     longest = str(content["settings"]["test_longest"])

@@ -1,4 +1,6 @@
-"""Figures that all experiments draw: a panel per corpus, and in it a thin line or a point per run."""
+"""Figures that all experiments draw: a panel per corpus, and in it a thin line or a
+point per run.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +17,17 @@ from megatron.reporting.published import corpus_name, corpus_sort_key, display_n
 from megatron.reporting.style import GRAY, SCREEN, Style, legend_above, line_style, new_figure
 
 METHODS = ("kerple_log", "alibi", "rpe", "rotary", "kerple_power_ap_")
-RECALL_METHODS = ("kerple_log", "kerple_power_ap_", "dape_kerple", "alibi", "rpe", "fire", "rotary", "learned", "none")
+RECALL_METHODS = (
+    "kerple_log",
+    "kerple_power_ap_",
+    "dape_kerple",
+    "alibi",
+    "rpe",
+    "fire",
+    "rotary",
+    "learned",
+    "none",
+)
 LINEAR = 0.05  # nats: logarithmic axes are linear up to here
 NATS = (-2, -1, -0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # ticks
 MULTIPLES = (1, 8, 64)  # of the training length: ticks
@@ -23,7 +35,9 @@ RANGE = 0.35  # nats to each side in `score_plot`
 
 
 def cost_plot(costs: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
-    """The cost of extrapolation (`analysis.costs`) by length; 0 at the training length, where a window has all keys."""
+    """The cost of extrapolation (`analysis.costs`) by length; 0 at the training length, where a
+    window has all keys.
+    """
     figure = _lines(_with_start(costs, train_length), train_length, style)
     figure.supylabel("cost of extrapolation (nats)")
     figure.supxlabel("sequence length / training length")
@@ -32,14 +46,18 @@ def cost_plot(costs: DataFrame, train_length: int, style: Style = SCREEN) -> Fig
 
 def position_plot(differences: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
     """The loss by position minus that of ALiBi (`analysis.position_differences`)."""
-    figure = _lines(differences.rename(columns={"position": "x", "difference": "y"}), train_length, style)
+    figure = _lines(
+        differences.rename(columns={"position": "x", "difference": "y"}), train_length, style
+    )
     figure.supylabel("loss minus ALiBi's (nats)")
     figure.supxlabel("position / training length")
     return figure
 
 
 def score_plot(scores: DataFrame, style: Style = SCREEN) -> Figure:
-    """The loss of each run by its in-context score (`analysis.in_context_scores`); gray: methods not in METHODS."""
+    """The loss of each run by its in-context score (`analysis.in_context_scores`); gray: methods
+    not in METHODS.
+    """
     corpora, figure, panels = _panels(scores, style, sharex=True)
     others = Line2D([], [], label="others", color=GRAY, linestyle="none", marker=".")
     for axes, corpus in zip(panels, corpora, strict=True):
@@ -48,7 +66,9 @@ def score_plot(scores: DataFrame, style: Style = SCREEN) -> Figure:
         axes.plot(rest["score"], rest["loss"], color=GRAY, linestyle="none", marker=".")
         for pos_emb in METHODS:
             runs = own[own["pos_emb"] == pos_emb]
-            axes.plot(runs["score"], runs["loss"], **{**_looks(style, pos_emb), "linestyle": "none"})
+            axes.plot(
+                runs["score"], runs["loss"], **{**_looks(style, pos_emb), "linestyle": "none"}
+            )
         middle = (own["loss"].min() + own["loss"].max()) / 2
         axes.set_ylim(middle - RANGE, middle + RANGE)
         axes.xaxis.set_major_locator(MultipleLocator(0.2))
@@ -60,19 +80,29 @@ def score_plot(scores: DataFrame, style: Style = SCREEN) -> Figure:
 
 
 def effective_length_plot(records: Iterable[AnyRecord], style: Style = SCREEN) -> Figure:
-    """The effective length of each head of each run, divided by the training length; last row: ALiBi in the paper."""
+    """The effective length of each head of each run, divided by the training length; last row:
+    ALiBi in the paper.
+    """
     rows = []
     for record in records:
         if record["kind"] == "effective_length" and record["pos_emb"] in METHODS:
             heads = [length for layer in record["effective_lengths"] for length in layer]
-            rows += [(record["corpus"], record["pos_emb"], head / record["train_length"]) for head in heads]
+            rows += [
+                (record["corpus"], record["pos_emb"], head / record["train_length"])
+                for head in heads
+            ]
     frame = DataFrame(rows, columns=["corpus", "pos_emb", "length"])
     methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
     corpora, figure, panels = _panels(frame, style, sharex=True, sharey=True)
     for axes, corpus in zip(panels, corpora, strict=True):
         for row, pos_emb in enumerate(methods):
             lengths = frame[(frame["corpus"] == corpus) & (frame["pos_emb"] == pos_emb)]["length"]
-            axes.plot(lengths, [row] * len(lengths), alpha=0.6, **{**_looks(style, pos_emb), "linestyle": "none"})
+            axes.plot(
+                lengths,
+                [row] * len(lengths),
+                alpha=0.6,
+                **{**_looks(style, pos_emb), "linestyle": "none"},
+            )
         paper = [(2 // slope + 1) / 512 for slope in alibi_slopes(12)]
         axes.plot(paper, [len(methods)] * len(paper), color=GRAY, linestyle="none", marker="|")
         axes.axvline(1, color=GRAY, linestyle="dashed", linewidth=0.1 * style.size)
@@ -90,8 +120,8 @@ def effective_length_plot(records: Iterable[AnyRecord], style: Style = SCREEN) -
 
 
 def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
-    """Recall by distance (`analysis.recall_by_distance`): the mean over seeds in a band from the lowest to the highest
-    one, a panel per method.
+    """Recall by distance (`analysis.recall_by_distance`): the mean over seeds in a band from the
+    lowest to the highest one, a panel per method.
     """
     methods = [pos_emb for pos_emb in RECALL_METHODS if pos_emb in set(frame["pos_emb"])]
     figure, panels = new_figure(style, len(methods), 3, 0.8, sharex=True, sharey=True)
@@ -99,9 +129,18 @@ def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> F
         by_distance = frame[frame["pos_emb"] == pos_emb].groupby("distance")["recall"]
         values = 100 * by_distance.agg(["mean", "min", "max"])
         looks = _looks(style, pos_emb)
-        axes.fill_between(values.index, values["min"], values["max"], color=looks["color"], alpha=0.25, linewidth=0)
+        axes.fill_between(
+            values.index,
+            values["min"],
+            values["max"],
+            color=looks["color"],
+            alpha=0.25,
+            linewidth=0,
+        )
         axes.plot(values.index, values["mean"], **looks)
-        axes.axvline(train_length, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1)
+        axes.axvline(
+            train_length, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1
+        )
         axes.set_title(display_name(Method(pos_emb)), loc="left")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator([2, 16, 64, 512]))
@@ -114,15 +153,24 @@ def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> F
 
 
 def long_context_plot(
-    costs: DataFrame, differences: DataFrame, progress: DataFrame, train_length: int, style: Style = SCREEN
+    costs: DataFrame,
+    differences: DataFrame,
+    progress: DataFrame,
+    train_length: int,
+    style: Style = SCREEN,
 ) -> Figure:
-    """The cost of extrapolation by length, the loss by position minus that of ALiBi, and the in-context score during
-    training (`analysis.training_progress`).
+    """The cost of extrapolation by length, the loss by position minus that of ALiBi, and the
+    in-context score during training (`analysis.training_progress`).
     """
     figure, panels = new_figure(style, 3, 3, 1.5)
     titles = "cost (nats)", "minus ALiBi (nats)", "in-context score"
-    frames = _with_start(costs, train_length), differences.rename(columns={"position": "x", "difference": "y"})
-    for axes, title, label, frame in zip(panels, titles, ("length", "position"), frames, strict=False):
+    frames = (
+        _with_start(costs, train_length),
+        differences.rename(columns={"position": "x", "difference": "y"}),
+    )
+    for axes, title, label, frame in zip(
+        panels, titles, ("length", "position"), frames, strict=False
+    ):
         axes.set_title(title, loc="left")
         axes.set_xlabel(f"{label} / {train_length:,}")
         _draw_runs(axes, frame.assign(x=frame["x"] / train_length), style)
@@ -131,7 +179,9 @@ def long_context_plot(
     panels[2].set_title(titles[2], loc="left")
     panels[2].set_xlabel("step")
     _draw_runs(panels[2], progress.rename(columns={"step": "x", "score": "y"}), style)
-    panels[2].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k" if value else "0"))
+    panels[2].xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
+    )
     legend_above(figure, style, _handles(style, costs))
     return figure
 
@@ -158,7 +208,11 @@ def _draw_runs(axes: Axes, frame: DataFrame, style: Style) -> None:
     """y by x, a thin line per run of METHODS."""
     for pos_emb in METHODS:
         runs = frame[frame["pos_emb"] == pos_emb]
-        looks = {**_looks(style, pos_emb), "linewidth": 0.1 * style.size, "markersize": 0.35 * style.size}
+        looks = {
+            **_looks(style, pos_emb),
+            "linewidth": 0.1 * style.size,
+            "markersize": 0.35 * style.size,
+        }
         for _, run in runs.sort_values("x").groupby("seed"):
             axes.plot(run["x"], run["y"], **looks)
     axes.axhline(0, color=GRAY, linewidth=0.1 * style.size, zorder=1)
@@ -198,4 +252,7 @@ def _looks(style: Style, pos_emb: str) -> dict[str, Any]:
 def _handles(style: Style, frame: DataFrame, **looks: Any) -> list[Line2D]:
     """The entries of the legend."""
     methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
-    return [Line2D([], [], label=display_name(Method(p)), **{**_looks(style, p), **looks}) for p in methods]
+    return [
+        Line2D([], [], label=display_name(Method(p)), **{**_looks(style, p), **looks})
+        for p in methods
+    ]

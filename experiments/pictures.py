@@ -1,7 +1,8 @@
-"""The page `docs/positional-methods.md` and its plots: the effect of every positional method on the scores by distance,
-at initialization and after training.
+"""The page `docs/positional-methods.md` and its plots: the effect of every positional method on the
+scores by distance, at initialization and after training.
 
-For methods whose result depends on more than the distance, the plots use scores and queries of zeros.
+For methods whose result depends on more than the distance, the plots use scores and queries of
+zeros.
 """
 
 import argparse
@@ -23,14 +24,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import check_megatron  # noqa: F401
 from kerple.attention import score_table
-from kerple.positional import Chunk, ModelShape, PositionalMethod, build, method_class, primary_names
+from kerple.positional import (
+    Chunk,
+    ModelShape,
+    PositionalMethod,
+    build,
+    method_class,
+    primary_names,
+)
 from kerple.positional.registry import canonical_name
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step
 from megatron.config.yaml_files import PACKAGED
 from megatron.inference import load_model
 from megatron.model.initialization import generator_for
-from megatron.reporting.style import COLORS, LINE_STYLES, SCREEN, Style, legend_above, new_figure, render
+from megatron.reporting.style import (
+    COLORS,
+    LINE_STYLES,
+    SCREEN,
+    Style,
+    legend_above,
+    new_figure,
+    render,
+)
 from megatron.utils.command_line import run_main
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
@@ -45,7 +61,9 @@ fill = partial(textwrap.fill, width=100, break_on_hyphens=False)
 
 
 class MethodOfModel(NamedTuple):
-    """A positional method, the shape of the model it was built for, and the number of distances to plot."""
+    """A positional method, the shape of the model it was built for, and the number of distances to
+    plot.
+    """
 
     method: PositionalMethod
     shape: ModelShape
@@ -53,7 +71,9 @@ class MethodOfModel(NamedTuple):
 
 
 def initial_methods() -> dict[str, MethodOfModel]:
-    """All methods by primary `pos-emb` name, initialized as in the first layer of a new demo model."""
+    """All methods by primary `pos-emb` name, initialized as in the first layer of a
+    new demo model.
+    """
     methods = {}
     for name in primary_names():
         method = build(name, SHAPE)
@@ -63,19 +83,24 @@ def initial_methods() -> dict[str, MethodOfModel]:
 
 
 def trained_methods(folders: Sequence[str | Path]) -> dict[str, MethodOfModel]:
-    """The methods of the checkpoints in these folders by primary `pos-emb` name; that of the first layer if the layers
-    differ. Raises UserError if two checkpoints have the same method or a folder has no checkpoint.
+    """The methods of the checkpoints in these folders by primary `pos-emb` name; that of the first
+    layer if the layers differ. Raises UserError if two checkpoints have the same method or a folder
+    has no checkpoint.
     """
     names: set[str] = set()
     methods: dict[str, MethodOfModel] = {}
     for folder in folders:
         name = canonical_name(checkpoint_config(find_step(folder)).model.pos_emb)
         if name in names:
-            raise UserError(f"{folder}: there is already a checkpoint of pos-emb {name}; give one per method")
+            raise UserError(
+                f"{folder}: there is already a checkpoint of pos-emb {name}; give one per method"
+            )
         names.add(name)
         model, _ = load_model(folder)
         if layer_methods := model.positional_methods():
-            methods[name] = MethodOfModel(next(iter(layer_methods.values())), model.settings.config.shape)
+            methods[name] = MethodOfModel(
+                next(iter(layer_methods.values())), model.settings.config.shape
+            )
     return methods
 
 
@@ -83,12 +108,14 @@ def trained_methods(folders: Sequence[str | Path]) -> dict[str, MethodOfModel]:
 def distance_curves(
     method: PositionalMethod, shape: ModelShape = SHAPE, num_distances: int = NUM_DISTANCES
 ) -> dict[str, Tensor]:
-    """The effect of the method at distances 0 to num_distances - 1: axis label -> float32 [heads, num_distances].
+    """The effect of the method at distances 0 to num_distances - 1: axis label -> float32 [heads,
+    num_distances].
 
-    - Methods that modify scores: the result for scores of 0 and a query of zeros at position num_distances - 1; empty
-      if it is the same for all distances.
-    - Other methods: their bias (for hidden states of zeros, if it depends on them) and weight, if they have them. If
-      they rotate, also the dot product of a query and a key of ones, divided by the head size, `[1, num_distances]`.
+    - Methods that modify scores: the result for scores of 0 and a query of zeros at position
+      num_distances - 1; empty if it is the same for all distances.
+    - Other methods: their bias (for hidden states of zeros, if it depends on them) and weight, if
+      they have them. If they rotate, also the dot product of a query and a key of ones, divided by
+      the head size, `[1, num_distances]`.
     """
     positions = torch.arange(num_distances)
     last = positions[-1:]
@@ -98,7 +125,9 @@ def distance_curves(
         scores = torch.zeros(1, shape.num_heads, 1, num_distances)
         mask = torch.zeros(1, num_distances, dtype=torch.bool)
         table = score_table(method, num_distances, "cpu")
-        modified = method.final_scores(Chunk(scores, query, last, positions, mask, table))[0, :, 0].flip(-1)
+        modified = method.final_scores(Chunk(scores, query, last, positions, mask, table))[
+            0, :, 0
+        ].flip(-1)
         return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
     curves = {}
     if "rotate" in method.hooks:
@@ -106,7 +135,9 @@ def distance_curves(
         query, key = method.eval().rotate(ones[:, :, -1:], ones, last, positions)
         if "scale_qk" in method.hooks:
             query, key = method.scale_qk(query, key, last, positions)
-        curves["dot product of ones"] = (query @ key.transpose(-1, -2))[0, :, 0].flip(-1) / shape.head_size
+        curves["dot product of ones"] = (query @ key.transpose(-1, -2))[0, :, 0].flip(
+            -1
+        ) / shape.head_size
     if "bias" in method.hooks:
         curves["bias"] = method.bias(positions.float())
     if "decay" in method.hooks:
@@ -118,16 +149,25 @@ def distance_curves(
 
 
 def method_picture(name: str, stages: Mapping[str, MethodOfModel]) -> bytes | None:
-    """A PNG with a row per curve and a column per stage ("at initialization", ...); None if there are no curves."""
+    """A PNG with a row per curve and a column per stage ("at initialization", ...); None if there
+    are no curves.
+    """
     curves = {stage: distance_curves(*method) for stage, method in stages.items()}
     labels = list(dict.fromkeys(label for by_label in curves.values() for label in by_label))
     if not labels:
         return None
-    return render(partial(_stages_plot, name, curves, labels), replace(SCREEN, width=3.0 * len(curves) + 1.0, dpi=100))
+    return render(
+        partial(_stages_plot, name, curves, labels),
+        replace(SCREEN, width=3.0 * len(curves) + 1.0, dpi=100),
+    )
 
 
-def _stages_plot(name: str, curves: Mapping[str, Mapping[str, Tensor]], labels: Sequence[str], style: Style) -> Figure:
-    figure, panels = new_figure(style, len(labels) * len(curves), len(curves), sharex=True, sharey="row")
+def _stages_plot(
+    name: str, curves: Mapping[str, Mapping[str, Tensor]], labels: Sequence[str], style: Style
+) -> Figure:
+    figure, panels = new_figure(
+        style, len(labels) * len(curves), len(curves), sharex=True, sharey="row"
+    )
     cells = [(label, stage) for label in labels for stage in curves]
     for axes, (label, stage) in zip(panels, cells, strict=True):
         if label in curves[stage]:
@@ -147,7 +187,9 @@ def _stages_plot(name: str, curves: Mapping[str, Mapping[str, Tensor]], labels: 
 
 
 def _plot_heads(axes: Axes, values: Tensor) -> None:
-    """One line per head of values `[heads, distances]`, over a distance axis that is logarithmic from 1."""
+    """One line per head of values `[heads, distances]`, over a distance axis that is logarithmic
+    from 1.
+    """
     num_heads, num_distances = values.shape
     shown = min(num_heads, MAX_HEADS)
     for index in range(shown):
@@ -168,12 +210,15 @@ def _plot_heads(axes: Axes, values: Tensor) -> None:
         axes.set_ylim(-20, max(1.0, float(values.max())))
 
 
-def write_page(output: str | Path, folders: Sequence[str | Path] = (), only: Sequence[str] | None = None) -> list[Path]:
+def write_page(
+    output: str | Path, folders: Sequence[str | Path] = (), only: Sequence[str] | None = None
+) -> list[Path]:
     """Write the Markdown page, and the pictures into `pictures/` next to it.
 
     Args:
         folders: checkpoints, whose methods are also shown after training.
-        only: draw the pictures of these methods; the page shows the others as they are. None: draw all.
+        only: draw the pictures of these methods; the page shows the others as they are. None: draw
+            all.
 
     Returns the paths of the page and of the pictures that were drawn.
     """
@@ -200,15 +245,24 @@ def write_page(output: str | Path, folders: Sequence[str | Path] = (), only: Seq
         elif "modify_scores" in initial.method.hooks:
             family = "Methods that modify the scores"
         else:
-            family = "Rotary" if "rotate" in initial.method.hooks else "Other biases, and position embeddings"
+            family = (
+                "Rotary"
+                if "rotate" in initial.method.hooks
+                else "Other biases, and position embeddings"
+            )
         entries[family].append(entry)
-    sections = (f"## {family}\n\n{fill(FAMILIES[family])}\n\n" + "\n".join(entries[family]) for family in FAMILIES)
+    sections = (
+        f"## {family}\n\n{fill(FAMILIES[family])}\n\n" + "\n".join(entries[family])
+        for family in FAMILIES
+    )
     write_atomically(output, (PAGE + "\n".join(sections)).encode())
     return [output, *paths]
 
 
 def description(name: str) -> str:
-    """The comment in the method's file in `configs/pos_emb/`, or the first paragraph of its class docstring."""
+    """The comment in the method's file in `configs/pos_emb/`, or the first paragraph of its class
+    docstring.
+    """
     path = CONFIGS / f"{name}.yml"
     if not path.is_file():
         return " ".join((method_class(name).__doc__ or "").strip().split("\n\n")[0].split())
@@ -217,14 +271,15 @@ def description(name: str) -> str:
 
 
 FAMILIES = {
-    "KERPLE": "Kernels of the distance, learned per head, added to the scores (bias) or multiplied with them (weight).",
-    "Other biases, and position embeddings": "Position embeddings have no plot. The plots of `cable` and "
-    "`forgetting` show hidden states of zeros.",
-    "Rotary": "Queries and keys are rotated by their positions. The plots show the dot product of a query and a key of "
-    "ones, divided by the head size.",
-    "Methods that modify the scores": "The result also depends on the scores of all heads, the query, or its position. "
-    "The plots show the first layer for scores of 0 and a query of zeros at position 1,023. Methods whose "
-    "result is then the same at all distances have no plot.",
+    "KERPLE": "Kernels of the distance, learned per head, added to the scores (bias) or multiplied "
+    "with them (weight).",
+    "Other biases, and position embeddings": "Position embeddings have no plot. The plots of "
+    "`cable` and `forgetting` show hidden states of zeros.",
+    "Rotary": "Queries and keys are rotated by their positions. The plots show the dot product of "
+    "a query and a key of ones, divided by the head size.",
+    "Methods that modify the scores": "The result also depends on the scores of all heads, the "
+    "query, or its position. The plots show the first layer for scores of 0 and a query of zeros "
+    "at position 1,023. Methods whose result is then the same at all distances have no plot.",
 }
 
 PAGE = """# Positional methods in pictures
@@ -252,7 +307,9 @@ the authors samples distances along diagonals.
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and the pictures. Raises UserError."""
-    parser = argparse.ArgumentParser(description="Plot the bias and weight of every positional method by distance.")
+    parser = argparse.ArgumentParser(
+        description="Plot the bias and weight of every positional method by distance."
+    )
     parser.add_argument(
         "--output",
         default="runs/plots/positional-methods.md",
@@ -260,7 +317,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="the page; the pictures go into pictures/ next to it (default: %(default)s)",
     )
     parser.add_argument(
-        "--checkpoint", nargs="+", default=[], metavar="DIR", help="one per method; these are also shown after training"
+        "--checkpoint",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="one per method; these are also shown after training",
     )
     parser.add_argument(
         "--only",

@@ -1,4 +1,5 @@
-"""Positional methods (KERPLE, arXiv 2205.09921, and its baselines), and attention that trains with them.
+"""Positional methods (KERPLE, arXiv 2205.09921, and its baselines), and attention that trains with
+them.
 
 This package needs only torch (and Triton on a GPU), so it works in any PyTorch model:
 
@@ -20,8 +21,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`Attention`, `attend` and the positional methods. They are imported on first use, because torch
-    takes seconds.
+    """`Attention`, `attend` and the positional methods. They are imported on first use, because
+    torch takes seconds.
     """
     if name in ("Attention", "attend"):
         return getattr(import_module("kerple.attention"), name)

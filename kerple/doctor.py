@@ -2,11 +2,12 @@
 
     kerple doctor [--head-size D ...] [--jobs N] [--json FILE]
 
-On a GPU, every positional method is checked in float32, float16 and bfloat16, results and gradients, with as many
-key/value heads as query heads and with half as many (grouped-query attention): the fused kernels by their self-check
-(`kerple.attention.self_check`), and the chunked backend for methods that they do not support.
-Without a GPU, the chunked and sdpa backends are checked. The exit status is 1 if a check fails.
-Most of the time is compilation, which --jobs processes share.
+On a GPU, every positional method is checked in float32, float16 and bfloat16, results and
+gradients, with as many key/value heads as query heads and with half as many (grouped-query
+attention): the fused kernels by their self-check (`kerple.attention.self_check`), and the chunked
+backend for methods that they do not support. Without a GPU, the chunked and sdpa backends are
+checked. The exit status is 1 if a check fails. Most of the time is compilation, which --jobs
+processes share.
 """
 
 import argparse
@@ -29,9 +30,23 @@ import torch
 from torch.utils.collect_env import get_pretty_env_info
 
 from kerple import __version__
-from kerple.attention import AttentionCall, Heads, Requirements, check_kernels, position_tables, self_check
+from kerple.attention import (
+    AttentionCall,
+    Heads,
+    Requirements,
+    check_kernels,
+    position_tables,
+    self_check,
+)
 from kerple.attention.dispatch import BACKENDS
-from kerple.attention.self_check import HOW_TO_REPORT, KV_LEN, describe, relative_errors, small_call, wrong_result
+from kerple.attention.self_check import (
+    HOW_TO_REPORT,
+    KV_LEN,
+    describe,
+    relative_errors,
+    small_call,
+    wrong_result,
+)
 from kerple.positional import ModelShape, PositionalMethod, build, primary_names
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -75,17 +90,30 @@ def main(
     more: Callable[[torch.device], list[list[Check]]] | None = None,
     parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> int:
-    """Returns the exit status. more: further checks of a device, a row per kernel and a column per dtype."""
-    parser = parser_class(prog="kerple doctor", description=__doc__.partition("\n")[0])
-    parser.add_argument("--head-size", type=int, nargs="+", default=[64], metavar="D", help="head sizes; default: 64")
+    """Returns the exit status. more: further checks of a device, a row per kernel and a column per
+    dtype.
+    """
+    parser = parser_class(prog="kerple doctor", description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--head-size",
+        type=int,
+        nargs="+",
+        default=[64],
+        metavar="D",
+        help="head sizes; default: 64",
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; default: 1")
-    parser.add_argument("--json", type=_path, metavar="FILE", help="also write the results to a file")
+    parser.add_argument(
+        "--json", type=_path, metavar="FILE", help="also write the results to a file"
+    )
     options = parser.parse_args(argv)
     if any(size < 4 or size % 2 for size in options.head_size):
         parser.error("--head-size: rotary methods need even head sizes of at least 4")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least 1")
-    if options.json is not None and (options.json.is_dir() or not options.json.resolve().parent.is_dir()):
+    if options.json is not None and (
+        options.json.is_dir() or not options.json.resolve().parent.is_dir()
+    ):
         parser.error(f"--json: {options.json} is not a file in a folder that exists")
 
     # Describe the machine, for bug reports.
@@ -97,7 +125,8 @@ def main(
     devices = _devices()
     if devices == [torch.device("cpu")]:
         print(
-            "\nThere is no GPU that torch can use: the fused kernels are not checked, only chunked and sdpa on the CPU."
+            "\nThere is no GPU that torch can use: the fused kernels are not checked, only chunked "
+            "and sdpa on the CPU."
         )
 
     # One table per device and head size, as soon as it is measured.
@@ -121,7 +150,11 @@ def main(
     # The summary.
     failed = sum(check.failure is not None for check in checks)
     if options.json is not None:
-        result = {"machine": machine, "checks": [asdict(check) for check in checks], "passed": not failed}
+        result = {
+            "machine": machine,
+            "checks": [asdict(check) for check in checks],
+            "passed": not failed,
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(
         f"\n{failed} of {len(checks)} checks FAILED; {HOW_TO_REPORT}"
@@ -132,9 +165,13 @@ def main(
 
 
 def run_in_processes(
-    function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], jobs: int, crashed: Callable[..., Result]
+    function: Callable[..., Result],
+    calls: Sequence[tuple[Any, ...]],
+    jobs: int,
+    crashed: Callable[..., Result],
 ) -> list[Result]:
-    """The results of calls with these arguments, in their order, from several processes; in this one if `jobs` is 1.
+    """The results of calls with these arguments, in their order, from several processes; in this
+    one if `jobs` is 1.
 
     crashed: gives the result of a call whose process ends, as by a segmentation fault.
     """
@@ -172,13 +209,14 @@ def _devices() -> list[torch.device]:
     return list(kinds.values())
 
 
-# -- the checks -------------------------------------------------------------------------------------------------------
+# -- the checks
+# --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Compute convolutions and matrix products of float32 in float32. PyTorch's default for cuDNN is TF32, whose
-    rounding errors exceed the tolerance.
+    """Compute convolutions and matrix products of float32 in float32. PyTorch's default for cuDNN
+    is TF32, whose rounding errors exceed the tolerance.
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
@@ -191,7 +229,9 @@ def without_tf32() -> Iterator[None]:
 
 @without_tf32()
 def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Check:
-    """Check the backends that `auto` can choose for a method on a device, with parameters that are always the same."""
+    """Check the backends that `auto` can choose for a method on a device, with parameters that are
+    always the same.
+    """
     # Attention with this method in training.
     method = build(name, ModelShape(HEADS, head_size, HEADS * head_size, 2, KV_LEN))
     method.reset_parameters(torch.Generator().manual_seed(0))
@@ -202,11 +242,19 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
 
     # The backends that `auto` can choose.
     unsupported = BACKENDS["fused"].unsupported_reason(requirements)
-    backends = ["fused"] if unsupported is None and device.type == self_check.DEVICE_TYPE else ["chunked"]
-    if backends == ["chunked"] and device.type == "cpu" and BACKENDS["sdpa"].unsupported_reason(requirements) is None:
+    backends = (
+        ["fused"] if unsupported is None and device.type == self_check.DEVICE_TYPE else ["chunked"]
+    )
+    if (
+        backends == ["chunked"]
+        and device.type == "cpu"
+        and BACKENDS["sdpa"].unsupported_reason(requirements) is None
+    ):
         backends.append("sdpa")
     kind = str(dtype).removeprefix("torch.")
-    check = Check(self_check.device_name(device), name, kind, head_size, backends, unsupported=unsupported)
+    check = Check(
+        self_check.device_name(device), name, kind, head_size, backends, unsupported=unsupported
+    )
 
     # Compare them with the reference.
     try:
@@ -217,16 +265,24 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
             errors: dict[str, float] = {}
             for kv_heads, backend in itertools.product(KV_HEADS, backends):
                 call = _small_call(method, device, dtype, head_size, kv_heads)
-                new = relative_errors(call, BACKENDS[backend], BACKENDS["reference"], gradients=True)
+                new = relative_errors(
+                    call, BACKENDS[backend], BACKENDS["reference"], gradients=True
+                )
                 errors = _largest(errors, new)
             return errors
 
         errors = measure(dtype)
         failure = wrong_result(errors, dtype)
-        if failure is not None and requirements.modify_scores:  # the gradients have no jumps due to rounding in float64
-            failure = wrong_result(errors, dtype, kinks=True) or wrong_result(measure(torch.float64), torch.float32)
+        if (
+            failure is not None and requirements.modify_scores
+        ):  # the gradients have no jumps due to rounding in float64
+            failure = wrong_result(errors, dtype, kinks=True) or wrong_result(
+                measure(torch.float64), torch.float32
+            )
         return replace(check, errors=errors, failure=failure)
-    except Exception as error:  # what is wrong with this method must not hide the results of the others
+    except (
+        Exception
+    ) as error:  # what is wrong with this method must not hide the results of the others
         return replace(check, failure=describe(error))
 
 
@@ -234,46 +290,80 @@ def crashed_check(name: str, device: torch.device, dtype: torch.dtype, head_size
     """The result of `check_method` in a process that has ended."""
     kind = str(dtype).removeprefix("torch.")
     failure = "the process of this check ended, as by a segmentation fault"
-    return Check(self_check.device_name(device), name, kind, head_size, ["process"], failure=failure)
+    return Check(
+        self_check.device_name(device), name, kind, head_size, ["process"], failure=failure
+    )
 
 
-def _check_fused(check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype) -> Check:
+def _check_fused(
+    check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype
+) -> Check:
     for training, kv_heads in itertools.product((True, False), KV_HEADS):
         heads = Heads(HEADS, kv_heads, check.head_size)
-        for verdict in check_kernels(method, heads, device, dtype, training=training, backend="fused", again=True):
+        for verdict in check_kernels(
+            method, heads, device, dtype, training=training, backend="fused", again=True
+        ):
             failure = verdict.failure
             if failure is not None and kv_heads < HEADS:
                 failure = f"{failure} (grouped queries)"
-            check = replace(check, errors=_largest(check.errors, verdict.errors), failure=check.failure or failure)
+            check = replace(
+                check,
+                errors=_largest(check.errors, verdict.errors),
+                failure=check.failure or failure,
+            )
     return check
 
 
 def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    return {what: max(errors.get(what, 0.0), others.get(what, 0.0)) for what in {**errors, **others}}
+    return {
+        what: max(errors.get(what, 0.0), others.get(what, 0.0)) for what in {**errors, **others}
+    }
 
 
 def _small_call(
-    method: PositionalMethod, device: torch.device, dtype: torch.dtype, head_size: int, kv_heads: int
+    method: PositionalMethod,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    kv_heads: int,
 ) -> AttentionCall:
-    """A call with the method's tables, with decays if it has any, and with queries and keys after its `rotate`."""
-    query, key = (torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device) for heads in (HEADS, kv_heads))
+    """A call with the method's tables, with decays if it has any, and with queries and keys after
+    its `rotate`.
+    """
+    query, key = (
+        torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device)
+        for heads in (HEADS, kv_heads)
+    )
     tables = position_tables(method, KV_LEN, device)
-    sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64) if "decay" in method.hooks else None
+    sums = (
+        query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64) if "decay" in method.hooks else None
+    )
     call = AttentionCall(
-        query=query, key=key, value=key, scale=head_size**-0.5, method=method, tables=tables, decay_sums=sums
+        query=query,
+        key=key,
+        value=key,
+        scale=head_size**-0.5,
+        method=method,
+        tables=tables,
+        decay_sums=sums,
     )
     call = small_call(call)
     key_positions = torch.arange(call.kv_len, device="cpu")
     with torch.no_grad():
-        query, key = method.rotate(call.query, call.key, key_positions[call.offset :], key_positions)
+        query, key = method.rotate(
+            call.query, call.key, key_positions[call.offset :], key_positions
+        )
     return replace(call, query=query, key=key)
 
 
 def print_table(rows: list[list[Check]]) -> None:
-    """Print a row per method and a column per dtype, and notes about failures and about what fused does not support."""
+    """Print a row per method and a column per dtype, and notes about failures and about what fused
+    does not support.
+    """
     last = rows[-1][0]  # the first rows may be of other kernels
     print(
-        f"\nattention on {last.device}, head size {last.head_size}: backend, and largest relative error of the result"
+        f"\nattention on {last.device}, head size {last.head_size}: backend, and largest relative "
+        "error of the result"
     )
     print("and the gradients of query, key, value and tables\n")
     notes: dict[str, int] = {}
@@ -288,7 +378,9 @@ def print_table(rows: list[list[Check]]) -> None:
     lines += [[row[0].method, *map(cell, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        )
     for text, number in notes.items():
         print(f"[{number}] {text}")
 

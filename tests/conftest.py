@@ -1,12 +1,15 @@
 """Settings of all tests.
 
-- One thread, as in the processes that tests start: the order of sums depends on the number of threads.
+- One thread, as in the processes that tests start: the order of sums depends on the number of
+  threads.
 - Without a GPU, Triton interprets its kernels. Triton reads this setting when kernels are defined.
-- A fork does not collect garbage of its parent, such as process groups: it does not have the threads that their
-  destructors wait for, and would hang or abort.
+- A fork does not collect garbage of its parent, such as process groups: it does not have the
+  threads that their destructors wait for, and would hang or abort.
 - transformers copies the code of models into a cache of the user. Each test process gets its own.
-- Operators that a test replaced for processors without fast bf16 products are torch's own in the next test.
-- SIGINT raises KeyboardInterrupt, even if a shell started the tests in the background with SIGINT ignored.
+- Operators that a test replaced for processors without fast bf16 products are torch's own in the
+  next test.
+- SIGINT raises KeyboardInterrupt, even if a shell started the tests in the background with SIGINT
+  ignored.
 - Directories with slow tests run first, so that parallel workers finish at about the same time.
 """
 
@@ -49,7 +52,13 @@ def data_path(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"), documents=80)
 
 
-LONG = ("integration/", "unit/megatron/training/", "unit/megatron/checkpoint/", "unit/kerple/", "unit/megatron/model/")
+LONG = (
+    "integration/",
+    "unit/megatron/training/",
+    "unit/megatron/checkpoint/",
+    "unit/kerple/",
+    "unit/megatron/model/",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,6 +72,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker("ci")
 
     def place(item) -> int:
-        return next((index for index, start in enumerate(LONG) if item.nodeid.startswith(f"tests/{start}")), len(LONG))
+        return next(
+            (index for index, start in enumerate(LONG) if item.nodeid.startswith(f"tests/{start}")),
+            len(LONG),
+        )
 
     items.sort(key=place)

@@ -30,12 +30,17 @@ from megatron.utils.files import check_writable, write_atomically  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep, in the precision that is fast on this machine unless the sweep sets one, and print its results.
+    """Run the sweep, in the precision that is fast on this machine unless the sweep sets one, and
+    print its results.
 
     Returns the exit status. Raises UserError.
     """
-    parser = OptionParser(description="Train small models on short sequences and test them on long ones.")
-    parser.add_argument("sweep", nargs="?", default=ROOT / "configs" / "sweeps" / "demo.yml", metavar="SWEEP.yml")
+    parser = OptionParser(
+        description="Train small models on short sequences and test them on long ones."
+    )
+    parser.add_argument(
+        "sweep", nargs="?", default=ROOT / "configs" / "sweeps" / "demo.yml", metavar="SWEEP.yml"
+    )
     definition = read_sweep(parser.parse_args(argv).sweep)
     fast = "bfloat16" if not torch.cuda.is_available() and has_bf16_instructions() else "fp32"
     overrides = {"precision": fast, **definition.overrides}
@@ -60,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
-    """Sentences that the standard errors over documents support: for each method, how its loss changes from the
-    shortest to the longest length, and how it compares with the first method at the longest length.
+    """Sentences that the standard errors over documents support: for each method, how its loss
+    changes from the shortest to the longest length, and how it compares with the first method at
+    the longest length.
     """
     losses = PairedLosses(records)
     shortest, longest = (choose(record["length"] for record in records) for choose in (min, max))
@@ -71,19 +77,31 @@ def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
     for name, method in methods.items():
         change = losses.difference((*method, longest), (*method, shortest))
         if change is not None:
-            verb = ("falls" if change.mean < 0 else "rises") if change.significant else "shows no clear change"
-            lines.append(f"{name}: from {shortest:,} to {longest:,} tokens the loss {verb} ({change} nats per token)")
+            verb = (
+                ("falls" if change.mean < 0 else "rises")
+                if change.significant
+                else "shows no clear change"
+            )
+            lines.append(
+                f"{name}: from {shortest:,} to {longest:,} tokens the loss {verb} ({change} nats "
+                "per token)"
+            )
     for name in others:
         difference = losses.difference((*methods[name], longest), (*methods[reference], longest))
         if difference is not None:
-            verdict = f"{name if difference.mean < 0 else reference} is better" if difference.significant else "a tie"
+            verdict = (
+                f"{name if difference.mean < 0 else reference} is better"
+                if difference.significant
+                else "a tie"
+            )
             lines.append(
-                f"{name} minus {reference} at {longest:,}: {difference} nats per token: {verdict} on this text"
+                f"{name} minus {reference} at {longest:,}: {difference} nats per token: {verdict} "
+                "on this text"
             )
     if others:
         lines.append(
-            "± is the standard error over documents. With one seed per method, this does not rank the methods in "
-            "general."
+            "± is the standard error over documents. With one seed per method, this does not rank "
+            "the methods in general."
         )
     return lines
 

@@ -2,8 +2,9 @@
 
     python tools/measure.py [--json FILE]
 
-Product lines are all Python lines outside `tests/`, `benchmarks/` and `experiments/`, including blank lines, comments
-and docstrings. Words are those of the Markdown files in `docs/` and the root, without the generated key reference.
+Product lines are all Python lines outside `tests/`, `benchmarks/` and `experiments/`, including
+blank lines, comments and docstrings. Words are those of the Markdown files in `docs/` and the root,
+without the generated key reference.
 """
 
 import ast
@@ -30,7 +31,9 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 def tracked(pattern: str) -> list[Path]:
     """The files in git that match a pattern."""
-    output = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        ["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     return [ROOT / name for name in output.splitlines()]
 
 
@@ -68,8 +71,8 @@ def measure_code(paths: list[Path]) -> dict[str, float]:
 
 
 def imports_when_loaded(path: Path) -> set[str]:
-    """The dotted names that importing a file imports, `from package import name` as package.name: all but those in
-    functions and for type checkers.
+    """The dotted names that importing a file imports, `from package import name` as package.name:
+    all but those in functions and for type checkers.
     """
     names: set[str] = set()
     nodes: list[ast.AST] = list(ast.parse(path.read_text()).body)
@@ -87,13 +90,15 @@ def imports_when_loaded(path: Path) -> set[str]:
 
 
 def imported_files(module: str) -> set[str]:
-    """The modules of this repository that importing a module imports, with itself. Files that only packages import, in
-    their `__init__.py`, do not count.
+    """The modules of this repository that importing a module imports, with itself. Files that only
+    packages import, in their `__init__.py`, do not count.
     """
     files = {}
     for package in ("kerple", "megatron", "experiments"):
         for path in (ROOT / package).rglob("*.py"):
-            files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+            files[
+                ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            ] = path
     reached: set[str] = set()
     left = [module]
     while left:
@@ -109,8 +114,16 @@ def measure() -> dict[str, dict[str, float]]:
     """Title -> name -> number."""
     python = tracked("*.py")
     tests = [path for path in python if path.is_relative_to(ROOT / "tests")]
-    others = [path for name in ("tests", "benchmarks", "experiments") for path in (ROOT / name).rglob("*.py")]
-    pages = [path for path in tracked("*.md") if path.parent == ROOT or path.is_relative_to(ROOT / "docs")]
+    others = [
+        path
+        for name in ("tests", "benchmarks", "experiments")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    pages = [
+        path
+        for path in tracked("*.md")
+        if path.parent == ROOT or path.is_relative_to(ROOT / "docs")
+    ]
     return {
         "product": measure_code([path for path in python if path not in others]),
         "tests": measure_code(tests),
@@ -120,8 +133,10 @@ def measure() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = OptionParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to a file")
+    parser = OptionParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the numbers to a file"
+    )
     options = parser.parse_args()
     sizes = measure()
     for title, numbers in sizes.items():

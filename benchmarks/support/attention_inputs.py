@@ -31,13 +31,26 @@ def random_states(
     shapes = [(batch, length, heads, head_size) for length in (queries, keys, keys, queries)]
     states = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
     query, key, value, upstream = (part.transpose(1, 2) for part in states)
-    return query.requires_grad_(train), key.requires_grad_(train), value.requires_grad_(train), upstream
+    return (
+        query.requires_grad_(train),
+        key.requires_grad_(train),
+        value.requires_grad_(train),
+        upstream,
+    )
 
 
 def attend_with_method(
-    method: PositionalMethod, query: Tensor, key: Tensor, value: Tensor, *, backend: str, window: int | None = None
+    method: PositionalMethod,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    backend: str,
+    window: int | None = None,
 ) -> Tensor:
-    """Attention as in a model's layer: rotates, evaluates the method's tables, then runs the backend."""
+    """Attention as in a model's layer: rotates, evaluates the method's tables, then runs the
+    backend.
+    """
     return Attention(method, backend)(query, key, value, window=window)
 
 
@@ -47,11 +60,15 @@ def layer_tables(
     """The method's tables as all layers of a model share them in training."""
     if backend != "fused":
         return position_tables(method, length, device)
-    return prepare_tables(position_tables(method, length, device, with_jacobians=True), heads, length, device)
+    return prepare_tables(
+        position_tables(method, length, device, with_jacobians=True), heads, length, device
+    )
 
 
 def as_leaves(tables: PositionTables) -> tuple[PositionTables, list[Tensor]]:
-    """The same tables without the graph of the method's parameters, and the tensors that get their gradients."""
+    """The same tables without the graph of the method's parameters, and the tensors that get their
+    gradients.
+    """
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor | None) -> Tensor | None:
@@ -64,6 +81,9 @@ def as_leaves(tables: PositionTables) -> tuple[PositionTables, list[Tensor]]:
         return replace(tables, bias=leaf(tables.bias), weight=leaf(tables.weight)), leaves
     bias, weight, of_bias, of_weight = map(leaf, tables.kernel[:4])
     kernel = tables.kernel._replace(
-        bias_table=bias, weight_table=weight, bias_coefficients=of_bias, weight_coefficients=of_weight
+        bias_table=bias,
+        weight_table=weight,
+        bias_coefficients=of_bias,
+        weight_coefficients=of_weight,
     )
     return replace(tables, kernel=kernel), leaves

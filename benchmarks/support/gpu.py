@@ -1,10 +1,11 @@
-"""Shared by the GPU benchmarks: timing with CUDA events, a time limit, and results that are written immediately.
+"""Shared by the GPU benchmarks: timing with CUDA events, a time limit, and results that are written
+immediately.
 
-`python -m benchmarks.support.gpu FOLDER [PART ...]` prints the results in a folder as one table, with a line for each
-missing part.
+`python -m benchmarks.support.gpu FOLDER [PART ...]` prints the results in a folder as one table,
+with a line for each missing part.
 
-`--dry-run` runs everything at toy sizes on a CPU, where Triton's interpreter runs the fused kernels. Its times are
-meaningless.
+`--dry-run` runs everything at toy sizes on a CPU, where Triton's interpreter runs the fused
+kernels. Its times are meaningless.
 """
 
 import argparse
@@ -29,18 +30,31 @@ class Bench:
     """A benchmark run: its options, device, time limit and results."""
 
     def __init__(self, description: str, output: str):
-        parser = argparse.ArgumentParser(description=description.partition("\n")[0])
-        parser.add_argument("--check", action="store_true", help="compare with float64 first; stop if results differ")
+        parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])
+        parser.add_argument(
+            "--check",
+            action="store_true",
+            help="compare with float64 first; stop if results differ",
+        )
         parser.add_argument(
             "--seconds",
             type=float,
             default=200.0,
             help="start no measurement after this time, which begins after --check",
         )
-        parser.add_argument("--json", type=Path, default=Path("runs/bench") / output, help="file for the results")
-        parser.add_argument("--dry-run", action="store_true", help="toy sizes on a CPU; its times are meaningless")
+        parser.add_argument(
+            "--json", type=Path, default=Path("runs/bench") / output, help="file for the results"
+        )
+        parser.add_argument(
+            "--dry-run", action="store_true", help="toy sizes on a CPU; its times are meaningless"
+        )
         parser.add_argument("--quick", action="store_true", help="fewer lengths and alternatives")
-        parser.add_argument("--jobs", type=int, default=1, help="processes that share --check, which compiles kernels")
+        parser.add_argument(
+            "--jobs",
+            type=int,
+            default=1,
+            help="processes that share --check, which compiles kernels",
+        )
         parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
         self.options = parser.parse_args()
         self.dry = self.options.dry_run
@@ -50,7 +64,11 @@ class Bench:
         # The time limit begins after the check, which compiles all kernels.
         self.started = math.inf if self.options.check else time.monotonic()
         self.rows: list[dict[str, object]] = []
-        self.results: dict[str, object] = {"hardware": self._hardware(), "command": sys.argv, "rows": self.rows}
+        self.results: dict[str, object] = {
+            "hardware": self._hardware(),
+            "command": sys.argv,
+            "rows": self.rows,
+        }
         self._write()
 
     def _hardware(self) -> dict[str, object]:
@@ -60,7 +78,11 @@ class Bench:
         except ImportError:
             triton = None
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+        commit = (
+            subprocess.run(git, capture_output=True, text=True).stdout.strip()
+            if shutil.which("git")
+            else ""
+        )
         return {
             "device": name,
             "torch": f"torch {torch.__version__}",
@@ -75,7 +97,9 @@ class Bench:
         return time.monotonic() - self.started > self.options.seconds
 
     def measure(self, run: Callable[[], object], *, seconds: float = 0.4) -> tuple[float, int]:
-        """Median seconds of a run, and its peak memory in bytes beyond what was allocated before."""
+        """Median seconds of a run, and its peak memory in bytes beyond what was
+        allocated before.
+        """
         run()  # compiles
         if self.dry:
             started = time.perf_counter()
@@ -100,15 +124,21 @@ class Bench:
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3, peak
 
-    def attempt(self, row: dict[str, object], measurement: Callable[[], dict[str, object]]) -> dict[str, object] | None:
-        """Add a measurement, or the reason of its failure (such as out of memory), to a row, and write the row."""
+    def attempt(
+        self, row: dict[str, object], measurement: Callable[[], dict[str, object]]
+    ) -> dict[str, object] | None:
+        """Add a measurement, or the reason of its failure (such as out of memory), to a row, and
+        write the row.
+        """
         if self.expired:
             self._add({**row, "skipped": "time limit"})
             return None
         try:
             row |= measurement()
         except Exception as error:  # a failed measurement must not prevent the next one
-            row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            row["failed"] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+            )
             if not self.dry:
                 torch.cuda.empty_cache()
         self._add(row)
@@ -143,8 +173,8 @@ def close_enough(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) ->
 
 
 def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
-    """Print a line for each row of each file in a folder, and for each of the `parts` without a file. Returns 1 if one
-    of them failed, or if a file has no measurement, else 0.
+    """Print a line for each row of each file in a folder, and for each of the `parts` without a
+    file. Returns 1 if one of them failed, or if a file has no measurement, else 0.
     """
     missing = [part for part in parts if not (folder / f"{part}.json").exists()]
     failed = bool(missing) or not any(folder.glob("*.json"))
@@ -159,7 +189,11 @@ def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
             rows = [check for check in results["checks"] if check["failure"] is not None]
             rows.append({"checks": len(results["checks"]), "passed": results["passed"]})
         else:
-            passed = [row for row in results["rows"] if "check" in row and "failed" not in row and row.get("ok", True)]
+            passed = [
+                row
+                for row in results["rows"]
+                if "check" in row and "failed" not in row and row.get("ok", True)
+            ]
             rows = [row for row in results["rows"] if row not in passed]
             if "check_passed" in results:
                 rows.append({"checks": len(passed), "passed": results["check_passed"]})
@@ -167,7 +201,9 @@ def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
             failed |= "failed" in row or row.get("ok") is False or row.get("passed") is False
             cells = []
             for name, value in row.items():
-                cells.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+                cells.append(
+                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                )
             print(f"{path.stem:<12} {', '.join(cells)}")
     return int(failed)
 

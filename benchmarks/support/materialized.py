@@ -1,4 +1,5 @@
-"""Attention that materializes all scores: with tables over distance, and as the original KERPLE code computes it.
+"""Attention that materializes all scores: with tables over distance, and as the original KERPLE
+code computes it.
 
 Legend: b batch, s sequence length, h heads, d head size.
 """
@@ -17,7 +18,9 @@ from megatron.model.gpt import GPT
 
 
 def materialized_attention(call: AttentionCall) -> Tensor:
-    """Like `kerple.attention.attend`, with all scores and probabilities in memory, in the dtype of the query."""
+    """Like `kerple.attention.attend`, with all scores and probabilities in memory, in the dtype of
+    the query.
+    """
     queries, keys = slice(call.offset, call.kv_len), slice(0, call.kv_len)
     mask = call.span.mask(queries, keys, call.query.device)
     distance = call.distances(queries, keys)
@@ -34,15 +37,18 @@ MATERIALIZED = Backend("materialized", materialized_attention)
 
 @functools.cache
 def original_distances(length: int) -> tuple[Tensor, Tensor]:
-    """The mask of later keys, and the distances, float32 `[s, s]`. As in the original, they are computed once."""
+    """The mask of later keys, and the distances, float32 `[s, s]`. As in the original, they are
+    computed once.
+    """
     position = torch.arange(length)
     distance = position[:, None] - position
     return distance < 0, distance.clamp(min=0).float()
 
 
 class OriginalAttention(SelfAttention):
-    """The original's attention: each layer evaluates bias and weight for all `[s, s]` pairs, without tables, and stores
-    scores, biased scores and probabilities as `[b, h, s, s]`. Without windows, KV cache, rotation and dropout.
+    """The original's attention: each layer evaluates bias and weight for all `[s, s]` pairs,
+    without tables, and stores scores, biased scores and probabilities as `[b, h, s, s]`. Without
+    windows, KV cache, rotation and dropout.
     """
 
     def position_tables(self, *_: object, **__: object) -> PositionTables:

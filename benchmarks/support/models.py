@@ -1,4 +1,5 @@
-"""The models of the training benchmarks: this project's GPT with initial weights, and a plain PyTorch baseline.
+"""The models of the training benchmarks: this project's GPT with initial weights, and a plain
+PyTorch baseline.
 
 Legend: b batch, s tokens, h heads, d head size, e hidden size, v vocabulary.
 """
@@ -18,14 +19,24 @@ from megatron.model.settings import ModelSettings
 class PlainConfig(SimpleNamespace):
     """The attributes of `ModelConfig` that the model reads, for machines without pydantic.
 
-    An option that is not listed is off (None), which is the default of most. A test compares it with `ModelConfig`.
+    An option that is not listed is off (None), which is the default of most. A test compares it
+    with `ModelConfig`.
     """
 
     norm, norm_epsilon, activation_function, attention_backend = "layernorm", 1e-5, "gelu", "auto"
-    use_bias_in_norms = use_bias_in_attn_linear = use_bias_in_attn_output = use_bias_in_mlp = no_weight_tying = True
+    use_bias_in_norms = use_bias_in_attn_linear = use_bias_in_attn_output = use_bias_in_mlp = (
+        no_weight_tying
+    ) = True
     hidden_dropout = attention_dropout = 0.0
 
-    def __init__(self, num_layers: int, hidden_size: int, num_attention_heads: int, seq_length: int, **options: Any):
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        num_attention_heads: int,
+        seq_length: int,
+        **options: Any,
+    ):
         head_size = hidden_size // num_attention_heads
         super().__init__(
             num_layers=num_layers,
@@ -48,7 +59,14 @@ class PlainConfig(SimpleNamespace):
 def initialized_gpt(settings: ModelSettings, *, checkpoint_every: int = 0) -> GPT:
     """A GPT with the initial weights of the paper's configuration."""
     model = GPT(settings, checkpoint_every=checkpoint_every)
-    initialize(model.layers(), settings, seed=1234, init_method="normal", output_init_method="scaled_normal", std=0.02)
+    initialize(
+        model.layers(),
+        settings,
+        seed=1234,
+        init_method="normal",
+        output_init_method="scaled_normal",
+        std=0.02,
+    )
     return model
 
 
@@ -64,7 +82,9 @@ class PlainAttention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         batch, length, size = hidden.shape
         parts = self.query_key_value(hidden).chunk(3, dim=-1)
-        query, key, value = (part.view(batch, length, self.num_heads, -1).transpose(1, 2) for part in parts)
+        query, key, value = (
+            part.view(batch, length, self.num_heads, -1).transpose(1, 2) for part in parts
+        )
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.dense(context.transpose(1, 2).reshape(batch, length, size))
 
@@ -78,7 +98,9 @@ class PlainBlock(nn.Module):
         self.attention = PlainAttention(hidden_size, num_heads)
         self.mlp_norm = nn.LayerNorm(hidden_size)
         self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size), nn.GELU(), nn.Linear(4 * hidden_size, hidden_size)
+            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size),
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -87,16 +109,19 @@ class PlainBlock(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """The baseline: a decoder-only language model in plain PyTorch without positions, int64 `[b, s] -> [b, s, v]`.
+    """The baseline: a decoder-only language model in plain PyTorch without positions, int64
+    `[b, s] -> [b, s, v]`.
 
-    Pre-norm LayerNorm, MLP of 4x with GELU, biases on all linear layers except the untied output layer, and
-    `F.scaled_dot_product_attention(is_causal=True)`.
+    Pre-norm LayerNorm, MLP of 4x with GELU, biases on all linear layers except the untied output
+    layer, and `F.scaled_dot_product_attention(is_causal=True)`.
     """
 
     def __init__(self, vocab_size: int, num_layers: int, hidden_size: int, num_heads: int):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.Sequential(*(PlainBlock(hidden_size, num_heads) for _ in range(num_layers)))
+        self.blocks = nn.Sequential(
+            *(PlainBlock(hidden_size, num_heads) for _ in range(num_layers))
+        )
         self.norm = nn.LayerNorm(hidden_size)
         self.output = nn.Linear(hidden_size, vocab_size, bias=False)
         self.apply(self._initialize)

@@ -1,8 +1,9 @@
-"""Timing of alternatives that run alternately in one process. The result is the ratio to the baseline within a round.
+"""Timing of alternatives that run alternately in one process. The result is the ratio to the
+baseline within a round.
 
-A machine's speed drifts with clock frequency, other load and caches, so alternatives that run one after the other would
-be measured at different speeds. Each round runs every alternative once and starts with a different one, so the drift
-affects all of them equally.
+A machine's speed drifts with clock frequency, other load and caches, so alternatives that run one
+after the other would be measured at different speeds. Each round runs every alternative once and
+starts with a different one, so the drift affects all of them equally.
 """
 
 import argparse
@@ -54,7 +55,8 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
-    """Time the alternatives alternately; the first is the baseline. `synchronize` waits for a device to finish.
+    """Time the alternatives alternately; the first is the baseline. `synchronize` waits for a
+    device to finish.
 
     On a machine with other load, use one thread and `clock=time.process_time`.
     """
@@ -85,9 +87,17 @@ def show(title: str, timings: list[Timing], console: Console | None = None) -> N
     for heading in ("median ms", "fastest ms", f"ratio to {timings[0].name}", "limit"):
         table.add_column(heading, justify="right")
     for timing in timings:
-        limit = "" if timing.limit is None else f"{timing.limit:.2f}" + ("" if timing.passed else " exceeded")
+        limit = (
+            ""
+            if timing.limit is None
+            else f"{timing.limit:.2f}" + ("" if timing.passed else " exceeded")
+        )
         table.add_row(
-            timing.name, f"{timing.median * 1e3:.2f}", f"{timing.minimum * 1e3:.2f}", f"{timing.ratio:.3f}", limit
+            timing.name,
+            f"{timing.median * 1e3:.2f}",
+            f"{timing.minimum * 1e3:.2f}",
+            f"{timing.ratio:.3f}",
+            limit,
         )
     (console or Console()).print(table)
 
@@ -107,7 +117,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15, help="measurements per alternative")
     parser.add_argument(
-        "--busy", action="store_true", help="measure CPU time on one thread, for a machine with other load"
+        "--busy",
+        action="store_true",
+        help="measure CPU time on one thread, for a machine with other load",
     )
     parser.add_argument("--json", type=Path, help="file for the results")
 

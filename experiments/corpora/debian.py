@@ -2,10 +2,11 @@
 
 python experiments/corpora/debian.py debian_c
 
-writes data/debian_c/debian_c_text_document.bin and .idx, the data-path of debian_c.yml, with a BPE tokenizer trained on
-the training split. With --bytes, it writes data/debian_c_bytes instead, one token per byte (CharLevelTokenizer).
-Packages are pinned by version and SHA-256, and nothing here depends on the machine, so that everyone gets the same
-documents in the same order. The machine's package managers download them, unless the folder already has them.
+writes data/debian_c/debian_c_text_document.bin and .idx, the data-path of debian_c.yml, with a BPE
+tokenizer trained on the training split. With --bytes, it writes data/debian_c_bytes instead, one
+token per byte (CharLevelTokenizer). Packages are pinned by version and SHA-256, and nothing here
+depends on the machine, so that everyone gets the same documents in the same order. The machine's
+package managers download them, unless the folder already has them.
 """
 
 import argparse
@@ -41,8 +42,8 @@ from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 from megatron.utils.progress import Progress
 
-# Without these limits, a few hundred longer files and tables of numbers in C would dominate the standard error of the
-# mean loss.
+# Without these limits, a few hundred longer files and tables of numbers in C would dominate the
+# standard error of the mean loss.
 MAX_DOCUMENT_BYTES = 1 << 17
 MAX_DIGITS = 0.25  # of all characters except white space
 
@@ -102,20 +103,41 @@ def _texlive(name: str, revision: int, sha256: str) -> Package:
 
 DEBIAN_CORPORA = {
     "debian_c": CorpusDefinition(
-        (_linux(".c"),), "80,10,10", "1a8808b4bc323c05015fa9228b11d4d07bacbb2381b9027597e9041b52087b4e", limit_mb=200
+        (_linux(".c"),),
+        "80,10,10",
+        "1a8808b4bc323c05015fa9228b11d4d07bacbb2381b9027597e9041b52087b4e",
+        limit_mb=200,
     ),
     "debian_latex": CorpusDefinition(
         (
-            _texlive("science-doc", 4, "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db"),
-            _texlive("publishers-doc", 4, "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765"),
-            _texlive("humanities-doc", 4, "b9ff3e33bfad812999000ae009d701d867701afad144433c36a78322f3d88e33"),
-            _texlive("latex-base-doc", 3, "122dbbe00bd22f872b1837eb86bd76fbac6ec84dd4f5f0c76cc9c18484485848"),
+            _texlive(
+                "science-doc", 4, "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db"
+            ),
+            _texlive(
+                "publishers-doc",
+                4,
+                "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765",
+            ),
+            _texlive(
+                "humanities-doc",
+                4,
+                "b9ff3e33bfad812999000ae009d701d867701afad144433c36a78322f3d88e33",
+            ),
+            _texlive(
+                "latex-base-doc",
+                3,
+                "122dbbe00bd22f872b1837eb86bd76fbac6ec84dd4f5f0c76cc9c18484485848",
+            ),
             _texlive(
                 "latex-recommended-doc",
                 3,
                 "8bea1f81bf50354fa4f3046c2dbb82efba9b8520aca0b2ab12eed18554a66c11",
             ),
-            _texlive("pictures-doc", 3, "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751"),
+            _texlive(
+                "pictures-doc",
+                3,
+                "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751",
+            ),
             Package(
                 "hol88_2.02.19940316dfsg.orig.tar.gz",
                 "8e2a4f83cea20d0cf2416f7d55c951498f6c807b03ebc9381a02fa4c81c5da69",
@@ -155,8 +177,16 @@ DEBIAN_CORPORA = {
                 "3c89668a11053a6bafade3de1f611f4613db31e082af63f43d8c5b69ad8795ec",
                 ".txt",
             ),
-            _npm("datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"),
-            _npm("datasets-moby-dick", "0.2.3", "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1"),
+            _npm(
+                "datasets-sotu",
+                "0.2.3",
+                "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+            ),
+            _npm(
+                "datasets-moby-dick",
+                "0.2.3",
+                "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
+            ),
         ),
         "64,18,18",
         "425e7278a08f53b1113ab87c93278a8eae108c348ef1536fd2c6b7c1282a2d7a",
@@ -167,17 +197,18 @@ DEBIAN_CORPORA = {
 class DebianCorpus(DocumentCorpus):
     """The documents of a `CorpusDefinition`, ordered by a hash of their contents.
 
-    The training, validation and test splits are consecutive ranges in this order, so each is a random sample of the
-    documents. Because near-duplicates are removed first, no document resembles one of another split. Packages are
-    downloaded and read when the documents are needed.
+    The training, validation and test splits are consecutive ranges in this order, so each is a
+    random sample of the documents. Because near-duplicates are removed first, no document resembles
+    one of another split. Packages are downloaded and read when the documents are needed.
 
     Args:
         folder: for the downloaded packages.
-        limit_mb: use only the first `limit_mb` MB of documents, counted before near-duplicates are removed; None: the
-            default of the corpus.
+        limit_mb: use only the first `limit_mb` MB of documents, counted before near-duplicates are
+            removed; None: the default of the corpus.
 
     Raises:
-        UserError: from `documents`: a package cannot be downloaded, or the documents are not the expected ones.
+        UserError: from `documents`: a package cannot be downloaded, or the documents are not the
+            expected ones.
     """
 
     def __init__(self, name: str, folder: Path, limit_mb: float | None = None):
@@ -205,16 +236,21 @@ class DebianCorpus(DocumentCorpus):
         print(f"{self._name}: {deduplicator}")
         checksum = documents_checksum(documents)
         print(f"{self._name}: SHA-256 of the documents: {checksum}")
-        is_default = self._limit_mb == self.definition.limit_mb  # the checksum of other sizes is not known
+        is_default = (
+            self._limit_mb == self.definition.limit_mb
+        )  # the checksum of other sizes is not known
         if is_default and checksum != self.definition.sha256:
             raise UserError(
-                f"the documents of {self._name} have SHA-256 {checksum}, not {self.definition.sha256}, although the "
-                "packages have the right checksums; install datasketch 2"
+                f"the documents of {self._name} have SHA-256 {checksum}, not "
+                f"{self.definition.sha256}, although the packages have the right checksums; "
+                "install datasketch 2"
             )
         return documents
 
     def _first_by_hash(self) -> list[tuple[str, bytes]]:
-        """Return the documents whose contents have the smallest hashes, in this order, up to the size limit."""
+        """Return the documents whose contents have the smallest hashes, in this order, up to the
+        size limit.
+        """
         limit = math.inf if self._limit_mb is None else self._limit_mb * 1e6
         heap: list[tuple[int, str, bytes]] = []  # the largest hash first
         left_out: Counter[str] = Counter()
@@ -222,24 +258,33 @@ class DebianCorpus(DocumentCorpus):
         for name, content in self._files(left_out):
             found += 1
             found_bytes += len(content)
-            heapq.heappush(heap, (-int.from_bytes(hashlib.sha256(content).digest(), "big"), name, content))
+            heapq.heappush(
+                heap, (-int.from_bytes(hashlib.sha256(content).digest(), "big"), name, content)
+            )
             size += len(content)
             while size - len(heap[0][2]) >= limit:
                 size -= len(heapq.heappop(heap)[2])
-        reasons = "".join(f"; left out: {count:,} {reason}" for reason, count in sorted(left_out.items()))
+        reasons = "".join(
+            f"; left out: {count:,} {reason}" for reason, count in sorted(left_out.items())
+        )
         print(
-            f"{self._name}: {found:,} documents of {found_bytes / 1e6:.1f} MB{reasons}; used: {len(heap):,} documents "
-            f"of {size / 1e6:.1f} MB"
+            f"{self._name}: {found:,} documents of {found_bytes / 1e6:.1f} MB{reasons}; used: "
+            f"{len(heap):,} documents of {size / 1e6:.1f} MB"
         )
         heap.sort(key=lambda item: (-item[0], item[1]))
         return [(name, content) for _, name, content in heap]
 
     def _files(self, left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield path and content of every document in the packages, and count other files in `left_out`."""
+        """Yield path and content of every document in the packages, and count other files in
+        `left_out`.
+        """
         pattern = self.definition.pattern
         for package in self.definition.packages:
             path = self._download(package)
-            with path.open("rb") as file, Progress(path.name, path.stat().st_size, unit="MB") as display:
+            with (
+                path.open("rb") as file,
+                Progress(path.name, path.stat().st_size, unit="MB") as display,
+            ):
                 text_bytes = 0
                 for name, content in _package_files(file, path.name, path.name, package.suffix):
                     text_bytes += len(content)
@@ -258,7 +303,9 @@ class DebianCorpus(DocumentCorpus):
                         yield name, content
 
     def _download(self, package: Package) -> Path:
-        """Return the package in the folder; a package manager of this machine downloads it if it is missing."""
+        """Return the package in the folder; a package manager of this machine downloads it if it is
+        missing.
+        """
         path = self._folder / package.file
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -268,16 +315,20 @@ class DebianCorpus(DocumentCorpus):
                 subprocess.run(command, cwd=self._folder, check=True, stdout=subprocess.DEVNULL)
             except (OSError, subprocess.CalledProcessError) as error:
                 raise UserError(
-                    f"{error}; get {package.file} from another source and save it in {self._folder}, or name the "
-                    "folder that has it with --packages"
+                    f"{error}; get {package.file} from another source and save it in "
+                    f"{self._folder}, or name the folder that has it with --packages"
                 ) from error
         if not path.is_file() or pooch.file_hash(str(path)) != package.sha256:
-            raise UserError(f"{path} must have SHA-256 {package.sha256}: save this version of the package there")
+            raise UserError(
+                f"{path} must have SHA-256 {package.sha256}: save this version of the package there"
+            )
         return path
 
 
 def _download_command(file: str) -> list[str]:
-    """Return the command that downloads a package with this file name into the working directory."""
+    """Return the command that downloads a package with this file name into the working
+    directory.
+    """
     name = file.partition("_")[0]
     if file.endswith(".deb"):
         version = file.split("_")[1]
@@ -290,7 +341,9 @@ def _download_command(file: str) -> list[str]:
     return ["npm", "pack", "--silent", f"@{scope}/{name}@{version}"]
 
 
-def _package_files(raw: BinaryIO, name: str, source: str, suffix: str) -> Iterator[tuple[str, bytes]]:
+def _package_files(
+    raw: BinaryIO, name: str, source: str, suffix: str
+) -> Iterator[tuple[str, bytes]]:
     """Yield path and content of the files with a suffix in a package, and in archives inside it.
 
     Packages have known checksums, so neither their sizes nor the depth of archives is limited.
@@ -298,7 +351,9 @@ def _package_files(raw: BinaryIO, name: str, source: str, suffix: str) -> Iterat
     if name.endswith(".deb"):
         _seek_data(raw)
         name = "data.tar.xz"
-    for path, content in archive_members(raw, name, source, lambda name: file_format(name, (suffix,)) is not None):
+    for path, content in archive_members(
+        raw, name, source, lambda name: file_format(name, (suffix,)) is not None
+    ):
         path, member = f"{source}:{path}", PurePosixPath(path).name
         if file_format(member, (suffix,)) == "text":
             yield path, decompress(content, PurePosixPath(member.lower()).suffix, path).read()
@@ -309,8 +364,12 @@ def _package_files(raw: BinaryIO, name: str, source: str, suffix: str) -> Iterat
 
 
 def _seek_data(package: BinaryIO) -> None:
-    """Move to the content of data.tar.xz, the last member of a Debian package: an `ar` archive, see deb(5)."""
-    header = package.read(68)[8:]  # name in bytes 0 to 15, size in bytes 48 to 57; after the signature of `ar`
+    """Move to the content of data.tar.xz, the last member of a Debian package: an `ar` archive, see
+    deb(5).
+    """
+    header = package.read(68)[
+        8:
+    ]  # name in bytes 0 to 15, size in bytes 48 to 57; after the signature of `ar`
     while not header.startswith(b"data.tar.xz"):
         size = int(header[48:58])
         package.seek(size + size % 2, io.SEEK_CUR)
@@ -318,9 +377,13 @@ def _seek_data(package: BinaryIO) -> None:
 
 
 def _digits(content: bytes) -> float:
-    """Return the share of digits among all characters except white space; 1 for an empty document."""
+    """Return the share of digits among all characters except white space; 1 for an
+    empty document.
+    """
     characters = content.translate(None, b" \t\n\r\f\v")
-    return 1 - len(characters.translate(None, b"0123456789")) / len(characters) if characters else 1.0
+    return (
+        1 - len(characters.translate(None, b"0123456789")) / len(characters) if characters else 1.0
+    )
 
 
 def _is_utf8(content: bytes) -> bool:
@@ -332,9 +395,14 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def prepare(
-    corpus: DebianCorpus, name: str, directory: Path, vocab_size: int = VOCAB_SIZE, as_bytes: bool = False
+    corpus: DebianCorpus,
+    name: str,
+    directory: Path,
+    vocab_size: int = VOCAB_SIZE,
+    as_bytes: bool = False,
 ) -> Path:
-    """Write DIRECTORY/NAME/NAME_text_document.bin/.idx, and the tokenizer.json next to it. Returns the prefix.
+    """Write DIRECTORY/NAME/NAME_text_document.bin/.idx, and the tokenizer.json next to it. Returns
+    the prefix.
 
     With `as_bytes`, tokens are bytes, NAME ends with `_bytes`, and there is no tokenizer.json.
 
@@ -350,7 +418,9 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
         files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
-    manifest = preprocess(corpus, folder / name, files, DocumentOptions(append_eod=True), inputs=[name])["text"]
+    manifest = preprocess(
+        corpus, folder / name, files, DocumentOptions(append_eod=True), inputs=[name]
+    )["text"]
     prefix = folder / f"{name}_text_document"
     print(f"{summary(prefix, manifest)}\nSHA-256 of the .bin: {manifest.sha256}")
     return prefix
@@ -359,10 +429,18 @@ def prepare(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Prepare a corpus from Debian and npm packages.")
     parser.add_argument("name", choices=DEBIAN_CORPORA)
-    parser.add_argument("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="default: data")
-    parser.add_argument("--packages", type=Path, metavar="DIR", help="folder of the packages (default: DIR/debian)")
-    parser.add_argument("--limit-mb", type=number(0, above=True), help="use only the first MB (debian_c: 200)")
-    parser.add_argument("--bytes", action="store_true", help="one token per byte instead of a BPE tokenizer")
+    parser.add_argument(
+        "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="default: data"
+    )
+    parser.add_argument(
+        "--packages", type=Path, metavar="DIR", help="folder of the packages (default: DIR/debian)"
+    )
+    parser.add_argument(
+        "--limit-mb", type=number(0, above=True), help="use only the first MB (debian_c: 200)"
+    )
+    parser.add_argument(
+        "--bytes", action="store_true", help="one token per byte instead of a BPE tokenizer"
+    )
     arguments = parser.parse_args(argv)
     packages = arguments.packages or arguments.data_dir / "debian"
     corpus = DebianCorpus(arguments.name, packages, arguments.limit_mb)

@@ -1,8 +1,9 @@
-"""Finds exact and near-duplicate documents with MinHash (Broder, 1997) and locality-sensitive hashing.
+"""Finds exact and near-duplicate documents with MinHash (Broder, 1997) and locality-sensitive
+hashing.
 
-The similarity of two documents is the Jaccard index of their sets of shingles: five consecutive words or punctuation
-characters, as in Lee et al., "Deduplicating Training Data Makes Language Models Better" (2022). The package datasketch
-computes the signatures and finds candidates.
+The similarity of two documents is the Jaccard index of their sets of shingles: five consecutive
+words or punctuation characters, as in Lee et al., "Deduplicating Training Data Makes Language
+Models Better" (2022). The package datasketch computes the signatures and finds candidates.
 """
 
 import hashlib
@@ -16,8 +17,9 @@ THRESHOLD = 0.7
 SHINGLE_WORDS = 5
 
 _PERMUTATIONS = 128
-# 32 bands of 4 rows: a pair of similarity s becomes a candidate with probability 1 - (1 - s^4)^32, which is 0.88 for
-# s = 0.5 and 0.9998 for s = 0.7. Candidates are then compared by their signatures.
+# 32 bands of 4 rows: a pair of similarity s becomes a candidate with probability 1 - (1 - s^4)^32,
+# which is 0.88 for s = 0.5 and 0.9998 for s = 0.7. Candidates are then compared by their
+# signatures.
 _BANDS, _ROWS = 32, 4
 
 # Bytes, not characters: the result must not depend on the Unicode version of Python.
@@ -25,10 +27,12 @@ _WORD = re.compile(rb"[0-9A-Za-z_\x80-\xff]+|[^\s0-9A-Za-z_\x80-\xff]")
 
 
 class Deduplicator:
-    """Checks one document at a time, and keeps it unless it resembles a document that was kept earlier.
+    """Checks one document at a time, and keeps it unless it resembles a document that was kept
+    earlier.
 
-    So no two kept documents are near-duplicates of each other, up to the error of the estimated similarity s: its
-    standard error is sqrt(s (1 - s) / 128), which is 0.04 at s = 0.7. Memory use is about 10 kB per kept document.
+    So no two kept documents are near-duplicates of each other, up to the error of the estimated
+    similarity s: its standard error is sqrt(s (1 - s) / 128), which is 0.04 at s = 0.7. Memory use
+    is about 10 kB per kept document.
     """
 
     def __init__(self) -> None:
@@ -42,8 +46,8 @@ class Deduplicator:
     def __str__(self) -> str:
         """The numbers of documents that were checked, removed and kept."""
         return (
-            f"{self._documents:,} documents: {self._exact:,} exact duplicates and {self._near:,} near-duplicates "
-            f"removed, {self._documents - self._exact - self._near:,} kept"
+            f"{self._documents:,} documents: {self._exact:,} exact duplicates and {self._near:,} "
+            f"near-duplicates removed, {self._documents - self._exact - self._near:,} kept"
         )
 
     def is_new(self, content: bytes) -> bool:
@@ -66,12 +70,15 @@ class Deduplicator:
 
 
 def shingle_hashes(content: bytes) -> np.ndarray:
-    """Return a 32-bit hash of every distinct shingle (uint64, sorted). A document with fewer words is one shingle."""
+    """Return a 32-bit hash of every distinct shingle (uint64, sorted). A document with fewer words
+    is one shingle.
+    """
     words = np.fromiter(map(zlib.crc32, _WORD.findall(content)), dtype=np.uint64)
     count = max(len(words) - SHINGLE_WORDS + 1, 1)
     hashes = np.zeros(count, dtype=np.uint64)
     for offset in range(min(SHINGLE_WORDS, len(words))):
-        # A polynomial in an odd constant, modulo 2^64 (Knuth's multiplicative hashing: the high bits are well mixed).
+        # A polynomial in an odd constant, modulo 2^64 (Knuth's multiplicative hashing: the high
+        # bits are well mixed).
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + words[offset : offset + count]
     hashes *= np.uint64(0x9E3779B97F4A7C15)
     return np.unique(hashes >> np.uint64(32))

@@ -15,10 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Copy the records in the given folders, write the pages and print their paths. Raises UserError."""
-    parser = argparse.ArgumentParser(description="Generate docs/results from the records of the replication.")
+    """Copy the records in the given folders, write the pages and print their paths. Raises
+    UserError.
+    """
+    parser = argparse.ArgumentParser(
+        description="Generate docs/results from the records of the replication."
+    )
     parser.add_argument(
-        "results", nargs="*", type=Path, metavar="RESULTS", help="folders of sweeps whose records to copy first"
+        "results",
+        nargs="*",
+        type=Path,
+        metavar="RESULTS",
+        help="folders of sweeps whose records to copy first",
     )
     for folder in parser.parse_args(argv).results:
         add_results(folder)

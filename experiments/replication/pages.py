@@ -1,8 +1,9 @@
-"""The figures in docs/results, and the generated blocks of its pages and of the project's README, from `records/`.
+"""The figures in docs/results, and the generated blocks of its pages and of the project's README,
+from `records/`.
 
-records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in pilot.md, those of `modes`
-in modes.md, and those of `documents` in context.md. records/recall.json is the `chomsky.json` of recall.md.
-long-context.md has the records in ../long_context.
+records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in
+pilot.md, those of `modes` in modes.md, and those of `documents` in context.md. records/recall.json
+is the `chomsky.json` of recall.md. long-context.md has the records in ../long_context.
 """
 
 import itertools
@@ -52,9 +53,16 @@ from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
 RECORDS = Path(__file__).with_name("records")
-SWEEPS, PILOT, MODES, DOCUMENTS = ("c", "c-factor1", "prose", "latex"), "pilot", "modes", "documents"
+SWEEPS, PILOT, MODES, DOCUMENTS = (
+    ("c", "c-factor1", "prose", "latex"),
+    "pilot",
+    "modes",
+    "documents",
+)
 TRAIN_LENGTH, LONGEST = 128, 8192
-LONG_CONTEXT = RECORDS.parents[1] / "long_context" / "records" / "main"  # SEED/POS_EMB/, with the logs of training
+LONG_CONTEXT = (
+    RECORDS.parents[1] / "long_context" / "records" / "main"
+)  # SEED/POS_EMB/, with the logs of training
 LONG_CONTEXT_BASELINES = "alibi", "rpe", "kerple_power_ap_", "rotary"
 LONG_CONTEXT_TRAIN_LENGTH, LONG_CONTEXT_LONGEST = 512, 16384
 RECALL_TRAIN_LENGTH = 64
@@ -64,8 +72,9 @@ BLOCK = re.compile(r"(<!-- block (\S+): \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def add_results(folder: Path, records: Path = RECORDS) -> None:
-    """Copy the records in a sweep's folder (or any other) to NAME/SEED/results.jsonl in `records`, where NAME is the
-    name of the folder, with losses by document and position rounded to 5 digits. Raises UserError if there are none.
+    """Copy the records in a sweep's folder (or any other) to NAME/SEED/results.jsonl in `records`,
+    where NAME is the name of the folder, with losses by document and position rounded to 5 digits.
+    Raises UserError if there are none.
     """
     contents: dict[Path, bytes] = {}
     for record in read_results(folder):
@@ -102,16 +111,22 @@ def write_pages(root: Path) -> list[Path]:
 
 
 def texts(root: Path) -> dict[Path, str]:
-    """README.md and the pages in docs/results that have blocks, by path, with the blocks filled in."""
+    """README.md and the pages in docs/results that have blocks, by path, with the
+    blocks filled in.
+    """
     found = {}
     contents = blocks()
     for path in [root / "README.md", *sorted((root / "docs" / "results").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         names = [match[2] for match in BLOCK.finditer(text)]
         if unknown := names - contents.keys():
-            raise UserError(f"{path}: there is no block {', '.join(sorted(unknown))}; use {', '.join(contents)}")
+            raise UserError(
+                f"{path}: there is no block {', '.join(sorted(unknown))}; use {', '.join(contents)}"
+            )
         if names:
-            found[path] = BLOCK.sub(lambda match: f"{match[1]}\n{contents[match[2]]}\n\n{match[3]}", text)
+            found[path] = BLOCK.sub(
+                lambda match: f"{match[1]}\n{contents[match[2]]}\n\n{match[3]}", text
+            )
     return found
 
 
@@ -122,7 +137,10 @@ def figures(root: Path) -> dict[Path, bytes]:
     (modes,) = mode_figures(_read(MODES))
     drawings: dict[str, tuple[Callable[[Style], Figure], Style]] = {
         "cost": (partial(cost_plot, costs(records), TRAIN_LENGTH), SCREEN),
-        "positions": (partial(position_plot, position_differences(records, LONGEST), TRAIN_LENGTH), SCREEN),
+        "positions": (
+            partial(position_plot, position_differences(records, LONGEST), TRAIN_LENGTH),
+            SCREEN,
+        ),
         "in-context": (partial(score_plot, scores[scores["pos_emb"] != NO_LOSS]), SCREEN),
         "effective-lengths": (partial(effective_length_plot, records), SCREEN),
         "modes": (modes.draw, replace(SCREEN, width=7.1, dpi=170)),
@@ -135,7 +153,10 @@ def figures(root: Path) -> dict[Path, bytes]:
 
 def _draw_long_context(style: Style) -> Figure:
     records = _read_long_context()
-    logs = {(path.parent.name, int(path.parts[-3])): path for path in LONG_CONTEXT.rglob("metrics.jsonl")}
+    logs = {
+        (path.parent.name, int(path.parts[-3])): path
+        for path in LONG_CONTEXT.rglob("metrics.jsonl")
+    }
     return long_context_plot(
         costs(records),
         position_differences(records, LONG_CONTEXT_LONGEST),
@@ -150,7 +171,9 @@ def blocks() -> dict[str, str]:
     records, long_context = _read(*SWEEPS), _read_long_context()
     full = [record for record in records if record["mode"] == "full"]
     found = costs(records)
-    differences = [f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)]
+    differences = [
+        f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)
+    ]
     return {
         "answer": _markdown(answer(long_context)),
         "comparisons": _markdown(comparison_table(records)),
@@ -160,13 +183,19 @@ def blocks() -> dict[str, str]:
         "perplexities": _markdown(perplexity_tables(full)[0]),
         "differences": "\n\n".join(differences),
         "resolutions": _markdown(resolution_tables(full)[0]),
-        "environments": "\n".join(environments([*_read(*SWEEPS, PILOT, MODES, DOCUMENTS), *long_context])),
+        "environments": "\n".join(
+            environments([*_read(*SWEEPS, PILOT, MODES, DOCUMENTS), *long_context])
+        ),
         "pilot": _markdown(pilot_table(_read(PILOT))),
         "recall": _markdown(recall_table(_recall())),
         "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
         "long-context-losses": _markdown(loss_table(long_context)),
-        "long-context-comparisons": _markdown(comparison_table(long_context, LONG_CONTEXT_BASELINES)),
-        "long-context-differences": _markdown(differences_by_length(long_context, LONG_CONTEXT_BASELINES)),
+        "long-context-comparisons": _markdown(
+            comparison_table(long_context, LONG_CONTEXT_BASELINES)
+        ),
+        "long-context-differences": _markdown(
+            differences_by_length(long_context, LONG_CONTEXT_BASELINES)
+        ),
     }
 
 
@@ -181,14 +210,18 @@ def cost_table(found: DataFrame) -> Table:
         for corpus, length in keys:
             key = method.pos_emb, corpus, length
             known = key in values.index
-            cells.append(Cell("{:+.3f} ± {:.3f}".format(*values.loc[key]) if known else NOT_MEASURED))
+            cells.append(
+                Cell("{:+.3f} ± {:.3f}".format(*values.loc[key]) if known else NOT_MEASURED)
+            )
         lines.append(Row((display_name(method),), tuple(cells)))
     headers = tuple(f"{corpus_name(corpus)}, {length:,}" for corpus, length in keys)
     return Table("costs", "Cost of extrapolation", ("method",), headers, tuple(lines))
 
 
 def answer(long_context: Sequence[AnyRecord]) -> Table:
-    """The second experiment in four rows: the loss at the shortest and the longest length, and what far keys change."""
+    """The second experiment in four rows: the loss at the shortest and the longest length, and what
+    far keys change.
+    """
     losses = loss_frame(long_context)
     full = losses[losses["mode"] == "full"].groupby(["pos_emb", "length"])["value"].mean()
     changes = costs(long_context).groupby(["pos_emb", "length"])["cost"].mean()
@@ -198,7 +231,11 @@ def answer(long_context: Sequence[AnyRecord]) -> Table:
         change = changes[pos_emb, LONG_CONTEXT_LONGEST]
         cells = Cell(f"{near:.2f}"), Cell(f"{far:.2f}"), Cell(f"{change:+.2f}")
         lines.append(Row((display_name(Method(pos_emb)),), cells))
-    columns = f"{LONG_CONTEXT_TRAIN_LENGTH:,}", f"{LONG_CONTEXT_LONGEST:,}", "change by keys beyond 512"
+    columns = (
+        f"{LONG_CONTEXT_TRAIN_LENGTH:,}",
+        f"{LONG_CONTEXT_LONGEST:,}",
+        "change by keys beyond 512",
+    )
     return Table("answer", "Answer", ("trained at 512 tokens, loss at",), columns, tuple(lines))
 
 
@@ -208,19 +245,24 @@ def context_facts(found: DataFrame, scores: DataFrame) -> str:
     used = found[found["cost"] < -USED]
     names = []
     for row in used.itertuples():
-        names.append(f"{display_name(Method(row.pos_emb))} at {row.length:,} on {corpus_name(row.corpus)}")
+        names.append(
+            f"{display_name(Method(row.pos_emb))} at {row.length:,} on {corpus_name(row.corpus)}"
+        )
     own = scores[(scores["corpus"] == "debian_c") & (scores["pos_emb"] != NO_LOSS)]
     within = own[["score", "loss"]] - own.groupby("pos_emb")[["score", "loss"]].transform("mean")
     return (
-        f"- All keys lower the loss by more than {USED:g} nats in {len(used)} of {len(found)} pairs of run and length "
-        f"(sinusoidal left out): {', '.join(names)}.\n"
-        f"- On C, the correlation of score and loss among the runs of one method is {within.corr().iloc[0, 1]:.3f}."
+        f"- All keys lower the loss by more than {USED:g} nats in {len(used)} of {len(found)} "
+        f"pairs of run and length (sinusoidal left out): {', '.join(names)}.\n"
+        "- On C, the correlation of score and loss among the runs of one method is "
+        f"{within.corr().iloc[0, 1]:.3f}."
     )
 
 
 def pilot_table(records: Iterable[AnyRecord]) -> Table:
     """The loss of each setting, and its difference from that of log with factor 1."""
-    losses = PairedLosses(records := [record for record in records if record["kind"] == "extrapolation"])
+    losses = PairedLosses(
+        records := [record for record in records if record["kind"] == "extrapolation"]
+    )
 
     def key(record: AnyRecord) -> Any:
         return setting_of(record), method_of(record), record["length"]
@@ -228,31 +270,53 @@ def pilot_table(records: Iterable[AnyRecord]) -> Table:
     (base,) = [key(record) for record in records if record["pos_emb"] == "kerple_log (log)"]
     lines = []
     for record in sorted(records, key=lambda record: record["loss"]):
-        cells = f"{record['loss']:.4f} ± {record['stderr']:.4f}", format_number(record["perplexity"])
+        cells = (
+            f"{record['loss']:.4f} ± {record['stderr']:.4f}",
+            format_number(record["perplexity"]),
+        )
         difference = "" if key(record) == base else losses.text(key(record), base)
         name = Path(record["checkpoint"]["path"]).parent.name
         lines.append(Row((name,), tuple(map(Cell, (*cells, difference)))))
-    return Table("pilot", "Pilot", ("setting",), ("loss", "perplexity", "minus `log`"), tuple(lines))
+    return Table(
+        "pilot", "Pilot", ("setting",), ("loss", "perplexity", "minus `log`"), tuple(lines)
+    )
 
 
 def documents_table(records: Iterable[AnyRecord]) -> Table:
-    """The losses of models trained with and without document masks by mode and length, and their paired differences."""
-    losses = PairedLosses(records := [record for record in records if record["kind"] == "extrapolation"])
+    """The losses of models trained with and without document masks by mode and length, and their
+    paired differences.
+    """
+    losses = PairedLosses(
+        records := [record for record in records if record["kind"] == "extrapolation"]
+    )
     by_key: dict[tuple[str, str, int], list[AnyRecord]] = {}  # the records of all seeds
     for record in records:
         by_key.setdefault((record["pos_emb"], record["mode"], record["length"]), []).append(record)
     lengths = sorted({record["length"] for record in records})
     lines: list[Row | Section] = []
-    for pos_emb, mode in itertools.product(("kerple_log", "alibi"), ("full", f"window@{TRAIN_LENGTH}")):
+    for pos_emb, mode in itertools.product(
+        ("kerple_log", "alibi"), ("full", f"window@{TRAIN_LENGTH}")
+    ):
         pairs = []
         for length in lengths:
-            pairs.append([by_key[f"{pos_emb} ({name})", mode, length] for name in ("documents", "rows")])
-        keys = [[(setting_of(seeds[0]), method_of(seeds[0]), seeds[0]["length"]) for seeds in pair] for pair in pairs]
+            pairs.append(
+                [by_key[f"{pos_emb} ({name})", mode, length] for name in ("documents", "rows")]
+            )
+        keys = [
+            [(setting_of(seeds[0]), method_of(seeds[0]), seeds[0]["length"]) for seeds in pair]
+            for pair in pairs
+        ]
         lines.append(Section(display_name(Method(pos_emb, mode))))
         lines.append(Row(("masks",), tuple(_mean_loss(masked) for masked, _ in pairs)))
         lines.append(Row(("no masks",), tuple(_mean_loss(rows) for _, rows in pairs)))
         lines.append(Row(("difference",), tuple(Cell(losses.text(*pair)) for pair in keys)))
-    return Table("documents", "Document masks", ("training",), tuple(f"{length:,}" for length in lengths), tuple(lines))
+    return Table(
+        "documents",
+        "Document masks",
+        ("training",),
+        tuple(f"{length:,}" for length in lengths),
+        tuple(lines),
+    )
 
 
 def _mean_loss(records: Iterable[AnyRecord]) -> Cell:
@@ -269,15 +333,25 @@ def loss_table(records: Iterable[AnyRecord]) -> Table:
         if runs.empty:
             continue
         means = runs.groupby("length")["value"].mean()
-        labels = display_name(Method(pos_emb)), str(runs["seed"].nunique()), "all" if mode == "full" else mode
+        labels = (
+            display_name(Method(pos_emb)),
+            str(runs["seed"].nunique()),
+            "all" if mode == "full" else mode,
+        )
         lines.append(Row(labels, tuple(Cell(f"{means[length]:.3f}") for length in lengths)))
     columns = tuple(f"{length:,}" for length in lengths)
     return Table("losses", "Losses", ("method", "seeds", "keys"), columns, tuple(lines))
 
 
 def recall_table(frame: DataFrame) -> Table:
-    """The recall of each method from the training length on: mean, lowest and highest of the seeds in percent."""
-    distances = [distance for distance in sorted(frame["distance"].unique()) if distance >= RECALL_TRAIN_LENGTH // 2]
+    """The recall of each method from the training length on: mean, lowest and highest of the seeds
+    in percent.
+    """
+    distances = [
+        distance
+        for distance in sorted(frame["distance"].unique())
+        if distance >= RECALL_TRAIN_LENGTH // 2
+    ]
     lines = []
     for pos_emb in RECALL_METHODS:
         runs = frame[frame["pos_emb"] == pos_emb]
@@ -285,8 +359,12 @@ def recall_table(frame: DataFrame) -> Table:
             continue
         columns = [runs.groupby("seed")["trained"].first()]
         columns += [runs[runs["distance"] == distance]["recall"] for distance in distances]
-        cells = [Cell(f"{100 * c.mean():.1f} ({100 * c.min():.0f}–{100 * c.max():.0f})") for c in columns]
-        lines.append(Row((display_name(Method(pos_emb)), str(runs["seed"].nunique())), tuple(cells)))
+        cells = [
+            Cell(f"{100 * c.mean():.1f} ({100 * c.min():.0f}–{100 * c.max():.0f})") for c in columns
+        ]
+        lines.append(
+            Row((display_name(Method(pos_emb)), str(runs["seed"].nunique())), tuple(cells))
+        )
     headers = ("accuracy at 64", *(f"{distance:,}–{2 * distance - 1:,}" for distance in distances))
     return Table("recall", "Recall by distance", ("method", "seeds"), headers, tuple(lines))
 
@@ -312,11 +390,15 @@ def environments(records: Iterable[AnyRecord]) -> list[str]:
             commit, _, suffix = entry["commit"].partition("-")
             short = f"{commit[:8]}-{suffix}" if suffix else commit[:8]
             found.setdefault(f"{entry['machine']}, {entry['versions']}", {})[short] = None
-    return [escape_markdown(f"- {machine}: {', '.join(commits)}") for machine, commits in found.items()]
+    return [
+        escape_markdown(f"- {machine}: {', '.join(commits)}") for machine, commits in found.items()
+    ]
 
 
 def _markdown(table: Table) -> str:
-    """The table without heading and notes, and without marks of the best values and of significant differences."""
+    """The table without heading and notes, and without marks of the best values and of significant
+    differences.
+    """
     lines: list[Row | Section] = []
     for line in table.lines:
         if isinstance(line, Row):
@@ -334,5 +416,7 @@ def _read(*names: str) -> list[AnyRecord]:
 
 
 def _read_long_context() -> list[AnyRecord]:
-    """The records of the second experiment, with the corpus named as in the first one, which had no test split."""
+    """The records of the second experiment, with the corpus named as in the first one, which had no
+    test split.
+    """
     return [{**record, "corpus": "debian_c"} for record in read_results(LONG_CONTEXT)]

@@ -1,8 +1,9 @@
-"""Write the data of documents.yml: C cut at blank lines, each piece a document, and whole files for evaluation.
+"""Write the data of documents.yml: C cut at blank lines, each piece a document, and whole files for
+evaluation.
 
-data/debian_c/pieces.jsonl has the first files of the training split, until there are 12 million tokens, more than the
-runs read. Neighbours in the file are unrelated, because the pieces are shuffled. split_valid and split_test next to it
-are the other splits.
+data/debian_c/pieces.jsonl has the first files of the training split, until there are 12 million
+tokens, more than the runs read. Neighbours in the file are unrelated, because the pieces are
+shuffled. split_valid and split_test next to it are the other splits.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Attention with a bias and weight over distance: softmax(weight * q.k / sqrt(d) + bias) v, in several backends."""
+"""Attention with a bias and weight over distance: softmax(weight * q.k / sqrt(d) + bias) v, in
+several backends.
+"""
 
 from kerple.attention.attention import Attention, attend
 from kerple.attention.backend import Requirements

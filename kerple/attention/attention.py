@@ -3,8 +3,8 @@
     attention = Attention(KerpleLog(num_heads=4))
     context = attention(query, key, value)
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, v size of the
-value heads.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, v size of
+the value heads.
 """
 
 import torch
@@ -93,7 +93,9 @@ class Attention(nn.Module):
         )
         return self._run(call)
 
-    def _rotated(self, query: Tensor, key: Tensor, documents: Documents | None, causal: bool) -> tuple[Tensor, Tensor]:
+    def _rotated(
+        self, query: Tensor, key: Tensor, documents: Documents | None, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """Query and key after the method's rotation, if it has one."""
         method = self.positional
         if method is None or "rotate" not in method.hooks:
@@ -113,7 +115,9 @@ class Attention(nn.Module):
         places = documents.places(slice(offset, t), offset)
         queries, keys = [], []
         for row in range(len(query)):
-            rotated = method.rotate(query[row : row + 1], key[row : row + 1], positions[row, places], positions[row])
+            rotated = method.rotate(
+                query[row : row + 1], key[row : row + 1], positions[row, places], positions[row]
+            )
             queries.append(rotated[0])
             keys.append(rotated[1])
         return torch.cat(queries), torch.cat(keys)
@@ -164,10 +168,10 @@ def attend(
             Their gradients are exact. The result is zero for a query whose biases are all -inf.
         window: a query attends to the last `window` keys, including its own position.
         block: a query attends to its own block of positions and to the previous one (see `Span`).
-        document_ids: integers `[b, t]`, for several documents in a row: a query attends only to keys
-            with its own number. Window, blocks and distances count the tokens of the document. Of
-            padding, with negative numbers, only finite values are guaranteed. See `ids_of_sequences`
-            for `cu_seqlens`.
+        document_ids: integers `[b, t]`, for several documents in a row: a query attends only to
+            keys with its own number. Window, blocks and distances count the tokens of the document.
+            Of padding, with negative numbers, only finite values are guaranteed. See
+            `ids_of_sequences` for `cu_seqlens`.
         key_mask: bool `[b, t]`, True for the keys that take part, so padding is False. Positions
             count all keys. The result is zero for a query without a visible key.
         causal: if False, a query also attends to the keys after it. Tables are read at the absolute
@@ -201,19 +205,21 @@ def default_scale(query: Tensor) -> float:
 
 
 def check_hooks(positional: PositionalMethod | None) -> None:
-    """Raises ValueError for a method with hooks that exclude each other, and TypeError for anything else."""
+    """Raises ValueError for a method with hooks that exclude each other, and TypeError for anything
+    else.
+    """
     if positional is None:
         return
     if not isinstance(positional, PositionalMethod):
         raise TypeError(
-            f"Attention's first argument is a positional method from kerple.positional, not {positional!r}; a "
-            "backend is the second one"
+            "Attention's first argument is a positional method from kerple.positional, not "
+            f"{positional!r}; a backend is the second one"
         )
     name, hooks = type(positional).__name__, positional.hooks
     if "modify_scores" in hooks and hooks & {"bias", "weight", "decay", "scale_qk"}:
         raise ValueError(
-            f"{name} defines modify_scores, so it must not define bias, weight, decay or scale_qk too; "
-            "compute the final scores in modify_scores, and scale queries and keys in rotate"
+            f"{name} defines modify_scores, so it must not define bias, weight, decay or scale_qk "
+            "too; compute the final scores in modify_scores, and scale queries and keys in rotate"
         )
     if "decay" in hooks and "weight" in hooks:
         raise ValueError(f"{name} defines decay, so it must not define weight too")

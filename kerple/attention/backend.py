@@ -84,14 +84,16 @@ class Backend:
         noncausal: whether it computes attention that is not causal.
         weight, modify_scores, dropout, key_mask: see `Requirements`.
         value_sizes: whether v may differ from d.
-        decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part of query and key.
-        masks_documents: whether a mask separates the documents of a call (True), or each has calls of its own (False);
-            None: masks for fewer queries than keys and in compiled code. The fused kernels read only the documents' own
-            keys if the call `is_packed`.
+        decay: whether `run` computes the bias of `decay_sums`; for other backends, it becomes part
+            of query and key.
+        masks_documents: whether a mask separates the documents of a call (True), or each has calls
+            of its own (False); None: masks for fewer queries than keys and in compiled code. The
+            fused kernels read only the documents' own keys if the call `is_packed`.
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
         max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
-        unavailable_reason: why the backend cannot run a call on its device, or None if it can. The device is known.
+        unavailable_reason: why the backend cannot run a call on its device, or None if it can. The
+            device is known.
     """
 
     name: str
@@ -117,21 +119,28 @@ class Backend:
             return self.run(call) if sums is None else self._with_decay(call, sums)
 
     def _with_decay(self, call: AttentionCall, decay_sums: Tensor) -> Tensor:
-        # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of the only one) are
-        # small for the keys near it, so that products in float32 do not lose them.
+        # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of
+        # the only one) are small for the keys near it, so that products in float32 do not lose
+        # them.
         sums = decay_sums - decay_sums[..., -1 - call.q_len // 2, None].detach()
         query, key, value = call.query, call.key, call.value
         if torch.is_grad_enabled() and sums.requires_grad and call.query.dtype.itemsize == 2:
-            # The gradient of a decay is a sum of the gradients of all later sums, and of rounding errors in half
-            # precision mostly these would remain.
+            # The gradient of a decay is a sum of the gradients of all later sums, and of rounding
+            # errors in half precision mostly these would remain.
             query, key, value = query.float(), key.float(), value.float()
         query, key, value = append_decay(query, key, value, sums, call.scale)
         context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))
         return context[..., : call.value.shape[3]].to(call.query.dtype)
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
-        """Why this backend cannot run such a call, as the rest of a sentence about it; None if it can."""
-        dtype, head_size, batch_heads = requirements.dtype, requirements.head_size, requirements.batch_heads
+        """Why this backend cannot run such a call, as the rest of a sentence about it; None if it
+        can.
+        """
+        dtype, head_size, batch_heads = (
+            requirements.dtype,
+            requirements.head_size,
+            requirements.batch_heads,
+        )
         on_cpu = requirements.device is not None and requirements.device.type == "cpu"
         if not requirements.causal and not self.noncausal:
             return "computes only causal attention"
@@ -145,12 +154,26 @@ class Backend:
             return "does not support a key mask; document_ids can mark padding"
         if dtype is not None and self.dtypes is not None and dtype not in self.dtypes:
             return f"supports {', '.join(map(str, self.dtypes))}, not {dtype}"
-        if head_size is not None and self.max_head_size is not None and head_size > self.max_head_size:
+        if (
+            head_size is not None
+            and self.max_head_size is not None
+            and head_size > self.max_head_size
+        ):
             return f"supports head sizes up to {self.max_head_size}, not {head_size}"
         if not self.value_sizes and requirements.value_size not in (None, head_size):
-            return f"supports value heads of the size of key heads, {head_size}, not {requirements.value_size}"
-        if batch_heads is not None and self.max_batch_heads is not None and batch_heads > self.max_batch_heads:
-            return f"supports up to {self.max_batch_heads} for batch size times heads, not {batch_heads}"
+            return (
+                f"supports value heads of the size of key heads, {head_size}, not "
+                f"{requirements.value_size}"
+            )
+        if (
+            batch_heads is not None
+            and self.max_batch_heads is not None
+            and batch_heads > self.max_batch_heads
+        ):
+            return (
+                f"supports up to {self.max_batch_heads} for batch size times heads, not "
+                f"{batch_heads}"
+            )
         if requirements.training and on_cpu and not self.training_on_cpu:
             return "cannot compute gradients on a CPU"
         return None if requirements.device is None else self.unavailable_reason(requirements)

@@ -1,7 +1,8 @@
-"""A call of attention: its tensors, the keys that each query attends to, and whether they fit together.
+"""A call of attention: its tensors, the keys that each query attends to, and whether they fit
+together.
 
-`attend`, `Attention`, the model's layers and exported models build an `AttentionCall`. `validate` is
-the only place that decides whether a call is valid; backends rely on it.
+`attend`, `Attention`, the model's layers and exported models build an `AttentionCall`. `validate`
+is the only place that decides whether a call is valid; backends rely on it.
 
 In grouped-query attention (arXiv 2305.13245), h query heads share g key/value heads: query head i
 uses key/value head i // (h/g).
@@ -21,7 +22,8 @@ from kerple.attention.span import EVERY_KEY, FULL, Span
 from kerple.attention.tables import NO_TABLES, PositionTables
 from kerple.positional import Chunk, PositionalMethod, TableJacobian
 
-# (query, key, query positions, key positions, scale) -> scaled products, in the place of scale * q.k.
+# (query, key, query positions, key positions, scale) -> scaled products, in the place of scale *
+# q.k.
 Products = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
@@ -30,8 +32,8 @@ class AttentionCall:
     """The arguments of one call of attention.
 
     Attributes:
-        query: `[b, h, s, d]`, the last s of the t positions; the first s positions if the span is not
-            causal. After the method's `rotate`.
+        query: `[b, h, s, d]`, the last s of the t positions; the first s positions if the span is
+            not causal. After the method's `rotate`.
         key: `[b, g, t, d]`; g divides h.
         value: `[b, g, t, v]`.
         scale: factor of q.k.
@@ -39,8 +41,8 @@ class AttentionCall:
             without a method.
         tables: over distance. With a method, those that it has.
         products: computes the products of queries and keys, or None for scale * q.k.
-        decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or None.
-            The scores of query i and key j get the bias c_i - c_j.
+        decay_sums: `[b, h, t]`, the keys' prefix sums c (see `kerple.positional.decay_sums`), or
+            None. The scores of query i and key j get the bias c_i - c_j.
         span: the keys that each query attends to.
         documents: those of the t tokens of each row, or None for one. Scores with `modify_scores`
             ignore them.
@@ -140,8 +142,9 @@ class AttentionCall:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the fused kernels can compute all documents at once: each is a range of queries and
-        keys, whose mask is causal or a window. False in compiled code, because it waits for the ids.
+        """Whether the fused kernels can compute all documents at once: each is a range of queries
+        and keys, whose mask is causal or a window. False in compiled code, because it waits for the
+        ids.
         """
         if torch.compiler.is_compiling() or self.documents is None:
             return False
@@ -162,7 +165,14 @@ class AttentionCall:
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors that may require gradients."""
-        tensors = (self.query, self.key, self.value, self.tables.bias, self.tables.weight, self.decay_sums)
+        tensors = (
+            self.query,
+            self.key,
+            self.value,
+            self.tables.bias,
+            self.tables.weight,
+            self.decay_sums,
+        )
         return [tensor for tensor in tensors if tensor is not None]
 
     @property
@@ -174,8 +184,21 @@ class AttentionCall:
             if jacobian is not None:
                 directions.append((jacobian.coefficients.shape[1], jacobian.dense))
         return (
-            *(self.query.shape, self.key.shape, self.value.shape, self.query.dtype, self.query.device),
-            *(self.training, self.span, self.method, self.dropout_p > 0, len(directions), *directions),
+            *(
+                self.query.shape,
+                self.key.shape,
+                self.value.shape,
+                self.query.dtype,
+                self.query.device,
+            ),
+            *(
+                self.training,
+                self.span,
+                self.method,
+                self.dropout_p > 0,
+                len(directions),
+                *directions,
+            ),
             *(tables.bias is None, tables.weight is None, self.decay_sums is None),
             *(self.key_mask is None, self.products is None),
         )
@@ -208,7 +231,9 @@ class AttentionCall:
         return slice(first, min(self.kv_len, queries.stop - 1 + window))
 
     def mask(self, queries: slice, keys: slice) -> Tensor:
-        """Bool `[c, l]` for positions, and `[b, 1, c, l]` with documents or a key mask. True = masked."""
+        """Bool `[c, l]` for positions, and `[b, 1, c, l]` with documents or a key mask. True =
+        masked.
+        """
         if self.documents is None:
             mask = self.span.mask(queries, keys, self.query.device)
         else:
@@ -251,24 +276,30 @@ def check_states(call: AttentionCall) -> None:
     check_shapes(call.query, call.key, call.value)
     if not call.query.dtype == call.key.dtype == call.value.dtype:
         raise ValueError(
-            f"query, key and value differ in dtype: {call.query.dtype}, {call.key.dtype}, {call.value.dtype}"
+            f"query, key and value differ in dtype: {call.query.dtype}, {call.key.dtype}, "
+            f"{call.value.dtype}"
         )
 
     if not call.query.is_floating_point():
-        raise ValueError(f"query, key and value are {call.query.dtype}; they must be floating-point")
+        raise ValueError(
+            f"query, key and value are {call.query.dtype}; they must be floating-point"
+        )
 
     # Positions.
     q_len, kv_len, causal = call.q_len, call.kv_len, call.span.causal
     too_many = call.span != EVERY_KEY and q_len > kv_len
     if not q_len or not kv_len or too_many:
         raise ValueError(
-            f"{q_len} queries for {kv_len} keys: the queries are the last positions of the keys, so "
-            f"there must be 1 to {kv_len}; only attention with causal=False and no window can have more"
+            f"{q_len} queries for {kv_len} keys: the queries are the last positions of the keys, "
+            f"so there must be 1 to {kv_len}; only attention with causal=False and no window can "
+            "have more"
         )
     if call.documents is not None:
         check_documents(call.documents, len(call.query), q_len, kv_len, causal)
     if call.dropped and (call.documents is not None or not causal):
-        raise ValueError("dropped must be 0 with documents or causal=False, which have positions of their own")
+        raise ValueError(
+            "dropped must be 0 with documents or causal=False, which have positions of their own"
+        )
     block = call.span.block
     if block is not None and call.dropped % block:
         raise ValueError(
@@ -282,12 +313,15 @@ def check_states(call: AttentionCall) -> None:
     mask, per_key = call.key_mask, [len(call.query), kv_len]
     if mask is not None and (mask.dtype != torch.bool or list(mask.shape) != per_key):
         raise ValueError(
-            f"key_mask {mask.dtype} {list(mask.shape)} must be bool {per_key}, True for the keys that take part"
+            f"key_mask {mask.dtype} {list(mask.shape)} must be bool {per_key}, True for the keys "
+            "that take part"
         )
 
 
 def check_method(call: AttentionCall) -> None:
-    """Raises ValueError unless tables and decay sums are those of the call's method and direction."""
+    """Raises ValueError unless tables and decay sums are those of the call's method
+    and direction.
+    """
     # A decay.
     tables, sums, causal = call.tables, call.decay_sums, call.span.causal
     if sums is not None:
@@ -295,9 +329,13 @@ def check_method(call: AttentionCall) -> None:
         if not causal:
             raise ValueError("causal=False: decay_sums need causal attention")
         if list(sums.shape) != expected:
-            raise ValueError(f"decay_sums {list(sums.shape)} must be {expected}, for each head and key")
+            raise ValueError(
+                f"decay_sums {list(sums.shape)} must be {expected}, for each head and key"
+            )
         if tables.weight is not None or call.modify_scores is not None or call.scale == 0.0:
-            raise ValueError("decay_sums cannot be combined with weight_table, modify_scores or a scale of 0")
+            raise ValueError(
+                "decay_sums cannot be combined with weight_table, modify_scores or a scale of 0"
+            )
     method = call.method
     if method is None:
         return
@@ -306,8 +344,8 @@ def check_method(call: AttentionCall) -> None:
     name = type(method).__name__
     if not causal and method.causal_only:
         raise ValueError(
-            f"{name} is defined only for causal attention; with causal=False, use a method that is a "
-            "function of the distance, such as kerple_log, rotary, rpe or fire"
+            f"{name} is defined only for causal attention; with causal=False, use a method that is "
+            "a function of the distance, such as kerple_log, rotary, rpe or fire"
         )
     for table_name, table in (("bias", tables.bias), ("weight", tables.weight)):
         if (table is not None) != (table_name in method.hooks):
@@ -331,7 +369,8 @@ def check_method(call: AttentionCall) -> None:
         origin = torch.zeros(1, device=call.query.device)
         if method.table(origin) is not None:
             raise ValueError(
-                f"{name} has a table for modify_scores: pass tables=position_tables(method, {call.max_kv_len}, device)"
+                f"{name} has a table for modify_scores: pass tables=position_tables(method, "
+                f"{call.max_kv_len}, device)"
             )
 
 
@@ -351,8 +390,8 @@ def check_tables(call: AttentionCall) -> None:
             )
         if not fits or shape[-2] != heads or shape[-1] < length:
             raise ValueError(
-                f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per head and "
-                "distance, not per pair of query and key"
+                f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per "
+                "head and distance, not per pair of query and key"
             )
     if tables.scores is not None and tables.scores.shape[-1] < length:
         raise ValueError(
@@ -369,13 +408,17 @@ def check_jacobian(name: str, jacobian: TableJacobian, heads: int, length: int) 
     coefficients, directions = list(jacobian.coefficients.shape), list(jacobian.directions.shape)
     if coefficients[:1] != [heads] or directions[:-1] != coefficients or directions[-1] < length:
         raise ValueError(
-            f"{name}_jacobian has coefficients {coefficients} and directions {directions}; they must "
-            f"be [{heads}, p] and [{heads}, p, at least {length}]"
+            f"{name}_jacobian has coefficients {coefficients} and directions {directions}; they "
+            f"must be [{heads}, p] and [{heads}, p, at least {length}]"
         )
 
 
-def check_documents(documents: Documents, batch: int, q_len: int, kv_len: int, causal: bool) -> None:
-    """Raises ValueError unless the documents are those of the keys, and have positions for the queries."""
+def check_documents(
+    documents: Documents, batch: int, q_len: int, kv_len: int, causal: bool
+) -> None:
+    """Raises ValueError unless the documents are those of the keys, and have positions for the
+    queries.
+    """
     shape = list(documents.ids.shape)
     if shape != [batch, kv_len]:
         raise ValueError(f"document_ids {shape} must be {[batch, kv_len]}: each key's document")
@@ -390,6 +433,6 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not fits or not k[1] or q[1] % k[1]:
         raise ValueError(
             f"query {list(q)}, key {list(k)} and value {list(v)} do not fit together: they must be "
-            "[b, h, s, d], [b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a dimension with "
-            "query[None]"
+            "[b, h, s, d], [b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a "
+            "dimension with query[None]"
         )

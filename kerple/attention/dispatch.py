@@ -19,7 +19,9 @@ from kerple.attention.backends.triton.operator import FUSED
 from kerple.attention.call import AttentionCall
 from kerple.positional import PositionalMethod
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)
+}
 
 
 # Kinds of calls whose backend is remembered.
@@ -32,13 +34,13 @@ def backend_names() -> tuple[str, ...]:
 
 
 class Dispatcher:
-    """Validates and computes calls. It remembers the backend that it chose for each kind of call, since
-    all layers and steps of a model have the same few kinds.
+    """Validates and computes calls. It remembers the backend that it chose for each kind of call,
+    since all layers and steps of a model have the same few kinds.
     """
 
     def __init__(self, backend: str = "auto"):
-        """backend: one of `backend_names()`. `auto` takes the fastest, after a check of its kernels on
-        the first use of their kind.
+        """backend: one of `backend_names()`. `auto` takes the fastest, after a check of its kernels
+        on the first use of their kind.
         """
         self.backend = backend
         self._chosen: dict[Hashable, str] = {}
@@ -102,25 +104,35 @@ def checked_choice(call: AttentionCall, backend: str) -> str:
     return chosen
 
 
-def check_fused(call: AttentionCall, name: str = "", again: bool = False) -> self_check.Verdict | None:
-    """Compare the fused kernels of a call with the chunked backend; see `self_check.ensure_checked`."""
-    return self_check.ensure_checked(call, BACKENDS["fused"], BACKENDS["chunked"], name=name, again=again)
+def check_fused(
+    call: AttentionCall, name: str = "", again: bool = False
+) -> self_check.Verdict | None:
+    """Compare the fused kernels of a call with the chunked backend; see
+    `self_check.ensure_checked`.
+    """
+    return self_check.ensure_checked(
+        call, BACKENDS["fused"], BACKENDS["chunked"], name=name, again=again
+    )
 
 
 def check_backend(backend: str, requirements: Requirements) -> None:
     """Check that a backend supports calls with these requirements; `auto` supports all of them.
 
-    Raises ValueError for an unknown name and NotImplementedError for a backend that does not support
-    them.
+    Raises ValueError for an unknown name and NotImplementedError for a backend that does not
+    support them.
     """
     if backend == "auto":
         return
     if backend not in BACKENDS:
-        raise ValueError(f"attention-backend {backend!r} is unknown; choose one of {', '.join(backend_names())}")
+        raise ValueError(
+            f"attention-backend {backend!r} is unknown; choose one of {', '.join(backend_names())}"
+        )
     reason = unsupported_reason(backend, requirements)
     if reason is not None:
         supported = [name for name in BACKENDS if unsupported_reason(name, requirements) is None]
-        raise NotImplementedError(f"attention-backend {backend!r} {reason}; use auto, or one of {', '.join(supported)}")
+        raise NotImplementedError(
+            f"attention-backend {backend!r} {reason}; use auto, or one of {', '.join(supported)}"
+        )
 
 
 def unsupported_reason(backend: str, requirements: Requirements) -> str | None:
@@ -163,8 +175,8 @@ def fastest_backend(requirements: Requirements, q_len: int, *, tables: bool, pla
 
 
 def fused_is_fastest(requirements: Requirements, q_len: int) -> bool:
-    """On a CPU the kernels only run in Triton's interpreter, for tests. A single query would use only
-    one row of a tile.
+    """On a CPU the kernels only run in Triton's interpreter, for tests. A single query would use
+    only one row of a tile.
     """
     on_gpu = requirements.device is not None and requirements.device.type == "cuda"
     return on_gpu and q_len > 1 and unsupported_reason("fused", requirements) is None

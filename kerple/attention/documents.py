@@ -14,11 +14,13 @@ class DocumentTiles(NamedTuple):
     """The documents of some rows in tiles of the fused kernels, of ROWS tokens.
 
     Attributes:
-        tiles: int32 `[n, 5]`, for each tile the row of its document, the document's first token in the row, its length,
-            the place of its first token if all documents are padded to complete tiles, and the tile's position in it.
-        counts: int32, the number of tiles at position ROWS * i or later, for each i. `tiles` begins with these.
-        tokens: int64 `[n * ROWS]`, indices of the flattened rows: the tokens of padded documents, with the last token
-            of a document in the place of its padding.
+        tiles: int32 `[n, 5]`, for each tile the row of its document, the document's first token in
+            the row, its length, the place of its first token if all documents are padded to
+            complete tiles, and the tile's position in it.
+        counts: int32, the number of tiles at position ROWS * i or later, for each i. `tiles` begins
+            with these.
+        tokens: int64 `[n * ROWS]`, indices of the flattened rows: the tokens of padded documents,
+            with the last token of a document in the place of its padding.
     """
 
     tiles: Tensor
@@ -30,8 +32,8 @@ class Documents:
     """The documents of the tokens of each row.
 
     Attributes:
-        ids: int64 `[b, t]`. Tokens of a row with the same number are one document, even if others are between them. A
-            negative number is padding, which belongs to no document.
+        ids: int64 `[b, t]`. Tokens of a row with the same number are one document, even if others
+            are between them. A negative number is padding, which belongs to no document.
         positions: int64 `[b, t]`, the position of each token in its document.
         queries: int64 `[s]`, the places of the queries among the tokens; None: the last s.
         tiles: what the fused kernels read, computed in their first call (see `document_tiles`).
@@ -40,7 +42,9 @@ class Documents:
     def __init__(self, ids: Tensor, positions: Tensor | None = None, queries: Tensor | None = None):
         """positions: by default from 0 on. Raises ValueError unless ids are integers `[b, t]`."""
         if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}")
+            raise ValueError(
+                f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}"
+            )
         self.ids = ids.long()
         self._from_zero, self.queries = positions is None, queries
         self.tiles: DocumentTiles | None = None
@@ -48,9 +52,15 @@ class Documents:
         self.positions = document_positions(self.ids) if positions is None else positions
 
     def to(self, device: torch.device) -> "Documents":
-        """The same documents for tensors on `device`. Their ids are not copied back for `ranges` and `groups`."""
+        """The same documents for tensors on `device`. Their ids are not copied back for `ranges`
+        and `groups`.
+        """
         queries = None if self.queries is None else self.queries.to(device)
-        moved = Documents(self.ids.to(device, non_blocking=True), self.positions.to(device, non_blocking=True), queries)
+        moved = Documents(
+            self.ids.to(device, non_blocking=True),
+            self.positions.to(device, non_blocking=True),
+            queries,
+        )
         moved._from_zero, moved._ids_on_cpu = self._from_zero, self._ids_on_cpu
         return moved
 
@@ -60,14 +70,20 @@ class Documents:
 
     @cached_property
     def fill_rows(self) -> bool:
-        """Whether each row is one document at the positions from 0 on, without padding. Waits for the ids."""
+        """Whether each row is one document at the positions from 0 on, without padding. Waits for
+        the ids.
+        """
         ids = self._ids_on_cpu
-        return self._from_zero and self.queries is None and bool(((ids == ids[:, :1]) & (ids >= 0)).all())
+        return (
+            self._from_zero
+            and self.queries is None
+            and bool(((ids == ids[:, :1]) & (ids >= 0)).all())
+        )
 
     @cached_property
     def ranges(self) -> Tensor | None:
-        """Int64 `[n, 3]` on the CPU: row, first token and length of each document, if each is a range of tokens at the
-        positions from 0 on; otherwise None.
+        """Int64 `[n, 3]` on the CPU: row, first token and length of each document, if each is a
+        range of tokens at the positions from 0 on; otherwise None.
         """
         ids = self._ids_on_cpu
         begins = torch.ones_like(ids, dtype=torch.bool)
@@ -77,18 +93,24 @@ class Documents:
         length = flat.diff(append=flat.new_tensor([ids.numel()]))
         ranges = torch.stack((row, first, length), dim=1)[ids[row, first] >= 0]
         named = torch.stack((ranges[:, 0], ids[ranges[:, 0], ranges[:, 1]]), dim=1)
-        is_packed = self._from_zero and self.queries is None and len(named.unique(dim=0)) == len(named)
+        is_packed = (
+            self._from_zero and self.queries is None and len(named.unique(dim=0)) == len(named)
+        )
         return ranges if is_packed else None
 
     def places(self, queries: slice, offset: int) -> slice | Tensor:
-        """The places of a range of queries, the first of which would be at `offset` in the last tokens."""
+        """The places of a range of queries, the first of which would be at `offset` in the last
+        tokens.
+        """
         if self.queries is None:
             return queries
         return self.queries[queries.start - offset : queries.stop - offset]
 
     @cached_property
     def _tokens(self) -> list[Tensor]:
-        """The tokens of each document, int64 on the CPU: indices of the flattened rows, in ascending order."""
+        """The tokens of each document, int64 on the CPU: indices of the flattened rows, in
+        ascending order.
+        """
         ids = self._ids_on_cpu
         numbers = ids - ids.min() + torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
         order = numbers.flatten().argsort(stable=True)
@@ -96,18 +118,24 @@ class Documents:
         return [tokens for tokens in order.split(counts) if ids.flatten()[tokens[0]] >= 0]
 
     def groups(self, q_len: int) -> list[tuple[Tensor, Tensor, int]]:
-        """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each other) of documents
-        of equal size and position, as indices of the flattened rows on the device.
+        """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each
+        other) of documents of equal size and position, as indices of the flattened rows on the
+        device.
 
-        q_len: the number of queries. Documents without a query, and keys after the last query, are left out. The layers
-        share the result. Raises ValueError if the queries of a document do not follow each other.
+        q_len: the number of queries. Documents without a query, and keys after the last query, are
+        left out. The layers share the result. Raises ValueError if the queries of a document do not
+        follow each other.
         """
         if q_len in self._groups:
             return self._groups[q_len]
         length = self.ids.shape[1]
         positions = None if self._from_zero else self.positions.cpu().flatten()
         query_at = torch.full((length,), -1, device="cpu")  # the query at each place
-        places = torch.arange(length - q_len, length, device="cpu") if self.queries is None else self.queries.cpu()
+        places = (
+            torch.arange(length - q_len, length, device="cpu")
+            if self.queries is None
+            else self.queries.cpu()
+        )
         query_at[places] = torch.arange(q_len, device="cpu")
         by_size: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
         for keys in self._tokens:
@@ -123,7 +151,9 @@ class Documents:
             by_size.setdefault((len(queries), end, dropped), []).append((queries, keys))
         groups = []
         for (*_, dropped), documents in by_size.items():
-            queries, keys = (torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True))
+            queries, keys = (
+                torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True)
+            )
             groups.append((queries, keys, dropped))
         self._groups[q_len] = groups
         return groups
@@ -141,7 +171,8 @@ def document_positions(document_ids: Tensor) -> Tensor:
 
 
 def ids_of_sequences(cu_seqlens: Tensor) -> Tensor:
-    """Document ids `[1, t]` of sequences that follow each other in one row, as in flash-attention's varlen functions.
+    """Document ids `[1, t]` of sequences that follow each other in one row, as in flash-attention's
+    varlen functions.
 
     cu_seqlens: `[n + 1]`, 0 and the end of each sequence; the last end is t.
     """

@@ -1,6 +1,8 @@
-"""Attention as several calls: one per block of queries, per size of documents, or per segment with its own scales.
+"""Attention as several calls: one per block of queries, per size of documents, or per segment with
+its own scales.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, n blocks, B block size.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, n blocks, B
+block size.
 """
 
 from collections.abc import Callable
@@ -17,12 +19,14 @@ from kerple.positional import PositionalMethod
 from kerple.positional.functional import positions_on
 
 Run = Callable[[AttentionCall], Tensor]
-# The largest number of batch rows times heads in one call: the largest second dimension of a CUDA grid.
+# The largest number of batch rows times heads in one call: the largest second dimension of a CUDA
+# grid.
 MAX_BATCH_HEADS = 65_535
 
 
 def run(call: AttentionCall, compute: Run, *, masks_documents: bool | None = None) -> Tensor:
-    """Compute a validated call: by `compute`, in several calls if its documents, blocks or scales require them.
+    """Compute a validated call: by `compute`, in several calls if its documents, blocks or scales
+    require them.
 
     masks_documents: see `Backend`.
     """
@@ -36,14 +40,15 @@ def run(call: AttentionCall, compute: Run, *, masks_documents: bool | None = Non
     if call.span.block is not None and call.modify_scores is None:
         if call.kv_len > 2 * call.span.block:
             return run_blocks(call, call.span.block, compute)
-        # All keys are in the first two blocks, so every query attends to all keys up to its own position.
+        # All keys are in the first two blocks, so every query attends to all keys up to its own
+        # position.
         call = replace(call, span=FULL)
     return compute(call)
 
 
 def _masks_documents(call: AttentionCall, preference: bool | None) -> bool:
-    """Whether a mask separates the documents. It costs the scores of masked pairs, but needs one call and no values of
-    the ids on the host.
+    """Whether a mask separates the documents. It costs the scores of masked pairs, but needs one
+    call and no values of the ids on the host.
     """
     if call.modify_scores is not None or call.span.block is not None or preference is False:
         return False
@@ -53,8 +58,9 @@ def _masks_documents(call: AttentionCall, preference: bool | None) -> bool:
 def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
     """Blockwise causal attention as ordinary causal calls, one per block of queries.
 
-    The keys of a block of queries are its own block and the previous one. All complete blocks have the same shape, so
-    they form one call, with the blocks in the batch dimension; several calls if a GPU's grid cannot hold all of them.
+    The keys of a block of queries are its own block and the previous one. All complete blocks have
+    the same shape, so they form one call, with the blocks in the batch dimension; several calls if
+    a GPU's grid cannot hold all of them.
     """
     offset, end = call.offset, call.kv_len
     most = max(1, MAX_BATCH_HEADS // max(1, len(call.query) * call.query.shape[1]))
@@ -67,7 +73,9 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
         if number and first % block == 0:
             complete = min(most, (end - first) // block)
         last = first + complete * block if complete else min((number + 1) * block, end)
-        part = replace(call.part(slice(first - offset, last - offset), slice(first_key, last)), span=FULL)
+        part = replace(
+            call.part(slice(first - offset, last - offset), slice(first_key, last)), span=FULL
+        )
         if complete > 1:
             sums, key_mask = part.decay_sums, part.key_mask
             part = replace(
@@ -75,19 +83,27 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
                 query=_stack_blocks(part.query, block, block),
                 key=_stack_blocks(part.key, 2 * block, block),
                 value=_stack_blocks(part.value, 2 * block, block),
-                decay_sums=None if sums is None else _stack_blocks(sums[..., None], 2 * block, block)[..., 0],
-                key_mask=None if key_mask is None else key_mask.unfold(1, 2 * block, block).flatten(0, 1),
+                decay_sums=None
+                if sums is None
+                else _stack_blocks(sums[..., None], 2 * block, block)[..., 0],
+                key_mask=None
+                if key_mask is None
+                else key_mask.unfold(1, 2 * block, block).flatten(0, 1),
             )
         context = run(part)
         if complete > 1:  # [b n, h, B, d] -> [b, h, n B, d]
-            context = context.unflatten(0, (len(call.query), complete)).transpose(1, 2).flatten(2, 3)
+            context = (
+                context.unflatten(0, (len(call.query), complete)).transpose(1, 2).flatten(2, 3)
+            )
         contexts.append(context)
         first = last
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
 
 
 def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
-    """`[b, h, s, d]` -> `[b n, h, size, d]`: blocks of `size` positions, one starting every `step` positions."""
+    """`[b, h, s, d]` -> `[b n, h, size, d]`: blocks of `size` positions, one starting every `step`
+    positions.
+    """
     return states.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
@@ -102,7 +118,9 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
 
     # One copy of all states in the order of the groups, of which each call gets a part.
     queries = _in_order(call.query, [places for places, _, _ in groups])
-    keys, values = (_in_order(states, [places for _, places, _ in groups]) for states in (call.key, call.value))
+    keys, values = (
+        _in_order(states, [places for _, places, _ in groups]) for states in (call.key, call.value)
+    )
     sums = None if call.decay_sums is None else call.decay_sums.transpose(1, 2).flatten(0, 1)
     contexts = []
     for index, (_, key_places, dropped) in enumerate(groups):
@@ -118,25 +136,35 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
         )
         contexts.append(run(part).transpose(1, 2).flatten(0, 1))
     context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
-    context = context.index_copy(0, torch.cat([places.flatten() for places, _, _ in groups]), torch.cat(contexts))
+    context = context.index_copy(
+        0, torch.cat([places.flatten() for places, _, _ in groups]), torch.cat(contexts)
+    )
     return context.view(batch, q_len, heads, -1).transpose(1, 2)
 
 
 def _in_order(states: Tensor, places: list[Tensor]) -> list[Tensor]:
-    """`[b, h, s, d]` -> for each `[n, c]` of the places, the states `[n, h, c, d]`, as parts of one copy."""
+    """`[b, h, s, d]` -> for each `[n, c]` of the places, the states `[n, h, c, d]`, as parts of one
+    copy.
+    """
     copy = states.transpose(1, 2).flatten(0, 1)[torch.cat([part.flatten() for part in places])]
     parts = copy.split([part.numel() for part in places])
-    return [part.unflatten(0, place.shape).transpose(1, 2) for part, place in zip(parts, places, strict=True)]
+    return [
+        part.unflatten(0, place.shape).transpose(1, 2)
+        for part, place in zip(parts, places, strict=True)
+    ]
 
 
 def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tensor:
     """Attention with queries and keys scaled by the method's `scale_qk`.
 
-    Scales are computed for `method.segment` queries at a time, since they must not overflow for the keys of these.
-    Keys after a query have other scales than keys before it, so a backend computes the products in both directions.
+    Scales are computed for `method.segment` queries at a time, since they must not overflow for the
+    keys of these. Keys after a query have other scales than keys before it, so a backend computes
+    the products in both directions.
     """
     if not call.span.causal:
-        return run(replace(call, method=None, products=partial(_products_in_both_directions, method)))
+        return run(
+            replace(call, method=None, products=partial(_products_in_both_directions, method))
+        )
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
@@ -154,19 +182,29 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
 
 
 def _products_in_both_directions(
-    method: PositionalMethod, query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, scale: float
+    method: PositionalMethod,
+    query: Tensor,
+    key: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    scale: float,
 ) -> Tensor:
     """The scaled products `[b, h, c, l]` of queries and keys at these positions, after `scale_qk`.
 
-    Read from right to left, at negative positions, the keys after a query precede it. In each direction, the keys on
-    the other side get the scale of the segment's end, since their own would overflow; these products are not used.
+    Read from right to left, at negative positions, the keys after a query precede it. In each
+    direction, the keys on the other side get the scale of the segment's end, since their own would
+    overflow; these products are not used.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     products = []
-    for part, positions in zip(query.split(method.segment, dim=2), queries.split(method.segment), strict=True):
+    for part, positions in zip(
+        query.split(method.segment, dim=2), queries.split(method.segment), strict=True
+    ):
         before = method.scale_qk(part, key, positions, keys.clamp(max=int(positions[-1])))
         after = method.scale_qk(part, key, -positions, -keys.clamp(min=int(positions[0])))
         follows = positions_on(keys, key.device) > positions_on(positions, key.device)[:, None]
-        following, preceding = (scaled @ others.transpose(-1, -2) for scaled, others in (after, before))
+        following, preceding = (
+            scaled @ others.transpose(-1, -2) for scaled, others in (after, before)
+        )
         products.append(torch.where(follows, following, preceding))
     return torch.cat(products, dim=2) * scale

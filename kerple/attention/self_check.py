@@ -1,13 +1,17 @@
-"""The self-check of the fused kernels: before their first use on a GPU, they are compared with the chunked backend.
+"""The self-check of the fused kernels: before their first use on a GPU, they are compared with the
+chunked backend.
 
-A kernel can work on one GPU and fail on another because of a compiler or driver bug. The check runs a small call, with
-the same kind of tables, dtype and head size as the real one, with both backends and compares results and gradients. It
-covers partial tiles, fewer queries than keys and, if the real call has them, a window and grouped queries. Each process
-checks; after the first one, Triton's cache has the compiled kernels.
+A kernel can work on one GPU and fail on another because of a compiler or driver bug. The check runs
+a small call, with the same kind of tables, dtype and head size as the real one, with both backends
+and compares results and gradients. It covers partial tiles, fewer queries than keys and, if the
+real call has them, a window and grouped queries. Each process checks; after the first one, Triton's
+cache has the compiled kernels.
 
-After a failure, `dispatch` does not choose the kernels in this process for the same dtype and head size.
+After a failure, `dispatch` does not choose the kernels in this process for the same dtype and head
+size.
 
-Legend: b batch, s query length, t key length, h heads, d head size, p coefficients per head, n distances.
+Legend: b batch, s query length, t key length, h heads, d head size, p coefficients per head, n
+distances.
 """
 
 import time
@@ -24,17 +28,19 @@ from kerple.attention.span import FULL, Span
 from kerple.attention.tables import PositionTables
 from kerple.positional import TableJacobian
 
-# Sizes of the small call, which are not multiples of a tile. Triton compiles other kernels for sizes that are not
-# multiples of ALIGNMENT: for these, the call is ODD tokens shorter.
+# Sizes of the small call, which are not multiples of a tile. Triton compiles other kernels for
+# sizes that are not multiples of ALIGNMENT: for these, the call is ODD tokens shorter.
 BATCH, Q_LEN, KV_LEN, WINDOW = 2, 160, 208, 96
 ALIGNMENT, ODD = 16, 3
-# Largest accepted relative error of a result or gradient in the 2-norm, for inputs rounded to the dtype. In Triton's
-# interpreter, the largest errors are about 4e-7, 5e-4 and 4e-3, and twice that in a smaller example.
+# Largest accepted relative error of a result or gradient in the 2-norm, for inputs rounded to the
+# dtype. In Triton's interpreter, the largest errors are about 4e-7, 5e-4 and 4e-3, and twice that
+# in a smaller example.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# The same for the gradients of query and key if the method modifies the scores. Rounding can move a hidden unit of
-# DAPE's MLP across its activation's kink. There, the result and the gradient of value are continuous, but these jump,
-# by up to 8e-4 for 100 random draws of the parameters of each version. The doctor accepts such a jump only if the error
-# in float64 is within the limit of float32 above.
+# The same for the gradients of query and key if the method modifies the scores. Rounding can move a
+# hidden unit of DAPE's MLP across its activation's kink. There, the result and the gradient of
+# value are continuous, but these jump, by up to 8e-4 for 100 random draws of the parameters of each
+# version. The doctor accepts such a jump only if the error in float64 is within the limit of
+# float32 above.
 MAX_JUMP = 4e-3
 DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs the kernels
 HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
@@ -46,8 +52,8 @@ NO_DIRECTIONS = ((0, False), (0, False))
 class Variant(NamedTuple):
     """What determines the kernels of a call, besides the device.
 
-    directions: coefficients per head that have a jacobian, and whether the table has a gradient of its own, of bias and
-        weight.
+    directions: coefficients per head that have a jacobian, and whether the table has a gradient of
+        its own, of bias and weight.
     grouped: query heads share key/value heads.
     aligned: the numbers of queries and keys are multiples of ALIGNMENT.
     """
@@ -68,7 +74,10 @@ class Variant(NamedTuple):
     def of(cls, call: AttentionCall) -> "Variant":
         directions = NO_DIRECTIONS
         if call.training:
-            directions = (_coefficients(call.tables.bias_jacobian), _coefficients(call.tables.weight_jacobian))
+            directions = (
+                _coefficients(call.tables.bias_jacobian),
+                _coefficients(call.tables.weight_jacobian),
+            )
         return cls(
             dtype=call.query.dtype,
             head_size=call.query.shape[3],
@@ -87,7 +96,9 @@ class Variant(NamedTuple):
         parts = [str(self.dtype).removeprefix("torch."), f"head size {self.head_size}"]
         flags = ("bias", "weight", "decay", "window", "grouped", "documents", "gradients")
         parts += [name for name in flags if getattr(self, name)]
-        return ", ".join(parts if self.aligned else [*parts, f"lengths that are not multiples of {ALIGNMENT}"])
+        return ", ".join(
+            parts if self.aligned else [*parts, f"lengths that are not multiples of {ALIGNMENT}"]
+        )
 
 
 def _coefficients(jacobian: TableJacobian | None) -> tuple[int, bool]:
@@ -100,7 +111,8 @@ class Verdict:
 
     Attributes:
         subject: what was checked, and where.
-        errors: relative error of each result and gradient; empty if the kernels raised an exception.
+        errors: relative error of each result and gradient; empty if the kernels raised an
+            exception.
         failure: what is wrong, or None.
         seconds: duration of the check.
     """
@@ -113,12 +125,13 @@ class Verdict:
     def __str__(self) -> str:
         if self.failure is not None:
             return (
-                f"self-check of the fused attention kernels FAILED ({self.subject}): {self.failure}; "
-                f"attention-backend auto uses chunked or sdpa instead, which is slower; {HOW_TO_REPORT}"
+                f"self-check of the fused attention kernels FAILED ({self.subject}): "
+                f"{self.failure}; attention-backend auto uses chunked or sdpa instead, which is "
+                f"slower; {HOW_TO_REPORT}"
             )
         return (
-            f"self-check of the fused attention kernels passed ({self.subject}): largest relative error "
-            f"{max(self.errors.values()):.1e} ({self.seconds:.1f} s)"
+            f"self-check of the fused attention kernels passed ({self.subject}): largest relative "
+            f"error {max(self.errors.values()):.1e} ({self.seconds:.1f} s)"
         )
 
 
@@ -128,7 +141,9 @@ _failures: dict[tuple[torch.dtype, int], str] = {}
 
 
 def failure(requirements: Requirements) -> str | None:
-    """Why the fused kernels must not run these calls, as the rest of a sentence about them; None if they may."""
+    """Why the fused kernels must not run these calls, as the rest of a sentence about them; None if
+    they may.
+    """
     if not _failures or requirements.device is None or requirements.device.type != DEVICE_TYPE:
         return None
     for (dtype, head_size), reason in _failures.items():
@@ -138,7 +153,9 @@ def failure(requirements: Requirements) -> str | None:
 
 
 def reject(dtype: torch.dtype, head_size: int, reason: str) -> None:
-    """Exclude the fused kernels for a dtype and head size in this process, as a failed check does."""
+    """Exclude the fused kernels for a dtype and head size in this process, as a failed
+    check does.
+    """
     _failures[dtype, head_size] = reason
 
 
@@ -148,8 +165,8 @@ def rejections() -> int:
 
 
 def can_check(query: Tensor) -> bool:
-    """False while a CUDA graph is captured, and for tensors of other classes, such as FakeTensor, which have no values
-    that could be compared.
+    """False while a CUDA graph is captured, and for tensors of other classes, such as FakeTensor,
+    which have no values that could be compared.
     """
     if type(query) not in (Tensor, nn.Parameter):
         return False
@@ -161,20 +178,24 @@ def ensure_checked(
 ) -> Verdict | None:
     """Check the kernels that a validated call needs, unless this process already did.
 
-    A check waits for the GPU. Nothing is checked while torch.compile traces the call or a CUDA graph is captured.
+    A check waits for the GPU. Nothing is checked while torch.compile traces the call or a CUDA
+    graph is captured.
 
     Args:
         fused, baseline: the backend to check, and the one to compare it with.
         name: of the positional method, for the message.
         again: check even if this process already did.
 
-    Returns the verdict; None if nothing was checked. Raises RuntimeError if the kernels made the GPU unusable.
+    Returns the verdict; None if nothing was checked. Raises RuntimeError if the kernels made the
+    GPU unusable.
     """
     device = call.query.device
     if torch.compiler.is_compiling() or device.type != DEVICE_TYPE:
         return None
     variant = Variant.of(call)
-    if not again and ((device, variant) in _passed or (variant.dtype, variant.head_size) in _failures):
+    if not again and (
+        (device, variant) in _passed or (variant.dtype, variant.head_size) in _failures
+    ):
         return None
     if not can_check(call.query):
         return None
@@ -183,7 +204,8 @@ def ensure_checked(
     gpu_error = None if verdict.errors else _gpu_error(device)
     if gpu_error is not None:
         raise RuntimeError(
-            f"{verdict}. This process can no longer use the GPU. Start it again with attention-backend chunked"
+            f"{verdict}. This process can no longer use the GPU. Start it again with "
+            "attention-backend chunked"
         ) from gpu_error
     if verdict.failure is not None:
         reject(variant.dtype, variant.head_size, f"{verdict.failure} ({subject})")
@@ -193,12 +215,16 @@ def ensure_checked(
     return verdict
 
 
-# -- the comparison ---------------------------------------------------------------------------------------------------
+# -- the comparison
+# --------------------------------------------------------------------------------------------------
 
 
-def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *, gradients: bool) -> dict[str, float]:
-    """Run a call with a backend, and in float64 with the baseline. Returns the relative error in the 2-norm of the
-    result and of the gradients of query, key, value, tables, coefficients of jacobians and decay sums, by name.
+def relative_errors(
+    call: AttentionCall, backend: Backend, baseline: Backend, *, gradients: bool
+) -> dict[str, float]:
+    """Run a call with a backend, and in float64 with the baseline. Returns the relative error in
+    the 2-norm of the result and of the gradients of query, key, value, tables, coefficients of
+    jacobians and decay sums, by name.
     """
     with torch.set_grad_enabled(gradients), without_autocast(call.query.device):
         actual = _results(call, backend, call.query.dtype)
@@ -214,8 +240,8 @@ def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *,
                 result, exact = result[:, : jacobian.dense], exact[:, : jacobian.dense]
                 norm = exact.norm()
             elif jacobian is not None:
-                # The terms of a sum over distances may cancel: its error is relative to at least 0.3 of the sum of
-                # their absolute values.
+                # The terms of a sum over distances may cancel: its error is relative to at least
+                # 0.3 of the sum of their absolute values.
                 terms = jacobian.directions.double() * expected[f"{which}_table"][:, None]
                 norm = torch.maximum(norm, 0.3 * terms.abs().sum(dim=2).norm())
             errors[name] = ((result.double() - exact).norm() / norm.clamp(min=1e-30)).item()
@@ -225,7 +251,10 @@ def relative_errors(call: AttentionCall, backend: Backend, baseline: Backend, *,
 def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[str, Tensor]:
     """The context, and the gradients if they are enabled, by the name of their tensor."""
     wide = torch.promote_types(dtype, torch.float32)
-    leaves = {name: getattr(call, name).detach().to(dtype).requires_grad_() for name in ("query", "key", "value")}
+    leaves = {
+        name: getattr(call, name).detach().to(dtype).requires_grad_()
+        for name in ("query", "key", "value")
+    }
     if call.decay_sums is not None:
         leaves["decay_sums"] = call.decay_sums.detach().requires_grad_()
     arguments = dict(leaves)
@@ -242,12 +271,19 @@ def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[
             coefficients = jacobian.coefficients.detach().to(wide).requires_grad_()
             leaves[f"{name}_coefficients"] = coefficients
             directions = jacobian.directions.detach().to(wide)
-            # The same values, but with a gradient for the coefficients, for backends that do not use the jacobian.
-            table = table + ((coefficients - coefficients.detach())[..., None] * directions).sum(dim=1)
-            tables[f"{name}_jacobian"] = replace(jacobian, coefficients=coefficients, directions=directions)
+            # The same values, but with a gradient for the coefficients, for backends that do not
+            # use the jacobian.
+            table = table + ((coefficients - coefficients.detach())[..., None] * directions).sum(
+                dim=1
+            )
+            tables[f"{name}_jacobian"] = replace(
+                jacobian, coefficients=coefficients, directions=directions
+            )
             replaced.append(f"{name}_table")
         tables[name] = table
-    context = backend.compute(replace(call, **arguments, tables=replace(call.tables, **tables, kernel=None)))
+    context = backend.compute(
+        replace(call, **arguments, tables=replace(call.tables, **tables, kernel=None))
+    )
     results = {"result": context.detach()}
     if torch.is_grad_enabled():
         upstream = _random(1, *context.shape).to(call.query).to(context)
@@ -267,7 +303,8 @@ def _random(seed: int, *shape: int) -> Tensor:
 
 
 def small_call(call: AttentionCall) -> AttentionCall:
-    """A call of about BATCH, Q_LEN and KV_LEN that needs the same kernels, with random states and the call's tables.
+    """A call of about BATCH, Q_LEN and KV_LEN that needs the same kernels, with random states and
+    the call's tables.
 
     Random numbers are added to the tables, so that each distance and head has its own value.
     """
@@ -277,7 +314,9 @@ def small_call(call: AttentionCall) -> AttentionCall:
     documents = None
     if call.documents is not None:
         q_len = kv_len
-        ids = 2 * torch.arange(kv_len, device="cpu") ** 2 // kv_len**2  # two documents, one of more than a tile
+        ids = (
+            2 * torch.arange(kv_len, device="cpu") ** 2 // kv_len**2
+        )  # two documents, one of more than a tile
         documents = Documents(torch.stack((ids, ids.flip(0)))[:BATCH]).to(call.query.device)
 
     def states(seed: int, length: int, heads: int) -> Tensor:
@@ -287,10 +326,16 @@ def small_call(call: AttentionCall) -> AttentionCall:
     def resized(table: Tensor) -> Tensor:
         """The entries at distances 0 ... kv_len-1; beyond the table, its last one."""
         table = table.detach()[..., :kv_len]
-        return torch.cat([table, table[..., -1:].expand(*table.shape[:-1], kv_len - table.shape[-1])], dim=-1)
+        return torch.cat(
+            [table, table[..., -1:].expand(*table.shape[:-1], kv_len - table.shape[-1])], dim=-1
+        )
 
     def table(seed: int, values: Tensor | None) -> Tensor | None:
-        return None if values is None else resized(values) + 0.3 * _random(seed, heads, kv_len).to(values)
+        return (
+            None
+            if values is None
+            else resized(values) + 0.3 * _random(seed, heads, kv_len).to(values)
+        )
 
     def jacobian(values: TableJacobian | None) -> TableJacobian | None:
         return None if values is None else replace(values, directions=resized(values.directions))
@@ -319,7 +364,9 @@ def small_call(call: AttentionCall) -> AttentionCall:
     ).validate()
 
 
-def _check(call: AttentionCall, fused: Backend, baseline: Backend, subject: str, gradients: bool) -> Verdict:
+def _check(
+    call: AttentionCall, fused: Backend, baseline: Backend, subject: str, gradients: bool
+) -> Verdict:
     started = time.perf_counter()
     errors: dict[str, float] = {}
     problem = None
@@ -339,13 +386,19 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-def wrong_result(errors: dict[str, float], dtype: torch.dtype, *, kinks: bool = False) -> str | None:
+def wrong_result(
+    errors: dict[str, float], dtype: torch.dtype, *, kinks: bool = False
+) -> str | None:
     """The first error that is not at most MAX_ERROR, as a sentence; None if there is none.
 
     kinks: whether the scores may have kinks as functions of query and key (see MAX_JUMP).
     """
     for name, error in errors.items():
-        limit = max(MAX_ERROR[dtype], MAX_JUMP) if kinks and name in ("query", "key") else MAX_ERROR[dtype]
+        limit = (
+            max(MAX_ERROR[dtype], MAX_JUMP)
+            if kinks and name in ("query", "key")
+            else MAX_ERROR[dtype]
+        )
         if not error <= limit:  # also for NaN
             what = "the result" if name == "result" else f"the gradient of {name.replace('_', ' ')}"
             return f"{what} has a relative error of {error:.1e}, more than {limit:.0e}"

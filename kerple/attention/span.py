@@ -14,18 +14,22 @@ Position = TypeVar("Position", int, Tensor)
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that a query attends to: all keys up to its own position, unless `window` or `block` limits them.
+    """The keys that a query attends to: all keys up to its own position, unless `window` or `block`
+    limits them.
 
-    Raises ValueError if both are set, if a size is below 1, for sinks without a window, and for blocks or sinks that
-    are not causal.
+    Raises ValueError if both are set, if a size is below 1, for sinks without a window, and for
+    blocks or sinks that are not causal.
 
     Attributes:
         window: the last `window` keys, including its own position.
-        block: positions are divided into blocks of this size, starting at position 0. A query attends to its own block
-            and to the previous one (blockwise causal attention of LEX, arXiv 2212.10554).
-        sinks: with a window, a query also attends to the first `sinks` positions of the text (StreamingLLM, arXiv
-            2309.17453; LM-Infinite, arXiv 2308.16137). Only `attend_in_mode` supports them.
-        causal: if False, a query also attends to the keys after it. A window then has `window` - 1 keys on both sides.
+        block: positions are divided into blocks of this size, starting at position 0. A query
+            attends to its own block and to the previous one (blockwise causal attention of LEX,
+            arXiv 2212.10554).
+        sinks: with a window, a query also attends to the first `sinks` positions of the text
+            (StreamingLLM, arXiv 2309.17453; LM-Infinite, arXiv 2308.16137). Only `attend_in_mode`
+            supports them.
+        causal: if False, a query also attends to the keys after it. A window then has `window` - 1
+            keys on both sides.
     """
 
     window: int | None = None
@@ -35,28 +39,41 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.block is not None:
-            raise ValueError(f"window ({self.window}) and block ({self.block}) are both set; use one of them")
+            raise ValueError(
+                f"window ({self.window}) and block ({self.block}) are both set; use one of them"
+            )
         for name, size in (("window", self.window), ("block", self.block)):
             if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, since a query attends to its own position; got {size}")
+                raise ValueError(
+                    f"{name} must be at least 1, since a query attends to its own position; got "
+                    f"{size}"
+                )
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise ValueError(f"sinks {self.sinks} must be 0 or more, and sinks need a window")
         if not self.causal and (self.block is not None or self.sinks):
-            raise ValueError("block and sinks need causal attention; with causal=False, use a window")
+            raise ValueError(
+                "block and sinks need causal attention; with causal=False, use a window"
+            )
 
     def within(self, window: int | None) -> "Span":
-        """This span, limited to the last `window` keys; None: no limit. Raises ValueError with blocks."""
+        """This span, limited to the last `window` keys; None: no limit. Raises ValueError with
+        blocks.
+        """
         if window is None or (self.window is not None and self.window <= window):
             return self
         return replace(self, window=window)
 
     def max_kv_len(self, length: int) -> int:
-        """The largest number of keys up to its own position that any of `length` queries attends to."""
+        """The largest number of keys up to its own position that any of `length` queries attends
+        to.
+        """
         limit = self.window if self.block is None else 2 * self.block
         return length if limit is None else min(length, limit + self.sinks)
 
     def first_key(self, position: Position) -> Position:
-        """The first key position that the query at `position` attends to, without sinks; elementwise for a tensor."""
+        """The first key position that the query at `position` attends to, without sinks;
+        elementwise for a tensor.
+        """
         if self.block is not None:
             first = (position // self.block - 1) * self.block
         elif self.window is not None:
@@ -65,10 +82,14 @@ class Span:
             first = 0 * position
         return first.clamp(min=0) if isinstance(first, Tensor) else max(0, first)
 
-    def mask(self, queries: slice | range, keys: slice | range, device: torch.device | str) -> Tensor:
-        """Bool `[queries, keys]` for ranges of positions. True = masked: the query does not attend to the key.
+    def mask(
+        self, queries: slice | range, keys: slice | range, device: torch.device | str
+    ) -> Tensor:
+        """Bool `[queries, keys]` for ranges of positions. True = masked: the query does not attend
+        to the key.
 
-        The mask is built on `device`. A copy from the CPU would synchronize the host with the device.
+        The mask is built on `device`. A copy from the CPU would synchronize the host with the
+        device.
         """
         start = min(queries.start, keys.start)
         positions = torch.arange(start, max(queries.stop, keys.stop), device=device)
@@ -76,12 +97,20 @@ class Span:
         return self.mask_pairs(query, positions[keys.start - start : keys.stop - start])
 
     def mask_pairs(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether keys are masked, for positions of queries and keys that can be broadcast to each other."""
+        """Whether keys are masked, for positions of queries and keys that can be broadcast to each
+        other.
+        """
         if not self.causal:
             distance = (query - key).abs_()
-            return torch.zeros_like(distance, dtype=torch.bool) if self.window is None else distance >= self.window
+            return (
+                torch.zeros_like(distance, dtype=torch.bool)
+                if self.window is None
+                else distance >= self.window
+            )
         mask = key > query
-        return mask if self == FULL else mask | ((key < self.first_key(query)) & (key >= self.sinks))
+        return (
+            mask if self == FULL else mask | ((key < self.first_key(query)) & (key >= self.sinks))
+        )
 
 
 FULL = Span()

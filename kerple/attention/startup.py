@@ -54,9 +54,9 @@ def check_kernels(
 
     Args:
         dtype: of queries, keys and values.
-        training: check calls with complete sequences and gradients; otherwise calls without gradients
-            and with fewer queries than keys, with and without a window, and of lengths that are and
-            are not multiples of `self_check.ALIGNMENT`.
+        training: check calls with complete sequences and gradients; otherwise calls without
+            gradients and with fewer queries than keys, with and without a window, and of lengths
+            that are and are not multiples of `self_check.ALIGNMENT`.
         windowed: also check calls with a window in training.
         documents: in training, calls have documents.
         again: check even if this process already did.
@@ -133,8 +133,8 @@ def describe_choice(
     windowed: bool = False,
     documents: bool = False,
 ) -> str:
-    """The backend that runs on a device, and why, for a log. All calls have a window, or documents, if
-    said so.
+    """The backend that runs on a device, and why, for a log. All calls have a window, or documents,
+    if said so.
     """
     device = torch.device(device)
     hooks = frozenset() if method is None else method.hooks
@@ -149,7 +149,10 @@ def describe_choice(
     if backend != "auto":
         return f"{backend} (as configured){chunks}"
     if modifies:
-        return "chunked (auto: the only memory-efficient backend for a method with modify_scores)" + chunks
+        return (
+            "chunked (auto: the only memory-efficient backend for a method with modify_scores)"
+            + chunks
+        )
 
     # The choices for plain calls, and for those with a window or with fewer queries than keys.
     usual = Requirements.of(method, device=device, dtype=dtype, head_size=head_size)
@@ -158,7 +161,8 @@ def describe_choice(
     other = fastest_backend(usual, 2, tables=has_tables, plain=False)
     masked = documents and "scale_qk" not in hooks
     if documents:
-        # All of them in one call of the fused kernels, or ordinary calls for documents of equal size.
+        # All of them in one call of the fused kernels, or ordinary calls for documents of equal
+        # size.
         if masked and fused_is_fastest(usual, 2):
             plain = "fused"
         other = plain

@@ -15,19 +15,22 @@ from kerple.positional.distance_maps import DistanceMap
 
 
 class KernelTables(NamedTuple):
-    """The tables as the fused backend's kernels read them, and the inputs of their gradients; see `triton/launch.py`.
+    """The tables as the fused backend's kernels read them, and the inputs of their gradients; see
+    `triton/launch.py`.
 
     The fields are arguments of the operator `kerple::fused_attention`, in its order.
 
     Attributes:
-        bias_table, weight_table: the tables `[h, >= max_kv_len]`, or None. Detached if all gradients are those of
-            coefficients.
+        bias_table, weight_table: the tables `[h, >= max_kv_len]`, or None. Detached if all
+            gradients are those of coefficients.
         bias_coefficients, weight_coefficients: of the jacobians that are used, `[h, p]`, or None.
-        bias: float32 `[h, margins + max_kv_len]`, in units of log2, with -inf in the margins; `[1, ...]` if there is
-            neither bias nor weight.
+        bias: float32 `[h, margins + max_kv_len]`, in units of log2, with -inf in the margins;
+            `[1, ...]` if there is neither bias nor weight.
         weight: float32 of the same shape, with 0 in the margins, or None.
-        directions: float32 `[p, h, ...]` of all coefficients, first those of the bias, with margins, or None.
-        bias_dense, weight_dense: the gradient of the table itself is computed below this distance; None: everywhere.
+        directions: float32 `[p, h, ...]` of all coefficients, first those of the bias, with
+            margins, or None.
+        bias_dense, weight_dense: the gradient of the table itself is computed below this distance;
+            None: everywhere.
     """
 
     bias_table: Tensor | None
@@ -49,9 +52,11 @@ class PositionTables:
         bias, weight: float32 `[h, >= max_kv_len]`. Their gradients are exact.
         bias_jacobian, weight_jacobian: alternative gradients of these tables (see `jacobians`).
         scores: the table of a method's `modify_scores`, `[..., >= max_kv_len]`.
-        signed: whether the tables are halves `[2, ...]`: for keys up to the query, and for keys after it.
-        kernel, max_kv_len: what the fused backend makes of these tables for calls with this `max_kv_len`; None: it
-            makes it in each call. Layers that share it save launches (see `prepare_tables`).
+        signed: whether the tables are halves `[2, ...]`: for keys up to the query, and for keys
+            after it.
+        kernel, max_kv_len: what the fused backend makes of these tables for calls with this
+            `max_kv_len`; None: it makes it in each call. Layers that share it save launches (see
+            `prepare_tables`).
     """
 
     bias: Tensor | None = None
@@ -76,8 +81,8 @@ def position_tables(
     with_jacobians: bool = False,
     distance_map: DistanceMap | None = None,
 ) -> PositionTables:
-    """All tables of a method at distances 0 ... length-1 on `device`; of none for None. causal, distance_map: see
-    `tables` and `score_table`; a map is without jacobians.
+    """All tables of a method at distances 0 ... length-1 on `device`; of none for None. causal,
+    distance_map: see `tables` and `score_table`; a map is without jacobians.
     """
     if method is None:
         return NO_TABLES
@@ -108,17 +113,17 @@ def tables(
     distance_map: DistanceMap | None = None,
     first: int = 0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(bias, weight) of a positional method at distances `first` ... length-1, float32 `[h, length - first]` on
-    `device`.
+    """(bias, weight) of a positional method at distances `first` ... length-1, float32
+    `[h, length - first]` on `device`.
 
-    A method without a bias or weight has None in its place. Autograd propagates a table's gradient to the method's
-    parameters.
+    A method without a bias or weight has None in its place. Autograd propagates a table's gradient
+    to the method's parameters.
 
-    causal: if False, a `signed` method has tables `[2, h, length - first]`: for keys up to the query, and for keys
-    after it. Those of other methods are the same for both.
+    causal: if False, a `signed` method has tables `[2, h, length - first]`: for keys up to the
+    query, and for keys after it. Those of other methods are the same for both.
 
-    rounded: round distances and tables to bfloat16. The original KERPLE code computes in bfloat16, which cannot
-    represent odd distances above 256; this reproduces its numbers.
+    rounded: round distances and tables to bfloat16. The original KERPLE code computes in bfloat16,
+    which cannot represent odd distances above 256; this reproduces its numbers.
 
     distance_map: replaces the distances, before they are rounded.
     """
@@ -146,10 +151,11 @@ def _values(function: Callable[[Tensor], Tensor], distance: Tensor, signed: bool
 def jacobians(
     method: PositionalMethod, length: int, device: torch.device | str
 ) -> tuple[TableJacobian | None, TableJacobian | None]:
-    """The `TableJacobian`s of (bias, weight) at distances 0 ... length-1 on `device`; None if the method has none.
+    """The `TableJacobian`s of (bias, weight) at distances 0 ... length-1 on `device`; None if the
+    method has none.
 
-    A backend that uses them (see `attend`) sums the gradients of a few coefficients per head instead of those of the
-    whole table.
+    A backend that uses them (see `attend`) sums the gradients of a few coefficients per head
+    instead of those of the whole table.
     """
     if not method.hooks & {"bias", "weight"}:
         return None, None
@@ -168,22 +174,29 @@ def score_table(
     distance_map: DistanceMap | None = None,
     first: int = 0,
 ) -> Tensor | None:
-    """The `table` for `modify_scores` at distances `first` ... length-1, `[..., length - first]`; None if the method
-    has none. causal: see `tables`.
+    """The `table` for `modify_scores` at distances `first` ... length-1, `[..., length - first]`;
+    None if the method has none. causal: see `tables`.
 
-    distance_map: replaces the distances. `length` must then be the length of the text, even with a window (see
-    `PositionalMethod.mapped_table`), unless the method is `shift_invariant`.
+    distance_map: replaces the distances. `length` must then be the length of the text, even with a
+    window (see `PositionalMethod.mapped_table`), unless the method is `shift_invariant`.
     """
     distance = torch.arange(first, length, dtype=torch.float32, device=device)
     if not causal and method.signed:
         halves = method.table(distance), method.table(-distance)
-        return None if halves[0] is None or halves[1] is None else torch.stack((halves[0], halves[1]))
-    return method.table(distance) if distance_map is None else method.mapped_table(distance_map(distance))
+        return (
+            None if halves[0] is None or halves[1] is None else torch.stack((halves[0], halves[1]))
+        )
+    return (
+        method.table(distance)
+        if distance_map is None
+        else method.mapped_table(distance_map(distance))
+    )
 
 
 def lookup(table: Tensor, distance: Tensor) -> Tensor:
-    """The values of a table `[h, n]` at distances `[c, l]` or `[b, c, l]`: `[h, c, l]` or `[b, h, c, l]`. The distances
-    of keys after the query are negative; a table `[2, h, n]` has its own half for them.
+    """The values of a table `[h, n]` at distances `[c, l]` or `[b, c, l]`: `[h, c, l]` or
+    `[b, h, c, l]`. The distances of keys after the query are negative; a table `[2, h, n]` has its
+    own half for them.
     """
     if table.dim() == 3:
         follows = distance < 0

@@ -1,7 +1,9 @@
-"""Positional methods: one file each, registered under their `pos-emb` names, usable in any PyTorch model.
+"""Positional methods: one file each, registered under their `pos-emb` names, usable in any PyTorch
+model.
 
-All modules in this folder are imported here, and the classes they register are exported. To add a method, add a file
-with a class decorated by `@register`. The explicit imports below are only for type checkers and editors.
+All modules in this folder are imported here, and the classes they register are exported. To add a
+method, add a file with a class decorated by `@register`. The explicit imports below are only for
+type checkers and editors.
 """
 
 import importlib

@@ -1,4 +1,5 @@
-"""Absolute positions, added to the token embeddings: sinusoidal (arXiv 1706.03762) and learned; and none.
+"""Absolute positions, added to the token embeddings: sinusoidal (arXiv 1706.03762) and learned; and
+none.
 
 Legend: b batch, s tokens, e hidden size.
 """
@@ -47,10 +48,13 @@ class Learned(PositionalMethod):
         last = int(positions.max()) if positions.numel() else -1
         if last >= len(self.weight):
             raise PositionsExceeded(
-                f"learned positions end at {len(self.weight) - 1} (max-position-embeddings {len(self.weight)}), but "
-                f"position {last} is needed; shorten the sequence, or use a relative method such as kerple_log"
+                f"learned positions end at {len(self.weight) - 1} (max-position-embeddings "
+                f"{len(self.weight)}), but position {last} is needed; shorten the sequence, or use "
+                "a relative method such as kerple_log"
             )
-        return hidden + F.embedding(positions_on(positions, self.weight.device), self.weight).to(hidden.dtype)
+        return hidden + F.embedding(positions_on(positions, self.weight.device), self.weight).to(
+            hidden.dtype
+        )
 
 
 @register("none")

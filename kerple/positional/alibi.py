@@ -10,7 +10,8 @@ from kerple.positional.registry import register
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """2^(-8 i / H) for i = 1 ... H, if the number of heads H is a power of two.
 
-    Otherwise the slopes for the largest power of two P below H, followed by every second slope for 2P.
+    Otherwise the slopes for the largest power of two P below H, followed by every second slope for
+    2P.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
@@ -38,8 +39,8 @@ class Alibi(Bias):
 class KerplePowerOriginal(Alibi):
     """ALiBi as a special case of KERPLE: the power kernel with p = 1 and a fixed at ALiBi's slopes.
 
-    The original KERPLE code clamps this `a`, like every scalar, to at least 0.01, so its flattest heads are steeper
-    than ALiBi's.
+    The original KERPLE code clamps this `a`, like every scalar, to at least 0.01, so its flattest
+    heads are steeper than ALiBi's.
     """
 
     lowest_slope = 0.01

@@ -1,7 +1,7 @@
 """The base class of positional methods: a torch module with optional hooks.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, e hidden size, c and l queries
-and keys of a chunk, n distances, p parameters per head.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, e hidden
+size, c and l queries and keys of a chunk, n distances, p parameters per head.
 """
 
 import inspect
@@ -35,12 +35,16 @@ class ModelShape:
 class TableJacobian:
     """The derivatives of a table over distance with respect to p parameters per head.
 
-    A fused kernel can accumulate the gradients of these few parameters instead of the gradient of every table entry.
+    A fused kernel can accumulate the gradients of these few parameters instead of the gradient of
+    every table entry.
 
     Attributes:
-        coefficients: float32 `[h, p]`, the parameters after clamping; autograd propagates their gradient.
-        directions: float32 `[h, p, *distance.shape]`, d table / d coefficients at the current values, without gradient.
-        dense: the smallest distance at which `directions` is valid. Below it, use the table's own gradient.
+        coefficients: float32 `[h, p]`, the parameters after clamping; autograd propagates their
+            gradient.
+        directions: float32 `[h, p, *distance.shape]`, d table / d coefficients at the current
+            values, without gradient.
+        dense: the smallest distance at which `directions` is valid. Below it, use the table's own
+            gradient.
     """
 
     coefficients: Tensor
@@ -55,7 +59,16 @@ class PositionsExceeded(ValueError):
 # The hooks that attention and the embedding call.
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 # Properties of earlier versions, which nothing asks for.
-REPLACED = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk", "has_decay", "has_positions")
+REPLACED = (
+    "embeds",
+    "rotates",
+    "has_bias",
+    "has_weight",
+    "modifies_scores",
+    "scales_qk",
+    "has_decay",
+    "has_positions",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +78,14 @@ class Chunk:
     Attributes:
         scores: `[b, h, c, l]`, q.k / sqrt(d), float32 or float64.
         query: `[b, h, c, d]`, after `rotate`.
-        query_positions, key_positions: `[c]` and `[l]`, each consecutive, except that keys which no query of the chunk
-            sees may be missing after attention sinks, unless the method is `per_pair`.
-        mask: bool `[c, l]`, or `[b, 1, c, l]` with a key mask, True where the query must not see the key. Such scores
-            may be arbitrary and must not influence visible ones.
-        table: the result of the method's `table` for distances from 0 on (see `by_pair` in `functional.py`). If the
-            method is `signed` and attention not causal, `[2, ...]`: for keys up to the query, and for keys after it.
+        query_positions, key_positions: `[c]` and `[l]`, each consecutive, except that keys which no
+            query of the chunk sees may be missing after attention sinks, unless the method is
+            `per_pair`.
+        mask: bool `[c, l]`, or `[b, 1, c, l]` with a key mask, True where the query must not see
+            the key. Such scores may be arbitrary and must not influence visible ones.
+        table: the result of the method's `table` for distances from 0 on (see `by_pair` in
+            `functional.py`). If the method is `signed` and attention not causal, `[2, ...]`: for
+            keys up to the query, and for keys after it.
         causal: if False, keys after the query are not masked.
     """
 
@@ -84,50 +99,58 @@ class Chunk:
 
 
 class PositionalMethod(nn.Module):
-    """Base class of all positional methods, and all that a model asks them for. To write a method, begin with one of
-    the small base classes (`Bias`, `Rotation` or `ScoreModifier`).
+    """Base class of all positional methods, and all that a model asks them for. To write a method,
+    begin with one of the small base classes (`Bias`, `Rotation` or `ScoreModifier`).
 
     A method implements the hooks it needs:
 
         embed(hidden, positions)                                 add to the token embeddings
         rotate(query, key, query_positions, key_positions)       transform queries and keys
         bias(distance)                                           added to the scaled scores
-        weight(distance)                                         multiplies the scaled scores, as `bias`
-        modify_scores(chunk)                                     compute the final scores, for all heads at once
-        scale_qk(query, key, query_positions, key_positions)     scale rotated queries and keys, segment by segment
-        decay(hidden)                                            added to the scores: its sums between key and query
+        weight(distance)                                         multiplies the scaled scores, as
+        `bias` modify_scores(chunk)                                     compute the final scores,
+        for all heads at once scale_qk(query, key, query_positions, key_positions)     scale rotated
+        queries and keys, segment by segment decay(hidden)
+        added to the scores: its sums between key and query
 
-    Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or softmax(modify_scores(q.k /
-    sqrt(d), ...)). A method with `modify_scores` has no bias, weight, decay or scale_qk.
+    Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or
+    softmax(modify_scores(q.k / sqrt(d), ...)). A method with `modify_scores` has no bias, weight,
+    decay or scale_qk.
 
-    `scale_qk` scales query `[b, h, s, d]` and key `[b, g, t, d]`, s <= `segment`, so that their products depend only on
-    differences of positions. Keys are cached unscaled.
+    `scale_qk` scales query `[b, h, s, d]` and key `[b, g, t, d]`, s <= `segment`, so that their
+    products depend only on differences of positions. Keys are cached unscaled.
 
-    `decay` returns `[b, h, s]` in at least float32, from the input of attention `[b, s, e]`, token by token. The bias
-    of a query and a key is the sum over the tokens after the key, up to the query (see `decay.py`).
+    `decay` returns `[b, h, s]` in at least float32, from the input of attention `[b, s, e]`, token
+    by token. The bias of a query and a key is the sum over the tokens after the key, up to the
+    query (see `decay.py`).
 
-    Constructor arguments named like a field of `ModelShape` receive the model's sizes; the other arguments are the
-    method's options. A method imports only torch and `kerple.positional`, so it works in any model.
+    Constructor arguments named like a field of `ModelShape` receive the model's sizes; the other
+    arguments are the method's options. A method imports only torch and `kerple.positional`, so it
+    works in any model.
 
-    Positions are int64 tensors on the CPU, so reading a value does not synchronize with a GPU. Methods create derived
-    tensors on the device of queries and keys.
+    Positions are int64 tensors on the CPU, so reading a value does not synchronize with a GPU.
+    Methods create derived tensors on the device of queries and keys.
 
     Attributes:
-        hooks: the names of the method's hooks: those that its class defines, unless the constructor changes them.
+        hooks: the names of the method's hooks: those that its class defines, unless the constructor
+            changes them.
         shared: one instance serves all layers. If False, every layer has its own.
         segment: for a method with `scale_qk`, the maximum number of queries per call.
-        per_pair, shift_invariant, lookahead: for a method with `modify_scores`, see `ScoreModifier`.
-        signed: whether bias, weight and table are defined for negative distances, of keys after the query. Otherwise,
-            attention that is not causal reads them at the absolute distance.
+        per_pair, shift_invariant, lookahead: for a method with `modify_scores`, see
+            `ScoreModifier`.
+        signed: whether bias, weight and table are defined for negative distances, of keys after the
+            query. Otherwise, attention that is not causal reads them at the absolute distance.
         causal_only: whether the method has no meaning for keys after the query.
-        turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions, which may be float64
-            and fractional. A distance map (`distance_maps.py`) then applies to the positions.
+        turns: whether `rotate` turns pairs of dimensions by angles proportional to the positions,
+            which may be float64 and fractional. A distance map (`distance_maps.py`) then applies to
+            the positions.
         interpolated: whether the frequencies of `rotate` are changed for longer texts.
         score_scale: the factor of all scores that `rotate` contains.
-        length_dependent: whether the result for a token depends on the length of its text. Then keys of a shorter text
-            cannot be cached.
+        length_dependent: whether the result for a token depends on the length of its text. Then
+            keys of a shorter text cannot be cached.
         computed: names of tensors that older checkpoints store and this method computes.
-        evaluation_options: options that do not affect the parameters, so evaluation can change them.
+        evaluation_options: options that do not affect the parameters, so evaluation can change
+            them.
     """
 
     hooks: frozenset[str] = frozenset()
@@ -144,8 +167,8 @@ class PositionalMethod(nn.Module):
     computed: tuple[str, ...] = ()
     evaluation_options: tuple[str, ...] = ()
 
-    # Hooks without a default are only declared: nn.Module rejects a parameter named like a class attribute, and in
-    # checkpoints the tables of T5 and Learned are called `weight`.
+    # Hooks without a default are only declared: nn.Module rejects a parameter named like a class
+    # attribute, and in checkpoints the tables of T5 and Learned are called `weight`.
     bias: Callable[[Tensor], Tensor]
     weight: Callable[[Tensor], Tensor]
     decay: Callable[[Tensor], Tensor]
@@ -161,20 +184,29 @@ class PositionalMethod(nn.Module):
         for name in REPLACED:
             if name in vars(cls):
                 raise TypeError(
-                    f"{cls.__name__}: {name} is not used; change the set `hooks` in the constructor instead"
+                    f"{cls.__name__}: {name} is not used; change the set `hooks` in the "
+                    "constructor instead"
                 )
         modify_scores = vars(cls).get("modify_scores")
-        if inspect.isfunction(modify_scores) and len(inspect.signature(modify_scores).parameters) != 2:
+        if (
+            inspect.isfunction(modify_scores)
+            and len(inspect.signature(modify_scores).parameters) != 2
+        ):
             raise TypeError(
-                f"{cls.__name__}: modify_scores has one argument, a Chunk with scores, query, query_positions, "
-                "key_positions, mask and table"
+                f"{cls.__name__}: modify_scores has one argument, a Chunk with scores, query, "
+                "query_positions, key_positions, mask and table"
             )
         own = {name: getattr(cls, name, None) for name in HOOKS}
         callables = [name for name, hook in own.items() if callable(hook)]
-        cls.hooks = frozenset(name for name in callables if own[name] is not getattr(PositionalMethod, name, None))
-        # A class that overrides a table does not inherit the jacobian, which is that of another function.
+        cls.hooks = frozenset(
+            name for name in callables if own[name] is not getattr(PositionalMethod, name, None)
+        )
+        # A class that overrides a table does not inherit the jacobian, which is that of another
+        # function.
         for name, jacobian in (("bias", "bias_jacobian"), ("weight", "weight_jacobian")):
-            definer = next(base for base in cls.__mro__ if name in vars(base) or jacobian in vars(base))
+            definer = next(
+                base for base in cls.__mro__ if name in vars(base) or jacobian in vars(base)
+            )
             if jacobian not in vars(definer):
                 setattr(cls, jacobian, getattr(PositionalMethod, jacobian))
 
@@ -185,30 +217,36 @@ class PositionalMethod(nn.Module):
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Transform query `[b, h, s, d]` and key `[b, g, t, d]` by their positions `[s]` and `[t]`; the dtypes stay."""
+        """Transform query `[b, h, s, d]` and key `[b, g, t, d]` by their positions `[s]` and `[t]`;
+        the dtypes stay.
+        """
         return query, key
 
     def stretched(self, factor: float) -> "PositionalMethod | None":
-        """A method whose `rotate` has the base of NTK-aware scaling (see `ntk_base`), and is otherwise this one's; its
-        other hooks are not used. None if there is no such base.
+        """A method whose `rotate` has the base of NTK-aware scaling (see `ntk_base`), and is
+        otherwise this one's; its other hooks are not used. None if there is no such base.
         """
         return None
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n, or None."""
+        """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n,
+        or None.
+        """
         return None
 
     def mapped_table(self, distance: Tensor) -> Tensor | None:
-        """Like `table`, at mapped distances (see `distance_maps.py`). A method that computes distances from positions
-        returns the distances; it gets values for all distances up to the query's position, even with a window.
+        """Like `table`, at mapped distances (see `distance_maps.py`). A method that computes
+        distances from positions returns the distances; it gets values for all distances up to the
+        query's position, even with a window.
         """
         return self.table(distance)
 
     def final_scores(self, chunk: Chunk) -> Tensor:
-        """`modify_scores`, `[b, h, c, l]`; if causal, with `lookahead` additional masked keys after the last one, whose
-        scores are not returned.
+        """`modify_scores`, `[b, h, c, l]`; if causal, with `lookahead` additional masked keys after
+        the last one, whose scores are not returned.
 
-        The result for a query is then the same whether or not keys follow, as in decoding with a KV cache.
+        The result for a query is then the same whether or not keys follow, as in decoding with a KV
+        cache.
         """
         if not chunk.causal or not self.lookahead:
             return self.modify_scores(chunk)
@@ -222,7 +260,8 @@ class PositionalMethod(nn.Module):
         return self.modify_scores(longer)[..., : -self.lookahead]
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
-        """The bias's derivatives at the float32 distances `[n]`, which speed up training with fused kernels.
+        """The bias's derivatives at the float32 distances `[n]`, which speed up training with fused
+        kernels.
 
         None is always correct: gradients then go through the table.
         """
@@ -233,33 +272,42 @@ class PositionalMethod(nn.Module):
         return None
 
     def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
-        """Called before each training step, with the run's seed and the length of its sequences in tokens. Random
-        numbers that a method draws during training must depend only on these, so that all processes and a resumed run
-        draw the same numbers.
+        """Called before each training step, with the run's seed and the length of its sequences in
+        tokens. Random numbers that a method draws during training must depend only on these, so
+        that all processes and a resumed run draw the same numbers.
         """
 
     def begin_text(self, length: int | None) -> None:
-        """Called before texts of `length` tokens are evaluated, and with None afterwards: their length is not known."""
+        """Called before texts of `length` tokens are evaluated, and with None afterwards: their
+        length is not known.
+        """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the initial parameters. Their values depend only on the generator, not on dtype or device."""
+        """Draw the initial parameters. Their values depend only on the generator, not on dtype or
+        device.
+        """
 
     def bounds(self) -> dict[str, tuple[float, float | None]]:
-        """Name -> (lowest, highest value) of the method's own parameters that have bounds; None: no upper bound.
+        """Name -> (lowest, highest value) of the method's own parameters that have bounds; None: no
+        upper bound.
 
         Training keeps them within their bounds by `project`. Read them through `bounded`.
         """
         return {}
 
     def statistics(self) -> dict[str, Tensor]:
-        """Values to log during training: name -> float32 `[h]`, detached and clamped to their bounds."""
+        """Values to log during training: name -> float32 `[h]`, detached and clamped to their
+        bounds.
+        """
         return {}
 
     @torch.no_grad()
     def effective_length(self, limit: int = 20_480, threshold: float = -2.0) -> Tensor:
-        """Per head, the smallest distance with a bias below the threshold, int64 `[h]`; `limit` if there is none.
+        """Per head, the smallest distance with a bias below the threshold, int64 `[h]`; `limit` if
+        there is none.
 
-        Figure 6 of the KERPLE paper (arXiv 2205.09921). Raises ValueError for a method without a bias.
+        Figure 6 of the KERPLE paper (arXiv 2205.09921). Raises ValueError for a method without a
+        bias.
         """
         if "bias" not in self.hooks:
             raise ValueError(f"{type(self).__name__} has no bias, so it has no effective length")
@@ -283,22 +331,31 @@ class PositionalMethod(nn.Module):
         for size in fields(ModelShape):
             arguments.pop(size.name, None)
         defaults = {name: argument.default for name, argument in arguments.items()}
-        return {name: default for name, default in defaults.items() if default is not inspect.Parameter.empty}
+        return {
+            name: default
+            for name, default in defaults.items()
+            if default is not inspect.Parameter.empty
+        }
 
     @classmethod
     def trained_options(cls, **options: Any) -> dict[str, Any]:
-        """The options without those that evaluation can change: `evaluation_options` and the options of wrappers."""
+        """The options without those that evaluation can change: `evaluation_options` and the
+        options of wrappers.
+        """
         changeable = (*cls.evaluation_options, *WRAPPERS)
         return {name: value for name, value in options.items() if name not in changeable}
 
     @classmethod
     def parts(cls, **options: Any) -> list[type["PositionalMethod"]]:
-        """The other methods that a method with these options builds by name: an export contains their files."""
+        """The other methods that a method with these options builds by name: an export contains
+        their files.
+        """
         return []
 
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> "PositionalMethod":
-        """Build the method for a model of this shape. The options in `WRAPPERS` are valid for any method.
+        """Build the method for a model of this shape. The options in `WRAPPERS` are valid for any
+        method.
 
         Raises ValueError for an unknown option or an invalid value.
         """
@@ -317,37 +374,46 @@ class PositionalMethod(nn.Module):
         return cls(**options)
 
 
-# Option that is valid for any method -> function of (class, constructor arguments, shape, values of such options) that
-# builds the method with it. Modules that change any method, such as `wrappers.py`, add their options.
+# Option that is valid for any method -> function of (class, constructor arguments, shape, values of
+# such options) that builds the method with it. Modules that change any method, such as
+# `wrappers.py`, add their options.
 WRAPPERS: dict[
-    str, Callable[[type[PositionalMethod], dict[str, Any], ModelShape, dict[str, Any]], PositionalMethod]
+    str,
+    Callable[
+        [type[PositionalMethod], dict[str, Any], ModelShape, dict[str, Any]], PositionalMethod
+    ],
 ] = {}
 
 
 class Bias(PositionalMethod):
     """Adds `bias(distance)` to the scaled scores. All layers share one instance.
 
-    Members: `__init__`, `reset_parameters` and `bias`; `statistics` and `bias_jacobian` are optional.
+    Members: `__init__`, `reset_parameters` and `bias`; `statistics` and `bias_jacobian` are
+        optional.
     """
 
     @abstractmethod
     def bias(self, distance: Tensor) -> Tensor:
-        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter dtype."""
+        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter
+        dtype.
+        """
 
 
 class ScoreModifier(PositionalMethod):
     """Computes the final scores from the scaled scores. Each layer has its own instance.
 
-    Members: `__init__`, `reset_parameters` and `modify_scores`; `table` for values over distance. Three attributes say
-    what the final score of a query-key pair depends on. The defaults are always correct. A method that can read a
-    `Chunk` with keys after the query sets `causal_only` to False.
+    Members: `__init__`, `reset_parameters` and `modify_scores`; `table` for values over distance.
+    Three attributes say what the final score of a query-key pair depends on. The defaults are
+    always correct. A method that can read a `Chunk` with keys after the query sets `causal_only` to
+    False.
 
     Attributes:
         per_pair: only on that pair's query, positions and scores (of all heads).
-        shift_invariant: on positions only for the distances at which `table` is read, so that the table may begin at
-            another distance, with positions shifted by it.
-        lookahead: the number of masked keys after the last query whose presence (not their values) affects the result.
-            `final_scores` adds them. No more masked keys than that next to a visible one may affect its score.
+        shift_invariant: on positions only for the distances at which `table` is read, so that the
+            table may begin at another distance, with positions shifted by it.
+        lookahead: the number of masked keys after the last query whose presence (not their values)
+            affects the result. `final_scores` adds them. No more masked keys than that next to a
+            visible one may affect its score.
     """
 
     shared = False
@@ -357,13 +423,15 @@ class ScoreModifier(PositionalMethod):
     def modify_scores(self, chunk: Chunk) -> Tensor:
         """The final scores of a chunk of queries, `[b, h, c, l]`, in the dtype of `chunk.scores`.
 
-        Attention calls this through `final_scores`, for arbitrary chunks of the queries, and again in the backward
-        pass. The result for a query must not depend on the chunk.
+        Attention calls this through `final_scores`, for arbitrary chunks of the queries, and again
+        in the backward pass. The result for a query must not depend on the chunk.
         """
 
 
 def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, PositionalMethod]]:
-    """(name, method) for the positional methods in a module, except those that are part of another method."""
+    """(name, method) for the positional methods in a module, except those that are part of another
+    method.
+    """
     if isinstance(module, PositionalMethod):
         yield name, module
         return
@@ -375,8 +443,9 @@ def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, Position
 def project(module: nn.Module) -> None:
     """Clamp the parameters of all positional methods in a module to their bounds, in place.
 
-    Call it after each optimizer step. The authors' code does the same at the start of each forward pass. Without it,
-    a parameter drifts beyond its bound, where it has no effect, and takes as many steps to return.
+    Call it after each optimizer step. The authors' code does the same at the start of each forward
+    pass. Without it, a parameter drifts beyond its bound, where it has no effect, and takes as many
+    steps to return.
     """
     for method in module.modules():
         if isinstance(method, PositionalMethod):
@@ -387,8 +456,9 @@ def project(module: nn.Module) -> None:
 def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
     """The parameter clamped to its bounds, float32, with a gradient as if there were no clamp.
 
-    A clamp's gradient is zero beyond the bound, so a parameter that crossed it could never return. `project` keeps the
-    parameter itself within the bounds during training, but loaded weights and rounding to bf16 can exceed them.
+    A clamp's gradient is zero beyond the bound, so a parameter that crossed it could never return.
+    `project` keeps the parameter itself within the bounds during training, but loaded weights and
+    rounding to bf16 can exceed them.
     """
     raw = parameter.float()
     # raw - raw.detach() is exactly zero, so the value is exactly the clamped one.
@@ -396,8 +466,11 @@ def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def draw(parameter: Tensor, kind: str, first: float, second: float, generator: torch.Generator | None) -> None:
-    """Fill a parameter with `uniform` (low, high) or `normal` (mean, std) draws, float32 on the generator's device.
+def draw(
+    parameter: Tensor, kind: str, first: float, second: float, generator: torch.Generator | None
+) -> None:
+    """Fill a parameter with `uniform` (low, high) or `normal` (mean, std) draws, float32 on the
+    generator's device.
 
     Does nothing for a parameter on the meta device.
     """
@@ -410,10 +483,11 @@ def draw(parameter: Tensor, kind: str, first: float, second: float, generator: t
 
 
 class MLPLayer(nn.Module):
-    """The parameters of a layer in a method's MLP: `weight` `[outputs, inputs, *kernel]` and `bias` `[outputs]`.
+    """The parameters of a layer in a method's MLP: `weight` `[outputs, inputs, *kernel]` and `bias`
+    `[outputs]`.
 
-    The method itself multiplies by them. This is no nn.Linear, which quantization and LoRA replace by layers that work
-    only if they are called.
+    The method itself multiplies by them. This is no nn.Linear, which quantization and LoRA replace
+    by layers that work only if they are called.
     """
 
     def __init__(self, inputs: int, outputs: int, *kernel: int):
@@ -422,13 +496,15 @@ class MLPLayer(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor]:
-        """A wrapper that changes the weight during `forward` (peft's target_parameters) does not have this method, so
-        it fails instead of being ignored.
+        """A wrapper that changes the weight during `forward` (peft's target_parameters) does not
+        have this method, so it fails instead of being ignored.
         """
         return self.weight, self.bias
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw weight and bias by PyTorch's default for linear layers and convolutions: U(-1, 1) / sqrt(fan_in)."""
+        """Draw weight and bias by PyTorch's default for linear layers and convolutions: U(-1, 1) /
+        sqrt(fan_in).
+        """
         bound = self.weight[0].numel() ** -0.5
         for parameter in (self.weight, self.bias):
             draw(parameter, "uniform", -bound, bound, generator)

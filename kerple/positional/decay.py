@@ -1,24 +1,27 @@
 """Methods whose tokens decay the attention to all earlier tokens: forgetting attention and CABLE.
 
-    forgetting   the forget gate of token k is sigmoid(w.x_k + b), per head and layer (FoX, arXiv 2503.02130); the decay
+    forgetting   the forget gate of token k is sigmoid(w.x_k + b), per head and layer (FoX, arXiv
+    2503.02130); the decay
                  f_k is its logarithm
     cable        the decay f_k is -softplus(w.x_k + b) (arXiv 2503.08067)
 
-x is the input of the layer's attention, after its norm. Since -softplus(z) = log sigmoid(-z), both are the same family
-of functions, with opposite signs of w and b; at initialization the biases of both have the same distribution. Neither
-uses other positions. The weights w start from N(0, 0.02) and the biases b at zero, as in both codes. CABLE's published
-code does not divide the products of queries and keys by sqrt(d); here they are divided, as for all methods.
+x is the input of the layer's attention, after its norm. Since -softplus(z) = log sigmoid(-z), both
+are the same family of functions, with opposite signs of w and b; at initialization the biases of
+both have the same distribution. Neither uses other positions. The weights w start from N(0, 0.02)
+and the biases b at zero, as in both codes. CABLE's published code does not divide the products of
+queries and keys by sqrt(d); here they are divided, as for all methods.
 
-With the decay f_k of token k (a negative number per head, computed from its hidden state), the bias is
+With the decay f_k of token k (a negative number per head, computed from its hidden state), the bias
+is
 
     bias_ij = sum of f_k for k = j+1 ... i = c_i - c_j,    with the prefix sums c
 
-Attention receives the prefix sums. The fused kernels subtract them from the scores. For other backends, `append_decay`
-makes them a part of the dot product: queries and keys get dimensions that contain c, and dimensions with a constant
-that meet them.
+Attention receives the prefix sums. The fused kernels subtract them from the scores. For other
+backends, `append_decay` makes them a part of the dot product: queries and keys get dimensions that
+contain c, and dimensions with a constant that meet them.
 
-Legend: b batch, s query length, t key length, h heads, g heads of keys and values (`group` = h/g query heads share
-one), d head size.
+Legend: b batch, s query length, t key length, h heads, g heads of keys and values (`group` = h/g
+query heads share one), d head size.
 """
 
 import torch
@@ -31,7 +34,8 @@ from kerple.positional.registry import register
 INIT_STD = 0.02  # of the weights w
 # A power of two. In float16 the prefix sums may reach 65,504 * FACTOR / sqrt(d).
 FACTOR = 256.0
-# A prefix sum is stored as the sum of this many numbers, so that it has at least 32 significant bits (float64: 53).
+# A prefix sum is stored as the sum of this many numbers, so that it has at least 32 significant
+# bits (float64: 53).
 PARTS = {torch.float64: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 
 
@@ -99,8 +103,8 @@ def append_decay(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value with the `extra_dimensions` of the bias; those of the value are zero.
 
-    Attention must multiply the products by `scale`, that of the head size before. Its result has the additional
-    dimensions too; remove them with `context[..., :d]`.
+    Attention must multiply the products by `scale`, that of the head size before. Its result has
+    the additional dimensions too; remove them with `context[..., :d]`.
 
     Args:
         query: `[b, h, s, d]`, of the last s of the t tokens. key, value: `[b, g, t, d]`.
@@ -113,7 +117,10 @@ def append_decay(
     key_columns = _split(-by_kv_head, key.dtype, parts).flatten(-2)
     # The softmax cancels the number of the query, so its gradient is zero.
     query_columns = _split(sums[..., -query.shape[2] :].detach(), query.dtype, parts)
-    own = torch.eye(group, dtype=query.dtype, device=query.device).repeat_interleave(parts, dim=1) * FACTOR
+    own = (
+        torch.eye(group, dtype=query.dtype, device=query.device).repeat_interleave(parts, dim=1)
+        * FACTOR
+    )
     own = own.repeat(key.shape[1], 1)[None, :, None].expand(*query.shape[:3], -1)
     constant = key.new_full((1,), FACTOR).expand(*key.shape[:3], parts)
     return (
@@ -126,7 +133,9 @@ def append_decay(
 def appended_sums(key: Tensor, group: int, scale: float) -> Tensor:
     """The prefix sums `[b, h, t]` that keys `[b, g, t, d + extra]` from `append_decay` contain."""
     parts = PARTS[key.dtype]
-    columns = key[..., -parts * (group + 1) : -parts].to(torch.float32 if key.device.type == "mps" else torch.float64)
+    columns = key[..., -parts * (group + 1) : -parts].to(
+        torch.float32 if key.device.type == "mps" else torch.float64
+    )
     by_kv_head = columns.unflatten(-1, (group, parts)).sum(dim=-1)  # [b, g, t, group]
     sums: Tensor = by_kv_head.transpose(2, 3).flatten(1, 2) * (-scale * FACTOR)
     return sums

@@ -1,19 +1,22 @@
-"""Distance maps: functions of the distance between query and key, applied before the bias or the rotation.
+"""Distance maps: functions of the distance between query and key, applied before the bias or the
+rotation.
 
-A map changes the distances that a trained model sees at inference, without training. With distance δ = i - j >= 0 of a
-query at position i and a key at position j, in a text of N tokens:
+A map changes the distances that a trained model sees at inference, without training. With distance
+δ = i - j >= 0 of a query at position i and a key at position j, in a text of N tokens:
 
-    Clip(W)        min(δ, W)                                  ReRoPE (Su, https://kexue.fm/archives/9708)
-    Leaky(W, k)    δ below W, then W + (δ - W) / k            Leaky ReRoPE (same source)
-    Group(G, W)    δ below W, then floor(δ/G) + W - floor(W/G)   Self-Extend (arXiv 2401.01325, equations 3 and 4)
-    Linear(L)      δ L / max(L, N)                            position interpolation (arXiv 2306.15595, equation 4)
-    Log(W)         δ up to W, then W (1 + ln(δ/W))            continuous, with continuous derivative at W
+    Clip(W)        min(δ, W)                                  ReRoPE (Su,
+    https://kexue.fm/archives/9708) Leaky(W, k)    δ below W, then W + (δ - W) / k            Leaky
+    ReRoPE (same source) Group(G, W)    δ below W, then floor(δ/G) + W - floor(W/G)   Self-Extend
+    (arXiv 2401.01325, equations 3 and 4) Linear(L)      δ L / max(L, N)
+    position interpolation (arXiv 2306.15595, equation 4) Log(W)         δ up to W, then W (1 +
+    ln(δ/W))            continuous, with continuous derivative at W
 
-A method that is a function of the distance is evaluated at the mapped distances. For a rotation, a map is two
-computations of the scores: with the true positions for distances below `near`, and with `far_positions` for the others,
-whose difference is the mapped distance. Self-Extend divides positions, floor(i/G) - floor(j/G), which is floor(δ/G) or
-one more, depending on i. `far_positions` does the same, so rotary agrees with the paper; for tables over distance,
-which have one value per distance, it is floor(δ/G).
+A method that is a function of the distance is evaluated at the mapped distances. For a rotation, a
+map is two computations of the scores: with the true positions for distances below `near`, and with
+`far_positions` for the others, whose difference is the mapped distance. Self-Extend divides
+positions, floor(i/G) - floor(j/G), which is floor(δ/G) or one more, depending on i. `far_positions`
+does the same, so rotary agrees with the paper; for tables over distance, which have one value per
+distance, it is floor(δ/G).
 
 Legend: s queries, t keys, n distances.
 """
@@ -40,7 +43,9 @@ class DistanceMap:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not 1 <= value < math.inf:
-                raise ValueError(f"{type(self).__name__.lower()}: {field.name} must be at least 1, not {value}")
+                raise ValueError(
+                    f"{type(self).__name__.lower()}: {field.name} must be at least 1, not {value}"
+                )
 
     @property
     def near(self) -> int:
@@ -48,12 +53,16 @@ class DistanceMap:
         return int(getattr(self, "window", 0))
 
     def __call__(self, distance: Tensor) -> Tensor:
-        """The mapped distances, of any shape, in the dtype of `distance`, a floating-point dtype."""
+        """The mapped distances, of any shape, in the dtype of `distance`, a
+        floating-point dtype.
+        """
         raise NotImplementedError
 
-    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Float64 positions `[s]` and `[t]` whose differences are the mapped distances of pairs that are at least
-        `near` apart.
+    def far_positions(
+        self, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Float64 positions `[s]` and `[t]` whose differences are the mapped distances of pairs
+        that are at least `near` apart.
         """
         raise NotImplementedError
 
@@ -71,7 +80,9 @@ class Clip(DistanceMap):
     def __call__(self, distance: Tensor) -> Tensor:
         return distance.clamp(max=self.window)
 
-    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    def far_positions(
+        self, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         query, key = query_positions.double(), key_positions.double()
         return torch.full_like(query, self.window), torch.zeros_like(key)
 
@@ -84,9 +95,13 @@ class Leaky(DistanceMap):
     factor: float
 
     def __call__(self, distance: Tensor) -> Tensor:
-        return torch.where(distance < self.window, distance, self.window + (distance - self.window) / self.factor)
+        return torch.where(
+            distance < self.window, distance, self.window + (distance - self.window) / self.factor
+        )
 
-    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    def far_positions(
+        self, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         offset = self.window - self.window / self.factor
         return query_positions.double() / self.factor + offset, key_positions.double() / self.factor
 
@@ -102,14 +117,18 @@ class Group(DistanceMap):
         far = (distance / self.size).floor() + self.window - self.window // self.size
         return torch.where(distance < self.window, distance, far)
 
-    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    def far_positions(
+        self, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         query, key = (positions // self.size for positions in (query_positions, key_positions))
         return (query + self.window - self.window // self.size).double(), key.double()
 
 
 @dataclass(frozen=True)
 class Linear(DistanceMap):
-    """δ length / N for a text of N > `length` tokens. `divisor` is N / length, at least 1; `at_length` sets it."""
+    """δ length / N for a text of N > `length` tokens. `divisor` is N / length, at least 1;
+    `at_length` sets it.
+    """
 
     length: int
     divisor: float | None = None
@@ -117,7 +136,9 @@ class Linear(DistanceMap):
     def __call__(self, distance: Tensor) -> Tensor:
         return distance / self._divisor
 
-    def far_positions(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    def far_positions(
+        self, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return query_positions.double() / self._divisor, key_positions.double() / self._divisor
 
     def at_length(self, length: int) -> "Linear":
@@ -126,13 +147,18 @@ class Linear(DistanceMap):
     @property
     def _divisor(self) -> float:
         if self.divisor is None:
-            raise ValueError("a linear distance map depends on the length of the text: call at_length(length) first")
+            raise ValueError(
+                "a linear distance map depends on the length of the text: call at_length(length) "
+                "first"
+            )
         return self.divisor
 
 
 @dataclass(frozen=True)
 class Log(DistanceMap):
-    """δ up to `window`, then window * (1 + ln(δ / window)). Not linear, so rotations cannot use it."""
+    """δ up to `window`, then window * (1 + ln(δ / window)). Not linear, so rotations
+    cannot use it.
+    """
 
     piecewise_linear = False
     window: int

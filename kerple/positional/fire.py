@@ -4,8 +4,9 @@ The bias of the query at position i and the key at position j, both counted from
 
     MLP( log(|c (i - j)| + 1) / (log(|c max(i, |m L|)| + 1) + 1e-6) )
 
-with a ReLU MLP of sizes 1, `mlp_width`, number of heads, and learned c and m, initially 0.1 and 1. Each layer has its
-own parameters. L is the option `threshold`: below position |m L|, the bias depends only on the distance.
+with a ReLU MLP of sizes 1, `mlp_width`, number of heads, and learned c and m, initially 0.1 and 1.
+Each layer has its own parameters. L is the option `threshold`: below position |m L|, the bias
+depends only on the distance.
 
 Legend: b batch, h heads, c queries, l keys, w hidden units.
 """
@@ -24,7 +25,9 @@ EPSILON = 1e-6
 
 @register("fire")
 class Fire(ScoreModifier):
-    """Parameters `c` and `m` `[1]`, and the layers `first` and `second` of the MLP, initialized as nn.Linear is."""
+    """Parameters `c` and `m` `[1]`, and the layers `first` and `second` of the MLP, initialized as
+    nn.Linear is.
+    """
 
     per_pair = True
     causal_only = False
@@ -35,7 +38,9 @@ class Fire(ScoreModifier):
         if mlp_width < 1:
             raise ValueError(f"mlp_width {mlp_width}: FIRE's MLP needs at least one hidden unit")
         if not threshold > 0:
-            raise ValueError(f"threshold {threshold}: FIRE's threshold is a number of tokens above 0")
+            raise ValueError(
+                f"threshold {threshold}: FIRE's threshold is a number of tokens above 0"
+            )
         self.num_heads, self.threshold = num_heads, float(threshold)
         self.c, self.m = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.first, self.second = MLPLayer(1, mlp_width), MLPLayer(mlp_width, num_heads)
@@ -49,7 +54,9 @@ class Fire(ScoreModifier):
             layer.reset_parameters(generator)
 
     def mapped_table(self, distance: Tensor) -> Tensor:
-        """The mapped distances themselves, `[n]`, because the bias also depends on the query's position."""
+        """The mapped distances themselves, `[n]`, because the bias also depends on the query's
+        position.
+        """
         return distance
 
     def pair_bias(
@@ -60,16 +67,19 @@ class Fire(ScoreModifier):
         mapped: Tensor | None = None,
         causal: bool = True,
     ) -> Tensor:
-        """The bias of all pairs, `[h, c, l]`, with the dtype and device of `like`. If not causal, a key after the query
-        takes the query's place.
+        """The bias of all pairs, `[h, c, l]`, with the dtype and device of `like`. If not causal, a
+        key after the query takes the query's place.
 
-        mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is mapped like a
+        mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is
+            mapped like a
         distance: it is the distance to the first token.
         """
         query = positions_on(query_positions, like.device, like.dtype)
         key = positions_on(key_positions, like.device, like.dtype)
         parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias(), self.c, self.m
-        first_weight, first_bias, second_weight, second_bias, c, m = cast_together(parameters, like.dtype)
+        first_weight, first_bias, second_weight, second_bias, c, m = cast_together(
+            parameters, like.dtype
+        )
         if mapped is None:
             distance = (query[:, None] - key).abs_()
         else:
@@ -78,7 +88,9 @@ class Fire(ScoreModifier):
         later = query[:, None] if causal else torch.maximum(query[:, None], key)
         normalizer = (c.abs() * torch.maximum(later, m.abs() * self.threshold)).log1p() + EPSILON
         relative = (c.abs() * distance).log1p() / normalizer
-        hidden = self.activation(torch.addcmul(first_bias[:, None], first_weight, relative.flatten()))
+        hidden = self.activation(
+            torch.addcmul(first_bias[:, None], first_weight, relative.flatten())
+        )
         bias = second_weight @ hidden + second_bias[:, None]
         return bias.view(-1, *relative.shape)
 

@@ -1,4 +1,5 @@
-"""Functions of positions that several methods use: sinusoidal angles, and values over distance for pairs.
+"""Functions of positions that several methods use: sinusoidal angles, and values over distance for
+pairs.
 
 Legend: s positions, n rotated dimensions or distances, c queries, l keys.
 """
@@ -11,15 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def positions_on(
+    positions: Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """Positions `[s]`, int64 or floating-point, on another device.
 
-    A copy from the CPU's pageable memory would wait for the GPU: consecutive positions are created there, others are
-    copied from page-locked memory.
+    A copy from the CPU's pageable memory would wait for the GPU: consecutive positions are created
+    there, others are copied from page-locked memory.
     """
     if positions.device.type == "cpu" != device.type and len(positions):
         first = int(positions[0])
-        if torch.equal(positions, torch.arange(first, first + len(positions), dtype=positions.dtype, device="cpu")):
+        if torch.equal(
+            positions,
+            torch.arange(first, first + len(positions), dtype=positions.dtype, device="cpu"),
+        ):
             return torch.arange(first, first + len(positions), dtype=dtype, device=device)
         if device.type == "cuda":
             return positions.to(dtype).pin_memory().to(device, non_blocking=True)
@@ -27,7 +33,9 @@ def positions_on(positions: Tensor, device: torch.device, dtype: torch.dtype = t
 
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The tensors in another dtype. Several small ones are cast by two kernels instead of one kernel each."""
+    """The tensors in another dtype. Several small ones are cast by two kernels instead of one
+    kernel each.
+    """
     if all(tensor.dtype == dtype for tensor in tensors):
         return tensors
     flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)
@@ -41,15 +49,15 @@ def default_frequencies(size: int, base: float) -> tuple[float, ...]:
 
 
 def ntk_base(base: float, factor: float, size: int) -> float:
-    """The base of NTK-aware scaling: base * factor^(size / (size - 2)), for `size` > 2 rotated dimensions. The highest
-    frequency stays, and the lowest is divided by `factor`.
+    """The base of NTK-aware scaling: base * factor^(size / (size - 2)), for `size` > 2 rotated
+    dimensions. The highest frequency stays, and the lowest is divided by `factor`.
     """
     return float(base * factor ** (size / (size - 2)))
 
 
 def may_cache() -> bool:
-    """Whether new tensors may be used in later calls, and cached ones in this call. Not if tensors are fake, or in a
-    function that torch.func transforms: its tensors are valid only there.
+    """Whether new tensors may be used in later calls, and cached ones in this call. Not if tensors
+    are fake, or in a function that torch.func transforms: its tensors are valid only there.
     """
     if torch.compiler.is_dynamo_compiling():  # it cannot trace this test, and stores real tensors
         return True
@@ -60,8 +68,9 @@ def may_cache() -> bool:
 class DeviceConstant:
     """Python numbers as a tensor on any device, cached per device.
 
-    Unlike a buffer, its dtype does not change if the model is cast, and it has its values even if the model is built on
-    the meta device. Without the cache, every use would copy from the CPU and synchronize with the GPU.
+    Unlike a buffer, its dtype does not change if the model is cast, and it has its values even if
+    the model is built on the meta device. Without the cache, every use would copy from the CPU and
+    synchronize with the GPU.
     """
 
     def __init__(self, values: Sequence[float], dtype: torch.dtype = torch.float32):
@@ -74,16 +83,19 @@ class DeviceConstant:
         if not may_cache():
             return torch.tensor(self.values, dtype=self.dtype, device=device)
         if device not in self._cache:
-            # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
+            # Autograd cannot save inference tensors, and training may use tensors that an
+            # evaluation cached.
             with torch.inference_mode(False):
                 self._cache[device] = torch.tensor(self.values, dtype=self.dtype, device=device)
         return self._cache[device]
 
 
 class LatestResults:
-    """The latest results of a function of positions, which are cached because all layers use the same positions.
+    """The latest results of a function of positions, which are cached because all layers use the
+    same positions.
 
-    Positions are compared by value, which is done only for those on the CPU: on a GPU it would synchronize.
+    Positions are compared by value, which is done only for those on the CPU: on a GPU it would
+    synchronize.
     """
 
     SIZE = 2
@@ -92,7 +104,10 @@ class LatestResults:
         self.entries: list[tuple[tuple[Tensor, ...], torch.device, tuple[Tensor, Tensor]]] = []
 
     def get(
-        self, compute: Callable[..., tuple[Tensor, Tensor]], device: torch.device, *positions: Tensor
+        self,
+        compute: Callable[..., tuple[Tensor, Tensor]],
+        device: torch.device,
+        *positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """compute(device, *positions), or its cached result."""
         if any(part.device.type != "cpu" for part in positions) or not may_cache():
@@ -100,7 +115,8 @@ class LatestResults:
         for cached, cached_device, result in self.entries:
             if cached_device == device and all(map(torch.equal, cached, positions)):
                 return result
-        # Autograd cannot save inference tensors, and training may use tensors that an evaluation cached.
+        # Autograd cannot save inference tensors, and training may use tensors that an evaluation
+        # cached.
         with torch.inference_mode(False):
             result = compute(device, *positions)
             entry = tuple(part.clone() for part in positions), device, result
@@ -111,9 +127,10 @@ class LatestResults:
 class Angles:
     """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
 
-    The frequencies are base^(-2i/n), or the given ones. Angles are computed in float64: in float32 an angle near
-    65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is for comparisons with
-    models that compute angles in float32. Raises ValueError unless the base is above 1.
+    The frequencies are base^(-2i/n), or the given ones. Angles are computed in float64: in float32
+    an angle near 65,536 is off by up to 0.004, and casting the model would make it worse. `dtype`
+    float32 is for comparisons with models that compute angles in float32. Raises ValueError unless
+    the base is above 1.
     """
 
     def __init__(
@@ -136,12 +153,17 @@ class Angles:
         self._stretched: tuple[float, Angles] | None = None
 
     def stretched(self, factor: float) -> "Angles":
-        """The angles with the base of NTK-aware scaling. Given frequencies are divided like those of the base: that of
-        index i by factor^(2i / (n - 2)).
+        """The angles with the base of NTK-aware scaling. Given frequencies are divided like those
+        of the base: that of index i by factor^(2i / (n - 2)).
         """
-        if self._stretched is None or self._stretched[0] != factor:  # kept, because all layers use the same angles
+        if (
+            self._stretched is None or self._stretched[0] != factor
+        ):  # kept, because all layers use the same angles
             given = enumerate(self.frequencies or ())
-            frequencies = tuple(frequency * factor ** (-2 * i / (self.size - 2)) for i, frequency in given) or None
+            frequencies = (
+                tuple(frequency * factor ** (-2 * i / (self.size - 2)) for i, frequency in given)
+                or None
+            )
             base = ntk_base(self.base, factor, self.size)
             self._stretched = factor, Angles(self.size, base, self.dtype, frequencies, self.scale)
         return self._stretched[1]
@@ -155,24 +177,33 @@ class Angles:
         if device.type != "mps":  # MPS has no float64
             positions = positions_on(positions, device, positions.dtype)
         if self.frequencies is None:
-            exponents = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
+            exponents = (
+                torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
+            )
             values = 1.0 / self.base**exponents
         else:
             values = self._frequencies_on(positions.device)
         angles = positions.to(self.dtype)[:, None] * values
-        cosines, sines = ((part * self.scale).float().to(device) for part in (angles.cos(), angles.sin()))
+        cosines, sines = (
+            (part * self.scale).float().to(device) for part in (angles.cos(), angles.sin())
+        )
         return cosines, sines
 
 
-def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor, after: Tensor | None = None) -> Tensor:
-    """The values of a table over distance `[..., n]` for the distances in a chunk, `[..., c + l - 1]`, from the
-    farthest (last query, first key) to the nearest. Raises ValueError if positions are not consecutive.
+def by_distance(
+    table: Tensor, query_positions: Tensor, key_positions: Tensor, after: Tensor | None = None
+) -> Tensor:
+    """The values of a table over distance `[..., n]` for the distances in a chunk,
+    `[..., c + l - 1]`, from the farthest (last query, first key) to the nearest. Raises ValueError
+    if positions are not consecutive.
 
-    Zero for distances beyond the table, which must be masked. after: the table for keys after the query; without it,
-    they are zero too.
+    Zero for distances beyond the table, which must be masked. after: the table for keys after the
+    query; without it, they are zero too.
     """
     if not (consecutive(query_positions) and consecutive(key_positions)):
-        raise ValueError("the positions are not consecutive, so their distances form no diagonals: use by_pair")
+        raise ValueError(
+            "the positions are not consecutive, so their distances form no diagonals: use by_pair"
+        )
     farthest = int(query_positions[-1] - key_positions[0])
     nearest = farthest - (len(query_positions) + len(key_positions) - 2)
     last = table.shape[-1] - 1
@@ -184,19 +215,29 @@ def by_distance(table: Tensor, query_positions: Tensor, key_positions: Tensor, a
     return F.pad(values, (max(0, farthest - max(last, nearest - 1)), following))
 
 
-def by_pair(table: Tensor, query_positions: Tensor, key_positions: Tensor, after: Tensor | None = None) -> Tensor:
-    """The values of a table over distance `[..., n]` for all pairs in a chunk, `[..., c, l]`. Without `after`, the
-    values for keys after the query are arbitrary.
+def by_pair(
+    table: Tensor, query_positions: Tensor, key_positions: Tensor, after: Tensor | None = None
+) -> Tensor:
+    """The values of a table over distance `[..., n]` for all pairs in a chunk, `[..., c, l]`.
+    Without `after`, the values for keys after the query are arbitrary.
 
-    For consecutive positions, the rows are overlapping views of `by_distance`. Unlike indexing, this gives gradients
-    that are summed in a fixed order.
+    For consecutive positions, the rows are overlapping views of `by_distance`. Unlike indexing,
+    this gives gradients that are summed in a fixed order.
     """
     if not (consecutive(query_positions) and consecutive(key_positions)):
         distance = (query_positions[:, None] - key_positions).to(table.device)
         values = table[..., distance.clamp(min=0)]
-        return values if after is None else torch.where(distance < 0, after[..., (-distance).clamp(min=0)], values)
+        return (
+            values
+            if after is None
+            else torch.where(distance < 0, after[..., (-distance).clamp(min=0)], values)
+        )
     # Row 0 of the views begins at the farthest pair, which belongs to the last query.
-    return by_distance(table, query_positions, key_positions, after).unfold(-1, len(key_positions), 1).flip(-2)
+    return (
+        by_distance(table, query_positions, key_positions, after)
+        .unfold(-1, len(key_positions), 1)
+        .flip(-2)
+    )
 
 
 def consecutive(positions: Tensor) -> bool:
@@ -205,9 +246,12 @@ def consecutive(positions: Tensor) -> bool:
 
 
 def check_heads(states: Tensor, num_heads: int, method: str) -> None:
-    """Raises ValueError unless queries or scores `[b, h, ...]` have the heads that a method was built for."""
+    """Raises ValueError unless queries or scores `[b, h, ...]` have the heads that a method was
+    built for.
+    """
     if states.shape[1] != num_heads:
         raise ValueError(
-            f"{method} was built for {num_heads} heads, but {list(states.shape)} has {states.shape[1]}; queries are "
-            "[b, h, s, d]: if these are [b, s, h, d], pass query.transpose(1, 2), and the same for key and value"
+            f"{method} was built for {num_heads} heads, but {list(states.shape)} has "
+            f"{states.shape[1]}; queries are [b, h, s, d]: if these are [b, s, h, d], pass "
+            "query.transpose(1, 2), and the same for key and value"
         )

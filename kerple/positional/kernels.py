@@ -9,9 +9,10 @@ With distance δ >= 0 and learned scalars, all positive:
     gaussian    r1 exp(-r2 δ^2)
     gaussian3   r1 exp(-r2 δ^r3)         r3 <= 2
 
-The first four are CPD (Corollary 1 and Fact 2 of the paper). The last two are positive definite, hence CPD
-(Schoenberg). A sum of these with positive factors, such as "log + 0.5 power", is CPD, and its exponential is positive
-definite. Kernels with an exponent above 2 are not CPD; `is_cpd` shows this numerically:
+The first four are CPD (Corollary 1 and Fact 2 of the paper). The last two are positive definite,
+hence CPD (Schoenberg). A sum of these with positive factors, such as "log + 0.5 power", is CPD, and
+its exponential is positive definite. Kernels with an exponent above 2 are not CPD; `is_cpd` shows
+this numerically:
 
     method = KerpleLog(num_heads=12)
     is_cpd(method.bias, range(100))  # bool [12]
@@ -48,7 +49,9 @@ EXPONENT = Scalar(2.0, exponent=True)
 
 
 class Kernel(NamedTuple):
-    """`value(distance, *scalars)` is elementwise, with broadcasting, in the precision of its arguments."""
+    """`value(distance, *scalars)` is elementwise, with broadcasting, in the precision of its
+    arguments.
+    """
 
     scalars: dict[str, Scalar]
     value: Callable[..., Tensor]
@@ -62,7 +65,10 @@ KERNELS = {
     ),
     "power": Kernel({"a": SCALE, "p": EXPONENT}, lambda distance, a, p: -a * distance.pow(p)),
     "square": Kernel({"r1": SCALE}, lambda distance, r1: -r1 * distance.square()),
-    "gaussian": Kernel({"r1": FACTOR, "r2": SCALE}, lambda distance, r1, r2: r1 * torch.exp(-r2 * distance.square())),
+    "gaussian": Kernel(
+        {"r1": FACTOR, "r2": SCALE},
+        lambda distance, r1, r2: r1 * torch.exp(-r2 * distance.square()),
+    ),
     "gaussian3": Kernel(
         {"r1": FACTOR, "r2": SCALE, "r3": EXPONENT},
         lambda distance, r1, r2, r3: r1 * torch.exp(-r2 * distance.pow(r3)),
@@ -83,46 +89,53 @@ _TERM = re.compile(r"(?:(?P<factor>[-+]?(?:\d+\.?\d*|\.\d+))\s*\*?\s*)?(?P<kerne
 def parse_sum(text: str) -> tuple[Term, ...]:
     """The terms of an expression such as "log + 0.5 power".
 
-    Raises ValueError, quoting the invalid part, unless it is a sum of known kernels with positive factors.
+    Raises ValueError, quoting the invalid part, unless it is a sum of known kernels with positive
+    factors.
     """
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"kernel expression {text!r}: must be a sum of kernels such as 'log + power'")
+        raise ValueError(
+            f"kernel expression {text!r}: must be a sum of kernels such as 'log + power'"
+        )
     terms = []
     for part in text.split("+"):
         match = _TERM.fullmatch(part.strip())
         if match is None:
             raise ValueError(
-                f"kernel expression {text!r}: {part.strip()!r} is not one of {', '.join(KERNELS)}, optionally after a "
-                "positive factor. Exponents and other scalars are learned. Differences and products of kernels "
-                "are not conditionally positive definite; to multiply the scores by a kernel, use the option weight"
+                f"kernel expression {text!r}: {part.strip()!r} is not one of {', '.join(KERNELS)}, "
+                "optionally after a positive factor. Exponents and other scalars are learned. "
+                "Differences and products of kernels are not conditionally positive definite; to "
+                "multiply the scores by a kernel, use the option weight"
             )
         name, factor = match["kernel"], float(match["factor"] or 1.0)
         if name not in KERNELS:
             similar = difflib.get_close_matches(name, KERNELS, n=3) or KERNELS
             raise ValueError(
-                f"kernel expression {text!r}: kernel {name!r} is unknown; did you mean {', '.join(similar)}?"
+                f"kernel expression {text!r}: kernel {name!r} is unknown; did you mean "
+                f"{', '.join(similar)}?"
             )
         if factor <= 0:
             raise ValueError(
-                f"kernel expression {text!r}: {factor:g} {name} is not conditionally positive definite; factors must "
-                "be positive"
+                f"kernel expression {text!r}: {factor:g} {name} is not conditionally positive "
+                "definite; factors must be positive"
             )
         terms.append(Term(name, factor))
     return tuple(terms)
 
 
-# A kernel k is CPD on points x_1 ... x_n if sum_ij v_i v_j k(|x_i - x_j|) >= 0 for all v with sum 0. Adding a large
-# enough constant then makes it positive definite (Lemma 1 of the paper), and the softmax cancels that constant.
+# A kernel k is CPD on points x_1 ... x_n if sum_ij v_i v_j k(|x_i - x_j|) >= 0 for all v with sum
+# 0. Adding a large enough constant then makes it positive definite (Lemma 1 of the paper), and the
+# softmax cancels that constant.
 
 DistanceKernel = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
 def is_cpd(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
-    """For each head, whether the kernel is CPD on the points, up to the rounding of the kernel's values: bool `[h]`.
+    """For each head, whether the kernel is CPD on the points, up to the rounding of the kernel's
+    values: bool `[h]`.
 
-    kernel: float64 distances `[n, n]` -> `[h, n, n]` or `[n, n]`, such as a method's `bias`. Raises ValueError for
-    fewer than two points, duplicate points, and values that are not finite.
+    kernel: float64 distances `[n, n]` -> `[h, n, n]` or `[n, n]`, such as a method's `bias`. Raises
+    ValueError for fewer than two points, duplicate points, and values that are not finite.
     """
     x = torch.as_tensor([float(point) for point in points], dtype=torch.float64)
     if len(x) < 2 or len(x.unique()) < len(x):
@@ -133,7 +146,8 @@ def is_cpd(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
     gram = values.double().cpu()
     rounding = len(x) * torch.finfo(values.dtype).eps * gram.abs().amax(dim=(-2, -1))
 
-    # In an orthonormal basis whose first vector is constant, the other vectors span the v with sum 0.
+    # In an orthonormal basis whose first vector is constant, the other vectors span the v with sum
+    # 0.
     vectors = torch.eye(len(x), dtype=torch.float64)
     vectors[:, 0] = 1.0
     basis: Tensor = torch.linalg.qr(vectors).Q[:, 1:]

@@ -1,20 +1,22 @@
-"""KERPLE: relative positions by conditionally positive definite kernels of the distance (arXiv 2205.09921).
+"""KERPLE: relative positions by conditionally positive definite kernels of the distance (arXiv
+2205.09921).
 
 With distance δ = m - n >= 0 and scalars learned per head:
 
     kerple_log           bias -p log(1 + a δ)             a, p > 0                 logarithmic
     kerple_log3          bias -r1 log(1 + r2 δ^r3)        r1, r2 > 0, 0 < r3 <= 2  3-para-log
     kerple_power_ap_     bias -a δ^p                      a > 0, 0 < p <= 2        power
-    kerple_gaussian      bias r1 exp(-r2 δ^2)             r1, r2 > 0               2-para-bias (appendix A.3)
-    kerple_gaussian3     bias r1 exp(-r2 δ^r3)            r1, r2 > 0, 0 < r3 <= 2  3-para-bias (A.3)
-    kerple_square__a     weight exp(-r1 δ^2)              r1 > 0                   1-para-wht (A.3)
-    kerple_power__ap     weight exp(-a δ^p)               a > 0, 0 < p <= 2        2-para-wht (A.3)
-    kerple_power_ap_ap   power bias and 2-para-wht, each with its own parameters   bias+wht
-    kerple_log_rotary    bias of kerple_log, on the scores of rotary queries and keys
+    kerple_gaussian      bias r1 exp(-r2 δ^2)             r1, r2 > 0               2-para-bias
+    (appendix A.3) kerple_gaussian3     bias r1 exp(-r2 δ^r3)            r1, r2 > 0, 0 < r3 <= 2
+    3-para-bias (A.3) kerple_square__a     weight exp(-r1 δ^2)              r1 > 0
+    1-para-wht (A.3) kerple_power__ap     weight exp(-a δ^p)               a > 0, 0 < p <= 2
+    2-para-wht (A.3) kerple_power_ap_ap   power bias and 2-para-wht, each with its own parameters
+    bias+wht kerple_log_rotary    bias of kerple_log, on the scores of rotary queries and keys
     kerple               bias and weight as expressions: any sum of the kernels in `kernels.py`
 
-The bias is added after dividing the scores by sqrt(d), as in the authors' code; equation 1 of the paper adds it before.
-Parameter names, shapes and initial distributions are those of the authors' checkpoints, for the methods they have.
+The bias is added after dividing the scores by sqrt(d), as in the authors' code; equation 1 of the
+paper adds it before. Parameter names, shapes and initial distributions are those of the authors'
+checkpoints, for the methods they have.
 """
 
 from collections.abc import Callable
@@ -33,52 +35,70 @@ Terms = tuple[tuple[str, Term], ...]
 
 
 class Kerple(Bias):
-    """Sums of kernels as bias and as logarithm of the weight. Each scalar is a parameter `[h, 1, 1]`.
+    """Sums of kernels as bias and as logarithm of the weight. Each scalar is a parameter
+    `[h, 1, 1]`.
 
     `bias_terms` and `weight_terms` are pairs of a prefix of parameter names and a term of the sum.
 
-    parameters: "shared", one set for all layers as in the paper, or "per-layer". highest_exponent: the upper bound of
-    exponents, at most 2, above which kernels are not CPD. Raises ValueError for other values.
+    parameters: "shared", one set for all layers as in the paper, or "per-layer". highest_exponent:
+    the upper bound of exponents, at most 2, above which kernels are not CPD. Raises ValueError for
+    other values.
     """
 
     bias_terms: Terms = ()
     weight_terms: Terms = ()
 
-    def __init__(self, num_heads: int, parameters: str = "shared", highest_exponent: float | None = None):
+    def __init__(
+        self, num_heads: int, parameters: str = "shared", highest_exponent: float | None = None
+    ):
         super().__init__()
         if parameters not in SHARING:
             raise ValueError(f"parameters {parameters!r} must be one of {', '.join(SHARING)}")
         self.shared = parameters == "shared"
-        unused = {name for name, terms in (("bias", self.bias_terms), ("weight", self.weight_terms)) if not terms}
+        unused = {
+            name
+            for name, terms in (("bias", self.bias_terms), ("weight", self.weight_terms))
+            if not terms
+        }
         self.hooks -= unused
         self.num_heads = num_heads
         self.scalars: dict[str, Scalar] = {}
         for prefix, term in (*self.bias_terms, *self.weight_terms):
             for name, scalar in KERNELS[term.kernel].scalars.items():
                 self.scalars[prefix + name] = scalar
-        if highest_exponent is not None and not any(scalar.exponent for scalar in self.scalars.values()):
+        if highest_exponent is not None and not any(
+            scalar.exponent for scalar in self.scalars.values()
+        ):
             raise ValueError(
-                f"highest_exponent {highest_exponent}: no kernel of this method has an exponent; remove the option"
+                f"highest_exponent {highest_exponent}: no kernel of this method has an exponent; "
+                "remove the option"
             )
         if highest_exponent is not None and not MIN_SCALAR <= highest_exponent <= MAX_EXPONENT:
             raise ValueError(
-                f"highest_exponent {highest_exponent} is not in {MIN_SCALAR} ... {MAX_EXPONENT:g}; kernels with an "
-                f"exponent above {MAX_EXPONENT:g} are not conditionally positive definite"
+                f"highest_exponent {highest_exponent} is not in {MIN_SCALAR} ... {MAX_EXPONENT:g}; "
+                f"kernels with an exponent above {MAX_EXPONENT:g} are not conditionally positive "
+                "definite"
             )
-        self.highest_exponent = MAX_EXPONENT if highest_exponent is None else float(highest_exponent)
+        self.highest_exponent = (
+            MAX_EXPONENT if highest_exponent is None else float(highest_exponent)
+        )
         for name in self.scalars:
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, 1, 1)))
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for name, scalar in self.scalars.items():
-            high = min(scalar.init_max, self.highest_exponent) if scalar.exponent else scalar.init_max
+            high = (
+                min(scalar.init_max, self.highest_exponent) if scalar.exponent else scalar.init_max
+            )
             draw(self.get_parameter(name), "uniform", 0.0, high, generator)
         project(self)
 
     def bounds(self) -> dict[str, tuple[float, float | None]]:
         highest = {True: self.highest_exponent, False: None}
-        return {name: (MIN_SCALAR, highest[scalar.exponent]) for name, scalar in self.scalars.items()}
+        return {
+            name: (MIN_SCALAR, highest[scalar.exponent]) for name, scalar in self.scalars.items()
+        }
 
     def bias(self, distance: Tensor) -> Tensor:
         """The sum of the bias terms; zero if there are none."""
@@ -102,18 +122,24 @@ class Kerple(Bias):
         return {name: self.scalar(name).detach() for name in self.scalars}
 
     def _sum(self, terms: Terms, distance: Tensor, scalar: Callable[[str], Tensor]) -> Tensor:
-        """The sum of the terms, `[h, *distance.shape]`; `scalar` maps a parameter's name to its values `[h]`."""
+        """The sum of the terms, `[h, *distance.shape]`; `scalar` maps a parameter's name to its
+        values `[h]`.
+        """
         distance = distance.float()
         total: Tensor | None = None
         for prefix, (kernel_name, factor) in terms:
             kernel = KERNELS[kernel_name]
-            scalars = (scalar(prefix + name).reshape(-1, *[1] * distance.dim()) for name in kernel.scalars)
+            scalars = (
+                scalar(prefix + name).reshape(-1, *[1] * distance.dim()) for name in kernel.scalars
+            )
             value = kernel.value(distance, *scalars)
             value = value if factor == 1.0 else factor * value
             total = value if total is None else total + value
         return distance.new_zeros(self.num_heads, *distance.shape) if total is None else total
 
-    def _jacobian(self, terms: Terms, distance: Tensor, outer: Callable[[Tensor], Tensor]) -> TableJacobian | None:
+    def _jacobian(
+        self, terms: Terms, distance: Tensor, outer: Callable[[Tensor], Tensor]
+    ) -> TableJacobian | None:
         """The derivatives of outer(sum of the terms) with respect to the scalars."""
         names = [prefix + name for prefix, term in terms for name in KERNELS[term.kernel].scalars]
         if not names:
@@ -126,8 +152,12 @@ class Kerple(Bias):
 
         values = coefficients.detach()
         tangents = torch.eye(len(names), dtype=values.dtype, device=values.device)
-        # A head's row of the table depends only on that head's scalars, so one tangent serves all heads.
-        directions = [torch.func.jvp(table, (values,), (tangent.expand_as(values),))[1] for tangent in tangents]
+        # A head's row of the table depends only on that head's scalars, so one tangent serves all
+        # heads.
+        directions = [
+            torch.func.jvp(table, (values,), (tangent.expand_as(values),))[1]
+            for tangent in tangents
+        ]
         return TableJacobian(coefficients, torch.stack(directions, dim=1))
 
 
@@ -190,10 +220,11 @@ class KerpleBiasWeight(Kerple):
 
 @register("kerple")
 class KerpleSum(Kerple):
-    """Bias: a sum of kernels; weight: the exponential of another. Both are expressions such as "log + 0.5 power".
+    """Bias: a sum of kernels; weight: the exponential of another. Both are expressions such as "log
+    + 0.5 power".
 
-    Each term has its own parameters: `bias_1_log_p`, `bias_1_log_a`, `bias_2_power_a` ... `wei_1_power_a` ... Raises
-    ValueError for an invalid expression, and if both are None.
+    Each term has its own parameters: `bias_1_log_p`, `bias_1_log_a`, `bias_2_power_a` ...
+    `wei_1_power_a` ... Raises ValueError for an invalid expression, and if both are None.
     """
 
     def __init__(
@@ -213,7 +244,9 @@ class KerpleSum(Kerple):
 
 def _numbered(prefix: str, expression: str | None) -> Terms:
     terms = () if expression is None else parse_sum(expression)
-    return tuple((f"{prefix}_{number}_{term.kernel}_", term) for number, term in enumerate(terms, start=1))
+    return tuple(
+        (f"{prefix}_{number}_{term.kernel}_", term) for number, term in enumerate(terms, start=1)
+    )
 
 
 @register("kerple_log_rotary")

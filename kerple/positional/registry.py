@@ -1,7 +1,7 @@
 """The registry of positional methods: `pos-emb` name -> class.
 
-Methods register themselves with a decorator, so a new method is a new file in this folder, or a user's own file or
-module (`load_plugin`).
+Methods register themselves with a decorator, so a new method is a new file in this folder, or a
+user's own file or module (`load_plugin`).
 """
 
 import difflib
@@ -28,18 +28,23 @@ Method = TypeVar("Method", bound=type[PositionalMethod])
 
 
 def register(*names: str) -> Callable[[Method], Method]:
-    """Class decorator: register a method under these `pos-emb` names, the first of which is its primary name.
+    """Class decorator: register a method under these `pos-emb` names, the first of which is its
+    primary name.
 
-    Raises ValueError if another class has one of the names. Registering the same class again replaces it.
+    Raises ValueError if another class has one of the names. Registering the same class again
+    replaces it.
     """
 
     def add(method: Method) -> Method:
         for name in names:
             owner = _METHODS.get(name)
-            if owner and (owner.__module__, owner.__qualname__) != (method.__module__, method.__qualname__):
+            if owner and (owner.__module__, owner.__qualname__) != (
+                method.__module__,
+                method.__qualname__,
+            ):
                 raise ValueError(
-                    f"pos-emb {name!r} is already registered by {owner.__module__}.{owner.__qualname__}; choose "
-                    "another name"
+                    f"pos-emb {name!r} is already registered by "
+                    f"{owner.__module__}.{owner.__qualname__}; choose another name"
                 )
         _METHODS.update(dict.fromkeys(names, method))
         return method
@@ -63,7 +68,9 @@ def primary_names() -> tuple[str, ...]:
 
 
 def method_class(name: str) -> type[PositionalMethod]:
-    """The class with this `pos-emb` name. Raises ValueError, with the most similar names, if there is none."""
+    """The class with this `pos-emb` name. Raises ValueError, with the most similar names, if there
+    is none.
+    """
     if name in _METHODS:
         return _METHODS[name]
     similar = difflib.get_close_matches(name, _METHODS, n=3) or registered_names()
@@ -71,21 +78,31 @@ def method_class(name: str) -> type[PositionalMethod]:
 
 
 def build(name: str, shape: ModelShape, **options: Any) -> PositionalMethod:
-    """Build the method with this name for a model of this shape. Raises ValueError for an unknown name or option."""
+    """Build the method with this name for a model of this shape. Raises ValueError for an unknown
+    name or option.
+    """
     return method_class(name).from_shape(shape, **options)
 
 
 def build_layers(name: str, shape: ModelShape, **options: Any) -> list[PositionalMethod]:
-    """The methods of all layers of a model, one for each; a single one if the layers share it. Raises as `build`."""
+    """The methods of all layers of a model, one for each; a single one if the layers share it.
+    Raises as `build`.
+    """
     first = build(name, shape, **options)
     if first.shared:
         return [first]
-    return [first, *(build(name, replace(shape, layer=layer), **options) for layer in range(1, shape.num_layers))]
+    return [
+        first,
+        *(
+            build(name, replace(shape, layer=layer), **options)
+            for layer in range(1, shape.num_layers)
+        ),
+    ]
 
 
 def place_in_plugin(error: BaseException) -> str | None:
-    """The innermost file, line and function of a method outside of this package that an exception passed through; None
-    if there is none.
+    """The innermost file, line and function of a method outside of this package that an exception
+    passed through; None if there is none.
     """
     modules = {method.__module__ for method in _METHODS.values()}
     own = [name for name in modules if not name.startswith("kerple.positional.")]
@@ -99,8 +116,8 @@ def place_in_plugin(error: BaseException) -> str | None:
 def load_plugin(path_or_module: str | Path) -> None:
     """Import a file (`methods/mine.py`) or a module (`package.mine`) that registers methods.
 
-    Does nothing if it is already loaded. Raises PluginError if it does not exist or registers no new method, or if a
-    file raises an exception.
+    Does nothing if it is already loaded. Raises PluginError if it does not exist or registers no
+    new method, or if a file raises an exception.
     """
     # The name of a file's module has the path, so that two files of the same name are two modules.
     text = str(path_or_module)
@@ -109,7 +126,9 @@ def load_plugin(path_or_module: str | Path) -> None:
         path = Path(text).resolve()
         if not path.is_file():
             raise PluginError(f"{text}: no such file")
-        name = f"positional_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+        name = (
+            f"positional_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+        )
         if name in sys.modules:
             return
         spec = importlib.util.spec_from_file_location(name, path)
@@ -126,7 +145,11 @@ def load_plugin(path_or_module: str | Path) -> None:
                 del _METHODS[registered]
             if not isinstance(error, Exception):
                 raise
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            lines = [
+                frame.lineno
+                for frame in traceback.extract_tb(error.__traceback__)
+                if frame.filename == str(path)
+            ]
             place = f"{text}, line {lines[-1]}" if lines else text
             raise PluginError(f"{place}: {type(error).__name__}: {error}") from error
     else:
@@ -134,7 +157,9 @@ def load_plugin(path_or_module: str | Path) -> None:
         if name in sys.modules:
             return
         if name.startswith(".") or not name:  # a path, or a relative import
-            raise PluginError(f"{text}: cannot be imported; give the path of a .py file, or a module")
+            raise PluginError(
+                f"{text}: cannot be imported; give the path of a .py file, or a module"
+            )
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -145,4 +170,6 @@ def load_plugin(path_or_module: str | Path) -> None:
     # Probably the wrong file or module.
     if set(_METHODS) == before:
         sys.modules.pop(name, None)  # so that the next call is an error, too
-        raise PluginError(f"{text}: registers no new method; decorate its class with @register(name)")
+        raise PluginError(
+            f"{text}: registers no new method; decorate its class with @register(name)"
+        )

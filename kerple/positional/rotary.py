@@ -1,32 +1,41 @@
-"""Rotary positions (RoPE, arXiv 2104.09864) in GPT-NeoX's half-split layout, ways to extend the context, and variants.
+"""Rotary positions (RoPE, arXiv 2104.09864) in GPT-NeoX's half-split layout, ways to extend the
+context, and variants.
 
 The option `scaling` changes the frequencies, or the positions:
 
     linear   position interpolation (arXiv 2306.15595): all frequencies divided by `factor`
-    ntk      NTK-aware: base * factor^(r / (r - 2)); the highest frequency stays, the lowest is divided by `factor`
-    yarn     (arXiv 2309.00071): high frequencies stay; those with less than one turn in the trained length are divided
-             by `factor`; those in between are interpolated linearly. The scores are scaled up with log(factor)
-    llama3   Llama 3.1's (transformers, modeling_rope_utils.py): as yarn, but the mixture is linear in the number of
+    ntk      NTK-aware: base * factor^(r / (r - 2)); the highest frequency stays, the lowest is
+    divided by `factor` yarn     (arXiv 2309.00071): high frequencies stay; those with less than one
+    turn in the trained length are divided
+             by `factor`; those in between are interpolated linearly. The scores are scaled up with
+             log(factor)
+    llama3   Llama 3.1's (transformers, modeling_rope_utils.py): as yarn, but the mixture is linear
+    in the number of
              turns in the trained length, and the scores are not scaled
-    dynamic  ntk whose factor grows with the text: 1 up to the trained length T, then factor * length / T - (factor - 1)
+    dynamic  ntk whose factor grows with the text: 1 up to the trained length T, then factor *
+    length / T - (factor - 1)
              (transformers, modeling_rope_utils.py)
 
-With dynamic scaling, all angles change with the length of the text, so keys of a shorter text cannot be cached.
+With dynamic scaling, all angles change with the length of the text, so keys of a shorter text
+cannot be cached.
 
 The variants:
 
     p_rope   rotary without its lowest frequencies (arXiv 2410.06205)
-    xpos     rotary whose products decay with the distance, per pair of dimensions (LEX, arXiv 2212.10554)
+    xpos     rotary whose products decay with the distance, per pair of dimensions (LEX, arXiv
+    2212.10554)
 
-p-RoPE: of the d/2 frequencies base^(-2i/d), only the first, int(p d/2), rotate their pairs of dimensions. The products
-of the other pairs do not depend on the distance: p = 1 is rotary, p = 0 no positions. With `fraction` (GPT-NeoX's
-rotary_pct) instead, the remaining frequencies are those of a smaller head.
+p-RoPE: of the d/2 frequencies base^(-2i/d), only the first, int(p d/2), rotate their pairs of
+dimensions. The products of the other pairs do not depend on the distance: p = 1 is rotary, p = 0 no
+positions. With `fraction` (GPT-NeoX's rotary_pct) instead, the remaining frequencies are those of a
+smaller head.
 
-xPos: dimensions 2i and 2i + 1 are rotated by position * 10000^(-2i/d). Their part of the product of the query at n and
-the key at m is multiplied by zeta_i^((n - m) / scale_base), zeta_i = (i / (d/2) + 0.4) / 1.4. The authors multiply the
-query by zeta^(n / scale_base) and the key by zeta^(-m / scale_base), which soon exceeds the range of half precision.
-Here keys are cached rotated but unscaled, and both factors are computed in attention, relative to the middle of a
-segment of queries: those of the queries stay near 1 and those of far keys go to zero, at any length.
+xPos: dimensions 2i and 2i + 1 are rotated by position * 10000^(-2i/d). Their part of the product of
+the query at n and the key at m is multiplied by zeta_i^((n - m) / scale_base), zeta_i = (i / (d/2)
++ 0.4) / 1.4. The authors multiply the query by zeta^(n / scale_base) and the key by zeta^(-m /
+scale_base), which soon exceeds the range of half precision. Here keys are cached rotated but
+unscaled, and both factors are computed in attention, relative to the middle of a segment of
+queries: those of the queries stay near 1 and those of far keys go to zero, at any length.
 
 Legend: b batch, h heads, s positions or queries, t keys, d head size, n or r rotated dimensions.
 """
@@ -59,9 +68,11 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor", "trained_length"),
 }
 INTEGER_OPTIONS = ("trained_length",)
-# Smaller factors of xPos are set to zero: they would produce denormal numbers, which are slow on a CPU.
+# Smaller factors of xPos are set to zero: they would produce denormal numbers, which are slow on a
+# CPU.
 MIN_FACTOR = 1e-18
-# Length of a segment of xPos in units of scale_base; its factors are 0.4 / 1.4 to the power of -2 ... 2.
+# Length of a segment of xPos in units of scale_base; its factors are 0.4 / 1.4 to the power of -2
+# ... 2.
 SEGMENT = 4
 
 
@@ -75,7 +86,9 @@ class Rotation(PositionalMethod):
     angles: Angles
 
     def turn(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """States `[b, h, s, d]` after a rotation by angles with these cosines and sines `[s, n/2]`, in their dtype."""
+        """States `[b, h, s, d]` after a rotation by angles with these cosines and sines `[s, n/2]`,
+        in their dtype.
+        """
         turned: Tensor = _HalfSplit.apply(states, cosine, sine)
         return turned
 
@@ -101,8 +114,8 @@ class Rotation(PositionalMethod):
 
 
 class _HalfSplit(torch.autograd.Function):
-    """Turn the dimensions (i, i + n/2) of `[b, h, s, d]` by angles with these cosines and sines `[s, n/2]`, in at
-    least float32. Dimensions from n on stay.
+    """Turn the dimensions (i, i + n/2) of `[b, h, s, d]` by angles with these cosines and sines
+    `[s, n/2]`, in at least float32. Dimensions from n on stay.
 
     The gradient is the rotation by the opposite angle, so autograd does not save the states.
     """
@@ -130,9 +143,9 @@ class _HalfSplit(torch.autograd.Function):
 class Rotary(Rotation):
     """Rotates dimensions (i, i + r/2) of queries and keys by position * base^(-2i/r).
 
-    The first r = `fraction` * d dimensions of each head are rotated (GPT-NeoX's rotary_pct). Any position is valid,
-    including those beyond training. `scaling` and its options change no parameters, so a trained model can be evaluated
-    with other values:
+    The first r = `fraction` * d dimensions of each head are rotated (GPT-NeoX's rotary_pct). Any
+    position is valid, including those beyond training. `scaling` and its options change no
+    parameters, so a trained model can be evaluated with other values:
 
         linear, ntk, yarn, llama3, dynamic: factor
         yarn, llama3, dynamic: trained_length (default: max_positions)
@@ -165,8 +178,8 @@ class Rotary(Rotation):
         self.rotated = int(head_size * fraction)
         if not 0 < self.rotated <= head_size or self.rotated % 2:
             raise ValueError(
-                f"rotary rotates pairs of dimensions: head size {head_size} times fraction {fraction} gives "
-                f"{self.rotated}, which is not an even number in 2 ... {head_size}"
+                f"rotary rotates pairs of dimensions: head size {head_size} times fraction "
+                f"{fraction} gives {self.rotated}, which is not an even number in 2 ... {head_size}"
             )
         _check_options(
             scaling,
@@ -183,9 +196,14 @@ class Rotary(Rotation):
         trained_length = max_positions if trained_length is None else trained_length
         length = trained_length or 0
         if scaling is not None and "trained_length" in SCALINGS[scaling] and length < 1:
-            raise ValueError(f"scaling {scaling} needs trained_length, the sequence length of training, at least 1")
+            raise ValueError(
+                f"scaling {scaling} needs trained_length, the sequence length of training, at "
+                "least 1"
+            )
         if scaling in ("ntk", "dynamic") and self.rotated <= 2:
-            raise ValueError(f"scaling {scaling} needs more than 2 rotated dimensions; got {self.rotated}")
+            raise ValueError(
+                f"scaling {scaling} needs more than 2 rotated dimensions; got {self.rotated}"
+            )
 
         # Frequencies and scale, with the defaults of the scaling's paper or code.
         self.angles = Angles(self.rotated, base)
@@ -193,11 +211,16 @@ class Rotary(Rotation):
         scale = 1.0
         self.dynamic: tuple[float, int] | None = None  # factor and trained length
         if factor is not None and scaling == "linear":
-            scaled = tuple(frequency / factor for frequency in default_frequencies(self.rotated, base))
+            scaled = tuple(
+                frequency / factor for frequency in default_frequencies(self.rotated, base)
+            )
         elif factor is not None and scaling == "ntk":
             scaled = default_frequencies(self.rotated, ntk_base(base, factor, self.rotated))
         elif factor is not None and scaling == "yarn":
-            fast, slow = 32.0 if beta_fast is None else beta_fast, 1.0 if beta_slow is None else beta_slow
+            fast, slow = (
+                32.0 if beta_fast is None else beta_fast,
+                1.0 if beta_slow is None else beta_slow,
+            )
             scaled = yarn_frequencies(self.rotated, base, factor, length, fast, slow)
             # Multiplies cosines and sines of both queries and keys.
             scale = 0.1 * math.log(factor) + 1.0 if attention_factor is None else attention_factor
@@ -220,19 +243,25 @@ class Rotary(Rotation):
     def angles_at(self, positions: Tensor) -> Angles:
         if self.dynamic is None:
             return self.angles
-        (factor, trained_length), length = self.dynamic, int(positions[-1]) + 1 if len(positions) else 0
+        (factor, trained_length), length = (
+            self.dynamic,
+            int(positions[-1]) + 1 if len(positions) else 0,
+        )
         if length <= trained_length:
             return self.angles
         if positions[0] > 0:
             raise ValueError(
-                f"scaling dynamic: the angles change with the length of the text, so beyond trained_length "
-                f"{trained_length} it must be read at once, without a KV cache (to generate: recompute: true)"
+                "scaling dynamic: the angles change with the length of the text, so beyond "
+                f"trained_length {trained_length} it must be read at once, without a KV cache (to "
+                "generate: recompute: true)"
             )
         return self.angles.stretched(factor * length / trained_length - (factor - 1))
 
 
 def _check_options(scaling: str | None, options: Mapping[str, int | float | None]) -> None:
-    """Raise ValueError for an unknown scaling, options of another scaling, and invalid values. None means not set."""
+    """Raise ValueError for an unknown scaling, options of another scaling, and invalid values. None
+    means not set.
+    """
     if scaling is not None and scaling not in SCALINGS:
         raise ValueError(f"scaling {scaling!r} is unknown; choose one of {', '.join(SCALINGS)}")
     valid = () if scaling is None else SCALINGS[scaling]
@@ -241,14 +270,20 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
             continue
         if name not in valid:
             scalings = ", ".join(other for other, names in SCALINGS.items() if name in names)
-            raise ValueError(f"{name} {value} has no effect with scaling {scaling!r}; it is an option of {scalings}")
-        types, description = (int, "an integer") if name in INTEGER_OPTIONS else ((int, float), "a number")
+            raise ValueError(
+                f"{name} {value} has no effect with scaling {scaling!r}; it is an option of "
+                f"{scalings}"
+            )
+        types, description = (
+            (int, "an integer") if name in INTEGER_OPTIONS else ((int, float), "a number")
+        )
         if not isinstance(value, types) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} {value!r} must be {description} >= 0")
     factor = options["factor"]
     if "factor" in valid and (factor is None or not 1 <= factor < math.inf):
         raise ValueError(
-            f"scaling {scaling} needs factor, the ratio of the new length to the trained one, at least 1; got {factor}"
+            f"scaling {scaling} needs factor, the ratio of the new length to the trained one, at "
+            f"least 1; got {factor}"
         )
 
 
@@ -257,11 +292,13 @@ def yarn_frequencies(
 ) -> tuple[float, ...]:
     """YaRN's frequencies as in the authors' code.
 
-    The mixture is linear in the frequency's index, between those with `beta_fast` and `beta_slow` turns in the trained
-    length, rounded outwards to integer indices.
+    The mixture is linear in the frequency's index, between those with `beta_fast` and `beta_slow`
+    turns in the trained length, rounded outwards to integer indices.
     """
     if not 0 < beta_slow < beta_fast:
-        raise ValueError(f"scaling yarn needs 0 < beta_slow < beta_fast; got {beta_slow} and {beta_fast}")
+        raise ValueError(
+            f"scaling yarn needs 0 < beta_slow < beta_fast; got {beta_slow} and {beta_fast}"
+        )
 
     def index(turns: float) -> float:
         return size * math.log(trained_length / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -278,11 +315,15 @@ def yarn_frequencies(
 def llama3_frequencies(
     size: int, base: float, factor: float, trained_length: int, low_turns: float, high_turns: float
 ) -> tuple[float, ...]:
-    """Llama 3.1's frequencies: those with at least `high_turns` turns in the trained length stay, those with at most
-    `low_turns` are divided by `factor`, and those in between are mixed linearly in the number of turns.
+    """Llama 3.1's frequencies: those with at least `high_turns` turns in the trained length stay,
+    those with at most `low_turns` are divided by `factor`, and those in between are mixed linearly
+    in the number of turns.
     """
     if not 0 < low_turns < high_turns:
-        raise ValueError(f"scaling llama3 needs 0 < low_freq_factor < high_freq_factor; got {low_turns}, {high_turns}")
+        raise ValueError(
+            f"scaling llama3 needs 0 < low_freq_factor < high_freq_factor; got {low_turns}, "
+            f"{high_turns}"
+        )
     mixed = []
     for frequency in default_frequencies(size, base):
         turns = trained_length * frequency / (2 * math.pi)
@@ -305,21 +346,27 @@ class PRope(Rotary):
         kept = int(p * head_size / 2)
         if not (0 < p <= 1 and kept):
             raise ValueError(
-                f"p {p} must be above 0 and at most 1, and keep at least one of the {head_size // 2} frequencies "
-                "(without any, use pos-emb none)"
+                f"p {p} must be above 0 and at most 1, and keep at least one of the "
+                f"{head_size // 2} frequencies (without any, use pos-emb none)"
             )
         frequencies = default_frequencies(head_size, base)
-        self.angles = Angles(head_size, base, frequencies=(*frequencies[:kept], *[0.0] * (len(frequencies) - kept)))
+        self.angles = Angles(
+            head_size, base, frequencies=(*frequencies[:kept], *[0.0] * (len(frequencies) - kept))
+        )
 
 
 @register("xpos")
 class XPos(Rotation):
-    """The option `scale_base` is the distance at which the first pair of dimensions has decayed to 0.4 / 1.4."""
+    """The option `scale_base` is the distance at which the first pair of dimensions has decayed to
+    0.4 / 1.4.
+    """
 
     def __init__(self, head_size: int, base: float = 10_000.0, scale_base: float = 512.0):
         super().__init__()
         if head_size % 2:
-            raise ValueError(f"xpos rotates pairs of dimensions, so the head size must be even; got {head_size}")
+            raise ValueError(
+                f"xpos rotates pairs of dimensions, so the head size must be even; got {head_size}"
+            )
         if not scale_base >= 1:
             raise ValueError(f"scale_base {scale_base} must be at least 1 (a number of tokens)")
         self.scale_base = float(scale_base)
@@ -341,12 +388,18 @@ class XPos(Rotation):
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        query_factors, key_factors = self._cache.get(self._factors, query.device, query_positions, key_positions)
+        query_factors, key_factors = self._cache.get(
+            self._factors, query.device, query_positions, key_positions
+        )
         return (query * query_factors).to(query.dtype), (key * key_factors).to(key.dtype)
 
     @torch.no_grad()
-    def _factors(self, device: torch.device, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or float64."""
+    def _factors(
+        self, device: torch.device, queries: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or
+        float64.
+        """
         log_zeta = self.log_zeta(device) / self.scale_base
         middle = (queries[0] + queries[-1]).double() / 2
         both = []

@@ -1,4 +1,6 @@
-"""Sandwich: the inner products of sinusoidal embeddings, as a fixed bias per head (arXiv 2212.10356)."""
+"""Sandwich: the inner products of sinusoidal embeddings, as a fixed bias per head (arXiv
+2212.10356).
+"""
 
 import torch
 from torch import Tensor
@@ -12,24 +14,27 @@ CHUNK = 4096
 
 @register("sandwich")
 class Sandwich(Bias):
-    """Bias (sum_i cos(δ / base^(2i/D)) - D/2) / (8 n / H) for head n = 1 ... H, i = 0 ... D/2 - 1; no parameters.
+    """Bias (sum_i cos(δ / base^(2i/D)) - D/2) / (8 n / H) for head n = 1 ... H, i = 0 ... D/2 - 1;
+    no parameters.
 
-    The sum is the inner product of two sinusoidal embeddings of D dimensions (option `dimensions`, 128 in the paper).
-    8 n / H is the head's compression ratio. D/2, which the paper does not subtract, is the sum at δ = 0. The softmax
-    cancels it; subtracting it makes the bias start at 0, as for other methods, and precise in half-precision masks.
+    The sum is the inner product of two sinusoidal embeddings of D dimensions (option `dimensions`,
+    128 in the paper). 8 n / H is the head's compression ratio. D/2, which the paper does not
+    subtract, is the sum at δ = 0. The softmax cancels it; subtracting it makes the bias start at 0,
+    as for other methods, and precise in half-precision masks.
     """
 
     def __init__(self, num_heads: int, dimensions: int = 128, base: float = 10_000.0):
         super().__init__()
         if dimensions < 2 or dimensions % 2 or not base > 1:
             raise ValueError(
-                f"sandwich needs an even number of dimensions and a base above 1; got dimensions {dimensions}, "
-                f"base {base}"
+                "sandwich needs an even number of dimensions and a base above 1; got dimensions "
+                f"{dimensions}, base {base}"
             )
         self.num_heads, self.dimensions, self.base = num_heads, dimensions, float(base)
 
     def bias(self, distance: Tensor) -> Tensor:
-        # float64, because the angles reach 65,536 and many of them are summed. The heads share the sum.
+        # float64, because the angles reach 65,536 and many of them are summed. The heads share the
+        # sum.
         half = self.dimensions // 2
         exponents = torch.arange(half, dtype=torch.float64, device=distance.device) / half
         frequencies = self.base**-exponents

@@ -1,4 +1,6 @@
-"""T5's relative position bias: a learned value per head and bucket of distances (arXiv 1910.10683)."""
+"""T5's relative position bias: a learned value per head and bucket of distances (arXiv
+1910.10683).
+"""
 
 import math
 
@@ -14,9 +16,9 @@ from kerple.positional.registry import register
 def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
     """The smallest distance in each bucket.
 
-    The first E = num_buckets // 2 buckets have one distance each. Of the other L buckets, bucket E + k begins at the
-    smallest δ with log(δ/E) / log(max_distance/E) * L >= k. This is solved in integers, (δ/E)^L >= (max_distance/E)^k,
-    so no rounding of logarithms moves a boundary.
+    The first E = num_buckets // 2 buckets have one distance each. Of the other L buckets, bucket E
+    + k begins at the smallest δ with log(δ/E) / log(max_distance/E) * L >= k. This is solved in
+    integers, (δ/E)^L >= (max_distance/E)^k, so no rounding of logarithms moves a boundary.
     """
     exact = num_buckets // 2
     logarithmic = num_buckets - exact
@@ -34,10 +36,11 @@ def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
 class T5(Bias):
     """Bias sqrt(d) * weight[bucket(δ), h], with a table `weight` `[buckets, h]`.
 
-    GPT-NeoX and the KERPLE authors' code multiply by sqrt(d); checkpoints store the table without it.
+    GPT-NeoX and the KERPLE authors' code multiply by sqrt(d); checkpoints store the table without
+    it.
 
-    The option `bidirectional` is for attention that is not causal: as in T5's encoder, keys up to the query share the
-    first half of the buckets, and keys after it the second half.
+    The option `bidirectional` is for attention that is not causal: as in T5's encoder, keys up to
+    the query share the first half of the buckets, and keys after it the second half.
     """
 
     weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
@@ -56,8 +59,9 @@ class T5(Bias):
         valid = 2 <= self.buckets_before <= 1024 and self.buckets_before // 2 < max_distance < 2**31
         if not valid or (bidirectional and num_buckets % 2):
             raise ValueError(
-                f"rpe needs num_buckets from 2 to 1,024, and max_distance above num_buckets / 2 and below 2^31; "
-                f"bidirectional needs twice as many buckets; got num_buckets {num_buckets}, max_distance {max_distance}"
+                "rpe needs num_buckets from 2 to 1,024, and max_distance above num_buckets / 2 "
+                "and below 2^31; bidirectional needs twice as many buckets; got num_buckets "
+                f"{num_buckets}, max_distance {max_distance}"
             )
         self.scale = math.sqrt(head_size)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
@@ -72,8 +76,14 @@ class T5(Bias):
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, int64 of the same shape."""
-        buckets = torch.bucketize(distance.long().abs(), self._later_starts_on(distance.device), right=True)
-        return torch.where(distance < 0, buckets + self.buckets_before, buckets) if self.signed else buckets
+        buckets = torch.bucketize(
+            distance.long().abs(), self._later_starts_on(distance.device), right=True
+        )
+        return (
+            torch.where(distance < 0, buckets + self.buckets_before, buckets)
+            if self.signed
+            else buckets
+        )
 
     def bias(self, distance: Tensor) -> Tensor:
         values = F.embedding(self.buckets(distance), self.weight.float())

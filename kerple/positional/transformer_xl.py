@@ -1,7 +1,8 @@
 """Transformer-XL's relative positions (arXiv 1901.02860, section 3.3).
 
-The score of query i and key j is ((q_i + u).k_j + (q_i + v).W r_δ) / sqrt(d) with δ = i - j. r_δ are the sines of
-δ / 10000^(2k/e), followed by the cosines. u, v and W, which maps r_δ to a vector per head, are learned.
+The score of query i and key j is ((q_i + u).k_j + (q_i + v).W r_δ) / sqrt(d) with δ = i - j. r_δ
+are the sines of δ / 10000^(2k/e), followed by the cosines. u, v and W, which maps r_δ to a vector
+per head, are learned.
 
 Legend: b batch, h heads, c queries, l keys, d head size, e hidden size, n distances.
 """
@@ -24,8 +25,8 @@ class Projection(nn.Linear):
 
 @register("transformer_xl", "xl_bias")
 class TransformerXL(ScoreModifier):
-    """Parameters per layer: `content_bias` (u) and `position_bias` (v) `[h, 1, d]`, and `relative.weight` (W)
-    `[h d, e]`, all drawn from N(0, init_std²).
+    """Parameters per layer: `content_bias` (u) and `position_bias` (v) `[h, 1, d]`, and
+    `relative.weight` (W) `[h d, e]`, all drawn from N(0, init_std²).
     """
 
     per_pair = True
@@ -34,11 +35,18 @@ class TransformerXL(ScoreModifier):
     causal_only = False
 
     def __init__(
-        self, num_heads: int, head_size: int, hidden_size: int, base: float = 10_000.0, init_std: float = 0.02
+        self,
+        num_heads: int,
+        head_size: int,
+        hidden_size: int,
+        base: float = 10_000.0,
+        init_std: float = 0.02,
     ):
         super().__init__()
         if hidden_size % 2:
-            raise ValueError(f"transformer_xl's sines and cosines need an even hidden size; got {hidden_size}")
+            raise ValueError(
+                f"transformer_xl's sines and cosines need an even hidden size; got {hidden_size}"
+            )
         self.num_heads, self.init_std = num_heads, init_std
         self.scale: float = head_size**-0.5
         self.angles = Angles(hidden_size, base)
@@ -67,23 +75,34 @@ class TransformerXL(ScoreModifier):
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         assert chunk.table is not None  # `table` above never returns None
-        scores, query_positions, key_positions = chunk.scores, chunk.query_positions, chunk.key_positions
+        scores, query_positions, key_positions = (
+            chunk.scores,
+            chunk.query_positions,
+            chunk.key_positions,
+        )
         table, after = (chunk.table, None) if chunk.causal else chunk.table.unbind()
-        query = chunk.query.to(scores.dtype) + (self.position_bias - self.content_bias).to(scores.dtype)
+        query = chunk.query.to(scores.dtype) + (self.position_bias - self.content_bias).to(
+            scores.dtype
+        )
         if consecutive(query_positions) and consecutive(key_positions):
-            products = query @ by_distance(table, query_positions, key_positions, after).to(scores.dtype)
+            products = query @ by_distance(table, query_positions, key_positions, after).to(
+                scores.dtype
+            )
             return scores + self.scale * _relative_shift(products, len(key_positions))
         # Random positions (`wrappers.py`): the products with the vectors of all distances.
         distance = (query_positions[:, None] - key_positions).clamp(min=0)
         products = query @ table[..., : int(distance.max()) + 1].to(scores.dtype)
-        return scores + self.scale * products.gather(-1, distance.to(scores.device).expand_as(scores))
+        return scores + self.scale * products.gather(
+            -1, distance.to(scores.device).expand_as(scores)
+        )
 
 
 def _relative_shift(products: Tensor, keys: int) -> Tensor:
-    """`[b, h, c, c + l - 1]` -> `[b, h, c, l]`: row i begins at column c - 1 - i, where its own distances are.
+    """`[b, h, c, c + l - 1]` -> `[b, h, c, l]`: row i begins at column c - 1 - i, where its own
+    distances are.
 
-    The start of a row's values is one column before that of the previous row. Viewing the flattened tensor with rows
-    that are one element shorter therefore aligns them.
+    The start of a row's values is one column before that of the previous row. Viewing the flattened
+    tensor with rows that are one element shorter therefore aligns them.
     """
     rows, columns = products.shape[-2:]
     if rows == 1:

@@ -1,26 +1,27 @@
 """Methods that use other methods: randomized positions, and another method in each layer.
 
-Randomized positions (arXiv 2305.16843) are for any method that uses positions. In training, the n tokens of a sequence
-get n of `random_range` positions, an increasing sample without repetition, so that the model sees distances of longer
-texts. With these options, `PositionalMethod.from_shape` builds a subclass of the method whose hooks get sampled
-positions:
+Randomized positions (arXiv 2305.16843) are for any method that uses positions. In training, the n
+tokens of a sequence get n of `random_range` positions, an increasing sample without repetition, so
+that the model sees distances of longer texts. With these options, `PositionalMethod.from_shape`
+builds a subclass of the method whose hooks get sampled positions:
 
     random_range    the number of positions to sample from
-    random_length   the number of positions in the sample for texts of unknown length; default: max_positions
-    random_seed     of the samples outside training; default: 0
+    random_length   the number of positions in the sample for texts of unknown length; default:
+    max_positions random_seed     of the samples outside training; default: 0
 
-Each training step has a new sample of as many positions as its sequences have tokens, which all layers, sequences,
-processes and recomputed activations share. Evaluation uses one sample for each length (`begin_text`). Where the length
-is not known, as in generation, a text uses the beginning of one sample of `random_length` positions, so the positions
-of cached keys never change.
+Each training step has a new sample of as many positions as its sequences have tokens, which all
+layers, sequences, processes and recomputed activations share. Evaluation uses one sample for each
+length (`begin_text`). Where the length is not known, as in generation, a text uses the beginning of
+one sample of `random_length` positions, so the positions of cached keys never change.
 
-Distances of sampled positions are not constant along diagonals. Methods with a bias or a weight therefore look it up
-for each pair, in `modify_scores`. Methods that have this hook themselves get the sampled positions there, and must not
-require that they are consecutive; neighbors, as in DAPE V2's convolutions, remain those in the text. The decay of xPos
-is that of the sampled positions, too.
+Distances of sampled positions are not constant along diagonals. Methods with a bias or a weight
+therefore look it up for each pair, in `modify_scores`. Methods that have this hook themselves get
+the sampled positions there, and must not require that they are consecutive; neighbors, as in DAPE
+V2's convolutions, remain those in the text. The decay of xPos is that of the sampled positions,
+too.
 
-`per_layer` has another method in each layer, in a repeating pattern. Llama 4 rotates queries and keys in three of four
-layers and has no positions in the fourth; RNoPE alternates between both:
+`per_layer` has another method in each layer, in a repeating pattern. Llama 4 rotates queries and
+keys in three of four layers and has no positions in the fourth; RNoPE alternates between both:
 
     per_layer   a list of methods (arXiv 2501.18795)
 
@@ -36,7 +37,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerple.positional.base import HOOKS, WRAPPERS, Chunk, ModelShape, PositionalMethod, PositionsExceeded
+from kerple.positional.base import (
+    HOOKS,
+    WRAPPERS,
+    Chunk,
+    ModelShape,
+    PositionalMethod,
+    PositionsExceeded,
+)
 from kerple.positional.functional import by_pair
 from kerple.positional.registry import build, method_class, register
 
@@ -45,7 +53,9 @@ OPTIONS = ("random_range", "random_length", "random_seed")
 
 @dataclass(frozen=True)
 class RandomPositions:
-    """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range` positions."""
+    """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range`
+    positions.
+    """
 
     range: int
     length: int
@@ -54,32 +64,37 @@ class RandomPositions:
     def __post_init__(self) -> None:
         if not 0 < self.length <= self.range:
             raise ValueError(
-                f"random positions: random_length {self.length} different positions are drawn from random_range "
-                f"{self.range}; random_length must be 1 to {self.range}"
+                f"random positions: random_length {self.length} different positions are drawn from "
+                f"random_range {self.range}; random_length must be 1 to {self.range}"
             )
 
     def check(self, count: int) -> None:
         """Raise PositionsExceeded if there are fewer positions than `count` tokens."""
         if count > self.range:
-            raise PositionsExceeded(f"{count} tokens need more positions than random_range {self.range} has")
+            raise PositionsExceeded(
+                f"{count} tokens need more positions than random_range {self.range} has"
+            )
 
     def training_positions(self, count: int, step: int, seed: int) -> Tensor:
-        """A sample of `count` positions for a training step of a run with this seed: int64 `[count]`."""
+        """A sample of `count` positions for a training step of a run with this seed: int64
+        `[count]`.
+        """
         self.check(count)
         digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
         return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
 
     def evaluation_positions(self, positions: Tensor, length: int | None = None) -> Tensor:
-        """The sample for texts of `length` tokens (default: `self.length`) at positions `[s]`. Raises PositionsExceeded
-        for a position beyond the sample.
+        """The sample for texts of `length` tokens (default: `self.length`) at positions `[s]`.
+        Raises PositionsExceeded for a position beyond the sample.
         """
         length = self.length if length is None else length
         self.check(length)
         last = int(positions.max()) if positions.numel() else -1
         if last >= length:
             raise PositionsExceeded(
-                f"position {last} is beyond random_length {length}, the number of positions drawn for texts of unknown "
-                "length; set random_length to the longest length, and random_range to at least that"
+                f"position {last} is beyond random_length {length}, the number of positions drawn "
+                "for texts of unknown length; set random_length to the longest length, and "
+                "random_range to at least that"
             )
         return _sample(self.range, length, self.seed).to(positions.device)[positions]
 
@@ -87,7 +102,13 @@ class RandomPositions:
 @functools.lru_cache(maxsize=4)
 def _sample(high: int, count: int, seed: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.randperm(high, generator=torch.Generator().manual_seed(seed), device="cpu")[:count].sort().values
+        return (
+            torch.randperm(high, generator=torch.Generator().manual_seed(seed), device="cpu")[
+                :count
+            ]
+            .sort()
+            .values
+        )
 
 
 class Randomized(PositionalMethod):
@@ -107,20 +128,21 @@ class Randomized(PositionalMethod):
     def sampled(self, positions: Tensor) -> Tensor:
         """The sampled positions of the tokens at these positions, int64 `[s]`.
 
-        Raises PositionsExceeded for a position beyond the sample, and ValueError in training before `begin_step`.
+        Raises PositionsExceeded for a position beyond the sample, and ValueError in training before
+        `begin_step`.
         """
         if not self.training:
             return self.random.evaluation_positions(positions, self.text_length)
         if self.step is None:
             raise ValueError(
-                "random positions are drawn for each training step: call begin_step(step) first, or eval() to use the "
-                "positions for evaluation"
+                "random positions are drawn for each training step: call begin_step(step) first, "
+                "or eval() to use the positions for evaluation"
             )
         step, seed, length = self.step
         if len(positions) and int(positions[-1]) >= length:
             raise PositionsExceeded(
-                f"position {int(positions[-1])} is beyond the {length} positions of this training step; pass the "
-                "length of its sequences to begin_step"
+                f"position {int(positions[-1])} is beyond the {length} positions of this training "
+                "step; pass the length of its sequences to begin_step"
             )
         return self.random.training_positions(length, step, seed)[positions]
 
@@ -138,7 +160,9 @@ class Randomized(PositionalMethod):
     def rotate(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return super().rotate(query, key, self.sampled(query_positions), self.sampled(key_positions))
+        return super().rotate(
+            query, key, self.sampled(query_positions), self.sampled(key_positions)
+        )
 
     def stretched(self, factor: float) -> None:
         """None: sampled positions exceed the length of the text, with which the base would grow."""
@@ -146,18 +170,23 @@ class Randomized(PositionalMethod):
     def scale_qk(
         self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return super().scale_qk(query, key, self.sampled(query_positions), self.sampled(key_positions))
+        return super().scale_qk(
+            query, key, self.sampled(query_positions), self.sampled(key_positions)
+        )
 
     @property
     def segment(self) -> int:
-        """As many queries as have about the range of positions of one of the method's own segments."""
+        """As many queries as have about the range of positions of one of the method's
+        own segments.
+        """
         length = self.text_length or self.random.length
         if self.training and self.step is not None:
             length = self.step[2]
         return max(1, super().segment * length // self.random.range)
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below r.
+        """The method's own table, or its bias and weight `[1 or 2, h, r]`, at all distances below
+        r.
 
         Raises PositionsExceeded for more than r distances.
         """
@@ -173,16 +202,22 @@ class Randomized(PositionalMethod):
         return None
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
-        # `lookahead` adds masked keys after the last query, for which there may be no position: they count on.
+        # `lookahead` adds masked keys after the last query, for which there may be no position:
+        # they count on.
         last = int((chunk.query_positions if chunk.causal else chunk.key_positions)[-1])
         beyond = (chunk.key_positions - last).clamp(min=0)
         key_positions = self.sampled(chunk.key_positions.clamp(max=last)) + beyond
-        chunk = replace(chunk, query_positions=self.sampled(chunk.query_positions), key_positions=key_positions)
+        chunk = replace(
+            chunk, query_positions=self.sampled(chunk.query_positions), key_positions=key_positions
+        )
         if "modify_scores" in self.plain.hooks:
             return super().modify_scores(chunk)
         assert chunk.table is not None
         after = None if chunk.causal else chunk.table
-        scores, tables = chunk.scores, by_pair(chunk.table, chunk.query_positions, chunk.key_positions, after)
+        scores, tables = (
+            chunk.scores,
+            by_pair(chunk.table, chunk.query_positions, chunk.key_positions, after),
+        )
         values = dict(zip(self.table_hooks, tables.to(scores.dtype), strict=True))
         if "weight" in values:
             scores = scores * values["weight"]
@@ -194,10 +229,17 @@ _CLASSES: dict[type[PositionalMethod], type[Randomized]] = {}
 
 
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
-    """The subclass of a method's class with random positions. Its parameters have the same names."""
+    """The subclass of a method's class with random positions. Its parameters have the
+    same names.
+    """
     if plain not in _CLASSES:
         per_pair = plain.per_pair or "modify_scores" not in plain.hooks
-        attributes = {"plain": plain, "per_pair": per_pair, "shift_invariant": False, "__module__": plain.__module__}
+        attributes = {
+            "plain": plain,
+            "per_pair": per_pair,
+            "shift_invariant": False,
+            "__module__": plain.__module__,
+        }
         _CLASSES[plain] = type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
         _CLASSES[plain].hooks = plain.hooks
     return _CLASSES[plain]
@@ -209,37 +251,54 @@ def _without_state(plain: type[PositionalMethod]) -> Randomized:
 
 
 def build_randomized(
-    plain: type[PositionalMethod], arguments: dict[str, Any], shape: ModelShape, options: dict[str, Any]
+    plain: type[PositionalMethod],
+    arguments: dict[str, Any],
+    shape: ModelShape,
+    options: dict[str, Any],
 ) -> Randomized:
-    """The method with the constructor's arguments and these `OPTIONS`. Raises ValueError if the method has no positions
-    to randomize, or if they depend on the length of the text.
+    """The method with the constructor's arguments and these `OPTIONS`. Raises ValueError if the
+    method has no positions to randomize, or if they depend on the length of the text.
     """
     for name, value in options.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 0
+        ):
             raise ValueError(f"{name} {value!r} must be an integer >= 0")
     if options.get("random_range") is None:
-        raise ValueError(f"{', '.join(options)}: random positions need random_range, the number to sample from")
+        raise ValueError(
+            f"{', '.join(options)}: random positions need random_range, the number to sample from"
+        )
     method = randomized(plain)(**arguments)
     if method.length_dependent:
         raise ValueError(
-            f"random_range: {plain.__name__} needs consecutive positions for its angles, which depend on the length of "
-            "the text; remove the option"
+            f"random_range: {plain.__name__} needs consecutive positions for its angles, which "
+            "depend on the length of the text; remove the option"
         )
     method.table_hooks = tuple(name for name in ("bias", "weight") if name in method.hooks)
     positions = method.hooks & {"embed", "rotate", "bias", "weight", "modify_scores"}
-    # DAPE without a static bias, and CoPE and stick-breaking, which count or order the keys of the text.
-    counts_keys = "modify_scores" in positions and not plain.per_pair and plain.table is PositionalMethod.table
+    # DAPE without a static bias, and CoPE and stick-breaking, which count or order the keys of the
+    # text.
+    counts_keys = (
+        "modify_scores" in positions
+        and not plain.per_pair
+        and plain.table is PositionalMethod.table
+    )
     if getattr(method, "static", method) is None or counts_keys:
         positions &= {"rotate"}
     if not positions:
-        raise ValueError(f"random_range: {plain.__name__} has no positions that could be random; remove the option")
+        raise ValueError(
+            f"random_range: {plain.__name__} has no positions that could be random; remove the "
+            "option"
+        )
     if method.table_hooks:
         method.hooks = method.hooks - {"bias", "weight"} | {"modify_scores"}
     method.causal_only = method.causal_only or method.signed or "scale_qk" in method.hooks
     method.turns = False  # by positions that may be fractional
     length = options.get("random_length")
     length = shape.max_positions if length is None else length
-    method.random = RandomPositions(options["random_range"], length, options.get("random_seed") or 0)
+    method.random = RandomPositions(
+        options["random_range"], length, options.get("random_seed") or 0
+    )
     return method
 
 
@@ -248,11 +307,12 @@ WRAPPERS.update(dict.fromkeys(OPTIONS, build_randomized))
 
 @register("per_layer")
 class PerLayer(PositionalMethod):
-    """Layer i has the method i modulo n of the n `methods`, each a name or {name: options}: ["rotary", "none"].
+    """Layer i has the method i modulo n of the n `methods`, each a name or {name: options}:
+    ["rotary", "none"].
 
-    Every layer has its own parameters, also those of methods that layers otherwise share. Raises ValueError for an
-    empty or nested list, an unknown method or option, and methods that add to the embeddings, which come before the
-    layers.
+    Every layer has its own parameters, also those of methods that layers otherwise share. Raises
+    ValueError for an empty or nested list, an unknown method or option, and methods that add to the
+    embeddings, which come before the layers.
     """
 
     shared = False
@@ -273,7 +333,8 @@ class PerLayer(PositionalMethod):
             cls = method_class(name)
             if issubclass(cls, PerLayer) or "embed" in cls.hooks:
                 raise ValueError(
-                    f"methods contains {name}, which cannot be the method of a layer; use methods that act in attention"
+                    f"methods contains {name}, which cannot be the method of a layer; use methods "
+                    "that act in attention"
                 )
         name, options = entries[layer % len(entries)]
         shape = ModelShape(num_heads, head_size, hidden_size, num_layers, max_positions, layer)
@@ -287,29 +348,43 @@ class PerLayer(PositionalMethod):
         return super().from_shape(shape, **options)
 
     @classmethod
-    def parts(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> list[type[PositionalMethod]]:
+    def parts(
+        cls, *, methods: Any = ("rotary", "none"), **options: Any
+    ) -> list[type[PositionalMethod]]:
         return [method_class(name) for name, _ in cls.entries(methods)]
 
     @classmethod
-    def trained_options(cls, *, methods: Any = ("rotary", "none"), **options: Any) -> dict[str, Any]:
-        """The list as {name: trained options of this method}. Raises ValueError for an invalid list."""
+    def trained_options(
+        cls, *, methods: Any = ("rotary", "none"), **options: Any
+    ) -> dict[str, Any]:
+        """The list as {name: trained options of this method}. Raises ValueError for an invalid
+        list.
+        """
         entries = cls.entries(methods)
-        return {"methods": [{name: method_class(name).trained_options(**values)} for name, values in entries]}
+        return {
+            "methods": [
+                {name: method_class(name).trained_options(**values)} for name, values in entries
+            ]
+        }
 
     @staticmethod
     def entries(methods: Any) -> list[tuple[str, Mapping[str, Any]]]:
-        """(name, options) for each entry of the option `methods`. Raises ValueError if it is not a list of names and
-        {name: options}.
+        """(name, options) for each entry of the option `methods`. Raises ValueError if it is not a
+        list of names and {name: options}.
         """
         entries: list[tuple[str, Mapping[str, Any]]] = []
         for entry in methods if isinstance(methods, list | tuple) else []:
             pairs = list(entry.items()) if isinstance(entry, Mapping) else [(entry, None)]
             name, options = pairs[0] if len(pairs) == 1 else (None, None)
             if not isinstance(name, str) or not isinstance(options, Mapping | None):
-                raise ValueError(f"methods: {entry!r} is neither the name of a method nor {{name: options}}")
+                raise ValueError(
+                    f"methods: {entry!r} is neither the name of a method nor {{name: options}}"
+                )
             entries.append((name, options or {}))
         if not entries:
-            raise ValueError(f"methods {methods!r} must be a list of methods, such as [rotary, none]")
+            raise ValueError(
+                f"methods {methods!r} must be a list of methods, such as [rotary, none]"
+            )
         return entries
 
 
@@ -318,8 +393,25 @@ def _of_the_layer(name: str) -> Any:
 
 
 for _name in (
-    *(*HOOKS, "hooks", "segment", "stretched", "table", "mapped_table", "bias_jacobian", "weight_jacobian"),
-    *("per_pair", "shift_invariant", "lookahead", "signed", "causal_only", "turns", "length_dependent"),
+    *(
+        *HOOKS,
+        "hooks",
+        "segment",
+        "stretched",
+        "table",
+        "mapped_table",
+        "bias_jacobian",
+        "weight_jacobian",
+    ),
+    *(
+        "per_pair",
+        "shift_invariant",
+        "lookahead",
+        "signed",
+        "causal_only",
+        "turns",
+        "length_dependent",
+    ),
     *("interpolated", "score_scale"),
     *("begin_step", "begin_text", "reset_parameters", "statistics"),
 ):

@@ -1,4 +1,6 @@
-"""The configuration saved with a checkpoint: reading it, and comparing it with the configuration of a run."""
+"""The configuration saved with a checkpoint: reading it, and comparing it with the configuration of
+a run.
+"""
 
 import os
 from collections.abc import Mapping
@@ -18,8 +20,9 @@ from megatron.config.yaml_files import read_file
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, visible
 
-# Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write files, that the
-# checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the others concern one training only.
+# Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write
+# files, that the checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the
+# others concern one training only.
 IGNORED_KEYS = (
     "pos_emb_module",
     "eval_tasks",
@@ -47,7 +50,8 @@ IGNORED_KEYS = (
 # Sizes that must match if the configuration of an evaluation sets them.
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
-# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig -> configuration key.
+# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig ->
+# configuration key.
 OUTPUT_SETTINGS = {
     "num_attention_heads": "num_attention_heads",
     "num_kv_heads": "num_kv_heads",
@@ -62,12 +66,22 @@ OUTPUT_SETTINGS = {
 
 
 def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in the checkpoint's configs/ folder, with `overrides` applied. Raises CheckpointError."""
+    """The configuration in the checkpoint's configs/ folder, with `overrides` applied. Raises
+    CheckpointError.
+    """
     folders = [folder for folder in (step / "configs", step.parent / "configs") if folder.is_dir()]
-    # Without hidden files: macOS writes ._NAME next to NAME on other file systems and into archives.
-    paths = sorted(path for folder in folders[:1] for path in folder.glob("[!.]*") if path.suffix in (".yml", ".yaml"))
+    # Without hidden files: macOS writes ._NAME next to NAME on other file systems and into
+    # archives.
+    paths = sorted(
+        path
+        for folder in folders[:1]
+        for path in folder.glob("[!.]*")
+        if path.suffix in (".yml", ".yaml")
+    )
     if not paths:
-        raise CheckpointError(f"{step}: has no configs/*.yml, so the model's configuration is unknown")
+        raise CheckpointError(
+            f"{step}: has no configs/*.yml, so the model's configuration is unknown"
+        )
     entries = [entry for path in paths for entry in read_file(path)]
     used = [entry for entry in entries if entry.key.replace("-", "_") not in IGNORED_KEYS]
     try:
@@ -77,16 +91,17 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def saved_config(step: Path, config: Config) -> Config:
-    """The checkpoint's configuration. An external method is imported only from the module that this run names, never
-    from one that the checkpoint names. Raises CheckpointError if the configuration is missing or cannot be used.
+    """The checkpoint's configuration. An external method is imported only from the module that this
+    run names, never from one that the checkpoint names. Raises CheckpointError if the configuration
+    is missing or cannot be used.
     """
     module = config.model.pos_emb_module
     return checkpoint_config(step, {"pos_emb_module": module} if module else {})
 
 
 def trained_tokenizer(step: Path) -> str | None:
-    """The fingerprint of the tokenizer that a checkpoint was trained with; None if its files do not contain it, such as
-    those of other programs, or cannot be read.
+    """The fingerprint of the tokenizer that a checkpoint was trained with; None if its files do not
+    contain it, such as those of other programs, or cannot be read.
     """
     try:
         saved = read_state_file(step)
@@ -96,23 +111,27 @@ def trained_tokenizer(step: Path) -> str | None:
     return saved.get("training", saved).get("tokenizer") or None
 
 
-def check_trained_tokenizer(trained: str | None, tokenizer: Tokenizer, *, allowed: bool, place: str | Path) -> None:
-    """Raises CheckpointError, starting with `place`, if a checkpoint was trained with another tokenizer.
+def check_trained_tokenizer(
+    trained: str | None, tokenizer: Tokenizer, *, allowed: bool, place: str | Path
+) -> None:
+    """Raises CheckpointError, starting with `place`, if a checkpoint was trained with another
+    tokenizer.
 
     trained: the `trained_tokenizer` of the checkpoint. allowed: the value of allow_other_tokenizer.
     """
     if trained in (None, tokenizer.fingerprint) or allowed:
         return
     raise CheckpointError(
-        f"{place}: was trained with another tokenizer (fingerprint {visible(str(trained)[:12])}) than this "
-        f"{tokenizer.name} ({tokenizer.fingerprint[:12]}). Restore its files, or name them (tokenizer-type, "
-        "vocab-file, merge-file); to use this tokenizer on purpose, set allow_other_tokenizer"
+        f"{place}: was trained with another tokenizer (fingerprint {visible(str(trained)[:12])}) "
+        f"than this {tokenizer.name} ({tokenizer.fingerprint[:12]}). Restore its files, or name "
+        "them (tokenizer-type, vocab-file, merge-file); to use this tokenizer on purpose, set "
+        "allow_other_tokenizer"
     )
 
 
 def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
-    """The prefixes of datasets that the checkpoint was not trained with, as far as it tells. Raises CheckpointError if
-    one that it was trained with has other contents under the same path.
+    """The prefixes of datasets that the checkpoint was not trained with, as far as it tells. Raises
+    CheckpointError if one that it was trained with has other contents under the same path.
 
     data: prefix -> `data_fingerprint` of the present datasets.
     """
@@ -123,9 +142,9 @@ def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
         before = trained.get(os.path.realpath(prefix), fingerprint)
         if before != fingerprint:
             raise CheckpointError(
-                f"{step}: was trained with other contents of {prefix} (fingerprint {before[:12]}, now "
-                f"{fingerprint[:12]}). Restore the dataset, give the new one another path (data-path), or continue "
-                "with it on purpose: set allow_other_data"
+                f"{step}: was trained with other contents of {prefix} (fingerprint {before[:12]}, "
+                f"now {fingerprint[:12]}). Restore the dataset, give the new one another path "
+                "(data-path), or continue with it on purpose: set allow_other_data"
             )
     if not trained:
         return []
@@ -133,10 +152,11 @@ def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
 
 
 def model_differences(saved: Config, config: Config, *, evaluation: bool = False) -> list[str]:
-    """Differences of two configurations that change the model's output for the same weights, one phrase each.
+    """Differences of two configurations that change the model's output for the same weights, one
+    phrase each.
 
-    evaluation: ignore options of the positional method that may be changed after training (its `evaluation_options`),
-    such as rotary scaling, and compare the sizes that `config` sets.
+    evaluation: ignore options of the positional method that may be changed after training (its
+    `evaluation_options`), such as rotary scaling, and compare the sizes that `config` sets.
     """
     before, after = saved.model, config.model
     differences = []
@@ -168,19 +188,24 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
 
 
 def replaces_positional_method(saved: Config, config: Config) -> bool:
-    """Whether the positional method of `config` is another one than that of the checkpoint, or has other parameters, so
-    that the checkpoint's positional parameters cannot be used.
+    """Whether the positional method of `config` is another one than that of the checkpoint, or has
+    other parameters, so that the checkpoint's positional parameters cannot be used.
     """
 
     def parameters(config: ModelConfig) -> tuple[bool, list[dict[str, torch.Size]]]:
         methods = config.build_on_meta()
-        shapes = [{name: parameter.shape for name, parameter in method.named_parameters()} for method in methods]
+        shapes = [
+            {name: parameter.shape for name, parameter in method.named_parameters()}
+            for method in methods
+        ]
         return methods[0].shared, shapes
 
     before, after = saved.model, config.model
     if method_class(before.pos_emb) is not method_class(after.pos_emb):
         return True
-    return before.positional_options != after.positional_options and parameters(before) != parameters(after)
+    return before.positional_options != after.positional_options and parameters(
+        before
+    ) != parameters(after)
 
 
 def evaluated_method(config: Config) -> str:

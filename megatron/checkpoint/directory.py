@@ -1,12 +1,14 @@
-"""The checkpoint directory: `latest`, one `global_stepN` per checkpoint, and the manifest that verifies its files.
+"""The checkpoint directory: `latest`, one `global_stepN` per checkpoint, and the manifest that
+verifies its files.
 
 A checkpoint that is being written, replaced or deleted has another name: `global_stepN.unfinished`,
-`.global_stepN.replaced`, `.global_stepN.deleted`. A killed process leaves such directories behind; `clean_up` completes
-or reverts what it was doing.
+`.global_stepN.replaced`, `.global_stepN.deleted`. A killed process leaves such directories behind;
+`clean_up` completes or reverts what it was doing.
 
-`manifest.json`: {"format": 1, "iteration": N, "checksum": "crc32", "files": {NAME: {"size": BYTES, "crc32": HEX}}},
-with names relative to `global_stepN`. It is written after all other files are on disk. Checkpoints of the KERPLE
-release have no manifest. A checkpoint saved by this project that lost its manifest counts as damaged.
+`manifest.json`: {"format": 1, "iteration": N, "checksum": "crc32", "files": {NAME: {"size": BYTES,
+"crc32": HEX}}}, with names relative to `global_stepN`. It is written after all other files are on
+disk. Checkpoints of the KERPLE release have no manifest. A checkpoint saved by this project that
+lost its manifest counts as damaged.
 """
 
 import contextlib
@@ -46,7 +48,9 @@ UNFINISHED = re.compile(r"global_step\d+\.unfinished")
 REPLACED = re.compile(r"\.(global_step\d+)\.replaced")
 DELETED = re.compile(r"\.global_step\d+\.deleted")
 PARTIAL_LATEST = re.compile(r"latest\.partial-\d+")
-PROBE = re.compile(r"\.shared-.+")  # file with which training checks that all hosts share the folder
+PROBE = re.compile(
+    r"\.shared-.+"
+)  # file with which training checks that all hosts share the folder
 
 
 def tag_for(iteration: int) -> str:
@@ -66,29 +70,37 @@ def layer_file(step: Path, index: int, tensor_rank: int) -> Path:
 
 
 def layer_files(step: Path) -> dict[int, list[Path]]:
-    """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError if a rank's file is missing."""
+    """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError if a rank's
+    file is missing.
+    """
     by_layer: dict[int, dict[int, Path]] = {}
     for path in _list(step):
         if match := LAYER_FILE.fullmatch(path.name):
             by_layer.setdefault(int(match[1]), {})[int(match[2])] = path
     if not by_layer:
-        raise CheckpointError(f"{step}: is not a checkpoint, it has no layer_XX-model_YY-model_states.pt")
+        raise CheckpointError(
+            f"{step}: is not a checkpoint, it has no layer_XX-model_YY-model_states.pt"
+        )
     ranks = range(max(len(files) for files in by_layer.values()))
     for index, files in sorted(by_layer.items()):
         for rank in ranks:
             if rank not in files:
-                raise CheckpointError(f"{layer_file(step, index, rank)}: no such file; the checkpoint is incomplete")
+                raise CheckpointError(
+                    f"{layer_file(step, index, rank)}: no such file; the checkpoint is incomplete"
+                )
     return {index: [files[rank] for rank in ranks] for index, files in sorted(by_layer.items())}
 
 
 def has_checkpoint(directory: str | Path) -> bool:
-    """Whether the folder has a `latest`, which may still be unreadable: `find_step` reports that."""
+    """Whether the folder has a `latest`, which may still be unreadable: `find_step`
+    reports that.
+    """
     return os.path.lexists(Path(directory) / "latest")
 
 
 def looks_like_checkpoint(directory: str | Path) -> bool:
-    """Whether the folder has anything of a checkpoint: a `latest`, a global_stepN, or layer files, if it is a
-    global_stepN itself. `find_step` reports what is missing.
+    """Whether the folder has anything of a checkpoint: a `latest`, a global_stepN, or layer files,
+    if it is a global_stepN itself. `find_step` reports what is missing.
     """
     directory = Path(directory)
     if not os.path.isdir(directory):  # unlike Path.is_dir, False for an invalid name
@@ -118,8 +130,8 @@ def saved_iterations(directory: Path) -> list[int]:
 
 
 def step_folder(directory: Path, tag: str) -> Path:
-    """The checkpoint's directory: normally `directory / tag`. If a process was killed while replacing the checkpoint,
-    only the previous one may exist, under its temporary name.
+    """The checkpoint's directory: normally `directory / tag`. If a process was killed while
+    replacing the checkpoint, only the previous one may exist, under its temporary name.
     """
     replaced = directory / f".{tag}.replaced"
     return directory / tag if (directory / tag).is_dir() or not replaced.is_dir() else replaced
@@ -132,28 +144,38 @@ def find_step(directory: str | Path, iteration: int | None = None) -> Path:
     """
     directory = Path(directory)
     if not os.path.isdir(directory):  # unlike Path.is_dir, False for an invalid name
-        raise CheckpointError(f"{directory}: no such folder; give the folder that contains `latest` and global_stepN")
+        raise CheckpointError(
+            f"{directory}: no such folder; give the folder that contains `latest` and global_stepN"
+        )
     iterations = saved_iterations(directory)
     available = ", ".join(map(str, iterations)) or "none"
     if not iterations and _is_step(directory):
         raise CheckpointError(
-            f"{directory}: is a checkpoint itself; give the folder that contains it, and select it with `iteration`"
+            f"{directory}: is a checkpoint itself; give the folder that contains it, and select it "
+            "with `iteration`"
         )
     if iteration is not None:
         if iteration not in iterations:
-            raise CheckpointError(f"{directory}: no checkpoint of iteration {iteration}; available: {available}")
+            raise CheckpointError(
+                f"{directory}: no checkpoint of iteration {iteration}; available: {available}"
+            )
         return step_folder(directory, tag_for(iteration))
     latest = directory / "latest"
     if not os.path.lexists(latest):
         raise CheckpointError(
-            f"{directory}: has no file `latest`; choose a checkpoint with `iteration` (available: {available})"
+            f"{directory}: has no file `latest`; choose a checkpoint with `iteration` (available: "
+            f"{available})"
         )
     try:
         tag = read_file(latest, LATEST_LIMIT).decode(errors="replace").strip()
     except UserError as error:
-        raise CheckpointError(f"{error}; choose a checkpoint with `iteration` (available: {available})") from error
+        raise CheckpointError(
+            f"{error}; choose a checkpoint with `iteration` (available: {available})"
+        ) from error
     if not STEP.fullmatch(tag) or not step_folder(directory, tag).is_dir():
-        raise CheckpointError(f"{latest}: names {tag[:80]!r}, which does not exist; available iterations: {available}")
+        raise CheckpointError(
+            f"{latest}: names {tag[:80]!r}, which does not exist; available iterations: {available}"
+        )
     return step_folder(directory, tag)
 
 
@@ -167,9 +189,10 @@ def find_valid_step(
 ) -> Path:
     """`find_step`, and verify every file against the manifest.
 
-    fallback: if the checkpoint is damaged, report it and return the newest valid one that its run saved before it.
-    Otherwise raise CheckpointError, naming the damage and that checkpoint; also if there is none of `iteration`. check:
-    returns what is wrong with a checkpoint, or None; `find_damage` by default.
+    fallback: if the checkpoint is damaged, report it and return the newest valid one that its run
+    saved before it. Otherwise raise CheckpointError, naming the damage and that checkpoint; also if
+    there is none of `iteration`. check: returns what is wrong with a checkpoint, or None;
+    `find_damage` by default.
     """
     directory, check = Path(directory), check or find_damage
     step: Path | None = None
@@ -188,37 +211,46 @@ def find_valid_step(
     if newest is None:
         available = ", ".join(map(str, saved_iterations(directory)))
         raise CheckpointError(
-            f"the checkpoint is damaged: {damage}; {directory} contains no valid earlier checkpoint of its run (choose "
-            f"another one with `iteration`; available: {available})"
+            f"the checkpoint is damaged: {damage}; {directory} contains no valid earlier "
+            f"checkpoint of its run (choose another one with `iteration`; available: {available})"
         )
     if not fallback:
         raise CheckpointError(
-            f"the checkpoint is damaged: {damage}. The newest valid one before it in {directory} is iteration "
-            f"{iteration_of(newest)}; use it with --fallback"
+            f"the checkpoint is damaged: {damage}. The newest valid one before it in {directory} "
+            f"is iteration {iteration_of(newest)}; use it with --fallback"
         )
-    report(f"fallback: the checkpoint is damaged: {damage}. Using the newest valid one before it, {newest}")
+    report(
+        f"fallback: the checkpoint is damaged: {damage}. Using the newest valid one before it, "
+        f"{newest}"
+    )
     return newest
 
 
 def _saved_before(directory: Path, step: Path | None) -> list[Path]:
-    """The checkpoints that may replace a damaged one, newest first: those that its run saved before it, as far as its
-    files tell. `step` is None if the one that `latest` names does not exist.
+    """The checkpoints that may replace a damaged one, newest first: those that its run saved before
+    it, as far as its files tell. `step` is None if the one that `latest` names does not exist.
     """
     iteration = lineage = None
     if step is not None:
         iteration, lineage = iteration_of(step), ancestor_iterations(step)
     else:
         with contextlib.suppress(UserError):
-            match = STEP.fullmatch(read_file(directory / "latest", LATEST_LIMIT).decode(errors="replace").strip())
+            match = STEP.fullmatch(
+                read_file(directory / "latest", LATEST_LIMIT).decode(errors="replace").strip()
+            )
             iteration = int(match[1]) if match else None
-    earlier = [saved for saved in saved_iterations(directory) if iteration is None or saved < iteration]
+    earlier = [
+        saved for saved in saved_iterations(directory) if iteration is None or saved < iteration
+    ]
     if lineage is not None:
         earlier = [saved for saved in earlier if saved in lineage]
     return [step_folder(directory, tag_for(saved)) for saved in reversed(earlier)]
 
 
 def ancestor_iterations(step: Path) -> list[int] | None:
-    """`TrainingState.lineage` of a checkpoint; None if its files do not contain it or cannot be read."""
+    """`TrainingState.lineage` of a checkpoint; None if its files do not contain it or cannot be
+    read.
+    """
     try:
         lineage: list[int] | None = read_state_file(step).get("training", {}).get("lineage")
     except CheckpointError:
@@ -226,19 +258,23 @@ def ancestor_iterations(step: Path) -> list[int] | None:
     return lineage
 
 
-def check_replaced(directory: Path, saves: Callable[[int], bool], lineage: Collection[int] | None) -> list[int]:
-    """The iterations of checkpoints that a run will replace. Raises CheckpointError if one is of another run.
+def check_replaced(
+    directory: Path, saves: Callable[[int], bool], lineage: Collection[int] | None
+) -> list[int]:
+    """The iterations of checkpoints that a run will replace. Raises CheckpointError if one is of
+    another run.
 
-    saves: whether the run saves at an iteration. lineage: `TrainingState.lineage` at its start; None for a run that
-    starts from weights only. A checkpoint that descends from the same ones is an abandoned branch of this run.
+    saves: whether the run saves at an iteration. lineage: `TrainingState.lineage` at its start;
+    None for a run that starts from weights only. A checkpoint that descends from the same ones is
+    an abandoned branch of this run.
     """
     replaced = list(filter(saves, saved_iterations(directory)))
     for iteration in replaced:
         other = ancestor_iterations(step_folder(directory, tag_for(iteration)))
         if lineage is None or (other is not None and not set(lineage) <= set(other)):
             raise CheckpointError(
-                f"save: {directory} contains {tag_for(iteration)} of another run, which this run would replace at "
-                f"iteration {iteration:,}; choose another save"
+                f"save: {directory} contains {tag_for(iteration)} of another run, which this run "
+                f"would replace at iteration {iteration:,}; choose another save"
             )
     return replaced
 
@@ -248,9 +284,9 @@ def update_latest(directory: Path, tag: str) -> None:
 
 
 def clean_up(directory: Path) -> None:
-    """Remove files that a killed process left behind, restore a checkpoint that it was replacing, and point `latest` at
-    the first checkpoint if it was killed just before that. Call this only if no other process is saving to the
-    directory.
+    """Remove files that a killed process left behind, restore a checkpoint that it was replacing,
+    and point `latest` at the first checkpoint if it was killed just before that. Call this only if
+    no other process is saving to the directory.
     """
     if not directory.is_dir():
         return
@@ -283,8 +319,9 @@ def _delete(path: Path) -> None:
 def publish(directory: Path, unfinished: Path, tag: str) -> None:
     """Give a completely written checkpoint its name, and point `latest` at it.
 
-    `find_step` finds a checkpoint after each of these system calls. A directory cannot be renamed onto an existing one,
-    so a replaced checkpoint is first renamed to a name that `step_folder` knows.
+    `find_step` finds a checkpoint after each of these system calls. A directory cannot be renamed
+    onto an existing one, so a replaced checkpoint is first renamed to a name that `step_folder`
+    knows.
     """
     final, replaced = directory / tag, directory / f".{tag}.replaced"
     sync_folder(unfinished)
@@ -298,12 +335,14 @@ def publish(directory: Path, unfinished: Path, tag: str) -> None:
 
 
 def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> Iterator[int]:
-    """Delete all but the last `keep` checkpoints of a run; yields the iteration of each deleted one.
+    """Delete all but the last `keep` checkpoints of a run; yields the iteration of each deleted
+    one.
 
-    lineage: those of `TrainingState.lineage` of the newest one that may be deleted. Other checkpoints do not count and
-    stay: those from which the run was finetuned, and those of a run that was resumed at an earlier iteration. Never
-    deletes the checkpoint that `latest` names. Deletes nothing unless at least one of the remaining checkpoints has all
-    its files at their full size.
+    lineage: those of `TrainingState.lineage` of the newest one that may be deleted. Other
+        checkpoints do not count and
+    stay: those from which the run was finetuned, and those of a run that was resumed at an earlier
+    iteration. Never deletes the checkpoint that `latest` names. Deletes nothing unless at least one
+    of the remaining checkpoints has all its files at their full size.
     """
     latest = directory / "latest"
     latest_tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
@@ -321,7 +360,8 @@ def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> Iterat
 
 
 def read_state_file(step: Path) -> dict[str, Any]:
-    """The contents of `mp_rank_00_model_states.pt`, which the KERPLE release writes too; empty if there is none.
+    """The contents of `mp_rank_00_model_states.pt`, which the KERPLE release writes too; empty if
+    there is none.
 
     Raises CheckpointError if it is damaged, or its iteration or samples are not numbers.
     """
@@ -330,35 +370,53 @@ def read_state_file(step: Path) -> dict[str, Any]:
         return {}
     saved = load_file(path)
     if not isinstance(saved, dict):
-        raise CheckpointError(f"{path}: contains a {type(saved).__name__} instead of a dictionary; the file is damaged")
+        raise CheckpointError(
+            f"{path}: contains a {type(saved).__name__} instead of a dictionary; the file is "
+            "damaged"
+        )
     if not isinstance(saved.get("training", {}), dict):
         raise CheckpointError(f"{path}: training is not a dictionary; the file is damaged")
     for name in ("iteration", "global_samples"):
         count = saved.get(name)
         if count is not None and not (type(count) is int and 0 <= count < 2**63):
-            raise CheckpointError(f"{path}: {name} is not a number of steps or samples; the file is damaged")
+            raise CheckpointError(
+                f"{path}: {name} is not a number of steps or samples; the file is damaged"
+            )
     return saved
 
 
-# -- manifest ----------------------------------------------------------------------------------------------------------
+# -- manifest
+# --------------------------------------------------------------------------------------------------
 
 
 def write_manifest(step: Path, iteration: int, records: Mapping[str, FileRecord]) -> None:
-    files = {name: {"size": record.size, "crc32": f"{record.crc32:08x}"} for name, record in sorted(records.items())}
-    manifest = {"format": MANIFEST_FORMAT, "iteration": iteration, "checksum": "crc32", "files": files}
+    files = {
+        name: {"size": record.size, "crc32": f"{record.crc32:08x}"}
+        for name, record in sorted(records.items())
+    }
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "iteration": iteration,
+        "checksum": "crc32",
+        "files": files,
+    }
     write_json(step / MANIFEST, manifest)
 
 
 def write_manifest_of_folder(step: Path, iteration: int) -> None:
-    """Write a manifest of the files now on disk, without hidden ones: for imported checkpoints, or one that lost its
-    manifest.
+    """Write a manifest of the files now on disk, without hidden ones: for imported checkpoints, or
+    one that lost its manifest.
     """
     paths = (path for path in step.rglob("[!.]*") if path.is_file() and path != step / MANIFEST)
-    write_manifest(step, iteration, {path.relative_to(step).as_posix(): file_record(path) for path in paths})
+    write_manifest(
+        step, iteration, {path.relative_to(step).as_posix(): file_record(path) for path in paths}
+    )
 
 
 def read_manifest(step: Path) -> dict[str, FileRecord] | None:
-    """File name -> record, or None if there is no manifest. Raises CheckpointError if it is damaged."""
+    """File name -> record, or None if there is no manifest. Raises CheckpointError if it is
+    damaged.
+    """
     path = step / MANIFEST
     if not os.path.lexists(path):
         return None
@@ -370,16 +428,20 @@ def read_manifest(step: Path) -> dict[str, FileRecord] | None:
         for name, entry in manifest["files"].items():
             records[name] = FileRecord(int(entry["size"]), int(entry["crc32"], 16))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path}: is not a checkpoint manifest; the file is damaged ({error})") from error
+        raise CheckpointError(
+            f"{path}: is not a checkpoint manifest; the file is damaged ({error})"
+        ) from error
     return records
 
 
-def find_damage(step: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
-    """The first file that does not match the manifest, as `FILE: what is wrong`. None for a valid checkpoint, and for
-    one without a manifest that another program saved.
+def find_damage(
+    step: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)
+) -> str | None:
+    """The first file that does not match the manifest, as `FILE: what is wrong`. None for a valid
+    checkpoint, and for one without a manifest that another program saved.
 
-    contents: read the files and compare checksums; if False, compare only sizes. share: (rank, ranks), to check only
-    this rank's part of the files.
+    contents: read the files and compare checksums; if False, compare only sizes. share: (rank,
+    ranks), to check only this rank's part of the files.
     """
     # Checkpoints of other programs have no manifest, which this project writes to all of its own.
     try:
@@ -390,14 +452,17 @@ def find_damage(step: Path, *, contents: bool = True, share: tuple[int, int] = (
         if not saved_by_this_project(step):
             return None
         return (
-            f"{step / MANIFEST}: no such file, so the checkpoint cannot be verified (if you trust its files: "
-            f"kerple inspect {step} --accept)"
+            f"{step / MANIFEST}: no such file, so the checkpoint cannot be verified (if you trust "
+            f"its files: kerple inspect {step} --accept)"
         )
 
     # A file that is not in the manifest may be from another checkpoint.
     unlisted = sorted(path.name for path in step.glob("[!.]*.pt") if path.name not in records)
     if unlisted:
-        return f"{step / unlisted[0]}: is not in the manifest, so it does not belong to this checkpoint"
+        return (
+            f"{step / unlisted[0]}: is not in the manifest, so it does not belong to this "
+            "checkpoint"
+        )
 
     def damage_of(name: str) -> str | None:
         path, record = step / name, records[name]
@@ -410,7 +475,9 @@ def find_damage(step: Path, *, contents: bool = True, share: tuple[int, int] = (
         except FileNotFoundError:
             return f"{path}: no such file"
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
-            return f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
+            return (
+                f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
+            )
         except UserError as error:
             return str(error)
         return None
@@ -435,8 +502,8 @@ def saved_by_this_project(step: Path) -> bool:
 def weights_fingerprint(step: Path) -> str:
     """16 hexadecimal digits that identify the weights, independent of the checkpoint's path.
 
-    Computed from the layer files' sizes and checksums in the manifest, or from their contents if there is none. Raises
-    CheckpointError if files are missing or cannot be read.
+    Computed from the layer files' sizes and checksums in the manifest, or from their contents if
+    there is none. Raises CheckpointError if files are missing or cannot be read.
     """
     digest = hashlib.sha256()
     records = read_manifest(step)

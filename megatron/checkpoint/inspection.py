@@ -19,11 +19,17 @@ from megatron.checkpoint.directory import (
     read_manifest,
     read_state_file,
 )
-from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, merge_shards, tied_output
+from megatron.checkpoint.layers import (
+    COMPUTED_BUFFERS,
+    POSITIONAL_PREFIXES,
+    merge_shards,
+    tied_output,
+)
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.config.schema.model import ModelConfig
 
-# Tensors that tensor parallelism splits: those of column- and row-parallel layers and of the vocabulary.
+# Tensors that tensor parallelism splits: those of column- and row-parallel layers and of the
+# vocabulary.
 SLICED = re.compile(
     r"word_embeddings\.weight|final_linear\.weight|attention\.query_key_value\.(weight|bias)|attention\.dense\.weight"
     r"|mlp\.(dense_h_to_4h|w1|w3)\.(weight|bias)|mlp\.(dense_4h_to_h|w2)\.weight"
@@ -31,11 +37,12 @@ SLICED = re.compile(
 
 
 def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
-    """A checkpoint as plain values: `step`, `iteration`, `manifest`, `files`, `bytes`, `parameters`, `layers`,
-    `tensor_parallel`, `dtypes`, `optimizer`, `training`, `shape`; and, if `config` is given, `pos_emb` and `kernels`.
+    """A checkpoint as plain values: `step`, `iteration`, `manifest`, `files`, `bytes`,
+    `parameters`, `layers`, `tensor_parallel`, `dtypes`, `optimizer`, `training`, `shape`; and, if
+    `config` is given, `pos_emb` and `kernels`.
 
-    config: the model section of the checkpoint's configuration. manifest: "whole", "none", or the damage. kernels: see
-    `head_values`. Raises CheckpointError if a file cannot be read safely.
+    config: the model section of the checkpoint's configuration. manifest: "whole", "none", or the
+    damage. kernels: see `head_values`. Raises CheckpointError if a file cannot be read safely.
     """
     layers = layer_files(step)
     paths = [path for path in step.rglob("*") if path.is_file()]
@@ -47,7 +54,9 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
         optimizer = f"per parameter, in {optimizer_files} file{'s' * (optimizer_files > 1)}"
     tied = None if config is None else tied_output(config)
     own_layers = {index: files for index, files in layers.items() if index != tied}
-    counts, dtypes = _parameter_counts(own_layers, shared=config is None or config.build_on_meta()[0].shared)
+    counts, dtypes = _parameter_counts(
+        own_layers, shared=config is None or config.build_on_meta()[0].shared
+    )
     description = {
         "step": str(step),
         "iteration": saved.get("iteration") or iteration_of(step),
@@ -55,7 +64,10 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
         "files": len(paths),
         "bytes": sum(path.stat().st_size for path in paths),
         "parameters": sum(counts.values()),
-        "layers": {str(index): sum(path.stat().st_size for path in files) for index, files in layers.items()},
+        "layers": {
+            str(index): sum(path.stat().st_size for path in files)
+            for index, files in layers.items()
+        },
         "tensor_parallel": max(map(len, layers.values())),
         "dtypes": sorted(dtypes),
         "optimizer": optimizer,
@@ -68,10 +80,13 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
     return description
 
 
-def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[dict[str, int], set[str]]:
+def _parameter_counts(
+    layers: dict[int, list[Path]], *, shared: bool
+) -> tuple[dict[str, int], set[str]]:
     """(name -> elements, dtypes). A tensor of which layers or shards store copies is counted once.
 
-    shared: all layers have the same positional parameters. Raises CheckpointError if a shard lacks a tensor.
+    shared: all layers have the same positional parameters. Raises CheckpointError if a shard lacks
+        a tensor.
     """
     counts: dict[str, int] = {}
     dtypes: set[str] = set()
@@ -83,19 +98,25 @@ def _parameter_counts(layers: dict[int, list[Path]], *, shared: bool) -> tuple[d
                 continue
             for path, shard in zip(paths, shards, strict=True):
                 if name not in shard:
-                    raise CheckpointError(f"{path}: lacks {name}, which {paths[0].name} has; the file is incomplete")
+                    raise CheckpointError(
+                        f"{path}: lacks {name}, which {paths[0].name} has; the file is incomplete"
+                    )
             sliced = SLICED.fullmatch(name) is not None
-            if name.startswith(POSITIONAL_PREFIXES):  # the release splits them by head, this project does not
+            if name.startswith(
+                POSITIONAL_PREFIXES
+            ):  # the release splits them by head, this project does not
                 copies = [shard[name] for shard in shards]
-                sliced = any(tensor.dtype != copy.dtype or not torch.equal(tensor, copy) for copy in copies)
+                sliced = any(
+                    tensor.dtype != copy.dtype or not torch.equal(tensor, copy) for copy in copies
+                )
             key = name if shared and name.startswith(POSITIONAL_PREFIXES) else f"{index}.{name}"
             counts[key] = sum(shard[name].numel() for shard in shards) if sliced else tensor.numel()
     return counts, dtypes
 
 
 def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
-    """The positional methods of a checkpoint with their parameters: ("all layers", method) if the layers share one, or
-    ("layer I", method) for each layer. Reads only the positional parameters.
+    """The positional methods of a checkpoint with their parameters: ("all layers", method) if the
+    layers share one, or ("layer I", method) for each layer. Reads only the positional parameters.
     """
     files = layer_files(step)
     methods = build_layers(config.pos_emb, config.shape, **config.positional_options)
@@ -109,20 +130,28 @@ def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, P
         shards = [read_weights(path) for path in paths]
         parameters = {}
         for name, parameter in method.named_parameters():
-            key = next((prefix + name for prefix in POSITIONAL_PREFIXES if prefix + name in shards[0]), None)
+            key = next(
+                (prefix + name for prefix in POSITIONAL_PREFIXES if prefix + name in shards[0]),
+                None,
+            )
             if key is not None:
-                parameters[name] = merge_shards(key, [shard[key] for shard in shards], parameter.shape, paths[0])
+                parameters[name] = merge_shards(
+                    key, [shard[key] for shard in shards], parameter.shape, paths[0]
+                )
         if not parameters and any(True for _ in method.parameters()):
             continue
-        method.load_state_dict({**method.state_dict(), **{name: value.float() for name, value in parameters.items()}})
+        method.load_state_dict(
+            {**method.state_dict(), **{name: value.float() for name, value in parameters.items()}}
+        )
         yield ("all layers" if method.shared else f"layer {index - 2}"), method
 
 
 def head_values(step: Path, config: ModelConfig) -> dict[str, dict[str, list[float]]]:
-    """ "all layers" or "layer I" -> parameter name -> its value for each head, as the method uses it.
+    """ "all layers" or "layer I" -> parameter name -> its value for each head, as the method uses
+    it.
 
-    Methods with a bias add `effective_length`, the smallest distance whose bias is below -2 (Figure 6 of the KERPLE
-    paper), or 20,480 if there is none.
+    Methods with a bias add `effective_length`, the smallest distance whose bias is below -2 (Figure
+    6 of the KERPLE paper), or 20,480 if there is none.
     """
     values_by_place: dict[str, dict[str, list[float]]] = {}
     for place, method in positional_methods(step, config):
@@ -135,10 +164,14 @@ def head_values(step: Path, config: ModelConfig) -> dict[str, dict[str, list[flo
 
 
 def check_finite(step: Path) -> None:
-    """Read all weights. Raises CheckpointError, naming the first tensor that contains NaN or infinity."""
+    """Read all weights. Raises CheckpointError, naming the first tensor that contains NaN or
+    infinity.
+    """
     for paths in layer_files(step).values():
         for path in paths:
             for name, tensor in read_weights(path).items():
                 count = int((~torch.isfinite(tensor)).sum())
                 if count:
-                    raise CheckpointError(f"{path}: {name} contains {count} values that are NaN or infinite")
+                    raise CheckpointError(
+                        f"{path}: {name} contains {count} values that are NaN or infinite"
+                    )

@@ -1,12 +1,14 @@
-"""Weights on disk: one file per layer and tensor-parallel rank, `layer_XX-model_YY-model_states.pt`.
+"""Weights on disk: one file per layer and tensor-parallel rank,
+`layer_XX-model_YY-model_states.pt`.
 
-This is the layout of DeepSpeed and of the KERPLE release. Models without a pipeline are saved in the same layout, so
-the weights in a checkpoint do not depend on the parallel layout of the run.
+This is the layout of DeepSpeed and of the KERPLE release. Models without a pipeline are saved in
+the same layout, so the weights in a checkpoint do not depend on the parallel layout of the run.
 
-Layer files of GPT-NeoX and of the KERPLE release differ from those of this project. Both add the biases of row-parallel
-layers after the results of the ranks are summed, except with `gpt_j_residual`: there, every tensor-parallel rank adds
-its own bias before the sum. GPT-NeoX 2 orders the rows of query_key_value differently if query heads share keys. The
-parameter of an RMSNorm is called `scale`.
+Layer files of GPT-NeoX and of the KERPLE release differ from those of this project. Both add the
+biases of row-parallel layers after the results of the ranks are summed, except with
+`gpt_j_residual`: there, every tensor-parallel rank adds its own bias before the sum. GPT-NeoX 2
+orders the rows of query_key_value differently if query heads share keys. The parameter of an
+RMSNorm is called `scale`.
 """
 
 import functools
@@ -17,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from kerple.positional import PositionalMethod
-from megatron.checkpoint.directory import STATE_FILE, layer_file, layer_files, read_state_file, saved_by_this_project
+from megatron.checkpoint.directory import (
+    STATE_FILE,
+    layer_file,
+    layer_files,
+    read_state_file,
+    saved_by_this_project,
+)
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT, TransformerBlock
@@ -25,7 +33,10 @@ from megatron.model.parallel import full_shape, slice_for_rank
 from megatron.model.settings import ModelSettings
 
 # Parameters of GPT-NeoX's RMSNorm -> their names in this project.
-SCALE_NAMES = {f"{norm}.scale": f"{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm", "norm")}
+SCALE_NAMES = {
+    f"{norm}.scale": f"{norm}.weight"
+    for norm in ("input_layernorm", "post_attention_layernorm", "norm")
+}
 
 NORM_PREFIXES = ("input_layernorm.", "post_attention_layernorm.", "norm.")
 ROW_PARALLEL_BIASES = ("attention.dense.bias", "mlp.dense_4h_to_h.bias", "mlp.w2.bias")
@@ -33,7 +44,9 @@ QUERY_KEY_VALUE = ("attention.query_key_value.weight", "attention.query_key_valu
 
 
 class Origin:
-    """The program that wrote a checkpoint. Its state file is read when a property is used, and then only once."""
+    """The program that wrote a checkpoint. Its state file is read when a property is used, and then
+    only once.
+    """
 
     def __init__(self, step: Path):
         self.step = step
@@ -44,17 +57,18 @@ class Origin:
 
     @functools.cached_property
     def is_grouped_by_kind(self) -> bool:
-        """Whether GPT-NeoX wrote the checkpoint, whose ranks have all their queries, then all keys, then all values.
+        """Whether GPT-NeoX wrote the checkpoint, whose ranks have all their queries, then all keys,
+        then all values.
 
-        DeepSpeed stores the number of data-parallel ranks; the converters of this project do not. Raises
-        CheckpointError if there is no state file.
+        DeepSpeed stores the number of data-parallel ranks; the converters of this project do not.
+        Raises CheckpointError if there is no state file.
         """
         saved = read_state_file(self.step)
         if not saved:
             raise CheckpointError(
-                f"{self.step / STATE_FILE}: no such file. The model has num_kv_heads, and without this file the order "
-                "of its queries, keys and values in the layer files is not known; copy it from where the checkpoint "
-                "was saved"
+                f"{self.step / STATE_FILE}: no such file. The model has num_kv_heads, and without "
+                "this file the order of its queries, keys and values in the layer files is not "
+                "known; copy it from where the checkpoint was saved"
             )
         return "dp_world_size" in saved
 
@@ -67,9 +81,11 @@ def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def own_layout(
     layer: nn.Module, shards: Sequence[Mapping[str, Tensor]], origin: Origin
 ) -> Sequence[Mapping[str, Tensor]]:
-    """A layer's tensors of all tensor-parallel ranks, with values as this project would have saved them.
+    """A layer's tensors of all tensor-parallel ranks, with values as this project would have saved
+    them.
 
-    layer: of the configured model. Raises CheckpointError if the order of the rows of query_key_value is not known.
+    layer: of the configured model. Raises CheckpointError if the order of the rows of
+        query_key_value is not known.
     """
     shares_keys = isinstance(layer, TransformerBlock) and layer.attention.queries_per_key > 1
     if (len(shards) == 1 and not shares_keys) or origin.is_this_project:
@@ -78,10 +94,16 @@ def own_layout(
     if isinstance(layer, TransformerBlock) and shares_keys and origin.is_grouped_by_kind:
         for shard in converted:
             for name in shard.keys() & set(QUERY_KEY_VALUE):
-                shard[name] = group_by_key(shard[name], layer.attention.queries_per_key, layer.attention.head_size)
+                shard[name] = group_by_key(
+                    shard[name], layer.attention.queries_per_key, layer.attention.head_size
+                )
     if len(shards) == 1:
         return converted
-    summed = ROW_PARALLEL_BIASES if isinstance(layer, TransformerBlock) and layer.parallel_residual else ()
+    summed = (
+        ROW_PARALLEL_BIASES
+        if isinstance(layer, TransformerBlock) and layer.parallel_residual
+        else ()
+    )
     for name, first in shards[0].items():
         # The ranks' norms are replicas, but they may have been trained apart by rounding.
         if name not in summed and not name.startswith(NORM_PREFIXES):
@@ -95,8 +117,9 @@ def own_layout(
 
 
 def group_by_key(rows: Tensor, queries_per_key: int, head_size: int) -> Tensor:
-    """Reorder the rows `[(h + 2 g) d, ...]` of query_key_value for h query heads and g key heads: from all queries, all
-    keys, all values to groups of the queries that share a key, this key, and its value.
+    """Reorder the rows `[(h + 2 g) d, ...]` of query_key_value for h query heads and g key heads:
+    from all queries, all keys, all values to groups of the queries that share a key, this key, and
+    its value.
     """
     groups, rest = divmod(len(rows), (queries_per_key + 2) * head_size)
     if rest:
@@ -109,7 +132,8 @@ def group_by_key(rows: Tensor, queries_per_key: int, head_size: int) -> Tensor:
 
 EMBEDDING, OUTPUT = "word_embeddings.weight", "final_linear.weight"
 
-# Copies of a tensor may differ by this, relative to its largest value: ranks can be trained apart by rounding.
+# Copies of a tensor may differ by this, relative to its largest value: ranks can be trained apart
+# by rounding.
 COPY_TOLERANCE = 0.01
 
 # Command-line names of the dtypes that weights are converted to.
@@ -140,32 +164,44 @@ def weight_layers(layers: Mapping[int, nn.Module], config: ModelConfig) -> dict[
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's parameters and persistent buffers, without the placeholders that megatron-core adds."""
-    return {name: tensor for name, tensor in layer.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
+    """The layer's parameters and persistent buffers, without the placeholders that megatron-core
+    adds.
+    """
+    return {
+        name: tensor
+        for name, tensor in layer.state_dict(keep_vars=True).items()
+        if torch.is_tensor(tensor)
+    }
 
 
 def layer_state(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's parameters and persistent buffers, ready for torch.save, which writes a tensor's whole storage.
+    """The layer's parameters and persistent buffers, ready for torch.save, which writes a tensor's
+    whole storage.
 
     A tensor that is contiguous and fills its storage is returned itself, others are copied.
     """
     state = {}
     for name, tensor in tensors_of(layer).items():
-        fills_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        fills_storage = (
+            tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        )
         detached = tensor.detach()
-        state[name] = detached if fills_storage else detached.clone(memory_format=torch.contiguous_format)
+        state[name] = (
+            detached if fills_storage else detached.clone(memory_format=torch.contiguous_format)
+        )
     return state
 
 
-# -- tensor parallelism ------------------------------------------------------------------------------------------------
+# -- tensor parallelism
+# ------------------------------------------------------------------------------------------------
 
 
 def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, source: Path) -> Tensor:
     """One tensor of the expected shape from the shards of all tensor-parallel ranks.
 
-    Shards of the expected shape are replicas (norms, biases of row-parallel layers, positional parameters). Otherwise
-    the shards are concatenated along the one dimension in which their sizes add up. Raises CheckpointError, naming both
-    shapes, if neither fits.
+    Shards of the expected shape are replicas (norms, biases of row-parallel layers, positional
+    parameters). Otherwise the shards are concatenated along the one dimension in which their sizes
+    add up. Raises CheckpointError, naming both shapes, if neither fits.
     """
     if all(shard.shape == expected for shard in shards):
         return shards[0]
@@ -177,13 +213,15 @@ def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, sour
                 return torch.cat(list(shards), dim)
     shapes = " + ".join(str(tuple(shard.shape)) for shard in shards)
     raise CheckpointError(
-        f"{source}: {name} has shape {shapes} in the checkpoint and {tuple(expected)} in the configured model; "
-        "the configuration describes a model of a different size"
+        f"{source}: {name} has shape {shapes} in the checkpoint and {tuple(expected)} in the "
+        "configured model; the configuration describes a model of a different size"
     )
 
 
 def check_copies(copies: Sequence[Tensor], problem: str) -> None:
-    """Raises CheckpointError, with the message `problem`, if copies of a tensor differ by more than rounding."""
+    """Raises CheckpointError, with the message `problem`, if copies of a tensor differ by more than
+    rounding.
+    """
     if copies[0].is_meta:
         return
     first, *others = (tensor.float() for tensor in copies)
@@ -193,12 +231,15 @@ def check_copies(copies: Sequence[Tensor], problem: str) -> None:
             raise CheckpointError(f"{problem} (largest difference: {difference:.2g})")
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
+# -- loading
+# --------------------------------------------------------------------------------------------------
 
 
-def open_layers(step: Path, indices: Iterable[int] | None = None) -> dict[int, list[dict[str, Tensor]]]:
-    """Open the files of all layers, or of `indices`, with this project's names. The tensors are memory-mapped: do not
-    write to them.
+def open_layers(
+    step: Path, indices: Iterable[int] | None = None
+) -> dict[int, list[dict[str, Tensor]]]:
+    """Open the files of all layers, or of `indices`, with this project's names. The tensors are
+    memory-mapped: do not write to them.
     """
     files = layer_files(step)
     chosen = files if indices is None else [index for index in indices if index in files]
@@ -216,9 +257,9 @@ def load_layers(
 ) -> None:
     """Fill the layers in place from a checkpoint of any tensor-parallel size.
 
-    states: the opened files, from `open_layers`; by default they are opened here. positional: False neither reads nor
-    changes the tensors of positional methods. Raises CheckpointError, before a layer is changed, if its names or shapes
-    do not match.
+    states: the opened files, from `open_layers`; by default they are opened here. positional: False
+    neither reads nor changes the tensors of positional methods. Raises CheckpointError, before a
+    layer is changed, if its names or shapes do not match.
     """
     states = open_layers(step, layers) if states is None else states
     origin = Origin(step)
@@ -231,18 +272,25 @@ def load_layers(
 
 
 def check_sizes(
-    step: Path, settings: ModelSettings, states: LayerStates | None = None, *, positional: bool = True
+    step: Path,
+    settings: ModelSettings,
+    states: LayerStates | None = None,
+    *,
+    positional: bool = True,
 ) -> None:
-    """Compare names, shapes and number of all tensors in a checkpoint with a model of these settings, on one rank, and
-    the copies of what its layers share.
+    """Compare names, shapes and number of all tensors in a checkpoint with a model of these
+    settings, on one rank, and the copies of what its layers share.
 
-    Reads no other weights. states: the opened files, from `open_layers`. positional: False leaves out the tensors of
-    positional methods. Raises CheckpointError, naming both sides of a difference.
+    Reads no other weights. states: the opened files, from `open_layers`. positional: False leaves
+    out the tensors of positional methods. Raises CheckpointError, naming both sides of a
+    difference.
     """
     files = open_layers(step) if states is None else states
     states = {}
     for index, shards in files.items():
-        states[index] = [{name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards]
+        states[index] = [
+            {name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards
+        ]
     config = settings.config
     check_dimensions(states, config, step)
     with torch.device("meta"):
@@ -258,20 +306,22 @@ def check_sizes(
 
 
 def check_dimensions(states: LayerStates, config: ModelConfig, step: Path) -> None:
-    """Compare the number of layers and the hidden size with the checkpoint's, before the model is built. Raises
-    CheckpointError, naming both sides of a difference.
+    """Compare the number of layers and the hidden size with the checkpoint's, before the model is
+    built. Raises CheckpointError, naming both sides of a difference.
     """
-    # A checkpoint may contain the output layer even if the model uses the embedding's weights for it.
+    # A checkpoint may contain the output layer even if the model uses the embedding's weights for
+    # it.
     last = config.num_layers + (4 if config.no_weight_tying else 3)
     if max(states) not in (last, config.num_layers + 4):
         raise CheckpointError(
-            f"{step}: the last layer file has index {max(states)}, but the configured model would have {last}; "
-            "num-layers (or no-weight-tying) differs"
+            f"{step}: the last layer file has index {max(states)}, but the configured model would "
+            f"have {last}; num-layers (or no-weight-tying) differs"
         )
     for index in (0, *range(2, config.num_layers + 2), config.num_layers + 3):
         if index not in states:
             raise CheckpointError(
-                f"{layer_file(step, index, 0)}: no such file; num-layers differs, or the checkpoint is incomplete"
+                f"{layer_file(step, index, 0)}: no such file; num-layers differs, or the "
+                "checkpoint is incomplete"
             )
     rows = embedding_rows(states, step)
     shards = [shard[EMBEDDING].to("meta") for shard in states[0]]
@@ -289,24 +339,31 @@ def embedding_rows(states: LayerStates, step: Path) -> int:
 def _check_tied_output(
     embedding: Sequence[Mapping[str, Tensor]], output: Sequence[Mapping[str, Tensor]], source: Path
 ) -> None:
-    """Raises CheckpointError if the file of an output layer, which the configured model does not have, contains other
-    weights than the embedding.
+    """Raises CheckpointError if the file of an output layer, which the configured model does not
+    have, contains other weights than the embedding.
     """
     expected = torch.cat([shard[EMBEDDING] for shard in embedding])
     shards = [shard[name] for shard in output for name in (OUTPUT, EMBEDDING) if name in shard]
     weight = merge_shards(OUTPUT, shards, expected.shape, source) if shards else torch.empty(0)
     if not torch.equal(weight.to(expected.dtype), expected):
         raise CheckpointError(
-            f"{source}: contains an output layer with other weights than the embedding, but the configured model uses "
+            f"{source}: contains an output layer with other weights than the embedding, but the "
+            "configured model uses "
             'the embedding\'s; set "no-weight-tying": true'
         )
 
 
-def _check_shared_method(layers: Mapping[int, nn.Module], files: LayerStates, pos_emb: str, step: Path) -> None:
-    """Raises CheckpointError if layers that share the parameters of a positional method have different ones."""
+def _check_shared_method(
+    layers: Mapping[int, nn.Module], files: LayerStates, pos_emb: str, step: Path
+) -> None:
+    """Raises CheckpointError if layers that share the parameters of a positional method have
+    different ones.
+    """
     first: dict[str, Tensor] = {}
     for index, layer in layers.items():
-        method = getattr(layer.attention, "rpe", None) if isinstance(layer, TransformerBlock) else None
+        method = (
+            getattr(layer.attention, "rpe", None) if isinstance(layer, TransformerBlock) else None
+        )
         if method is None or not method.shared:
             continue
         for name, parameter in method.named_parameters(prefix="attention.rpe"):
@@ -319,26 +376,39 @@ def _check_shared_method(layers: Mapping[int, nn.Module], files: LayerStates, po
             )
             check_copies(
                 (first.setdefault(name, copy), copy),
-                f"{layer_file(step, index, 0)}: {name} differs from that of the first layer, but the layers of the "
-                f"configured model share it. If each layer has its own, set {per_layer}",
+                f"{layer_file(step, index, 0)}: {name} differs from that of the first layer, but "
+                "the layers of the configured model share it. If each layer has its own, set "
+                f"{per_layer}",
             )
 
 
 def _merge_layer(
-    index: int, layer: nn.Module, states: LayerStates, origin: Origin, tensor_size: int, positional: bool
+    index: int,
+    layer: nn.Module,
+    states: LayerStates,
+    origin: Origin,
+    tensor_size: int,
+    positional: bool,
 ) -> dict[str, Tensor]:
-    """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or misshapen tensor."""
+    """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or
+    misshapen tensor.
+    """
 
     def included(name: str) -> bool:
         return positional or not name.startswith(POSITIONAL_PREFIXES)
 
     # Without its positional tensors, a layer may have none.
-    expected = {name: full_shape(tensor, tensor_size) for name, tensor in tensors_of(layer).items() if included(name)}
+    expected = {
+        name: full_shape(tensor, tensor_size)
+        for name, tensor in tensors_of(layer).items()
+        if included(name)
+    }
     if not expected:
         return {}
     if index not in states:
         raise CheckpointError(
-            f"{origin.step}: has no file for layer {index} of the configured model; num-layers differs"
+            f"{origin.step}: has no file for layer {index} of the configured model; num-layers "
+            "differs"
         )
 
     # Names. Tensors that the module computes may be in the file, but are not needed.
@@ -348,15 +418,28 @@ def _merge_layer(
         if isinstance(module, PositionalMethod):
             computed |= {f"{prefix}.{name}" for name in module.computed}
     missing = [name for name in expected if name not in shards[0]]
-    unknown = [name for name in shards[0] if included(name) and name not in expected and name not in computed]
+    unknown = [
+        name
+        for name in shards[0]
+        if included(name) and name not in expected and name not in computed
+    ]
     if missing or unknown:
         parts = [f"lacks {', '.join(missing)}, which the configured model has"] if missing else []
-        parts += [f"contains {', '.join(unknown)}, which the configured model does not have"] if unknown else []
-        raise CheckpointError(f"{source}: {' and '.join(parts)}; check pos-emb and the keys that set the model's shape")
+        parts += (
+            [f"contains {', '.join(unknown)}, which the configured model does not have"]
+            if unknown
+            else []
+        )
+        raise CheckpointError(
+            f"{source}: {' and '.join(parts)}; check pos-emb and the keys that set the model's "
+            "shape"
+        )
     for name in expected:
         for shard in shards:
             if name not in shard:
-                raise CheckpointError(f"{source}: another tensor-parallel rank's file of this layer lacks {name}")
+                raise CheckpointError(
+                    f"{source}: another tensor-parallel rank's file of this layer lacks {name}"
+                )
 
     # Shapes, and equal copies on all ranks.
     full = {}
@@ -366,7 +449,8 @@ def _merge_layer(
         if copies[0].shape == shape:
             check_copies(
                 copies,
-                f"{source}: {name} differs from that of another tensor-parallel rank, but each has a copy of all of "
-                "it. The files are of different checkpoints, or damaged; copy them again",
+                f"{source}: {name} differs from that of another tensor-parallel rank, but each has "
+                "a copy of all of it. The files are of different checkpoints, or damaged; copy "
+                "them again",
             )
     return full

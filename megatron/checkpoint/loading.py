@@ -1,10 +1,16 @@
-"""Loading a checkpoint into a training run of any parallel layout: weights only (finetune), or everything (resume)."""
+"""Loading a checkpoint into a training run of any parallel layout: weights only (finetune), or
+everything (resume).
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.checkpoint.configuration import model_differences, replaces_positional_method, saved_config
+from megatron.checkpoint.configuration import (
+    model_differences,
+    replaces_positional_method,
+    saved_config,
+)
 from megatron.checkpoint.directory import (
     MANIFEST,
     STATE_FILE,
@@ -45,15 +51,16 @@ from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 Report = Callable[[str], None]
 
-# A vocabulary that is padded for at most this tensor-parallel size is that of the configured tokenizer.
+# A vocabulary that is padded for at most this tensor-parallel size is that of the configured
+# tokenizer.
 MAX_TENSOR_PARALLEL = 64
 
 
 def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | None:
     """The global_stepN directory that `load` refers to, or None to train from scratch.
 
-    Verifies its files against the manifest. `report` prints once per run. Raises CheckpointError if the checkpoint is
-    damaged, or missing although `finetune` or `iteration` asks for one.
+    Verifies its files against the manifest. `report` prints once per run. Raises CheckpointError if
+    the checkpoint is damaged, or missing although `finetune` or `iteration` asks for one.
     """
     settings = config.checkpoint
     if settings.load is None:
@@ -83,24 +90,37 @@ def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | 
         contents = run_on_all_ranks(lambda: manifest.read_bytes() if manifest.is_file() else None)
         if len(set(contents)) > 1:
             raise CheckpointError(
-                f"load: {load} does not have the same checkpoint of iteration {iteration} on all hosts; use a folder "
-                "that they share, or copy the checkpoint to each of them"
+                f"load: {load} does not have the same checkpoint of iteration {iteration} on all "
+                "hosts; use a folder that they share, or copy the checkpoint to each of them"
             )
 
     def damage_seen_by_any_rank(step: Path) -> str | None:
         """Each rank checks a part of the files."""
         share = (layout.rank, layout.world_size)
-        return next((damage for damage in run_on_all_ranks(lambda: find_damage(step, share=share)) if damage), None)
+        return next(
+            (
+                damage
+                for damage in run_on_all_ranks(lambda: find_damage(step, share=share))
+                if damage
+            ),
+            None,
+        )
 
-    return find_valid_step(load, iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank)
+    return find_valid_step(
+        load, iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank
+    )
 
 
-def checkpoint_vocab_size(step: Path, config: Config, tokenizer_size: int, tensor_size: int, report: Report) -> int:
-    """The padded vocabulary size of a run that starts from a checkpoint: `padded_vocab_size`, or else that of the
-    checkpoint, which depends on the tensor-parallel size with which its run was started.
+def checkpoint_vocab_size(
+    step: Path, config: Config, tokenizer_size: int, tensor_size: int, report: Report
+) -> int:
+    """The padded vocabulary size of a run that starts from a checkpoint: `padded_vocab_size`, or
+    else that of the checkpoint, which depends on the tensor-parallel size with which its run was
+    started.
 
-    tokenizer_size: number of tokens. tensor_size: tensor-parallel size of this run. Raises CheckpointError if the
-    checkpoint's size is not a padding of the tokenizer's vocabulary, or cannot be split over the ranks.
+    tokenizer_size: number of tokens. tensor_size: tensor-parallel size of this run. Raises
+    CheckpointError if the checkpoint's size is not a padding of the tokenizer's vocabulary, or
+    cannot be split over the ranks.
     """
     if config.model.padded_vocab_size is not None:
         return config.model.padded_vocab_size
@@ -109,26 +129,31 @@ def checkpoint_vocab_size(step: Path, config: Config, tokenizer_size: int, tenso
     default = padded_vocab_size(tokenizer_size, divisor, tensor_size)
     if rows == default:
         return rows
-    if all(rows != padded_vocab_size(tokenizer_size, divisor, ranks) for ranks in range(1, MAX_TENSOR_PARALLEL + 1)):
+    if all(
+        rows != padded_vocab_size(tokenizer_size, divisor, ranks)
+        for ranks in range(1, MAX_TENSOR_PARALLEL + 1)
+    ):
         raise CheckpointError(
-            f"{step}: its vocabulary is padded to {rows:,} tokens, but the tokenizer's {tokenizer_size:,} to "
-            f"{default:,} (make_vocab_size_divisible_by {divisor}, model_parallel_size {tensor_size}). If the "
-            f"checkpoint was trained with this tokenizer, set padded_vocab_size to {rows}"
+            f"{step}: its vocabulary is padded to {rows:,} tokens, but the tokenizer's "
+            f"{tokenizer_size:,} to {default:,} (make_vocab_size_divisible_by {divisor}, "
+            f"model_parallel_size {tensor_size}). If the checkpoint was trained with this "
+            f"tokenizer, set padded_vocab_size to {rows}"
         )
     if rows % tensor_size:
         raise CheckpointError(
-            f"{step}: its vocabulary, padded to {rows:,} tokens (padded_vocab_size), cannot be split over "
-            f"model_parallel_size {tensor_size}; choose a divisor of {rows}"
+            f"{step}: its vocabulary, padded to {rows:,} tokens (padded_vocab_size), cannot be "
+            f"split over model_parallel_size {tensor_size}; choose a divisor of {rows}"
         )
     report(
-        f"vocabulary padded to {rows:,} as in {step} (instead of {default:,}, for model_parallel_size {tensor_size})"
+        f"vocabulary padded to {rows:,} as in {step} (instead of {default:,}, for "
+        f"model_parallel_size {tensor_size})"
     )
     return rows
 
 
 def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> None:
-    """Compare the checkpoint's sizes and model settings with the configuration before a model is built. Raises
-    CheckpointError if it is of another model.
+    """Compare the checkpoint's sizes and model settings with the configuration before a model is
+    built. Raises CheckpointError if it is of another model.
     """
     settings = config.checkpoint
     new_method = _new_positional_method(step, config)
@@ -142,35 +167,43 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
         return
     if saved.model.release_bf16_distances != config.model.release_bf16_distances:
         report(
-            f"{step}: saved with release_bf16_distances {saved.model.release_bf16_distances}, this run uses "
-            f"{config.model.release_bf16_distances}: distances are rounded differently from now on"
+            f"{step}: saved with release_bf16_distances {saved.model.release_bf16_distances}, this "
+            f"run uses {config.model.release_bf16_distances}: distances are rounded differently "
+            "from now on"
         )
     if differences and not settings.finetune:
         raise CheckpointError(
-            f"{step}: is a checkpoint of a different model: {differences}. Use the configuration it was trained with, "
-            "or set finetune to start a new run from its weights anyway"
+            f"{step}: is a checkpoint of a different model: {differences}. Use the configuration "
+            "it was trained with, or set finetune to start a new run from its weights anyway"
         )
     if differences:
         report(f"finetune: the new model differs from the one it starts from: {differences}")
     if new_method:
         report(
-            f"finetune: the checkpoint's positional parameters are not used; those of {config.model.pos_emb} are new"
+            "finetune: the checkpoint's positional parameters are not used; those of "
+            f"{config.model.pos_emb} are new"
         )
 
 
 def resumable_config(config: Config) -> Config | None:
-    """The configuration that resumes this run from `save`; None if `save` has no checkpoints, or if the run loads the
-    latest of them anyway. The configuration in the latest checkpoint tells whether the run is the same: it was
-    started with the same `load`, `iteration` and `finetune`.
+    """The configuration that resumes this run from `save`; None if `save` has no checkpoints, or if
+    the run loads the latest of them anyway. The configuration in the latest checkpoint tells
+    whether the run is the same: it was started with the same `load`, `iteration` and `finetune`.
 
-    Raises CheckpointError if `save` contains checkpoints of another run, which this one would overwrite. With
-    `finetune`, they may be in the folder that `load` names: then they are those to start from.
+    Raises CheckpointError if `save` contains checkpoints of another run, which this one would
+    overwrite. With `finetune`, they may be in the folder that `load` names: then they are those to
+    start from.
     """
     settings = config.checkpoint
     is_same = same_folder(settings.save, settings.load)
     if settings.save is None or not looks_like_checkpoint(settings.save):
         return None
-    is_special = settings.finetune or settings.no_load_optim or settings.no_load_rng or settings.iteration is not None
+    is_special = (
+        settings.finetune
+        or settings.no_load_optim
+        or settings.no_load_rng
+        or settings.iteration is not None
+    )
     if is_same and not is_special:
         return None
     saved, problem = None, ""
@@ -180,7 +213,10 @@ def resumable_config(config: Config) -> Config | None:
         problem = f"checkpoints of an unknown run ({error})"
     if saved is not None and _starts_like(saved, settings):
         # The state that it left out when it started is not to be left out again.
-        left_out = {key: getattr(settings, key) and not getattr(saved, key) for key in ("no_load_optim", "no_load_rng")}
+        left_out = {
+            key: getattr(settings, key) and not getattr(saved, key)
+            for key in ("no_load_optim", "no_load_rng")
+        }
         return config.updated(load=settings.save, finetune=False, iteration=None, **left_out)
     if is_same:
         return None
@@ -190,19 +226,24 @@ def resumable_config(config: Config) -> Config | None:
         finetune = " with finetune" if settings.finetune else ""
         problem = f"checkpoints of another run, which was not started from {start}{finetune}"
     raise CheckpointError(
-        f"save: {settings.save} already contains {problem}. Choose another save; or, to resume that run, set load to "
-        "its folder, without finetune and iteration"
+        f"save: {settings.save} already contains {problem}. Choose another save; or, to resume "
+        "that run, set load to its folder, without finetune and iteration"
     )
 
 
 def _starts_like(saved: CheckpointConfig, settings: CheckpointConfig) -> bool:
     """Whether two runs start from the same checkpoint in the same way, or both from scratch."""
     same_load = saved.load == settings.load or same_folder(saved.load, settings.load)
-    return same_load and (saved.finetune, saved.iteration) == (settings.finetune, settings.iteration)
+    return same_load and (saved.finetune, saved.iteration) == (
+        settings.finetune,
+        settings.iteration,
+    )
 
 
 def same_folder(first: str | None, second: str | None) -> bool:
-    return first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
+    return (
+        first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
+    )
 
 
 def _new_positional_method(step: Path, config: Config) -> bool:
@@ -215,16 +256,20 @@ def _new_positional_method(step: Path, config: Config) -> bool:
         return False
 
 
-def load_checkpoint(engine: TrainingEngine, config: Config, step: Path | None, report: Report) -> TrainingState:
-    """Load the checkpoint that `locate_checkpoint` returned into the engine, and return the run's progress. Raises
-    CheckpointError if a file cannot be used.
+def load_checkpoint(
+    engine: TrainingEngine, config: Config, step: Path | None, report: Report
+) -> TrainingState:
+    """Load the checkpoint that `locate_checkpoint` returned into the engine, and return the run's
+    progress. Raises CheckpointError if a file cannot be used.
     """
     if step is None:
         return TrainingState()
     load_weights(engine, step, positional=not _new_positional_method(step, config))
     if config.checkpoint.finetune:
         engine.refresh_masters()
-        report(f"finetune: weights from {step}; optimizer, schedule and data start from the beginning")
+        report(
+            f"finetune: weights from {step}; optimizer, schedule and data start from the beginning"
+        )
         state = TrainingState()
     else:
         state = _resume(engine, config, step, report)
@@ -233,8 +278,9 @@ def load_checkpoint(engine: TrainingEngine, config: Config, step: Path | None, r
 
 
 def load_weights(engine: TrainingEngine, step: Path, *, positional: bool = True) -> None:
-    """Fill the rank's layers from a checkpoint of any parallel layout. positional: False leaves the positional method's
-    parameters as they are. Raises CheckpointError before changing a layer whose file does not fit.
+    """Fill the rank's layers from a checkpoint of any parallel layout. positional: False leaves the
+    positional method's parameters as they are. Raises CheckpointError before changing a layer whose
+    file does not fit.
     """
     layout = engine.layout
     for index, layer in weight_layers(engine.layers(), engine.config.model).items():
@@ -258,7 +304,9 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     saved = read_state_file(step)
     if "training" not in saved:
         if saved_by_this_project(step):
-            raise CheckpointError(f"{path}: the entry training is missing; the checkpoint is incomplete")
+            raise CheckpointError(
+                f"{path}: the entry training is missing; the checkpoint is incomplete"
+            )
         return _resume_original(engine, config, step, saved, report)
 
     # Where the run continues. In a new folder, it is another run, without earlier checkpoints.
@@ -269,14 +317,17 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     # A different number of ranks or samples per step is allowed.
     if saved["global_batch"] != engine.global_batch:
         report(
-            f"{step}: saved with {saved['global_batch']} samples per step, this run uses {engine.global_batch}; the "
-            "data continues at the same sample, the schedule at the same step"
+            f"{step}: saved with {saved['global_batch']} samples per step, this run uses "
+            f"{engine.global_batch}; the data continues at the same sample, the schedule at the "
+            "same step"
         )
     shape = engine.shape()
     if saved["shape"] != shape:
         texts = []
         for sizes in (saved["shape"], shape):
-            texts.append(", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items()))
+            texts.append(
+                ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items())
+            )
         report(f"{step}: saved with {texts[0]}; resharding its state for {texts[1]}")
 
     # Optimizer state, or float32 weights that match the loaded ones.
@@ -285,13 +336,17 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         before, now = saved.get("optimizer", "adam"), config.optimizer.name
         if OPTIMIZERS[before].state_tensors != OPTIMIZERS[now].state_tensors:
             raise CheckpointError(
-                f"{step}: has the state of {optimizer_setting(before)}, which {now} cannot use; use the optimizer that "
-                "saved it, or set no_load_optim to continue with a new optimizer state"
+                f"{step}: has the state of {optimizer_setting(before)}, which {now} cannot use; "
+                "use the optimizer that saved it, or set no_load_optim to continue with a new "
+                "optimizer state"
             )
         load_optimizer(engine, read_optimizer(step), step)
     else:
         engine.refresh_masters()
-        report("optimizer state not loaded: " + ("no-load-optim" if settings.no_load_optim else "it was not saved"))
+        report(
+            "optimizer state not loaded: "
+            + ("no-load-optim" if settings.no_load_optim else "it was not saved")
+        )
     restore_counters(engine, saved, loss_scale=load_optimizer_state)
 
     # Each rank has its own generators.
@@ -302,7 +357,10 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         if file.is_file() and same_ranks:
             restore_random_state(load_file(file))
         elif file.is_file():
-            report(f"{step}: its random states belong to a different parallel layout; the generators are reseeded")
+            report(
+                f"{step}: its random states belong to a different parallel layout; the generators "
+                "are reseeded"
+            )
         else:
             report(f"{step}: has no random states for these ranks; the generators are reseeded")
     return state
@@ -311,7 +369,9 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
 def _resume_original(
     engine: TrainingEngine, config: Config, step: Path, saved: dict[str, Any], report: Report
 ) -> TrainingState:
-    """From a checkpoint of the KERPLE release or GPT-NeoX of 2022: iteration, samples, and Adam's state if it fits."""
+    """From a checkpoint of the KERPLE release or GPT-NeoX of 2022: iteration, samples, and Adam's
+    state if it fits.
+    """
     iteration: int = saved.get("iteration") or iteration_of(step)
     samples: int = saved.get("global_samples") or iteration * engine.global_batch
     if config.checkpoint.no_load_optim:
@@ -320,16 +380,23 @@ def _resume_original(
         reason = f"it is Adam's, but the optimizer is {config.optimizer.name}"
     else:
         state_tensors = config.optimizer.spec.state_tensors
-        optimizer, reason = read_original_optimizer(saved, step, tied_output(engine.config.model), state_tensors)
+        optimizer, reason = read_original_optimizer(
+            saved, step, tied_output(engine.config.model), state_tensors
+        )
         if reason is None:
             load_optimizer(engine, optimizer, step)
-            report(f"{step}: not saved by this project; loaded weights, iteration and optimizer state")
+            report(
+                f"{step}: not saved by this project; loaded weights, iteration and optimizer state"
+            )
     if reason is not None:
         engine.refresh_masters()
         report(
-            f"{step}: not saved by this project; loaded weights and iteration, the optimizer starts from scratch "
-            f"({reason})"
+            f"{step}: not saved by this project; loaded weights and iteration, the optimizer "
+            f"starts from scratch ({reason})"
         )
-    # At iteration 0, no schedule has begun: the checkpoint was converted, for example from Hugging Face.
+    # At iteration 0, no schedule has begun: the checkpoint was converted, for example from Hugging
+    # Face.
     lr_schedule: Literal["neox", "neox-2022"] = "neox-2022" if iteration else "neox"
-    return TrainingState(iteration, samples, tokens=samples * engine.seq_length, lr_schedule=lr_schedule)
+    return TrainingState(
+        iteration, samples, tokens=samples * engine.seq_length, lr_schedule=lr_schedule
+    )

@@ -2,21 +2,24 @@
 
 Each rank writes the state it owns to `optimizer_rank_NNNNN.pt`:
 
-    {"tensor_rank": T, "parameters": {NAME: {"shape": (...), "start": S, "step": N, "exp_avg": [n], "exp_avg_sq": [n],
+    {"tensor_rank": T, "parameters": {NAME: {"shape": (...), "start": S, "step": N, "exp_avg": [n],
+    "exp_avg_sq": [n],
                                              "master": [n]}}}
 
-NAME is the layer index and the name in the layer's file ("2.attention.dense.weight"). A parameter that layers share has
-one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice T. The tensors contain elements S ...
-S+n-1 of the flattened slice: all of them, or the fragment that ZeRO assigned to this rank. `megatron.optimizers`
-defines which tensors an optimizer has ("exp_avg" and "exp_avg_sq" are Adam's), and the shape of those that do not have
-the parameter's (Adafactor's, and the scales "absmax1" and "absmax2" of 8-bit Adam); "master", the float32 weights, is
-added if the model's weights have another precision. All are float32 except the uint8 codes "state1" and "state2" of
-8-bit Adam. Loading joins the fragments of a parameter and cuts them for the current layout. An optimizer of whole
-parameters (`megatron.optimizers.whole_parameters`) has each of them in one piece, on one rank; "shape" is that of the
-unsliced parameter.
+NAME is the layer index and the name in the layer's file ("2.attention.dense.weight"). A parameter
+that layers share has one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice
+T. The tensors contain elements S ... S+n-1 of the flattened slice: all of them, or the fragment
+that ZeRO assigned to this rank. `megatron.optimizers` defines which tensors an optimizer has
+("exp_avg" and "exp_avg_sq" are Adam's), and the shape of those that do not have the parameter's
+(Adafactor's, and the scales "absmax1" and "absmax2" of 8-bit Adam); "master", the float32 weights,
+is added if the model's weights have another precision. All are float32 except the uint8 codes
+"state1" and "state2" of 8-bit Adam. Loading joins the fragments of a parameter and cuts them for
+the current layout. An optimizer of whole parameters (`megatron.optimizers.whole_parameters`) has
+each of them in one piece, on one rank; "shape" is that of the unsliced parameter.
 
-Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by parameter number,
-under "optimizer" in `mp_rank_00_model_states.pt`. `read_original_optimizer` maps it to these names.
+Checkpoints of the KERPLE release (GPT-NeoX of 2022) keep the state dictionary of torch's Adam, by
+parameter number, under "optimizer" in `mp_rank_00_model_states.pt`. `read_original_optimizer` maps
+it to these names.
 
 Legend: n elements of a fragment.
 """
@@ -51,9 +54,11 @@ def optimizer_file(rank: int) -> str:
     return f"optimizer_rank_{rank:05d}.pt"
 
 
-def parameter_names(layers: Mapping[int, nn.Module], tied_output: int | None) -> dict[str, nn.Parameter]:
-    """Name -> parameter; a shared parameter is listed once. `tied_output`: index of an output layer that uses the
-    embedding's weights.
+def parameter_names(
+    layers: Mapping[int, nn.Module], tied_output: int | None
+) -> dict[str, nn.Parameter]:
+    """Name -> parameter; a shared parameter is listed once. `tied_output`: index of an output layer
+    that uses the embedding's weights.
     """
     names: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
@@ -61,7 +66,10 @@ def parameter_names(layers: Mapping[int, nn.Module], tied_output: int | None) ->
         shared: dict[int, str] = {}
         for _, method in outermost(layer):
             if method.shared:
-                shared |= {id(parameter): f"positional.{name}" for name, parameter in method.named_parameters()}
+                shared |= {
+                    id(parameter): f"positional.{name}"
+                    for name, parameter in method.named_parameters()
+                }
         for name, parameter in layer.named_parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -70,7 +78,8 @@ def parameter_names(layers: Mapping[int, nn.Module], tied_output: int | None) ->
     return names
 
 
-# -- the optimizer in memory -------------------------------------------------------------------------------------------
+# -- the optimizer in memory
+# -------------------------------------------------------------------------------------------
 
 
 def wrapped_optimizer(engine: Any) -> torch.optim.Optimizer:
@@ -80,17 +89,19 @@ def wrapped_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 
 def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
-    """Parameter name -> the fragment that this rank owns. Parameters owned by other ranks are omitted.
+    """Parameter name -> the fragment that this rank owns. Parameters owned by other ranks are
+    omitted.
 
-    Finds them in torch's own optimizer, in DeepSpeed's ZeRO 1 and 2 and bf16 optimizers, and in ZeRO 3. `engine` is
-    DeepSpeed's engine.
+    Finds them in torch's own optimizer, in DeepSpeed's ZeRO 1 and 2 and bf16 optimizers, and in
+    ZeRO 3. `engine` is DeepSpeed's engine.
     """
     wrapper = engine.optimizer
     optimizer = wrapped_optimizer(engine)
     fragments: dict[str, Fragment] = {}
     parameter: Any  # with the attributes that DeepSpeed adds
     if engine.zero_optimization_partition_weights():
-        # ZeRO 3 cuts each parameter into equal parts, the last one padded, and concatenates parts into flat tensors.
+        # ZeRO 3 cuts each parameter into equal parts, the last one padded, and concatenates parts
+        # into flat tensors.
         for name, parameter in parameters.items():
             sub_group, offset, _ = wrapper.grad_position[wrapper.get_param_id(parameter)]
             flat = wrapper.fp32_partitioned_groups_flat[sub_group]
@@ -102,27 +113,36 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
                 master = flat.detach().narrow(0, offset, size)
                 fragments[name] = Fragment(parameter.ds_shape, start, master, group, flat, offset)
     elif wrapper is optimizer:
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        groups = {
+            id(parameter): group
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         for name, parameter in parameters.items():
             master = parameter.data.view(-1)
-            fragments[name] = Fragment(parameter.shape, 0, master, groups[id(parameter)], parameter, 0)
+            fragments[name] = Fragment(
+                parameter.shape, 0, master, groups[id(parameter)], parameter, 0
+            )
     else:
-        # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group, which the optimizer
-        # updates.
+        # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group,
+        # which the optimizer updates.
         for name, parameter in parameters.items():
             mapping = parameter._hp_mapping
             if mapping is not None:
                 group = optimizer.param_groups[mapping.param_group_index]
                 (flat,) = group["params"]
                 start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
-                fragments[name] = Fragment(parameter.shape, start, mapping.hp_fragment.detach(), group, flat, offset)
+                fragments[name] = Fragment(
+                    parameter.shape, start, mapping.hp_fragment.detach(), group, flat, offset
+                )
     return fragments
 
 
 def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
     """The contents of this rank's file. The tensors are the optimizer's own, not copies.
 
-    A collective, with ZeRO, for optimizers of whole parameters: it gathers the float32 weights of split parameters.
+    A collective, with ZeRO, for optimizers of whole parameters: it gathers the float32 weights of
+    split parameters.
     """
     parameters = parameter_names(engine.layers(), tied_output(engine.config.model))
     fragments = optimizer_fragments(engine.deepspeed, parameters)
@@ -137,7 +157,11 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
             "shape": tuple(fragment.shape),
             "start": fragment.start,
             "step": get_step(optimizer, fragment.group, fragment.key),
-            **{kind: fragment.of(state[kind]) for kind in engine.config.optimizer.spec.state_tensors if kind in state},
+            **{
+                kind: fragment.of(state[kind])
+                for kind in engine.config.optimizer.spec.state_tensors
+                if kind in state
+            },
         }
         if has_masters:
             entries[name]["master"] = fragment.master
@@ -146,8 +170,9 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path) -> None:
-    """Fill this rank's part of the optimizer state from `source`, and the float32 weights from `source` or, if they are
-    not in it, from the layer files of `step`. Raises CheckpointError if a parameter is missing.
+    """Fill this rank's part of the optimizer state from `source`, and the float32 weights from
+    `source` or, if they are not in it, from the layer files of `step`. Raises CheckpointError if a
+    parameter is missing.
     """
     # An optimizer of whole parameters has their state on one rank, the weights on all.
     layout = engine.layout
@@ -162,7 +187,9 @@ def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path)
     # Check all names before any state changes.
     missing = [name for name in parameters if not source.has(name, "step")]
     if missing:
-        raise CheckpointError(f"{step}: the optimizer files lack {missing[0]}; the checkpoint is incomplete")
+        raise CheckpointError(
+            f"{step}: the optimizer files lack {missing[0]}; the checkpoint is incomplete"
+        )
 
     def local_fragment(name: str, full: Tensor, fragment: Fragment) -> Tensor:
         is_whole = fragment.shape == full.shape
@@ -178,21 +205,25 @@ def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path)
             kind_shape = torch.Size(state_shape(kind, shape))
             saved = source.tensor(name, kind, kind_shape)
             has_shape = kind_shape == shape
-            fragment.of(state[kind]).copy_(local_fragment(name, saved, fragment) if has_shape else saved.view(-1))
+            fragment.of(state[kind]).copy_(
+                local_fragment(name, saved, fragment) if has_shape else saved.view(-1)
+            )
             set_step(optimizer, fragment.group, fragment.key, source.step(name))
 
     # Float32 weights.
     for name, fragment in fragments.items():
         if source.has(name, "master"):
             shape = full_shape(parameters[name], layout.tensor_size)
-            fragment.master.copy_(local_fragment(name, source.tensor(name, "master", shape), fragment))
+            fragment.master.copy_(
+                local_fragment(name, source.tensor(name, "master", shape), fragment)
+            )
     if engine.config.precision.dtype == "fp32":
         if hasattr(engine.deepspeed.optimizer, "update_lp_params"):
             engine.deepspeed.optimizer.update_lp_params()
         return
 
-    # A checkpoint of a float32 run has no master weights: its layer files contain the exact weights, which the model
-    # has rounded.
+    # A checkpoint of a float32 run has no master weights: its layer files contain the exact
+    # weights, which the model has rounded.
     places = {}
     for index, layer in weight_layers(engine.layers(), engine.config.model).items():
         for name, parameter in layer.named_parameters():
@@ -214,7 +245,8 @@ def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path)
             fragments[name].master.copy_(local_fragment(name, full, fragments[name]))
 
 
-# -- the optimizer's files ---------------------------------------------------------------------------------------------
+# -- the optimizer's files
+# ---------------------------------------------------------------------------------------------
 
 
 class SavedOptimizer:
@@ -235,7 +267,9 @@ class SavedOptimizer:
         return int(self._first(name)["step"])
 
     def tensor(self, name: str, kind: str, expected: torch.Size) -> Tensor:
-        """The unsliced tensor. Raises CheckpointError if fragments are missing or the sizes do not fit `expected`."""
+        """The unsliced tensor. Raises CheckpointError if fragments are missing or the sizes do not
+        fit `expected`.
+        """
         by_rank = self._entries[name]
         slices = [self._join(name, kind, by_rank[rank]) for rank in sorted(by_rank)]
         return merge_shards(name, slices, expected, self._step)
@@ -244,7 +278,9 @@ class SavedOptimizer:
         return next(iter(self._entries[name].values()))[0]
 
     def _join(self, name: str, kind: str, entries: list[dict[str, Any]]) -> Tensor:
-        """One tensor-parallel slice from its fragments. Pipeline stages that share a parameter wrote equal ones."""
+        """One tensor-parallel slice from its fragments. Pipeline stages that share a parameter
+        wrote equal ones.
+        """
         entries = sorted(entries, key=lambda entry: entry["start"])
         shape = torch.Size(state_shape(kind, entries[0]["shape"]))
         first: Tensor = entries[0][kind]
@@ -259,14 +295,16 @@ class SavedOptimizer:
             filled = max(filled, end)
         if filled != shape.numel():
             raise CheckpointError(
-                f"{self._step}: the optimizer files contain {filled:,} of the {shape.numel():,} elements of {name}; "
-                "the file of a rank is missing"
+                f"{self._step}: the optimizer files contain {filled:,} of the {shape.numel():,} "
+                f"elements of {name}; the file of a rank is missing"
             )
         return joined.view(shape)
 
 
 def read_optimizer(step: Path) -> SavedOptimizer:
-    """The optimizer files of a checkpoint that this project saved. Raises CheckpointError if one is damaged."""
+    """The optimizer files of a checkpoint that this project saved. Raises CheckpointError if one is
+    damaged.
+    """
     entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for path in sorted(step.glob(OPTIMIZER_FILES)):
         content = load_tensors(path)
@@ -280,9 +318,10 @@ def read_original_optimizer(
 ) -> tuple[SavedOptimizer, str | None]:
     """The optimizer state of a released checkpoint, and why it cannot be used (None if it can).
 
-    Parameters are numbered in the order of the model, which is the order of names in the layer files; a parameter that
-    layers share is counted once, where it first occurs. In half precision the release stores flat partitions, or
-    nothing in this file. saved: the contents of `mp_rank_00_model_states.pt`.
+    Parameters are numbered in the order of the model, which is the order of names in the layer
+    files; a parameter that layers share is counted once, where it first occurs. In half precision
+    the release stores flat partitions, or nothing in this file. saved: the contents of
+    `mp_rank_00_model_states.pt`.
     """
     empty, state = SavedOptimizer(step, {}), saved.get("optimizer")
     if state is None:
@@ -301,7 +340,9 @@ def read_original_optimizer(
                 continue
             if name == "attention.query_key_value.weight" and len(tensor) != 3 * tensor.shape[1]:
                 return empty, "num_kv_heads: the rows of query_key_value are in GPT-NeoX's order"
-            prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
+            prefix = next(
+                (prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None
+            )
             key = f"{index}.{name}" if prefix is None else f"positional.{name.removeprefix(prefix)}"
             shapes.setdefault(key, tensor.shape)
     numbers = state["param_groups"][0]["params"]
@@ -310,7 +351,10 @@ def read_original_optimizer(
     entries = {}
     for number, (name, shape) in zip(numbers, shapes.items(), strict=True):
         entry = state["state"].get(number, {})
-        if any(kind not in entry or entry[kind].shape != shape for kind in state_tensors) or "step" not in entry:
+        if (
+            any(kind not in entry or entry[kind].shape != shape for kind in state_tensors)
+            or "step" not in entry
+        ):
             return empty, f"its parameter {number} does not have the shape of {name}"
         entries[name] = {0: [{**entry, "shape": shape, "start": 0}]}
     return SavedOptimizer(step, entries), None

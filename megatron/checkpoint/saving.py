@@ -1,9 +1,10 @@
 """Saving a checkpoint.
 
-Files are written to `global_stepN.unfinished`, which gets its final name when all of them are on disk:
+Files are written to `global_stepN.unfinished`, which gets its final name when all of them are on
+disk:
 
-    layer_XX-model_YY-model_states.pt   weights of layer XX, tensor-parallel slice YY (data-parallel rank 0)
-    optimizer_rank_NNNNN.pt             this rank's part of the optimizer state
+    layer_XX-model_YY-model_states.pt   weights of layer XX, tensor-parallel slice YY (data-parallel
+    rank 0) optimizer_rank_NNNNN.pt             this rank's part of the optimizer state
     random_rank_NNNNN.pt                this rank's random states
     mp_rank_00_model_states.pt          progress and counters of the run (rank 0)
     configs/config.yml                  the configuration, without secrets (rank 0)
@@ -76,9 +77,9 @@ class Checkpointer:
     def save(self, state: TrainingState) -> None:
         """Write global_stepN and point `latest` at it.
 
-        If any rank fails to write (disk full), every rank raises CheckpointError, the partial checkpoint is removed,
-        and previous checkpoints are unchanged. It is also raised if another run has saved this iteration to the folder;
-        a signal can end a run at any iteration.
+        If any rank fails to write (disk full), every rank raises CheckpointError, the partial
+        checkpoint is removed, and previous checkpoints are unchanged. It is also raised if another
+        run has saved this iteration to the folder; a signal can end a run at any iteration.
         """
         unfinished = self.directory / f"{tag_for(state.iteration)}.unfinished"
 
@@ -86,17 +87,27 @@ class Checkpointer:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 clean_up(self.directory)
-                replaced = check_replaced(self.directory, lambda saved: saved == state.iteration, self.first_lineage)
+                replaced = check_replaced(
+                    self.directory, lambda saved: saved == state.iteration, self.first_lineage
+                )
                 unfinished.mkdir()
-                state.folder, state.inode = str(self.directory.resolve()), self.directory.stat().st_ino
+                state.folder, state.inode = (
+                    str(self.directory.resolve()),
+                    self.directory.stat().st_ino,
+                )
                 return replaced
             except OSError as error:
-                raise CheckpointError(f"save: {self.directory}: cannot be written ({error.strerror})") from error
+                raise CheckpointError(
+                    f"save: {self.directory}: cannot be written ({error.strerror})"
+                ) from error
 
         replaced = run_on_rank_0(prepare)
 
         # `lineage` contains this checkpoint and those it continues.
-        state.lineage = [*(saved for saved in state.lineage if saved < state.iteration), state.iteration]
+        state.lineage = [
+            *(saved for saved in state.lineage if saved < state.iteration),
+            state.iteration,
+        ]
         if self.first_lineage is None:  # from now on, the run has checkpoints of its own
             self.first_lineage = state.lineage
 
@@ -109,7 +120,9 @@ class Checkpointer:
         tag, files = tag_for(state.iteration), rank_files(self.engine, self.config, state)
         results: list[WriteResult] = [(None, None)] * self.engine.layout.world_size
         dist.all_gather_object(results, write_files(unfinished, files))
-        failure = next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error), None)
+        failure = next(
+            (f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error), None
+        )
 
         def complete() -> None:
             if failure is not None:
@@ -120,20 +133,22 @@ class Checkpointer:
                 write_manifest(unfinished, state.iteration, records)
                 publish(self.directory, unfinished, tag)
             except OSError as error:
-                raise CheckpointError(f"{error.filename or self.directory}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{error.filename or self.directory}: {error.strerror}"
+                ) from error
             except UserError as error:
                 raise CheckpointError(str(error)) from error
 
         run_on_rank_0(complete)
         if failure is not None:
             raise CheckpointError(
-                f"{self.directory / tag}: could not be saved ({failure}); free some disk space or check the folder's "
-                "permissions. Previously saved checkpoints are unchanged"
+                f"{self.directory / tag}: could not be saved ({failure}); free some disk space or "
+                "check the folder's permissions. Previously saved checkpoints are unchanged"
             )
 
     def _remove_older(self, lineage: list[int]) -> None:
-        """Delete older checkpoints of this run, as `keep_last_n_checkpoints` says, and report them. Errors are only
-        reported.
+        """Delete older checkpoints of this run, as `keep_last_n_checkpoints` says, and report them.
+        Errors are only reported.
         """
         keep = self.config.checkpoint.keep_last_n_checkpoints
         if keep is None:
@@ -141,14 +156,20 @@ class Checkpointer:
         try:
             deletable = [iteration for iteration in lineage if not self._keeps(iteration)]
             for iteration in remove_older(self.directory, keep, deletable):
-                self.report(f"deleted {self.directory / tag_for(iteration)} (keep_last_n_checkpoints {keep})")
+                self.report(
+                    f"deleted {self.directory / tag_for(iteration)} (keep_last_n_checkpoints "
+                    f"{keep})"
+                )
         except (OSError, UserError) as error:
             problem = first_line(error)
-            self.report(f"warning: an older checkpoint could not be deleted, so the disk may become full: {problem}")
+            self.report(
+                "warning: an older checkpoint could not be deleted, so the disk may become full: "
+                f"{problem}"
+            )
 
     def _keeps(self, iteration: int) -> bool:
-        """Whether a checkpoint is never deleted: this run's configuration says so, or the one that it was saved with,
-        or that one cannot be read.
+        """Whether a checkpoint is never deleted: this run's configuration says so, or the one that
+        it was saved with, or that one cannot be read.
         """
         step = step_folder(self.directory, tag_for(iteration))
         if self.config.checkpoint.keeps(iteration):
@@ -159,16 +180,19 @@ class Checkpointer:
             return saved_config(step, self.config).checkpoint.keeps(iteration)
         except UserError as error:
             self.report(
-                f"warning: {step} is not deleted, because its configuration cannot be read: {first_line(error)}"
+                f"warning: {step} is not deleted, because its configuration cannot be read: "
+                f"{first_line(error)}"
             )
             return True
 
 
-def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> Iterator[tuple[str, Any]]:
+def rank_files(
+    engine: TrainingEngine, config: Config, state: TrainingState
+) -> Iterator[tuple[str, Any]]:
     """(file name, contents) of this rank's files. Every rank iterates at the same time.
 
-    Contents of type bytes are written unchanged, all others with torch.save. Tensors are not copied, and valid only
-    until the next file is requested.
+    Contents of type bytes are written unchanged, all others with torch.save. Tensors are not
+    copied, and valid only until the next file is requested.
     """
     layout, settings = engine.layout, config.checkpoint
     for index, layer in weight_layers(engine.layers(), engine.config.model).items():
@@ -176,7 +200,9 @@ def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> 
             if layout.data_rank == 0:
                 yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)
     # Replicas have the same state, unless DeepSpeed splits it among them.
-    if not settings.no_save_optim and (layout.data_rank == 0 or engine.deepspeed.zero_optimization()):
+    if not settings.no_save_optim and (
+        layout.data_rank == 0 or engine.deepspeed.zero_optimization()
+    ):
         yield optimizer_file(layout.rank), optimizer_state(engine)
     if not settings.no_save_rng:
         yield random_state_file(layout.rank), capture_random_state()
@@ -187,8 +213,8 @@ def rank_files(engine: TrainingEngine, config: Config, state: TrainingState) -> 
 
 
 def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> WriteResult:
-    """Write this rank's files. Always consumes the whole iterable and returns an error instead of raising it, because
-    the other ranks wait for this one.
+    """Write this rank's files. Always consumes the whole iterable and returns an error instead of
+    raising it, because the other ranks wait for this one.
     """
     records: dict[str, FileRecord] = {}
     errors: list[BaseException] = []
@@ -209,14 +235,18 @@ def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> WriteResult:
                     write_atomically(path, value)
                     records[name] = file_record(path)
                 else:
-                    zip_checksums = not fnmatch(name, OPTIMIZER_FILES)  # only torch.load reads optimizer files
+                    zip_checksums = not fnmatch(
+                        name, OPTIMIZER_FILES
+                    )  # only torch.load reads optimizer files
                     records[name] = save_file(path, value, zip_checksums=zip_checksums, sync=sync)
             except (OSError, RuntimeError, UserError) as error:
                 errors.append(error)
         errors += [failure for future in pending if (failure := future.exception()) is not None]
     if errors:
         text = first_line(errors[0])
-        return None, text if isinstance(errors[0], UserError) else f"{type(errors[0]).__name__}: {text}"
+        return None, text if isinstance(
+            errors[0], UserError
+        ) else f"{type(errors[0]).__name__}: {text}"
     sync_folder(folder)
     return records, None
 

@@ -16,14 +16,17 @@ from torch import nn
 from megatron.config import Config
 from megatron.model.settings import Layout
 
-# Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration. Its micro_steps must
-# start at 0, because it updates the weights where they are a multiple of gradient_accumulation_steps, which may change.
+# Counters of DeepSpeed's engine and its loss scaler that cannot be derived from the configuration.
+# Its micro_steps must start at 0, because it updates the weights where they are a multiple of
+# gradient_accumulation_steps, which may change.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class TrainingEngine(Protocol):
-    """The interface of a training run for saving and loading; implemented by `megatron.training.engine.Engine`."""
+    """The interface of a training run for saving and loading; implemented by
+    `megatron.training.engine.Engine`.
+    """
 
     config: Config
     seq_length: int
@@ -54,11 +57,14 @@ class TrainingState:
         consumed_valid_samples: the same for the validation data.
         tokens: training tokens read.
         lr_schedule: formulas of the learning-rate schedule, as the configuration key.
-        data_order: identifies the order of the training samples to which consumed_samples refers; empty if unknown.
+        data_order: identifies the order of the training samples to which consumed_samples refers;
+            empty if unknown.
         learning_rate: of the last step; None if unknown.
         unlogged_losses: the losses of the steps since the last line of the log.
-        evaluated_at: the last iteration at which the validation loss and extrapolation curves were measured.
-        lineage: iterations of the checkpoints that led to this state, of those that the run saved to its folder.
+        evaluated_at: the last iteration at which the validation loss and extrapolation curves were
+            measured.
+        lineage: iterations of the checkpoints that led to this state, of those that the run saved
+            to its folder.
         run: identifies the run in logs; resuming does not change it. Empty if unknown.
         folder, inode: the path and inode of the folder to which the run last saved.
         tokenizer: `Tokenizer.fingerprint`. Empty if unknown.
@@ -82,13 +88,18 @@ class TrainingState:
     data: dict[str, str] = field(default_factory=dict)
 
 
-def gathered(engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None) -> GatheredParameters:
+def gathered(
+    engine: TrainingEngine, layer: nn.Module, modifier_rank: int | None = None
+) -> GatheredParameters:
     """Context manager in which the layer's parameters are complete under ZeRO 3."""
     enabled = engine.deepspeed.zero_optimization_partition_weights()
-    return GatheredParameters(list(layer.parameters()), modifier_rank=modifier_rank, enabled=enabled)
+    return GatheredParameters(
+        list(layer.parameters()), modifier_rank=modifier_rank, enabled=enabled
+    )
 
 
-# -- the run as a whole ------------------------------------------------------------------------------------------------
+# -- the run as a whole
+# ------------------------------------------------------------------------------------------------
 
 
 def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> dict[str, Any]:
@@ -103,13 +114,15 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
         "optimizer": config.optimizer.name,
         "optimizer_left_out": config.checkpoint.no_save_optim,
         "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
-        "loss_scaler": {name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)},
+        "loss_scaler": {
+            name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)
+        },
     }
 
 
 def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_scale: bool) -> None:
-    """Restore the counters of DeepSpeed's engine from `run_state`, and with `loss_scale` a dynamic loss scale, unless
-    the saved one was constant.
+    """Restore the counters of DeepSpeed's engine from `run_state`, and with `loss_scale` a dynamic
+    loss scale, unless the saved one was constant.
     """
     for name in COUNTERS:
         setattr(engine.deepspeed, name, saved["counters"][name])
@@ -119,7 +132,8 @@ def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_s
             setattr(scaler, name, value)
 
 
-# -- random states -----------------------------------------------------------------------------------------------------
+# -- random states
+# --------------------------------------------------------------------------------------------------
 
 
 def random_state_file(rank: int) -> str:
@@ -127,7 +141,9 @@ def random_state_file(rank: int) -> str:
 
 
 def capture_random_state() -> dict[str, Any]:
-    """State of the generators of Python, NumPy and torch (CPU, and the current GPU if there is one)."""
+    """State of the generators of Python, NumPy and torch (CPU, and the current GPU if there is
+    one).
+    """
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()  # noqa: NPY002 (the generator that libraries share)
     kind, keys, position, has_gauss, cached = numpy_state

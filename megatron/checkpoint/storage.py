@@ -1,4 +1,6 @@
-"""Read and write checkpoint files. Reading never executes a pickle; writing is durable when it returns."""
+"""Read and write checkpoint files. Reading never executes a pickle; writing is durable when it
+returns.
+"""
 
 import contextlib
 import json
@@ -18,7 +20,8 @@ from torch import Tensor
 from megatron.utils.errors import UserError, first_line, is_library_error
 from megatron.utils.files import open_file, read_file, write_atomically
 
-# Largest manifest, config.json or index of a checkpoint. The parsed objects take about 10 times as much memory.
+# Largest manifest, config.json or index of a checkpoint. The parsed objects take about 10 times as
+# much memory.
 JSON_LIMIT = 16 << 20
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -59,14 +62,19 @@ class _ChecksumWriter:
 
 
 def save_file(
-    path: str | Path, value: Any, *, zip_checksums: bool = True, sync: Callable[[int], object] = os.fsync
+    path: str | Path,
+    value: Any,
+    *,
+    zip_checksums: bool = True,
+    sync: Callable[[int], object] = os.fsync,
 ) -> FileRecord:
     """`torch.save`, flushed to disk. Raises OSError or RuntimeError if the file cannot be written.
 
     Args:
-        zip_checksums: False omits the checksums inside the zip archive, which take half of torch.save's time.
-            torch.load does not check them.
-        sync: called with the file descriptor to flush it to disk. To flush later, duplicate the descriptor.
+        zip_checksums: False omits the checksums inside the zip archive, which take half of
+            torch.save's time. torch.load does not check them.
+        sync: called with the file descriptor to flush it to disk. To flush later, duplicate the
+            descriptor.
     """
     zip_checksums_before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(zip_checksums)
@@ -95,7 +103,8 @@ def file_record(path: str | Path) -> FileRecord:
 
 
 def load_tensors(path: str | Path) -> Any:
-    """Load a file of tensors and plain Python values to the CPU. Raises CheckpointError as `load_file` does.
+    """Load a file of tensors and plain Python values to the CPU. Raises CheckpointError as
+    `load_file` does.
 
     The tensors are memory-mapped, so that only those that are used are read. Do not write to them.
     """
@@ -103,21 +112,27 @@ def load_tensors(path: str | Path) -> Any:
 
 
 def load_file(path: str | Path) -> Any:
-    """Load a file of tensors, plain Python values and a fixed set of data classes (NumPy arrays, DeepSpeed's loss
-    scalers) to the CPU, as `load_tensors` does.
+    """Load a file of tensors, plain Python values and a fixed set of data classes (NumPy arrays,
+    DeepSpeed's loss scalers) to the CPU, as `load_tensors` does.
 
     Raises CheckpointError if the file is missing, damaged, or contains any other object.
     """
     reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]  # private, named in pickles
     # A pickled NumPy random state, under the names of NumPy 1 and 2.
-    allowed: list[Any] = [np.ndarray, np.dtype, reconstruct, (reconstruct, "numpy.core.multiarray._reconstruct")]
+    allowed: list[Any] = [
+        np.ndarray,
+        np.dtype,
+        reconstruct,
+        (reconstruct, "numpy.core.multiarray._reconstruct"),
+    ]
     allowed += [type(np.dtype(name)) for name in ("uint32", "uint64", "int64", "float64")]
     try:
         return _load(path, allowed)
     except CheckpointError as error:
         if "contains deepspeed." not in str(error):
             raise
-    # Data classes in the optimizer state of checkpoints that DeepSpeed wrote. None of them runs code when built.
+    # Data classes in the optimizer state of checkpoints that DeepSpeed wrote. None of them runs
+    # code when built.
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -136,8 +151,8 @@ def _load(path: str | Path, allowed: list[Any]) -> Any:
 def read_weights(path: Path, ignored: re.Pattern[str] = _NO_NAME) -> dict[str, Tensor]:
     """Tensor name -> tensor of a floating-point dtype, from a torch or .safetensors file.
 
-    Tensors of a torch file are memory-mapped. Omits names that match `ignored`. Raises CheckpointError if the file is
-    missing, damaged or contains anything else.
+    Tensors of a torch file are memory-mapped. Omits names that match `ignored`. Raises
+    CheckpointError if the file is missing, damaged or contains anything else.
     """
     if path.suffix == ".safetensors":
         with _errors_of(path):
@@ -147,13 +162,18 @@ def read_weights(path: Path, ignored: re.Pattern[str] = _NO_NAME) -> dict[str, T
         state = load_tensors(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: contains a {type(state).__name__} instead of named tensors")
-    weights = {str(name): tensor for name, tensor in state.items() if not ignored.fullmatch(str(name))}
+    weights = {
+        str(name): tensor for name, tensor in state.items() if not ignored.fullmatch(str(name))
+    }
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path}: has {name} of type {type(tensor).__name__}, not a tensor")
+            raise CheckpointError(
+                f"{path}: has {name} of type {type(tensor).__name__}, not a tensor"
+            )
         if tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{path}: has {name} of {tensor.dtype}; weights are float32, bfloat16, float16 or float64"
+                f"{path}: has {name} of {tensor.dtype}; weights are float32, bfloat16, float16 or "
+                "float64"
             )
     return weights
 
@@ -172,19 +192,24 @@ def _errors_of(path: str | Path) -> Iterator[None]:
         found = re.search(r"GLOBAL (\S+)", str(error))
         content = f"contains {found[1]}" if found else "is damaged or contains other objects"
         raise CheckpointError(
-            f"{path}: rejected because it {content}; only tensors and plain Python values are loaded"
+            f"{path}: rejected because it {content}; only tensors and plain Python values are "
+            "loaded"
         ) from error
     except BaseException as error:  # damaged data can make the unpickler raise anything
         if not is_library_error(error):
             raise
-        reason = next((line for line in str(error).splitlines() if line and "weights_only" not in line), "")
+        reason = next(
+            (line for line in str(error).splitlines() if line and "weights_only" not in line), ""
+        )
         raise CheckpointError(
             f"{path}: cannot be read, the file is damaged ({reason or type(error).__name__})"
         ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError if the file is missing, too large, or is not a JSON object."""
+    """The object in a JSON file. Raises CheckpointError if the file is missing, too large, or is
+    not a JSON object.
+    """
     try:
         value = json.loads(read_file(path, JSON_LIMIT))
     except UserError as error:

@@ -55,13 +55,17 @@ class DecoderExperiment(Experiment):
         """`[correct targets, targets]` of the test samples by bin of the distance; see `Result`."""
         self.model.eval()
         batch = self.task.sample(
-            np.random.default_rng([*self.random_seed(length), TEST_SEED]), self.settings.test_samples, length
+            np.random.default_rng([*self.random_seed(length), TEST_SEED]),
+            self.settings.test_samples,
+            length,
         )
         scored = batch.targets != IGNORED
         predictions = []
         for first in range(0, len(scored), max(1, TEST_TOKENS // length)):
             rows = slice(first, first + max(1, TEST_TOKENS // length))
-            logits = self._logits(batch.tokens[rows], torch.from_numpy(scored[rows]).to(self.device))
+            logits = self._logits(
+                batch.tokens[rows], torch.from_numpy(scored[rows]).to(self.device)
+            )
             predictions.append(logits.argmax(dim=-1).cpu().numpy())
         correct = np.concatenate(predictions) == batch.targets[scored]
         bins = np.log2(batch.distances[scored]).astype(np.int64)
@@ -71,8 +75,12 @@ class DecoderExperiment(Experiment):
             counts[str(1 << int(power))] = [int(in_bin.sum()), len(in_bin)]
         return counts
 
-    def _logits(self, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]], scored: Tensor) -> Tensor:
-        """The logits at the scored positions: tokens `[b, n]`, scored bool `[b, n]` -> float32 `[scored, symbols]`."""
+    def _logits(
+        self, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]], scored: Tensor
+    ) -> Tensor:
+        """The logits at the scored positions: tokens `[b, n]`, scored bool `[b, n]` -> float32
+        `[scored, symbols]`.
+        """
         model = cast(GPT, self.model)
         hidden = model.hidden(torch.from_numpy(tokens).to(self.device))
         return model.logits(hidden[scored]).float()

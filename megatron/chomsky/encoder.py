@@ -1,7 +1,8 @@
 """The transformer of the benchmark: an encoder, in which every position attends to all positions.
 
-Methods that are defined only for keys before the query are extended to keys after it: the gates of CoPE and the decays
-between query and key are summed in the direction of the key, and stick-breaking is read from right to left.
+Methods that are defined only for keys before the query are extended to keys after it: the gates of
+CoPE and the decays between query and key are summed in the direction of the key, and stick-breaking
+is read from right to left.
 
 Legend: b samples, s positions, h heads, d head size, e hidden size.
 """
@@ -24,7 +25,9 @@ EMBEDDING_STD = 0.02  # of the original architecture
 
 
 def build_methods(name: str, shape: ModelShape) -> list[PositionalMethod]:
-    """As `build_layers`. Raises UserError if the method is unknown or does not support the shape."""
+    """As `build_layers`. Raises UserError if the method is unknown or does not support
+    the shape.
+    """
     try:
         return build_layers(name, shape)
     except ValueError as error:
@@ -34,9 +37,9 @@ def build_methods(name: str, shape: ModelShape) -> list[PositionalMethod]:
 class Encoder(nn.Module):
     """Symbols, int64 `[b, s]` -> logits `[b, s, classes]`, at any length.
 
-    The default sizes are those of DAPE's experiment (section 4.6). architecture `original` is that of the benchmark's
-    public code: norms after the residuals, ReLU, no biases in attention, dropout 0.1 in training, and its
-    initialization.
+    The default sizes are those of DAPE's experiment (section 4.6). architecture `original` is that
+    of the benchmark's public code: norms after the residuals, ReLU, no biases in attention, dropout
+    0.1 in training, and its initialization.
     """
 
     def __init__(
@@ -53,12 +56,16 @@ class Encoder(nn.Module):
     ):
         # One method for each layer, or one that all share.
         super().__init__()
-        shape = ModelShape(num_heads, hidden_size // num_heads, hidden_size, num_layers, max_positions)
+        shape = ModelShape(
+            num_heads, hidden_size // num_heads, hidden_size, num_layers, max_positions
+        )
         methods = build_methods(pos_emb, shape)
         self.embedding = nn.Embedding(symbols, hidden_size)
         self.positional = nn.ModuleList(methods)
         original = architecture == "original"
-        self.layers = nn.ModuleList(EncoderLayer(hidden_size, num_heads, original) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            EncoderLayer(hidden_size, num_heads, original) for _ in range(num_layers)
+        )
         self.norm = nn.Identity() if original else nn.LayerNorm(hidden_size)
         self.output = nn.Linear(hidden_size, classes)
         self.dropout = nn.Dropout(DROPOUT if original and "embed" in methods[0].hooks else 0.0)
@@ -79,7 +86,9 @@ class Encoder(nn.Module):
 
     def forward(self, symbols: Tensor) -> Tensor:
         positions = torch.arange(symbols.shape[1])
-        methods = cast(Sequence[PositionalMethod], self.positional)  # one for all layers, or one per layer
+        methods = cast(
+            Sequence[PositionalMethod], self.positional
+        )  # one for all layers, or one per layer
         hidden = self.dropout(methods[0].embed(self.embedding(symbols), positions))
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, methods[min(index, len(methods) - 1)])
@@ -87,7 +96,9 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention over all positions, and an MLP: `[b, s, e] -> [b, s, e]`. original: see `Encoder`."""
+    """Attention over all positions, and an MLP: `[b, s, e] -> [b, s, e]`. original:
+    see `Encoder`.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, original: bool):
         super().__init__()
@@ -117,7 +128,8 @@ class EncoderLayer(nn.Module):
         method: PositionalMethod = positional
         if positional.causal_only:
             method = BothSides(positional, hidden)
-        # The sequences are short, so all scores fit in memory, and training need not compute them twice.
+        # The sequences are short, so all scores fit in memory, and training need not compute them
+        # twice.
         backend = "reference" if method.hooks - {"embed", "rotate"} else "sdpa"
         context = Attention(method, backend)(query, key, value, causal=False)
         return self.projection(context.transpose(1, 2).reshape(batch, length, size))

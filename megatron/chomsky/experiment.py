@@ -36,10 +36,11 @@ DECODER = "decoder"
 class ExperimentSettings:
     """How each experiment is trained and tested. Lengths are in tokens.
 
-    Training uses the lengths 1 to train_longest (from the shortest of the task for a decoder), testing every
-    test_every-th length from train_longest + 1 to test_longest; for 0, train_longest and its doublings. The default
-    lengths and sizes are DAPE's; batch size, learning rate and steps are those of the benchmark's released example.
-    architecture: `decoder` for `LENGTH_TASKS`, with the defaults `DECODER_SETTINGS`; otherwise see `Encoder`.
+    Training uses the lengths 1 to train_longest (from the shortest of the task for a decoder),
+    testing every test_every-th length from train_longest + 1 to test_longest; for 0, train_longest
+    and its doublings. The default lengths and sizes are DAPE's; batch size, learning rate and steps
+    are those of the benchmark's released example. architecture: `decoder` for `LENGTH_TASKS`, with
+    the defaults `DECODER_SETTINGS`; otherwise see `Encoder`.
     """
 
     steps: int = 10_000
@@ -57,16 +58,18 @@ class ExperimentSettings:
     def __post_init__(self) -> None:
         if self.test_longest <= self.train_longest:
             raise UserError(
-                f"test_longest ({self.test_longest}) must be above train_longest ({self.train_longest}): the benchmark "
-                "tests longer inputs than it trains on"
+                f"test_longest ({self.test_longest}) must be above train_longest "
+                f"({self.train_longest}): the benchmark tests longer inputs than it trains on"
             )
         if not self.test_every and self.test_longest < 2 * self.train_longest:
             raise UserError(
-                f"test_longest ({self.test_longest}) must be at least twice train_longest ({self.train_longest}) if "
-                "test_every is 0"
+                f"test_longest ({self.test_longest}) must be at least twice train_longest "
+                f"({self.train_longest}) if test_every is 0"
             )
         if self.hidden_size % self.num_heads:
-            raise UserError(f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+            raise UserError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}"
+            )
 
     @property
     def tasks(self) -> Mapping[str, Task | LengthTask]:
@@ -97,9 +100,10 @@ DECODER_SETTINGS = ExperimentSettings(
 
 
 class Result(TypedDict):
-    """The result of one experiment. accuracies: from 0 to 1, by length as a decimal string. score: the mean of those
-    above the longest training length. distances, of decoders: `[correct targets, targets]` by length and by bin of the
-    distance; a bin is named by its smallest distance, a power of two, and ends before the next power.
+    """The result of one experiment. accuracies: from 0 to 1, by length as a decimal string. score:
+    the mean of those above the longest training length. distances, of decoders:
+    `[correct targets, targets]` by length and by bin of the distance; a bin is named by its
+    smallest distance, a power of two, and ends before the next power.
     """
 
     task: Name
@@ -107,7 +111,9 @@ class Result(TypedDict):
     seed: Int
     score: Fraction
     accuracies: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Fraction]
-    distances: NotRequired[dict[str, dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]]]]
+    distances: NotRequired[
+        dict[str, dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]]]
+    ]
 
 
 class StoredResults(TypedDict):
@@ -126,7 +132,9 @@ class Experiment:
     warmup_steps = 1  # the learning rate rises linearly over these steps
     shortest = 1  # the length of the shortest training input
 
-    def __init__(self, task: str, pos_emb: str, seed: int, settings: ExperimentSettings, device: torch.device):
+    def __init__(
+        self, task: str, pos_emb: str, seed: int, settings: ExperimentSettings, device: torch.device
+    ):
         self.name, self.pos_emb, self.seed = task, pos_emb, seed
         self.settings, self.device = settings, device
         with torch.random.fork_rng(devices=[]):
@@ -147,14 +155,22 @@ class Experiment:
         raise NotImplementedError
 
     def test(self, report: Callable[[int, int], None]) -> Result:
-        """The accuracy at every test length. Calls `report(number of lengths tested, length)` after each."""
+        """The accuracy at every test length. Calls `report(number of lengths tested, length)` after
+        each.
+        """
         accuracies = {}
         for tested, length in enumerate(self.settings.test_lengths, start=1):
             accuracies[str(length)] = self.accuracy(length)
             report(tested, length)
-        longer = [accuracy for length, accuracy in accuracies.items() if int(length) > self.settings.train_longest]
+        longer = [
+            accuracy
+            for length, accuracy in accuracies.items()
+            if int(length) > self.settings.train_longest
+        ]
         score = sum(longer) / len(longer)
-        return Result(task=self.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies)
+        return Result(
+            task=self.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies
+        )
 
     def train(self, report: Callable[[int, float], None]) -> None:
         """Train all steps. Calls `report(step, loss)` after every tenth step and the last."""
@@ -180,7 +196,9 @@ class Experiment:
 
 
 class EncoderExperiment(Experiment):
-    """An encoder on a task of the Chomsky hierarchy. The loss covers all targets, also those after the end symbol."""
+    """An encoder on a task of the Chomsky hierarchy. The loss covers all targets, also those after
+    the end symbol.
+    """
 
     def build(self) -> nn.Module:
         settings, self.task = self.settings, TASKS[self.name]
@@ -201,8 +219,8 @@ class EncoderExperiment(Experiment):
 
     @torch.no_grad()
     def accuracy(self, length: int) -> float:
-        """The fraction of correct targets among those that count, in batches of ACCURACY_SAMPLES, averaged over the
-        batches.
+        """The fraction of correct targets among those that count, in batches of ACCURACY_SAMPLES,
+        averaged over the batches.
         """
         self.model.eval()
         generator = np.random.default_rng([*self.random_seed(length), TEST_SEED])
@@ -219,47 +237,68 @@ class EncoderExperiment(Experiment):
             accuracies.append(correct / total)
         return sum(accuracies) / len(accuracies)
 
-    def _forward(self, generator: np.random.Generator, samples: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits `[b, m, classes]`, targets `[b, m]` and which of them count, bool `[b, m]`, for m output tokens.
+    def _forward(
+        self, generator: np.random.Generator, samples: int, length: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[b, m, classes]`, targets `[b, m]` and which of them count, bool `[b, m]`, for m
+        output tokens.
 
         The model reads the input followed by m placeholders; its predictions there are the answer.
         """
         batch = self.task.sample(generator, samples, length)
         placeholders = np.full(batch.targets.shape, self.task.symbols)
-        symbols = torch.from_numpy(np.concatenate((batch.inputs, placeholders), axis=1)).to(self.device)
+        symbols = torch.from_numpy(np.concatenate((batch.inputs, placeholders), axis=1)).to(
+            self.device
+        )
         logits = self.model(symbols)[:, -batch.targets.shape[1] :].float()
-        targets, counted = (torch.from_numpy(array).to(self.device) for array in (batch.targets, batch.counted))
+        targets, counted = (
+            torch.from_numpy(array).to(self.device) for array in (batch.targets, batch.counted)
+        )
         return logits, targets, counted
 
 
 def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
-    """The results of earlier runs; none if the file does not exist. Raises UserError if the settings differ."""
+    """The results of earlier runs; none if the file does not exist. Raises UserError if the
+    settings differ.
+    """
     if not path.exists():
         return []
     try:
         content = parse_json(read_file(path, MAX_RESULTS_BYTES), _STORED_RESULTS, str(path))
     except UserError as error:
-        raise UserError(f"{error}; correct or remove the file, or choose another --output") from None
+        raise UserError(
+            f"{error}; correct or remove the file, or choose another --output"
+        ) from None
 
     # Results of other settings must not be averaged with those of this run.
     stored = content["settings"]
     changed = [name for name, value in asdict(settings).items() if stored.get(name) != value]
     if changed:
-        changes = ", ".join(f"{name} {stored.get(name)}, not {getattr(settings, name)}" for name in changed)
+        changes = ", ".join(
+            f"{name} {stored.get(name)}, not {getattr(settings, name)}" for name in changed
+        )
         raise UserError(
-            f"{path} contains results of other settings ({changes}): use the same settings, or choose another --output"
+            f"{path} contains results of other settings ({changes}): use the same settings, or "
+            "choose another --output"
         )
 
     # A score is the mean accuracy at the lengths beyond those of training.
     for number, result in enumerate(content["results"]):
         accuracies = result["accuracies"].items()
-        longer = [accuracy for length, accuracy in accuracies if int(length) > settings.train_longest]
+        longer = [
+            accuracy for length, accuracy in accuracies if int(length) > settings.train_longest
+        ]
         if not longer or not math.isclose(result["score"], sum(longer) / len(longer), abs_tol=1e-6):
-            raise UserError(f"{path}: results[{number}].score {result['score']} is not the mean of its accuracies")
+            raise UserError(
+                f"{path}: results[{number}].score {result['score']} is not the mean of its "
+                "accuracies"
+            )
     return content["results"]
 
 
-def write_chomsky_results(path: Path, settings: ExperimentSettings, results: Sequence[Result]) -> None:
+def write_chomsky_results(
+    path: Path, settings: ExperimentSettings, results: Sequence[Result]
+) -> None:
     """Replace the file atomically."""
     content = {"settings": asdict(settings), "results": list(results)}
     write_atomically(path, json.dumps(content, indent=1).encode() + b"\n")

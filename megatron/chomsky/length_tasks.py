@@ -1,9 +1,11 @@
-"""Synthetic tasks of decoders at any length: copying, induction, associative recall and variable tracking.
+"""Synthetic tasks of decoders at any length: copying, induction, associative recall and variable
+tracking.
 
-Each task is a function of (generator, samples, length) that draws token sequences, the targets at some of their
-positions, and for each target the distance to the token that determines it. The number of facts to remember does not
-depend on the length, except in copying, so longer inputs only add distance and tokens to ignore. The same generator
-state gives the same batch, so nothing is stored.
+Each task is a function of (generator, samples, length) that draws token sequences, the targets at
+some of their positions, and for each target the distance to the token that determines it. The
+number of facts to remember does not depend on the length, except in copying, so longer inputs only
+add distance and tokens to ignore. The same generator state gives the same batch, so nothing is
+stored.
 
 Legend: b samples, n tokens.
 """
@@ -36,9 +38,9 @@ FIRST_NOISE = FIRST_NAME + NAMES
 
 
 class LengthBatch(NamedTuple):
-    """Tokens, int64 `[b, n]` below the task's `symbols`; targets, int64 `[b, n]`: the token to predict at a position,
-    or IGNORED; and distances, int64 `[b, n]`: the number of positions from the key of a target to its query, the
-    position of the target; 0 where nothing is scored.
+    """Tokens, int64 `[b, n]` below the task's `symbols`; targets, int64 `[b, n]`: the token to
+    predict at a position, or IGNORED; and distances, int64 `[b, n]`: the number of positions from
+    the key of a target to its query, the position of the target; 0 where nothing is scored.
     """
 
     tokens: IntArray
@@ -57,8 +59,8 @@ class LengthTask:
         symbols: size of the alphabet, of tokens and targets.
         shortest: the smallest length in tokens.
         guess: accuracy of random guessing among the possible answers.
-        sample: (generator, samples, length) -> batch with sequences of `length` tokens, at least `shortest`; copying
-            draws one less for an even length.
+        sample: (generator, samples, length) -> batch with sequences of `length` tokens, at least
+            `shortest`; copying draws one less for an even length.
     """
 
     name: str
@@ -75,7 +77,9 @@ def _task(symbols: int, shortest: int, choices: int) -> Callable[[Draw], Draw]:
     """Register a function as the task of its name. choices: the number of possible answers."""
 
     def register(draw: Draw) -> Draw:
-        LENGTH_TASKS[draw.__name__] = LengthTask(draw.__name__, symbols, shortest, 1 / choices, draw)
+        LENGTH_TASKS[draw.__name__] = LengthTask(
+            draw.__name__, symbols, shortest, 1 / choices, draw
+        )
         return draw
 
     return register
@@ -83,11 +87,12 @@ def _task(symbols: int, shortest: int, choices: int) -> Callable[[Draw], Draw]:
 
 @_task(LETTERS + 2, 3, LETTERS)
 def copying(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
-    """BEGIN, m = (length - 1) // 2 letters, COPY, and the same letters again except the last; from COPY on, the next
-    letter is to be predicted.
+    """BEGIN, m = (length - 1) // 2 letters, COPY, and the same letters again except the last; from
+    COPY on, the next letter is to be predicted.
 
-    The task of Jelassi et al. (arXiv 2402.01032): letters are uniform over an alphabet of 26. The key of a target is
-    the first occurrence of the token that precedes it, always m + 1 positions before.
+    The task of Jelassi et al. (arXiv 2402.01032): letters are uniform over an alphabet of 26. The
+    key of a target is the first occurrence of the token that precedes it, always m + 1 positions
+    before.
     """
     count = (length - 1) // 2
     letters = generator.integers(0, LETTERS, (samples, count))
@@ -100,11 +105,12 @@ def copying(generator: np.random.Generator, samples: int, length: int) -> Length
 
 @_task(ORDINARY + 1, 3, ORDINARY)
 def induction(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
-    """Random symbols with MARK at a random place and at the end; the symbol that followed the first MARK is to be
-    predicted at the second.
+    """Random symbols with MARK at a random place and at the end; the symbol that followed the first
+    MARK is to be predicted at the second.
 
-    The task of Fu et al. (arXiv 2212.14052, section 3.1), with the 16 symbols and the uniform place of Gu and Dao
-    (arXiv 2312.00752, section 4.1.2), who also test it beyond the training length. The key is the first MARK.
+    The task of Fu et al. (arXiv 2212.14052, section 3.1), with the 16 symbols and the uniform place
+    of Gu and Dao (arXiv 2312.00752, section 4.1.2), who also test it beyond the training length.
+    The key is the first MARK.
     """
     tokens = generator.integers(0, ORDINARY, (samples, length))
     rows, places = np.arange(samples), generator.integers(0, length - 2, samples)
@@ -116,21 +122,24 @@ def induction(generator: np.random.Generator, samples: int, length: int) -> Leng
 
 @_task(KEYS + VALUES + RECALL_NOISE, 4 * PAIRS, VALUES)
 def associative_recall(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
-    """Multi-query associative recall: PAIRS pairs of a key and a value, followed by each key once more at an even
-    distance from the end of the pairs; its value is to be predicted there. Other tokens are noise.
+    """Multi-query associative recall: PAIRS pairs of a key and a value, followed by each key once
+    more at an even distance from the end of the pairs; its value is to be predicted there. Other
+    tokens are noise.
 
     The task of Arora et al. (Zoology, arXiv 2312.04927) with the distributions of their code
-    (https://github.com/HazyResearch/zoology): distinct keys, distinct values, and distinct places for the queries, of
-    which the i-th has probability proportional to i^(QUERY_POWER - 1). Two things differ. Keys, values and noise have
-    alphabets of their own, of 64 symbols each, where the code has 8,192 symbols and draws noise from all of them. And
-    the number of pairs does not grow with the length: it is always 4, the paper's number at length 64.
+    (https://github.com/HazyResearch/zoology): distinct keys, distinct values, and distinct places
+    for the queries, of which the i-th has probability proportional to i^(QUERY_POWER - 1). Two
+    things differ. Keys, values and noise have alphabets of their own, of 64 symbols each, where the
+    code has 8,192 symbols and draws noise from all of them. And the number of pairs does not grow
+    with the length: it is always 4, the paper's number at length 64.
     """
     keys = _distinct(generator, samples, KEYS, PAIRS)
     values = KEYS + _distinct(generator, samples, VALUES, PAIRS)
     tokens = KEYS + VALUES + generator.integers(0, RECALL_NOISE, (samples, length))
     tokens[:, : 2 * PAIRS : 2], tokens[:, 1 : 2 * PAIRS : 2] = keys, values
     count = (length - 2 * PAIRS) // 2
-    # The first arrivals of exponential variables with these rates are successive draws without replacement.
+    # The first arrivals of exponential variables with these rates are successive draws without
+    # replacement.
     rates = np.arange(1, count + 1) ** (QUERY_POWER - 1)
     arrivals = generator.exponential(size=(samples, count)) / rates
     places = 2 * PAIRS + 2 * np.argsort(arrivals, axis=1)[:, :PAIRS]
@@ -143,18 +152,20 @@ def associative_recall(generator: np.random.Generator, samples: int, length: int
 
 @_task(FIRST_NOISE + TRACKING_NOISE, 3 * CHAINS * (HOPS + 1) + HOPS + 2, NAMES)
 def variable_tracking(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
-    """Assignments `VAR name source` among noise; then ASK, a number, and the variables with this value in order,
-    which are to be predicted from the number on.
+    """Assignments `VAR name source` among noise; then ASK, a number, and the variables with this
+    value in order, which are to be predicted from the number on.
 
-    The task of RULER (Hsieh et al., arXiv 2404.06654, section 3.2; https://github.com/NVIDIA/RULER) in tokens instead
-    of text. The first variable of each of CHAINS chains is assigned a number, and each of HOPS further ones the
-    variable before it. Assignments are at random places in the order of their chain; chains are interleaved. RULER has
-    one chain of 4 hops by default, and repeats one sentence as noise. The key of a target is the source of the
-    assignment to it.
+    The task of RULER (Hsieh et al., arXiv 2404.06654, section 3.2; https://github.com/NVIDIA/RULER)
+    in tokens instead of text. The first variable of each of CHAINS chains is assigned a number, and
+    each of HOPS further ones the variable before it. Assignments are at random places in the order
+    of their chain; chains are interleaved. RULER has one chain of 4 hops by default, and repeats
+    one sentence as noise. The key of a target is the source of the assignment to it.
     """
     steps = HOPS + 1
     statements, rows = CHAINS * steps, np.arange(samples)[:, None]
-    names = FIRST_NAME + _distinct(generator, samples, NAMES, statements).reshape(samples, CHAINS, steps)
+    names = FIRST_NAME + _distinct(generator, samples, NAMES, statements).reshape(
+        samples, CHAINS, steps
+    )
     numbers = FIRST_NUMBER + _distinct(generator, samples, NUMBERS, CHAINS)
     chain = generator.permuted(np.tile(np.repeat(np.arange(CHAINS), steps), (samples, 1)), axis=1)
     step = np.zeros_like(chain)

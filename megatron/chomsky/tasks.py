@@ -1,8 +1,10 @@
-"""The fifteen tasks of the benchmark. Inputs are strings of a given length, outputs are strings or a class.
+"""The fifteen tasks of the benchmark. Inputs are strings of a given length, outputs are strings or
+a class.
 
-Each task is a function of (generator, samples, length) that draws inputs with the distribution of the benchmark's
-public code (https://github.com/google-deepmind/neural_networks_chomsky_hierarchy, arXiv 2207.02098), and computes the
-targets. The same generator state gives the same batch, so nothing is stored.
+Each task is a function of (generator, samples, length) that draws inputs with the distribution of
+the benchmark's public code (https://github.com/google-deepmind/neural_networks_chomsky_hierarchy,
+arXiv 2207.02098), and computes the targets. The same generator state gives the same batch, so
+nothing is stored.
 
 Legend: b samples, n input tokens, m output tokens.
 """
@@ -27,8 +29,9 @@ END = 2  # follows the output if its length varies
 
 
 class Batch(NamedTuple):
-    """Inputs, int64 `[b, n]` below the task's `symbols`; targets, int64 `[b, m]` below its `classes`; and which targets
-    count in the accuracy, bool `[b, m]`. All of them count in the loss.
+    """Inputs, int64 `[b, n]` below the task's `symbols`; targets, int64 `[b, m]` below its
+    `classes`; and which targets count in the accuracy, bool `[b, m]`. All of them count in the
+    loss.
     """
 
     inputs: IntArray
@@ -44,13 +47,15 @@ class Task:
     """One task of the benchmark.
 
     Attributes:
-        level: of the Chomsky hierarchy: the weakest automaton that solves the task. Context-free means deterministic.
+        level: of the Chomsky hierarchy: the weakest automaton that solves the task. Context-free
+            means deterministic.
         symbols: size of the input alphabet.
         classes: size of the output alphabet.
         output_length: maps the input length n to the output length m.
         draw: (generator, samples, length) -> (inputs, targets).
         odd_only: all inputs have odd lengths; for an even length, inputs are one token shorter.
-        ended: the output ends with the symbol `END`; later targets are 0 and do not count in the accuracy.
+        ended: the output ends with the symbol `END`; later targets are 0 and do not count in the
+            accuracy.
     """
 
     name: str
@@ -89,7 +94,9 @@ def _task(
 
     def register(draw: Draw) -> Draw:
         name = draw.__name__
-        TASKS[name] = Task(name, level, symbols, classes, output_length, draw, odd_only=odd_only, ended=ended)
+        TASKS[name] = Task(
+            name, level, symbols, classes, output_length, draw, odd_only=odd_only, ended=ended
+        )
         return draw
 
     return register
@@ -103,16 +110,20 @@ def _bits(generator: np.random.Generator, samples: int, length: int) -> IntArray
 
 
 @_task("regular", 2, 2)
-def even_pairs(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """0 if the number of adjacent symbols that differ is even, otherwise 1. (Equivalently: do the first and last symbol
-    differ?)
+def even_pairs(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """0 if the number of adjacent symbols that differ is even, otherwise 1. (Equivalently: do the
+    first and last symbol differ?)
     """
     strings = _bits(generator, samples, length)
     return strings, (strings[:, :1] != strings[:, -1:])
 
 
 @_task("regular", MODULUS + 3, MODULUS, odd_only=True)
-def modular_arithmetic_simple(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def modular_arithmetic_simple(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """The value modulo 5 of digits joined by +, - and *, with the usual precedence."""
     digits = generator.integers(0, MODULUS, (samples, length // 2 + 1))
     signs = generator.integers(PLUS, TIMES + 1, (samples, length // 2))
@@ -128,14 +139,18 @@ def modular_arithmetic_simple(generator: np.random.Generator, samples: int, leng
 
 
 @_task("regular", 2, 2)
-def parity_check(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def parity_check(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """Is the number of ones odd?"""
     strings = _bits(generator, samples, length)
     return strings, strings.sum(axis=1, keepdims=True) % 2
 
 
 @_task("regular", 3, MODULUS)
-def cycle_navigation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def cycle_navigation(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """The final position on a cycle of five. Steps: 0 back, 1 stay, 2 forward."""
     steps = generator.integers(0, 3, (samples, length))
     return steps, (steps - 1).sum(axis=1, keepdims=True) % MODULUS
@@ -145,11 +160,16 @@ def cycle_navigation(generator: np.random.Generator, samples: int, length: int) 
 
 
 @_task("context-free", 5, 3, lambda n: n + 1, ended=True)
-def stack_manipulation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Input: a stack of bits, bottom first, then actions (2 pop, 3 push 0, 4 push 1). Output: the final stack, top
-    first, then END. A pop from an empty stack does nothing.
+def stack_manipulation(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """Input: a stack of bits, bottom first, then actions (2 pop, 3 push 0, 4 push 1). Output: the
+    final stack, top first, then END. A pop from an empty stack does nothing.
     """
-    strings, targets = _bits(generator, samples, length), np.zeros((samples, length + 1), dtype=np.int64)
+    strings, targets = (
+        _bits(generator, samples, length),
+        np.zeros((samples, length + 1), dtype=np.int64),
+    )
     depths = generator.integers(1, max(length, 2), samples)
     actions = generator.integers(POP, PUSH + 2, (samples, length))
     for row, depth in enumerate(depths):
@@ -165,24 +185,32 @@ def stack_manipulation(generator: np.random.Generator, samples: int, length: int
 
 
 @_task("context-free", 2, 2, lambda n: n)
-def reverse_string(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def reverse_string(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """The reversed string."""
     strings = _bits(generator, samples, length)
     return strings, strings[:, ::-1]
 
 
 @_task("context-free", MODULUS + 5, MODULUS)
-def modular_arithmetic(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def modular_arithmetic(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """The value modulo 5 of an expression of digits, brackets, +, * and - (also as a sign)."""
     expressions = [_expression(generator, length, (PLUS, MINUS, TIMES)) for _ in range(samples)]
-    return np.array([tokens for tokens, _ in expressions]), np.array([[value] for _, value in expressions])
+    return np.array([tokens for tokens, _ in expressions]), np.array(
+        [[value] for _, value in expressions]
+    )
 
 
 @_task("context-free", MODULUS + 7, MODULUS)
-def solve_equation(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Input: an expression as in `modular_arithmetic`, but without *, with one digit replaced by UNKNOWN, `=` and its
-    value. Output: the digit, the first one after a random place. Inputs of fewer than three tokens are zeros, as are
-    their outputs.
+def solve_equation(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """Input: an expression as in `modular_arithmetic`, but without *, with one digit replaced by
+    UNKNOWN, `=` and its value. Output: the digit, the first one after a random place. Inputs of
+    fewer than three tokens are zeros, as are their outputs.
     """
     if length < 3:
         return np.zeros((samples, length), dtype=np.int64), np.zeros((samples, 1), dtype=np.int64)
@@ -198,19 +226,30 @@ def solve_equation(generator: np.random.Generator, samples: int, length: int) ->
     return np.array(equations), np.array(solutions)
 
 
-def _expression(generator: np.random.Generator, length: int, signs: tuple[int, ...]) -> tuple[list[int], int]:
-    """An expression of `length` tokens and its value modulo 5: a digit, -digit, (digit), (-digit) or
-    (expression sign expression), with one of these signs.
+def _expression(
+    generator: np.random.Generator, length: int, signs: tuple[int, ...]
+) -> tuple[list[int], int]:
+    """An expression of `length` tokens and its value modulo 5: a digit, -digit, (digit), (-digit)
+    or (expression sign expression), with one of these signs.
     """
     if length <= 4:
         digit = int(generator.integers(MODULUS))
         negated = length in (2, 4)
         tokens = [MINUS, digit] if negated else [digit]
-        return [OPEN, *tokens, CLOSE] if length > 2 else tokens, (-digit if negated else digit) % MODULUS
+        return [OPEN, *tokens, CLOSE] if length > 2 else tokens, (
+            -digit if negated else digit
+        ) % MODULUS
     left = int(generator.integers(1, length - 3))
-    first, second = _expression(generator, left, signs), _expression(generator, length - 3 - left, signs)
+    first, second = (
+        _expression(generator, left, signs),
+        _expression(generator, length - 3 - left, signs),
+    )
     sign = signs[generator.integers(len(signs))]
-    operations = {PLUS: first[1] + second[1], MINUS: first[1] - second[1], TIMES: first[1] * second[1]}
+    operations = {
+        PLUS: first[1] + second[1],
+        MINUS: first[1] - second[1],
+        TIMES: first[1] * second[1],
+    }
     value = operations[sign]
     return [OPEN, *first[0], sign, *second[0], CLOSE], value % MODULUS
 
@@ -219,15 +258,21 @@ def _expression(generator: np.random.Generator, length: int, signs: tuple[int, .
 
 
 @_task("context-sensitive", 2, 2, lambda n: 2 * n)
-def duplicate_string(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def duplicate_string(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """The string twice."""
     strings = _bits(generator, samples, length)
     return strings, np.concatenate((strings, strings), axis=1)
 
 
 @_task("context-sensitive", 4, 2)
-def missing_duplicate(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Input: a string twice, with one symbol hidden (2), and a 3 if the length is odd. Output: the hidden symbol."""
+def missing_duplicate(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """Input: a string twice, with one symbol hidden (2), and a 3 if the length is odd. Output: the
+    hidden symbol.
+    """
     if length == 1:
         return np.ones((samples, 1), dtype=np.int64), np.ones((samples, 1), dtype=np.int64)
     half = _bits(generator, samples, length // 2)
@@ -239,25 +284,33 @@ def missing_duplicate(generator: np.random.Generator, samples: int, length: int)
 
 
 @_task("context-sensitive", 2, 2, lambda n: n)
-def odds_first(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """The second, fourth, sixth ... symbol, followed by the first, third ... This is the order of the benchmark's code,
-    which counts from 0; its description says the opposite.
+def odds_first(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """The second, fourth, sixth ... symbol, followed by the first, third ... This is the order of
+    the benchmark's code, which counts from 0; its description says the opposite.
     """
     strings = _bits(generator, samples, length)
     return strings, np.concatenate((strings[:, 1::2], strings[:, ::2]), axis=1)
 
 
 @_task("context-sensitive", 3, 3, lambda n: n + 1, ended=True)
-def binary_addition(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Input: two numbers above 0 separated by 2, least significant bit first. Output: their sum in the same order, then
-    END. Inputs of fewer than three tokens are one number, which is the output.
+def binary_addition(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """Input: two numbers above 0 separated by 2, least significant bit first. Output: their sum in
+    the same order, then END. Inputs of fewer than three tokens are one number, which is the output.
     """
     return _calculation(generator, samples, length, operator.add)
 
 
 @_task("context-sensitive", 3, 3, lambda n: n, ended=True)
-def binary_multiplication(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
-    """Like `binary_addition`, but with the product. The output is 0 for inputs of two tokens, and empty for one."""
+def binary_multiplication(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
+    """Like `binary_addition`, but with the product. The output is 0 for inputs of two tokens, and
+    empty for one.
+    """
     return _calculation(generator, samples, length, operator.mul)
 
 
@@ -272,7 +325,11 @@ def _calculation(
             place = int(generator.integers(1, length - 1))
             numbers = [_above_zero(generator, width) for width in (place, length - 1 - place)]
             digits = _digits(operation(*numbers))
-            strings[row] = [*_digits(numbers[0], place), 2, *_digits(numbers[1], length - 1 - place)]
+            strings[row] = [
+                *_digits(numbers[0], place),
+                2,
+                *_digits(numbers[1], length - 1 - place),
+            ]
         else:
             number = int(generator.integers(2**length - 1))
             digits = [0] * (length - 1) if product else _digits(number)
@@ -295,15 +352,21 @@ def _digits(number: int, width: int = 1) -> list[int]:
 
 
 @_task("context-sensitive", 2, 2, lambda n: math.ceil(n / 2))
-def compute_sqrt(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def compute_sqrt(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """The integer part of the square root of a number above 0, both most significant bit first."""
     numbers = [_above_zero(generator, length) for _ in range(samples)]
     strings = np.array([_digits(number, length)[::-1] for number in numbers])
-    return strings, np.array([_digits(math.isqrt(number), math.ceil(length / 2))[::-1] for number in numbers])
+    return strings, np.array(
+        [_digits(math.isqrt(number), math.ceil(length / 2))[::-1] for number in numbers]
+    )
 
 
 @_task("context-sensitive", 5, 5, lambda n: n)
-def bucket_sort(generator: np.random.Generator, samples: int, length: int) -> tuple[IntArray, IntArray]:
+def bucket_sort(
+    generator: np.random.Generator, samples: int, length: int
+) -> tuple[IntArray, IntArray]:
     """The symbols 0 to 4 of the string, sorted."""
     strings = generator.integers(0, 5, (samples, length))
     return strings, np.sort(strings, axis=1)

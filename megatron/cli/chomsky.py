@@ -1,5 +1,5 @@
-"""`kerple chomsky`: run the Chomsky-hierarchy benchmark, or with --architecture decoder the length tests of decoders,
-and write the results as JSON, tables and figure.
+"""`kerple chomsky`: run the Chomsky-hierarchy benchmark, or with --architecture decoder the length
+tests of decoders, and write the results as JSON, tables and figure.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from megatron.utils.processes import Lock
 from megatron.utils.progress import Progress
 
 DESCRIPTION = (
-    "Train small transformers on the tasks of the Chomsky hierarchy, or decoders on recall tasks (--architecture "
-    "decoder), and test them on longer inputs."
+    "Train small transformers on the tasks of the Chomsky hierarchy, or decoders on recall tasks "
+    "(--architecture decoder), and test them on longer inputs."
 )
 METHODS = ("none", "sinusoidal", "rotary", "alibi", "kerple_log", "fire", "dape_kerple")
 SETTINGS_HELP = {
@@ -56,8 +56,8 @@ SETTINGS_HELP = {
     "num_layers": "layers of the model",
     "hidden_size": "hidden size of the model",
     "num_heads": "attention heads of the model",
-    "architecture": "pre-norm; original: the benchmark's own layers, for comparisons with published numbers; or "
-    "decoder: this project's GPT on the recall tasks",
+    "architecture": "pre-norm; original: the benchmark's own layers, for comparisons with "
+    "published numbers; or decoder: this project's GPT on the recall tasks",
 }
 
 _TYPES: dict[str, Callable[[str], Any]] = {
@@ -74,14 +74,16 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the experiments without results, then write `chomsky.json`, `chomsky.md` and `chomsky.png`.
+    """Run the experiments without results, then write `chomsky.json`, `chomsky.md` and
+    `chomsky.png`.
 
     Raises UserError.
     """
     options = _parse(argv)
     check_writable(options.output, "--output")
     busy_message = (
-        f"{options.output}: another process is using this folder; wait until it ends, or choose another --output"
+        f"{options.output}: another process is using this folder; wait until it ends, or choose "
+        "another --output"
     )
     with Lock(options.output / "chomsky.lock", busy_message):
         _run_experiments(options)
@@ -91,7 +93,13 @@ def _run_experiments(options: argparse.Namespace) -> None:
     # Check the methods and the device before the first experiment.
     settings = options.settings
     head_size = settings.hidden_size // settings.num_heads
-    shape = ModelShape(settings.num_heads, head_size, settings.hidden_size, settings.num_layers, settings.test_longest)
+    shape = ModelShape(
+        settings.num_heads,
+        head_size,
+        settings.hidden_size,
+        settings.num_layers,
+        settings.test_longest,
+    )
     for name in options.methods:
         build_methods(name, shape)
     device = choose_device(options.device)
@@ -99,12 +107,15 @@ def _run_experiments(options: argparse.Namespace) -> None:
     # Experiments in chomsky.json are not run again.
     path = options.output / "chomsky.json"
     results = read_chomsky_results(path, settings)
-    requested = list(dict.fromkeys(itertools.product(options.tasks, options.methods, options.seeds)))
+    requested = list(
+        dict.fromkeys(itertools.product(options.tasks, options.methods, options.seeds))
+    )
     finished = {(result["task"], result["pos_emb"], result["seed"]) for result in results}
     missing = [key for key in requested if key not in finished]
     console = Console(soft_wrap=True)
     console.print(
-        f"{len(requested)} experiments on {device}, {len(requested) - len(missing)} of them already finished",
+        f"{len(requested)} experiments on {device}, {len(requested) - len(missing)} of them "
+        "already finished",
         highlight=False,
     )
 
@@ -118,8 +129,16 @@ def _run_experiments(options: argparse.Namespace) -> None:
         write_chomsky_results(path, settings, results)
 
     # Tables of the requested experiments.
-    shown = [result for result in results if (result["task"], result["pos_emb"], result["seed"]) in set(requested)]
-    tables, draw = ((length_table, distance_table), length_figure) if decoder else ((chomsky_table,), chomsky_figure)
+    shown = [
+        result
+        for result in results
+        if (result["task"], result["pos_emb"], result["seed"]) in set(requested)
+    ]
+    tables, draw = (
+        ((length_table, distance_table), length_figure)
+        if decoder
+        else ((chomsky_table,), chomsky_figure)
+    )
     for table in tables:
         print_table(console, table(shown, settings))
 
@@ -136,7 +155,9 @@ def _run(experiment: Experiment, title: str, console: Console) -> Result:
     """Train and test with a progress line, then print the result."""
     settings = experiment.settings
     loss_text = ""
-    with Progress(title, settings.steps, unit="steps", log_interval=60.0, console=console) as display:
+    with Progress(
+        title, settings.steps, unit="steps", log_interval=60.0, console=console
+    ) as display:
 
         def report_loss(step: int, loss: float) -> None:
             nonlocal loss_text
@@ -144,7 +165,9 @@ def _run(experiment: Experiment, title: str, console: Console) -> Result:
             display.update(step, loss_text)
 
         experiment.train(report_loss)
-    with Progress(f"{title}: test", len(settings.test_lengths), log_interval=None, console=console) as display:
+    with Progress(
+        f"{title}: test", len(settings.test_lengths), log_interval=None, console=console
+    ) as display:
         result = experiment.test(lambda tested, length: display.update(tested, f"length {length}"))
     trained = result["accuracies"].get(str(settings.train_longest))
     parts = [loss_text, f"accuracy beyond length {settings.train_longest} {result['score']:.1%}"]
@@ -162,7 +185,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=[*TASKS, *LENGTH_TASKS],
         metavar="TASK",
-        help=f"tasks to run (default: all: {', '.join(TASKS)}; of decoders: {', '.join(LENGTH_TASKS)})",
+        help=f"tasks to run (default: all: {', '.join(TASKS)}; of decoders: "
+        f"{', '.join(LENGTH_TASKS)})",
     )
     parser.add_argument(
         "--methods",
@@ -172,7 +196,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"positional methods, or all (default: {' '.join(METHODS)})",
     )
     parser.add_argument(
-        "--seeds", nargs="+", type=integer(0, 2**32 - 1), default=[0], metavar="N", help="random seeds (default: 0)"
+        "--seeds",
+        nargs="+",
+        type=integer(0, 2**32 - 1),
+        default=[0],
+        metavar="N",
+        help="random seeds (default: 0)",
     )
     parser.add_argument(
         "--output",
@@ -186,9 +215,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("training, testing and the model")
     defaults = ExperimentSettings()
     for field in fields(ExperimentSettings):
-        of_encoders, of_decoders = (getattr(settings, field.name) for settings in (defaults, DECODER_SETTINGS))
+        of_encoders, of_decoders = (
+            getattr(settings, field.name) for settings in (defaults, DECODER_SETTINGS)
+        )
         is_architecture = field.name == "architecture"
-        default = f"{of_encoders}" if is_architecture else f"{of_encoders}; of decoders: {of_decoders}"
+        default = (
+            f"{of_encoders}" if is_architecture else f"{of_encoders}; of decoders: {of_decoders}"
+        )
         group.add_argument(
             option_name(field.name),
             type=_TYPES.get(field.name, integer(1, 10**9)),
@@ -199,8 +232,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     # The defaults of the architecture, and the values given.
     options = parser.parse_args(argv)
-    given = {name: getattr(options, name) for name in SETTINGS_HELP if getattr(options, name) is not None}
-    options.settings = replace(DECODER_SETTINGS if options.architecture == DECODER else defaults, **given)
+    given = {
+        name: getattr(options, name) for name in SETTINGS_HELP if getattr(options, name) is not None
+    }
+    options.settings = replace(
+        DECODER_SETTINGS if options.architecture == DECODER else defaults, **given
+    )
     if options.output is None:
         options.output = Path("runs/lengths" if options.architecture == DECODER else "runs/chomsky")
 
@@ -210,14 +247,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for task in options.tasks:
         if task not in available:
             raise UserError(
-                f"--tasks {task}: not a task of --architecture {options.settings.architecture}; choose "
-                + (f"one of {', '.join(available)}" if task in TASKS else f"--architecture {DECODER}")
+                f"--tasks {task}: not a task of --architecture {options.settings.architecture}; "
+                "choose "
+                + (
+                    f"one of {', '.join(available)}"
+                    if task in TASKS
+                    else f"--architecture {DECODER}"
+                )
             )
         shortest = LENGTH_TASKS[task].shortest if task in LENGTH_TASKS else 1
         if options.settings.train_longest < shortest:
             raise UserError(
-                f"--train-longest {options.settings.train_longest}: the shortest input of {task} has {shortest} "
-                "tokens; choose a larger value, or leave out the task"
+                f"--train-longest {options.settings.train_longest}: the shortest input of {task} "
+                f"has {shortest} tokens; choose a larger value, or leave out the task"
             )
-    options.methods = primary_names() if options.methods == ["all"] else list(map(canonical_name, options.methods))
+    options.methods = (
+        primary_names()
+        if options.methods == ["all"]
+        else list(map(canonical_name, options.methods))
+    )
     return options

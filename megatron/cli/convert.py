@@ -1,10 +1,12 @@
 """Convert checkpoints to and from Hugging Face.
 
 kerple convert to-hf DIR OUT        checkpoint folder -> Hugging Face folder
-kerple convert from-hf FOLDER OUT   Pythia, Llama, Mistral, Qwen, an exported model -> checkpoint folder
+kerple convert from-hf FOLDER OUT   Pythia, Llama, Mistral, Qwen, an exported model -> checkpoint
+folder
 
-DIR contains `latest`, as this project and the release write it. DIR and FOLDER can be hf:ORG/NAME[@REVISION]. OUT must
-not exist. It is created only if the converted model computes the same logits (float32, within 1e-4).
+DIR contains `latest`, as this project and the release write it. DIR and FOLDER can be
+hf:ORG/NAME[@REVISION]. OUT must not exist. It is created only if the converted model computes the
+same logits (float32, within 1e-4).
 """
 
 import argparse
@@ -35,10 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.set_defaults(run=run)
         command.add_argument("source", metavar=source, type=Path)
         command.add_argument("output", metavar="OUT", type=Path, help="the new folder")
-        command.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
+        command.add_argument(
+            "--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)"
+        )
         command.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
         command.add_argument(
-            "--pos-emb-module", type=path_option, help="file or module that registers the model's positional method"
+            "--pos-emb-module",
+            type=path_option,
+            help="file or module that registers the model's positional method",
         )
         return command
 
@@ -46,11 +52,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_command("from-hf", import_folder, "FOLDER", "Hugging Face folder -> checkpoint folder")
 
     # What only an export has.
-    to_hf.add_argument("--iteration", type=integer(0), help="checkpoint to convert (default: the one `latest` names)")
-    to_hf.add_argument("--fallback", action="store_true", help="if it is damaged, convert the newest valid one")
+    to_hf.add_argument(
+        "--iteration",
+        type=integer(0),
+        help="checkpoint to convert (default: the one `latest` names)",
+    )
+    to_hf.add_argument(
+        "--fallback", action="store_true", help="if it is damaged, convert the newest valid one"
+    )
     for option in ("--vocab-file", "--merge-file"):
         to_hf.add_argument(
-            option, type=path_option, help="tokenizer file, if it is not where the checkpoint's configuration says"
+            option,
+            type=path_option,
+            help="tokenizer file, if it is not where the checkpoint's configuration says",
         )
     to_hf.add_argument(
         "--allow-other-tokenizer",
@@ -85,7 +99,11 @@ def export(options: argparse.Namespace) -> None:
     saved = saved_dtype(step)
     dtype = DTYPES[options.dtype] if options.dtype else saved
     print(f"{step}: {config.model.pos_emb}, weights {saved}, converting to {dtype}")
-    tokenizer = None if options.no_tokenizer else TokenizerFiles.of(config, options.vocab_file, options.merge_file)
+    tokenizer = (
+        None
+        if options.no_tokenizer
+        else TokenizerFiles.of(config, options.vocab_file, options.merge_file)
+    )
     to_hugging_face(
         model,
         config,
@@ -99,7 +117,9 @@ def export(options: argparse.Namespace) -> None:
 
 def import_folder(options: argparse.Namespace) -> None:
     dtype = DTYPES[options.dtype] if options.dtype else None
-    source = download(str(options.source)) if str(options.source).startswith(PREFIX) else options.source
+    source = (
+        download(str(options.source)) if str(options.source).startswith(PREFIX) else options.source
+    )
     from_hugging_face(
         source,
         options.output,

@@ -24,8 +24,8 @@ def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGrou
         action="extend",
         nargs="+",
         required=True,
-        help="files or folders, separated by commas or spaces: parquet, or jsonl, txt, and tar and zip of these, "
-        "uncompressed or compressed (gz, zst, xz)",
+        help="files or folders, separated by commas or spaces: parquet, or jsonl, txt, and tar and "
+        "zip of these, uncompressed or compressed (gz, zst, xz)",
     )
     parser.add_argument(
         "--suffixes",
@@ -33,7 +33,8 @@ def add_input_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGrou
         nargs="+",
         default=[],
         metavar=".EXT",
-        help="read source trees (folders or tars): files with these extensions, one document each (e.g. .c .h)",
+        help="read source trees (folders or tars): files with these extensions, one document each "
+        "(e.g. .c .h)",
     )
     add_bad_documents_argument(parser)
 
@@ -43,7 +44,8 @@ def add_bad_documents_argument(parser: argparse.ArgumentParser | argparse._Argum
         "--bad-documents",
         choices=("fail", "skip"),
         default="fail",
-        help="stop at documents that are not JSON, not UTF-8, or lack the key, or skip and count them (default: fail)",
+        help="stop at documents that are not JSON, not UTF-8, or lack the key, or skip and count "
+        "them (default: fail)",
     )
 
 
@@ -52,6 +54,6 @@ def add_limit_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup
         "--limit-mb",
         type=number(0, above=True),
         metavar="MB",
-        help="use only the first MB of text, in whole documents; no effect on a single document such as enwik8 "
-        "(default: all)",
+        help="use only the first MB of text, in whole documents; no effect on a single document "
+        "such as enwik8 (default: all)",
     )

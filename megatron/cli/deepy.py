@@ -1,4 +1,6 @@
-"""deepy.py and `kerple train`: start a script on every GPU, after they have checked what train.py would reject."""
+"""deepy.py and `kerple train`: start a script on every GPU, after they have checked what train.py
+would reject.
+"""
 
 import os
 import sys
@@ -9,7 +11,11 @@ from megatron.cli import train as train_script
 from megatron.config import Config, UserError
 from megatron.data.splits import dataset_prefixes
 from megatron.launcher import main as launcher
-from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, make_parser, reject_config_options
+from megatron.launcher.script_arguments import (
+    MERGED_CONFIG_OPTION,
+    make_parser,
+    reject_config_options,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
@@ -18,23 +24,30 @@ TRAIN_COMMAND = [str(ROOT / "kerple_command.py"), "train"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run deepy.py with these command-line arguments; returns the exit status of the script. Raises UserError."""
+    """Run deepy.py with these command-line arguments; returns the exit status of the script. Raises
+    UserError.
+    """
     return launcher.main(argv, check_script)
 
 
 def train() -> int:
-    """`kerple train`: deepy.py with train.py. Other launchers, such as torchrun, start it as the ranks themselves."""
+    """`kerple train`: deepy.py with train.py. Other launchers, such as torchrun, start it as the
+    ranks themselves.
+    """
     argv = sys.argv[1:]
     if {"-h", "--help", MERGED_CONFIG_OPTION} & set(argv) or "RANK" in os.environ:
         return train_script.main()
     return launcher.main(argv, check_script, TRAIN_COMMAND)
 
 
-def check_script(program: Sequence[str], config: Config, options: Sequence[str], world_size: int) -> list[str]:
-    """Check the options of train.py, train_iters, the parallel sizes and batch sizes for this number of processes,
-    and the data keys. Returns the prefixes of the local datasets.
+def check_script(
+    program: Sequence[str], config: Config, options: Sequence[str], world_size: int
+) -> list[str]:
+    """Check the options of train.py, train_iters, the parallel sizes and batch sizes for this
+    number of processes, and the data keys. Returns the prefixes of the local datasets.
 
-    Other scripts check their own command lines. Raises UserError, or prints the usage and exits with status 2.
+    Other scripts check their own command lines. Raises UserError, or prints the usage and exits
+    with status 2.
     """
     is_command = list(program) == TRAIN_COMMAND
     if not is_command and Path(program[0]).resolve() != TRAIN:

@@ -1,4 +1,6 @@
-"""`kerple doctor`: attention (`kerple.doctor`), and on a GPU the kernels of this project's blocks and of its loss."""
+"""`kerple doctor`: attention (`kerple.doctor`), and on a GPU the kernels of this project's blocks
+and of its loss.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +19,11 @@ from megatron.utils.command_line import OptionParser
 
 # The options of a block that select its kernels.
 BLOCKS: dict[str, dict[str, Any]] = {
-    "block, LayerNorm and GELU": {"norm": "layernorm", "gated": False, "activation_function": "gelu"},
+    "block, LayerNorm and GELU": {
+        "norm": "layernorm",
+        "gated": False,
+        "activation_function": "gelu",
+    },
     "block, RMSNorm and SwiGLU": {"norm": "rmsnorm", "gated": True, "activation": "swiglu"},
 }
 
@@ -27,16 +33,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_model_kernels(device: torch.device) -> list[list[Check]]:
-    """A row per kernel and a column per dtype; no rows for a device that does not use the kernels."""
+    """A row per kernel and a column per dtype; no rows for a device that does not use
+    the kernels.
+    """
     if not fused_block.uses_kernels(device, torch.float32, 64):
         return []
     rows = []
     for name in ("loss", *BLOCKS):
         row = []
         for dtype in DTYPES:
-            failure = loss.kernel_failure(device, dtype) if name == "loss" else _block_failure(name, device, dtype)
+            failure = (
+                loss.kernel_failure(device, dtype)
+                if name == "loss"
+                else _block_failure(name, device, dtype)
+            )
             kind = str(dtype).removeprefix("torch.")
-            row.append(Check(self_check.device_name(device), name, kind, 64, ["fused"], failure=failure))
+            row.append(
+                Check(self_check.device_name(device), name, kind, 64, ["fused"], failure=failure)
+            )
         rows.append(row)
     return rows
 
@@ -50,7 +64,9 @@ def _block_failure(name: str, device: torch.device, dtype: torch.dtype) -> str |
         use_bias_in_mlp=True,
         **BLOCKS[name],
     )
-    block: Any = SimpleNamespace(input_layernorm=make_norm(config), mlp=make_mlp(ModelSettings(config, 64)))
+    block: Any = SimpleNamespace(
+        input_layernorm=make_norm(config), mlp=make_mlp(ModelSettings(config, 64))
+    )
     return fused_block.kernel_failure(block, device, dtype)
 
 

@@ -1,4 +1,6 @@
-"""evaluate.py --eval-tasks: run tasks of lm-evaluation-harness on checkpoints, print tables and write a JSON file."""
+"""evaluate.py --eval-tasks: run tasks of lm-evaluation-harness on checkpoints, print tables and
+write a JSON file.
+"""
 
 import argparse
 import json
@@ -30,10 +32,16 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of evaluate.py for tasks."""
     group = parser.add_argument_group("tasks of lm-evaluation-harness (instead of extrapolation)")
     group.add_argument(
-        "--eval-tasks", nargs="+", metavar="TASK", help="task names, groups or YAML files (default: eval_tasks)"
+        "--eval-tasks",
+        nargs="+",
+        metavar="TASK",
+        help="task names, groups or YAML files (default: eval_tasks)",
     )
     group.add_argument(
-        "--num-fewshot", type=integer(0), metavar="N", help="examples before each question (default: set by the task)"
+        "--num-fewshot",
+        type=integer(0),
+        metavar="N",
+        help="examples before each question (default: set by the task)",
     )
     group.add_argument(
         "--limit",
@@ -42,25 +50,34 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         help="number of documents per task, or a fraction of them if below 1",
     )
     group.add_argument(
-        "--include-path", nargs="+", type=path_option, metavar="DIR", help="folders with your own task files"
+        "--include-path",
+        nargs="+",
+        type=path_option,
+        metavar="DIR",
+        help="folders with your own task files",
     )
     group.add_argument(
         "--max-length",
         type=integer(1),
         metavar="N",
-        help="tokens read at once: longer prompts are truncated on the left, longer documents are read in windows "
+        help="tokens read at once: longer prompts are truncated on the left, longer documents are "
+        "read in windows "
         f"(default: {MAX_LENGTH_FACTOR} times the training length, or the size of a learned table)",
     )
 
 
 def task_options(config: Config, options: argparse.Namespace) -> dict[str, Any] | None:
-    """The values of `TASK_OPTIONS` on the command line, or else in the configuration; None without tasks. Raises
-    UserError.
+    """The values of `TASK_OPTIONS` on the command line, or else in the configuration; None without
+    tasks. Raises UserError.
     """
     values: dict[str, Any] = {}
     for name in TASK_OPTIONS:
         given = getattr(options, name)
-        values[name] = getattr(config.evaluation, f"eval_{name.removeprefix('eval_')}") if given is None else given
+        values[name] = (
+            getattr(config.evaluation, f"eval_{name.removeprefix('eval_')}")
+            if given is None
+            else given
+        )
     if not values["eval_tasks"]:
         for name in TASK_OPTIONS[1:]:
             if getattr(options, name) is not None:
@@ -68,7 +85,9 @@ def task_options(config: Config, options: argparse.Namespace) -> dict[str, Any] 
         return None
     limit = values["limit"]
     if limit is not None and limit > 1 and limit != int(limit):
-        raise UserError(f"--limit must be a number of documents, or a fraction below 1, not {limit}")
+        raise UserError(
+            f"--limit must be a number of documents, or a fraction below 1, not {limit}"
+        )
     for folder in values["include_path"] or ():
         if not Path(folder).is_dir():
             raise UserError(f"--include-path {folder}: not a folder")
@@ -76,10 +95,14 @@ def task_options(config: Config, options: argparse.Namespace) -> dict[str, Any] 
 
 
 def evaluate_tasks(
-    tasks: Mapping[str, Any], folders: Sequence[Path], config: Config, options: argparse.Namespace, output: Path
+    tasks: Mapping[str, Any],
+    folders: Sequence[Path],
+    config: Config,
+    options: argparse.Namespace,
+    output: Path,
 ) -> None:
-    """Run the tasks (see `task_options`) on every checkpoint in every mode. Print a table of each, and write a new file
-    in `output`. Raises UserError.
+    """Run the tasks (see `task_options`) on every checkpoint in every mode. Print a table of each,
+    and write a new file in `output`. Raises UserError.
     """
     try:
         from lm_eval.utils import handle_non_serializable, make_table
@@ -87,23 +110,30 @@ def evaluate_tasks(
         from megatron.evaluation.harness import find_tasks, harness_model, run_tasks
     except ImportError as error:
         raise UserError(
-            f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): {install_command('eval')}"
+            f"eval_tasks: lm-evaluation-harness cannot be imported ({error}): "
+            f"{install_command('eval')}"
         ) from error
 
     # Everything that can be checked before a model is loaded.
     device = choose_device(options.device)
-    batch_tokens = options.batch_tokens or (BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU)
+    batch_tokens = options.batch_tokens or (
+        BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
+    )
     steps = [chosen_step(folder, config, options) for folder in folders]
     configs = [saved_config(step, config, options, check=len(folders) == 1) for step in steps]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
     for saved in configs:
         if (tasks["max_length"] or 0) > (size := _positions(saved)):
-            raise UserError(f"--max-length must be at most {size}, the number of positions of pos_emb learned")
+            raise UserError(
+                f"--max-length must be at most {size}, the number of positions of pos_emb learned"
+            )
     found = find_tasks(tasks["eval_tasks"], tasks["include_path"])
 
     path = output / time.strftime(f"tasks_%Y%m%d-%H%M%S_{os.getpid()}.json")
     entries: list[dict[str, Any]] = []
-    for folder, step, saved, (modes, unsupported) in zip(folders, steps, configs, supported, strict=True):
+    for folder, step, saved, (modes, unsupported) in zip(
+        folders, steps, configs, supported, strict=True
+    ):
         checkpoint = options.hub_names.get(str(folder), str(folder))
         for name, reason in unsupported.items():
             print(f"{checkpoint}: inference mode {name} {reason} (not measured)", flush=True)
@@ -113,12 +143,23 @@ def evaluate_tasks(
         # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
         own_tokenizer = options.from_checkpoint and config.tokenizer == configs[0].tokenizer
         tokenizer = tokenizer_files(saved if own_tokenizer else config, saved)
-        model, _ = load_model(step.parent, iteration_of(step), overrides=overrides_of(step, config, options))
-        max_length = tasks["max_length"] or min(MAX_LENGTH_FACTOR * saved.model.seq_length, _positions(saved))
-        source = {"checkpoint": checkpoint, "iteration": iteration_of(step), "pos_emb": evaluated_method(saved)}
+        model, _ = load_model(
+            step.parent, iteration_of(step), overrides=overrides_of(step, config, options)
+        )
+        max_length = tasks["max_length"] or min(
+            MAX_LENGTH_FACTOR * saved.model.seq_length, _positions(saved)
+        )
+        source = {
+            "checkpoint": checkpoint,
+            "iteration": iteration_of(step),
+            "pos_emb": evaluated_method(saved),
+        }
         source |= {"precision": options.precision, "max_length": max_length}
         for mode in modes:
-            print(f"{checkpoint}, {source['pos_emb']}, mode {mode.name}, max_length {max_length:,}:", flush=True)
+            print(
+                f"{checkpoint}, {source['pos_emb']}, mode {mode.name}, max_length {max_length:,}:",
+                flush=True,
+            )
             language_model = harness_model(
                 model,
                 saved,
@@ -129,11 +170,15 @@ def evaluate_tasks(
                 allow_other_tokenizer=config.checkpoint.allow_other_tokenizer,
                 max_length=max_length,
                 # Batches are padded, which changes the length of their texts.
-                batch_size=1 if mode.attention.length_dependent else max(1, batch_tokens // max_length),
+                batch_size=1
+                if mode.attention.length_dependent
+                else max(1, batch_tokens // max_length),
             )
             results = run_tasks(language_model, tasks, found)
             entries.append({**source, "mode": mode.name, **results})
-            content = json.dumps({"checkpoints": entries}, indent=1, default=handle_non_serializable)
+            content = json.dumps(
+                {"checkpoints": entries}, indent=1, default=handle_non_serializable
+            )
             output.mkdir(parents=True, exist_ok=True)
             write_atomically(path, f"{content}\n".encode())
             for column in ("results", "groups"):
@@ -145,4 +190,6 @@ def evaluate_tasks(
 
 def _positions(config: Config) -> int:
     """The longest text that a model can read: a learned table has no positions beyond its end."""
-    return config.model.max_position_embeddings if config.model.pos_emb == "learned" else sys.maxsize
+    return (
+        config.model.max_position_embeddings if config.model.pos_emb == "learned" else sys.maxsize
+    )

@@ -12,7 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.checkpoint.configuration import check_trained_tokenizer, evaluated_method, trained_tokenizer
+from megatron.checkpoint.configuration import (
+    check_trained_tokenizer,
+    evaluated_method,
+    trained_tokenizer,
+)
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.cli.eval_tasks import evaluate_tasks, task_options
@@ -62,10 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = options.output or config.evaluation.eval_results_prefix
     if output is None:
         if len(folders) > 1:
-            raise UserError("several checkpoints share one report: choose its folder with --output DIR")
+            raise UserError(
+                "several checkpoints share one report: choose its folder with --output DIR"
+            )
         if options.hub_names:
             raise UserError(
-                f"{', '.join(options.hub_names.values())}: choose the folder of the report with --output DIR"
+                f"{', '.join(options.hub_names.values())}: choose the folder of the report with "
+                "--output DIR"
             )
         output = folders[0] / "evaluation"
         if rank == 0:
@@ -83,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A checkpoint to evaluate: its folder, the folder of its step, its configuration, and the keys of its records."""
+    """A checkpoint to evaluate: its folder, the folder of its step, its configuration, and the keys
+    of its records.
+    """
 
     folder: Path
     step: Path
@@ -93,7 +102,12 @@ class EvaluatedModel:
 
 
 def _evaluate(
-    folders: Sequence[Path], output: Path, config: Config, options: argparse.Namespace, rank: int, world_size: int
+    folders: Sequence[Path],
+    output: Path,
+    config: Config,
+    options: argparse.Namespace,
+    rank: int,
+    world_size: int,
 ) -> None:
     """Measure what the output folder has no results for, then print and write the report."""
     # These import pandas and matplotlib, which is slow.
@@ -107,13 +121,20 @@ def _evaluate(
     report(f"lengths: {' '.join(map(str, options.lengths))}")
     for protocol in options.protocol:
         if options.tokens is not None and not protocol.uses_budget:
-            report(f"protocol {protocol.name} scores a fixed number of segments and ignores the number of tokens")
+            report(
+                f"protocol {protocol.name} scores a fixed number of segments and ignores the "
+                "number of tokens"
+            )
     tokenizer = _build_tokenizer(models, config, options, report)
     text = _read_text(config, tokenizer, options)
     prompts = Prompts(tokenizer) if options.passkey and tokenizer is not None else None
     planned, not_measured = _plan(models, text, prompts, options, report)
-    records = [record for task in chain.from_iterable(planned) for record in task.planned] + not_measured
-    measurements(records, "extrapolation", "loss")  # rejects two checkpoints with the same method and seed
+    records = [
+        record for task in chain.from_iterable(planned) for record in task.planned
+    ] + not_measured
+    measurements(
+        records, "extrapolation", "loss"
+    )  # rejects two checkpoints with the same method and seed
 
     results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
     with contextlib.ExitStack() as stack:
@@ -124,7 +145,10 @@ def _evaluate(
                 run_on_rank_0(partial(_measure_effective_lengths, model, text.corpus, results))
             missing = run_on_rank_0(partial(_missing_tasks, tasks, results))
             if len(missing) < len(tasks):
-                report(f"{model.folder}: {len(tasks) - len(missing)} of {len(tasks)} results exist from an earlier run")
+                report(
+                    f"{model.folder}: {len(tasks) - len(missing)} of {len(tasks)} results exist "
+                    "from an earlier run"
+                )
             if not missing:
                 continue  # without loading the model
             loaded = _load_model(model.step, text, prompts, config, options, check=len(models) == 1)
@@ -167,22 +191,37 @@ def _plan(
         for name, reason in unsupported.items():
             report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
             for task in plan_extrapolation(
-                text, options.lengths, [name], options.protocol, options.tokens, source, options.by_position
+                text,
+                options.lengths,
+                [name],
+                options.protocol,
+                options.tokens,
+                source,
+                options.by_position,
             ):
                 not_measured += task.not_measured(reason)
     return planned, not_measured
 
 
 def _load_model(
-    step: Path, text: Text, prompts: Prompts | None, config: Config, options: argparse.Namespace, *, check: bool
+    step: Path,
+    text: Text,
+    prompts: Prompts | None,
+    config: Config,
+    options: argparse.Namespace,
+    *,
+    check: bool,
 ) -> GPT:
-    """The model. Raises UserError if it has invalid weights, or no embedding for a token of the text or prompts."""
+    """The model. Raises UserError if it has invalid weights, or no embedding for a token of the
+    text or prompts.
+    """
     model, _ = load(step, config, options, check=check)
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise UserError(
-                f"{step}: weight {name} contains NaN or infinity, so no loss can be measured; choose an earlier "
-                "checkpoint (--iteration N), or train again with a lower learning rate"
+                f"{step}: weight {name} contains NaN or infinity, so no loss can be measured; "
+                "choose an earlier checkpoint (--iteration N), or train again with a lower "
+                "learning rate"
             )
     text.check_ids(model.settings.padded_vocab_size)
     if prompts is not None:
@@ -192,18 +231,21 @@ def _load_model(
 
 
 def _check_losses(results: ResultsFile) -> None:
-    """Raises UserError if a loss is NaN or infinite although all weights are finite, as with fp16 overflows."""
+    """Raises UserError if a loss is NaN or infinite although all weights are finite, as with fp16
+    overflows.
+    """
     for record in results.records:
         if record["kind"] == "extrapolation" and str(record["note"]).startswith(LOSS_NOTE):
             raise UserError(
-                f"{results.path}: {record['pos_emb']} {record['mode']} at {record['length']:,}: {record['note']} (n/a "
-                "in the report); evaluate with --precision fp32"
+                f"{results.path}: {record['pos_emb']} {record['mode']} at {record['length']:,}: "
+                f"{record['note']} (n/a in the report); evaluate with --precision fp32"
             )
 
 
 def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:
-    """Indices of the tasks without stored results. The modes of all tasks are supported, so a record that an earlier
-    run stored for a mode that was not, e.g. with another `attention-backend`, is no result.
+    """Indices of the tasks without stored results. The modes of all tasks are supported, so a
+    record that an earlier run stored for a mode that was not, e.g. with another
+    `attention-backend`, is no result.
     """
 
     def is_stored(planned: Record) -> bool:
@@ -213,7 +255,9 @@ def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]
     return [index for index, task in enumerate(tasks) if not all(map(is_stored, task.planned))]
 
 
-def _measure_effective_lengths(model: EvaluatedModel, corpus: str | None, results: ResultsFile) -> None:
+def _measure_effective_lengths(
+    model: EvaluatedModel, corpus: str | None, results: ResultsFile
+) -> None:
     """Reads only the positional parameters."""
     planned = plan_effective_lengths(model.provenance, corpus)
     if results.find(planned) is None:
@@ -223,18 +267,26 @@ def _measure_effective_lengths(model: EvaluatedModel, corpus: str | None, result
             print(f"{model.folder}: {record['note']}", flush=True)
 
 
-def _read_models(folders: Sequence[Path], config: Config, options: argparse.Namespace) -> list[EvaluatedModel]:
-    """The checkpoints in the folders. Raises UserError if one cannot be evaluated with the others."""
+def _read_models(
+    folders: Sequence[Path], config: Config, options: argparse.Namespace
+) -> list[EvaluatedModel]:
+    """The checkpoints in the folders. Raises UserError if one cannot be evaluated with
+    the others.
+    """
     # Names for the checkpoints.
     models: list[EvaluatedModel] = []
     labels = options.label
     if labels and len(labels) != len(folders):
-        raise UserError(f"--label: {len(labels)} labels for {len(folders)} checkpoints; give one label per checkpoint")
+        raise UserError(
+            f"--label: {len(labels)} labels for {len(folders)} checkpoints; give one label per "
+            "checkpoint"
+        )
 
     # Once, on rank 0: if a run is still training, `latest` changes at any time.
     steps = run_on_rank_0(lambda: [chosen_step(folder, config, options) for folder in folders])
     for folder, step in zip(folders, steps, strict=True):
-        # A single checkpoint must match the configuration. For several, it only defines the text and the lengths.
+        # A single checkpoint must match the configuration. For several, it only defines the text
+        # and the lengths.
         saved = saved_config(step, config, options, check=len(folders) == 1)
         first = models[0].saved if models else saved
         if options.from_checkpoint and options.text is None:
@@ -243,15 +295,22 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
                 first_value, value = getattr(first.data, key), getattr(saved.data, key)
                 if first_value != value and first_value == getattr(config.data, key):
                     raise UserError(
-                        f"{folder}: {key} differs from the first checkpoint's ({value}, not {first_value}); give a "
-                        f"configuration, or --set {key}=..., with the data to evaluate all of them on"
+                        f"{folder}: {key} differs from the first checkpoint's ({value}, not "
+                        f"{first_value}); give a configuration, or --set {key}=..., with the data "
+                        "to evaluate all of them on"
                     )
 
         # What results are stored with: those of other settings are measured again.
-        settings = (options.precision, saved.model.release_bf16_distances, sorted(saved.model.pos_emb_options.items()))
+        settings = (
+            options.precision,
+            saved.model.release_bf16_distances,
+            sorted(saved.model.pos_emb_options.items()),
+        )
         fingerprint = weights_fingerprint(step)
         imported = options.hub_names.get(str(folder))
-        label = labels[len(models)] if labels else imported and Path(imported.removeprefix("hf:")).name
+        label = (
+            labels[len(models)] if labels else imported and Path(imported.removeprefix("hf:")).name
+        )
         provenance = Provenance(
             checkpoint=Checkpoint(
                 path=visible(imported or str(folder)),
@@ -271,10 +330,14 @@ def _read_models(folders: Sequence[Path], config: Config, options: argparse.Name
 
 
 def _build_tokenizer(
-    models: Sequence[EvaluatedModel], config: Config, options: argparse.Namespace, report: Callable[[str], None]
+    models: Sequence[EvaluatedModel],
+    config: Config,
+    options: argparse.Namespace,
+    report: Callable[[str], None],
 ) -> Tokenizer | None:
-    """The tokenizer that the user's configuration names, or else the first checkpoint's; None if it cannot be read and
-    no option needs it. Raises UserError if one needs it, or a checkpoint has another one.
+    """The tokenizer that the user's configuration names, or else the first checkpoint's; None if it
+    cannot be read and no option needs it. Raises UserError if one needs it, or a checkpoint has
+    another one.
     """
     files = tokenizer_files(config, models[0].saved)
     try:
@@ -300,9 +363,9 @@ def _build_tokenizer(
             continue
         if is_other:
             raise UserError(
-                f"{model.folder}: its tokenizer ({own.tokenizer_type} {own.vocab_file or ''}) is not the one in use "
-                f"({files.tokenizer_type} {files.vocab_file or ''}); evaluate it in a run of its own, without keys of "
-                "another tokenizer"
+                f"{model.folder}: its tokenizer ({own.tokenizer_type} {own.vocab_file or ''}) is "
+                f"not the one in use ({files.tokenizer_type} {files.vocab_file or ''}); evaluate "
+                "it in a run of its own, without keys of another tokenizer"
             )
     return tokenizer
 
@@ -322,8 +385,9 @@ def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Na
 
 
 def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
-    """The documents of a file that prepare_data.py can read, or else its content as one document, as a dataset would
-    contain them: each with its end-of-document token. Raises UserError if it cannot be read, or has no text.
+    """The documents of a file that prepare_data.py can read, or else its content as one document,
+    as a dataset would contain them: each with its end-of-document token. Raises UserError if it
+    cannot be read, or has no text.
     """
     path = Path(path)
     if os.path.isdir(path) or file_format(path.name):
@@ -332,9 +396,17 @@ def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
         chunks = [TextChunk(str(path), "text", 1, read_file(path, MAX_TEXT_BYTES))]
     encoded = encode_chunks(chunks, tokenizer, DocumentOptions(append_eod=True, skip_bad=True))
     if encoded.skipped.bad:
-        raise UserError(f"--text {encoded.skipped.examples[0]}; correct the file, or remove the document")
+        raise UserError(
+            f"--text {encoded.skipped.examples[0]}; correct the file, or remove the document"
+        )
     tokens = torch.from_numpy(encoded.tokens[0].astype(np.int64))
     if not len(tokens):
         raise UserError(f"--text {path}: has no text")
     offsets = np.concatenate(([0], np.cumsum(encoded.lengths[0], dtype=np.int64)))
-    return Text(tokens, offsets, tokenizer.byte_lengths(), corpus_name([str(path)]), source=visible(str(path)))
+    return Text(
+        tokens,
+        offsets,
+        tokenizer.byte_lengths(),
+        corpus_name([str(path)]),
+        source=visible(str(path)),
+    )

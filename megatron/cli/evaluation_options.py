@@ -32,9 +32,17 @@ RESOLUTION_TEXTS = 8
 # Options that can be combined with tasks of lm-evaluation-harness.
 WITH_TASKS = (*TASK_OPTIONS, "modes", "skip_unsupported", "output", "batch_tokens")
 
-# Options that cannot be used in a sweep: it sets them, or measures extrapolation on the datasets of its runs.
+# Options that cannot be used in a sweep: it sets them, or measures extrapolation on the datasets of
+# its runs.
 NOT_IN_SWEEPS = (
-    *("--checkpoint", "--iteration", "--output", "--eval-results-prefix", "--replace", "--skip-unsupported"),
+    *(
+        "--checkpoint",
+        "--iteration",
+        "--output",
+        "--eval-results-prefix",
+        "--replace",
+        "--skip-unsupported",
+    ),
     *("--text", "--set", "--fallback", "--conf-dir", "--hostfile"),
     *map(option_name, TASK_OPTIONS),
 )
@@ -49,7 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=integer(1, 10**12),
         metavar="N",
-        help="lengths in tokens (default: evaluation_lengths, or the training length, and its doubles up to "
+        help="lengths in tokens (default: evaluation_lengths, or the training length, and its "
+        "doubles up to "
         f"{MAX_LENGTH_FACTOR} times it)",
     )
     measurement.add_argument(
@@ -63,7 +72,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measurement.add_argument(
         "--skip-unsupported",
         action="store_true",
-        help="report n/a for a mode that none of the checkpoints supports, instead of stopping with an error",
+        help="report n/a for a mode that none of the checkpoints supports, instead of stopping "
+        "with an error",
     )
 
     # The text, and how to cut it.
@@ -72,32 +82,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[next(iter(PROTOCOLS))],
         metavar="PROTOCOL",
-        help="non-overlapping (default), kerple, last-k, sliding, or with sizes kerple@SEGMENTS, last-k@K, "
-        "sliding@STRIDE",
+        help="non-overlapping (default), kerple, last-k, sliding, or with sizes kerple@SEGMENTS, "
+        "last-k@K, sliding@STRIDE",
     )
     measurement.add_argument(
         "--tokens",
         type=integer(1, 10**12),
         metavar="N",
-        help="tokens to score, evenly spaced in the split and the same at every length (default: eval_tokens, or the "
-        "whole split)",
+        help="tokens to score, evenly spaced in the split and the same at every length (default: "
+        "eval_tokens, or the whole split)",
     )
     measurement.add_argument(
         "--text",
         type=path_option,
         metavar="FILE",
-        help="evaluate this text in place of the dataset, with the model's tokenizer: UTF-8, or any input of "
-        "prepare_data.py, such as JSON lines",
+        help="evaluate this text in place of the dataset, with the model's tokenizer: UTF-8, or "
+        "any input of prepare_data.py, such as JSON lines",
     )
     measurement.add_argument(
-        "--split", choices=("valid", "test"), default="valid", help="split of the dataset (default: %(default)s)"
+        "--split",
+        choices=("valid", "test"),
+        default="valid",
+        help="split of the dataset (default: %(default)s)",
     )
     measurement.add_argument(
         "--bos",
         choices=("auto", "always", "never"),
         default="auto",
-        help="replace the first token of each text, which is not scored, by the beginning-of-text token; auto: if the "
-        "tokenizer adds one; always: otherwise by the end-of-document token (default: %(default)s)",
+        help="replace the first token of each text, which is not scored, by the beginning-of-text "
+        "token; auto: if the tokenizer adds one; always: otherwise by the end-of-document token "
+        "(default: %(default)s)",
     )
 
     # Other measures than the perplexity.
@@ -116,17 +130,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=integer(1, 10**12),
         const=RESOLUTION_TEXTS,
         metavar="TEXTS",
-        help=f"measure the attention resolution (LEX) on the first TEXTS texts of each length ({RESOLUTION_TEXTS})",
+        help="measure the attention resolution (LEX) on the first TEXTS texts of each length "
+        f"({RESOLUTION_TEXTS})",
     )
     further.add_argument(
-        "--effective-length", action="store_true", help="measure the effective length of each head (KERPLE, Figure 6)"
+        "--effective-length",
+        action="store_true",
+        help="measure the effective length of each head (KERPLE, Figure 6)",
     )
 
     # Passkey retrieval.
     further.add_argument(
         "--passkey",
         action="store_true",
-        help="measure passkey retrieval: how often the model repeats a number hidden in a text of each length",
+        help="measure passkey retrieval: how often the model repeats a number hidden in a text of "
+        "each length",
     )
     further.add_argument(
         "--passkey-depths",
@@ -150,16 +168,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--eval-results-prefix",
         type=path_option,
         metavar="DIR",
-        help="folder for the report (default: eval_results_prefix, or `evaluation` in the checkpoint's folder); "
-        "results that it already contains for these models are not measured again",
+        help="folder for the report (default: eval_results_prefix, or `evaluation` in the "
+        "checkpoint's folder); results that it already contains for these models are not measured "
+        "again",
     )
-    report.add_argument("--replace", action="store_true", help="delete results of other models from the folder")
+    report.add_argument(
+        "--replace", action="store_true", help="delete results of other models from the folder"
+    )
     report.add_argument(
         "--label",
         nargs="+",
         metavar="TEXT",
-        help="one label per checkpoint, stored and shown with the method, to distinguish models with the same method "
-        "and seed",
+        help="one label per checkpoint, stored and shown with the method, to distinguish models "
+        "with the same method and seed",
     )
 
     # Sizes of batches, and the tasks of the harness.
@@ -175,19 +196,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch-tokens",
         type=integer(1, 10**12),
         metavar="N",
-        help=f"tokens per batch of short texts (default: {BATCH_TOKENS_CPU} on CPU, {BATCH_TOKENS_GPU} on GPU)",
+        help=f"tokens per batch of short texts (default: {BATCH_TOKENS_CPU} on CPU, "
+        f"{BATCH_TOKENS_GPU} on GPU)",
     )
     add_task_options(parser)
 
 
 def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool) -> None:
-    """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run of a sweep with this
-    configuration. has_data: whether its dataset exists; otherwise what depends on the text is not checked.
+    """Raises UserError, starting with `place`, if evaluate.py would reject these options for a run
+    of a sweep with this configuration. has_data: whether its dataset exists; otherwise what depends
+    on the text is not checked.
     """
     try:
         options = _parse_sweep_options(argv)
         if task_options(config, options) is not None:
-            raise UserError("eval-tasks cannot be used in a sweep; remove it (set: {eval-tasks: null})")
+            raise UserError(
+                "eval-tasks cannot be used in a sweep; remove it (set: {eval-tasks: null})"
+            )
         complete_options(options, config, tasks=False)
         if options.label is not None and len(options.label) > 1:
             raise UserError(f"label must be a single label, not {len(options.label)}")
@@ -211,12 +236,15 @@ def plan_tasks(
     source: Provenance,
     options: argparse.Namespace,
 ) -> list[EvalTask]:
-    """The measurements of one model that the options ask for, except effective lengths. Raises UserError if one of them
-    cannot be measured. prompts: those of --passkey; None: do not measure it.
+    """The measurements of one model that the options ask for, except effective lengths. Raises
+    UserError if one of them cannot be measured. prompts: those of --passkey; None: do not measure
+    it.
     """
     lengths = options.lengths
     tasks: list[EvalTask] = []
-    tasks += plan_extrapolation(text, lengths, modes, options.protocol, options.tokens, source, options.by_position)
+    tasks += plan_extrapolation(
+        text, lengths, modes, options.protocol, options.tokens, source, options.by_position
+    )
     if options.resolution is not None:
         tasks += plan_resolution(text, lengths, modes, options.resolution, source)
     if prompts is not None:
@@ -226,8 +254,8 @@ def plan_tasks(
 
 
 def check_modes(argv: Sequence[str], configs: Sequence[Config], place: str) -> None:
-    """Raises UserError, starting with `place`, if these options of evaluate.py contain a mode that none of the runs
-    with these configurations supports.
+    """Raises UserError, starting with `place`, if these options of evaluate.py contain a mode that
+    none of the runs with these configurations supports.
     """
     try:
         supported_modes(configs, _parse_sweep_options(argv).modes)
@@ -236,7 +264,9 @@ def check_modes(argv: Sequence[str], configs: Sequence[Config], place: str) -> N
 
 
 def _parse_sweep_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises UserError or ArgumentError for options that are invalid or cannot be used in a sweep."""
+    """Raises UserError or ArgumentError for options that are invalid or cannot be used
+    in a sweep.
+    """
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name in NOT_IN_SWEEPS:
@@ -246,13 +276,16 @@ def _parse_sweep_options(argv: Sequence[str]) -> argparse.Namespace:
     add_options(parser)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise UserError(f"evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)")
+        raise UserError(
+            f"evaluate.py has no option {unknown[0].lstrip('-')} (see evaluate.py --help)"
+        )
     return options
 
 
 def complete_options(options: argparse.Namespace, config: Config, *, tasks: bool) -> None:
-    """Replace the names of protocols by protocols, and lengths and tokens that are not given by those of the
-    configuration. Raises UserError for unknown modes and protocols, and for options that exclude each other.
+    """Replace the names of protocols by protocols, and lengths and tokens that are not given by
+    those of the configuration. Raises UserError for unknown modes and protocols, and for options
+    that exclude each other.
     """
     # Options that exclude each other.
     if tasks:
@@ -265,7 +298,8 @@ def complete_options(options: argparse.Namespace, config: Config, *, tasks: bool
                 used.append(option_name(name))
         if used:
             raise UserError(
-                f"eval_tasks: {', '.join(used)}: cannot be combined with tasks; measure extrapolation in a separate run"
+                f"eval_tasks: {', '.join(used)}: cannot be combined with tasks; measure "
+                "extrapolation in a separate run"
             )
     for name in ("passkey_depths", "passkey_trials"):
         if getattr(options, name) is not None and not options.passkey:

@@ -1,4 +1,6 @@
-"""generate.py: text from a checkpoint, as in GPT-NeoX: unconditional, from a file of prompts, or interactive."""
+"""generate.py: text from a checkpoint, as in GPT-NeoX: unconditional, from a file of prompts, or
+interactive.
+"""
 
 import argparse
 import codecs
@@ -56,31 +58,50 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not prompt_end:
             raise UserError(EMPTY_PROMPT_END)
         if output is not None or settings.num_samples > 1:
-            note = "note: text_gen_type is interactive; -o, sample_output_file and num_samples are ignored"
+            note = (
+                "note: text_gen_type is interactive; -o, sample_output_file and num_samples are "
+                "ignored"
+            )
             print(note, file=sys.stderr, flush=True)
     else:
         if output not in (None, STANDARD_OUTPUT):
             if not Path(output).parent.is_dir():
-                raise UserError(f"cannot write {output}: folder {Path(output).parent} does not exist")
+                raise UserError(
+                    f"cannot write {output}: folder {Path(output).parent} does not exist"
+                )
             check_writable(Path(output).parent, "--output")
             if Path(output).is_dir():
                 raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
         prompts = [""] if prompt_file is None else read_prompts(prompt_file, prompt_end)
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
         if settings.num_samples > 1 and settings.temperature == 0:
-            note = "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it above 0 to sample"
+            note = (
+                "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it "
+                "above 0 to sample"
+            )
             print(f"note: {note}", file=sys.stderr, flush=True)
 
     # Load the model only now, because it takes time.
-    model, saved = load(chosen_step(checkpoint_folders(config, options)[0], config, options), config, options)
+    model, saved = load(
+        chosen_step(checkpoint_folders(config, options)[0], config, options), config, options
+    )
     tokenizer = tokenizer_files(config, saved).build()
     allowed = config.checkpoint.allow_other_tokenizer
-    check_trained_tokenizer(model.trained_tokenizer, tokenizer, allowed=allowed, place="the checkpoint")
+    check_trained_tokenizer(
+        model.trained_tokenizer, tokenizer, allowed=allowed, place="the checkpoint"
+    )
     check_rows(tokenizer, model.settings.padded_vocab_size)
     reason = as_decoder(model).unsupported_reason(inference_mode.attention)
     if reason is not None:
         raise UserError(f"inference mode {inference_mode.name} {reason}")
-    texts = partial(continue_texts, model, tokenizer, settings, batch_size=options.batch_size, mode=inference_mode)
+    texts = partial(
+        continue_texts,
+        model,
+        tokenizer,
+        settings,
+        batch_size=options.batch_size,
+        mode=inference_mode,
+    )
     if mode == "interactive":
         interact(texts, prompt_end, config.training.seed)
         return
@@ -114,7 +135,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--sample-output-file",
         type=path_option,
         metavar="FILE",
-        help="JSON lines file, or - for JSON lines on stdout; default: sample_output_file, or readable text on stdout",
+        help="JSON lines file, or - for JSON lines on stdout; default: sample_output_file, or "
+        "readable text on stdout",
     )
     parser.add_argument(
         "--batch-size",
@@ -125,14 +147,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         default="full",
-        help="inference mode, such as window@512 or sinks@4+508, whose KV cache is bounded (default: %(default)s; see "
-        "docs/evaluation.md)",
+        help="inference mode, such as window@512 or sinks@4+508, whose KV cache is bounded "
+        "(default: %(default)s; see docs/evaluation.md)",
     )
 
 
 def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tuple[str, str | None]:
-    """(text_gen_type, file of prompts); -i overrides both. The file is None in other modes. Without text_gen_type:
-    input-file if a file is set, otherwise unconditional.
+    """(text_gen_type, file of prompts); -i overrides both. The file is None in other modes. Without
+    text_gen_type: input-file if a file is set, otherwise unconditional.
     """
     mode = settings.text_gen_type
     if input_file is not None:
@@ -142,10 +164,19 @@ def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tupl
         return "input-file", input_file
     if mode is None:
         mode = "unconditional" if settings.sample_input_file is None else "input-file"
-        reason = "no file of prompts" if settings.sample_input_file is None else "sample_input_file is set"
-        print(f"note: text_gen_type is not set; using {mode} ({reason})", file=sys.stderr, flush=True)
+        reason = (
+            "no file of prompts"
+            if settings.sample_input_file is None
+            else "sample_input_file is set"
+        )
+        print(
+            f"note: text_gen_type is not set; using {mode} ({reason})", file=sys.stderr, flush=True
+        )
     if mode == "input-file" and settings.sample_input_file is None:
-        raise UserError("text_gen_type is input-file, but no file is set: set sample_input_file, or give -i FILE")
+        raise UserError(
+            "text_gen_type is input-file, but no file is set: set sample_input_file, or give -i "
+            "FILE"
+        )
     return mode, settings.sample_input_file if mode == "input-file" else None
 
 
@@ -154,28 +185,36 @@ def readable(records: Sequence[dict[str, Any]]) -> str:
     parts = []
     for number, record in enumerate(records, start=1):
         message = f": {record['message']}" if record["message"] is not None else ""
-        parts.append(f"--- sample {number} of {len(records)}, {record['length']} tokens{message} ---")
+        parts.append(
+            f"--- sample {number} of {len(records)}, {record['length']} tokens{message} ---"
+        )
         parts.append(record["context"] + record["text"])
     return "\n".join(parts)
 
 
 def read_prompts(path: str | Path, prompt_end: str) -> list[str]:
-    """The prompts in a UTF-8 file, see `split_prompts`. Raises UserError if it cannot be read or has no prompt."""
+    """The prompts in a UTF-8 file, see `split_prompts`. Raises UserError if it cannot be read or
+    has no prompt.
+    """
     try:
         text = read_file(path, MAX_PROMPT_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}); save it as UTF-8"
+            f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at {error.start}); "
+            "save it as UTF-8"
         ) from error
     prompts = split_prompts(text.replace("\r\n", "\n"), prompt_end)
     if not prompts:
-        raise UserError(f"{path} has no prompt: write one per line (or end each with prompt_end, {prompt_end!r})")
+        raise UserError(
+            f"{path} has no prompt: write one per line (or end each with prompt_end, "
+            f"{prompt_end!r})"
+        )
     return prompts
 
 
 def split_prompts(text: str, prompt_end: str) -> list[str]:
-    """Split a text after each `prompt_end`, and drop blank prompts. If `prompt_end` does not end with a newline, a
-    newline that follows it is removed too.
+    """Split a text after each `prompt_end`, and drop blank prompts. If `prompt_end` does not end
+    with a newline, a newline that follows it is removed too.
     """
     if not prompt_end:
         raise UserError(EMPTY_PROMPT_END)
@@ -196,9 +235,9 @@ def continue_texts(
     mode: Mode = FULL_MODE,
     show_progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Continue texts with the configured sampling: one record per context, in order, with the fields of GPT-NeoX's. A
-    context without tokens starts with the end-of-document token. Raises UserError if the model does not support the
-    mode.
+    """Continue texts with the configured sampling: one record per context, in order, with the
+    fields of GPT-NeoX's. A context without tokens starts with the end-of-document token. Raises
+    UserError if the model does not support the mode.
     """
     prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
 
@@ -237,8 +276,9 @@ def continue_texts(
 
 
 def interact(texts: Callable[..., list[dict[str, Any]]], prompt_end: str, seed: int) -> None:
-    """Read prompts from standard input and continue each one, until the end of the input. Each has another seed, so
-    that repeating a prompt gives another text. texts: `continue_texts` with its first arguments.
+    """Read prompts from standard input and continue each one, until the end of the input. Each has
+    another seed, so that repeating a prompt gives another text. texts: `continue_texts` with its
+    first arguments.
     """
     terminal = sys.stdin.isatty()
     if terminal:
@@ -262,7 +302,9 @@ def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
         try:
             buffer += decoder.decode(line, final=not line).replace("\r\n", "\n")
         except UnicodeDecodeError as error:
-            raise UserError(f"the prompt is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from error
+            raise UserError(
+                f"the prompt is not UTF-8 text (byte 0x{error.object[error.start]:02x})"
+            ) from error
         if not line:
             yield from split_prompts(buffer, prompt_end)
             return

@@ -2,10 +2,11 @@
 
 kerple import-release ARCHIVE [-o DIR] [--json]
 
-ARCHIVE is a zip or tar file (plain, gz, bz2, xz) of a folder with `latest` and global_stepN. An archive is
-rejected, and nothing of it remains on disk, if a tar file contains devices or paths or links outside its folder, and
-if one of its checkpoints contains anything but tensors and plain values or weights that are not finite, or the latest
-one has sizes that differ from its configuration. Each checkpoint gets a manifest, so that later damage is detected.
+ARCHIVE is a zip or tar file (plain, gz, bz2, xz) of a folder with `latest` and global_stepN. An
+archive is rejected, and nothing of it remains on disk, if a tar file contains devices or paths or
+links outside its folder, and if one of its checkpoints contains anything but tensors and plain
+values or weights that are not finite, or the latest one has sizes that differ from its
+configuration. Each checkpoint gets a manifest, so that later damage is detected.
 """
 
 import contextlib
@@ -38,7 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Raises UserError if the archive is rejected."""
     parser = docstring_parser(__doc__)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the new folder (default: the archive's name)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="the new folder (default: the archive's name)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(argv)
 
@@ -55,18 +62,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(roots) != 1:
             listed = ", ".join(str(root.relative_to(folder)) for root in roots) or "none"
             raise CheckpointError(
-                f"{options.archive}: must contain exactly one folder with a file `latest`; it contains {listed}"
+                f"{options.archive}: must contain exactly one folder with a file `latest`; it "
+                f"contains {listed}"
             )
         load = str(output / roots[0].relative_to(folder))
         try:
             report = {"archive": str(options.archive), "load": load, **verify(roots[0])}
-        except UserError as error:  # the folder is about to be removed, so name the file in the archive
-            raise CheckpointError(str(error).replace(f"{folder}/", f"{options.archive}: ")) from error
-    print(json.dumps(report, indent=2) if options.json else f"{readable(report)}\n  to use it: load={load}")
+        except (
+            UserError
+        ) as error:  # the folder is about to be removed, so name the file in the archive
+            raise CheckpointError(
+                str(error).replace(f"{folder}/", f"{options.archive}: ")
+            ) from error
+    print(
+        json.dumps(report, indent=2)
+        if options.json
+        else f"{readable(report)}\n  to use it: load={load}"
+    )
 
 
 def verify(root: Path) -> dict[str, Any]:
-    """The report on the latest checkpoint in a folder. Raises CheckpointError if anything is wrong with one of them."""
+    """The report on the latest checkpoint in a folder. Raises CheckpointError if anything is wrong
+    with one of them.
+    """
     step = find_step(root)
     for iteration in saved_iterations(root):
         folder = step_folder(root, tag_for(iteration))
@@ -88,5 +106,7 @@ def verify(root: Path) -> dict[str, Any]:
         "seq_length": config.model.seq_length,
         "padded_vocab_size": model.settings.padded_vocab_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "positional_parameters": sum(parameter.numel() for method in methods for parameter in method.parameters()),
+        "positional_parameters": sum(
+            parameter.numel() for method in methods for parameter in method.parameters()
+        ),
     }

@@ -1,9 +1,11 @@
-"""Write the configuration of a small experiment on your own text, with sizes that fit the text and the machine.
+"""Write the configuration of a small experiment on your own text, with sizes that fit the text and
+the machine.
 
 kerple prepare NAME --from FOLDER
 kerple init NAME [-d data]
 
-NAME.yml trains one model; NAME-sweep.yml compares KERPLE's log kernel and ALiBi, with two seeds each.
+NAME.yml trains one model; NAME-sweep.yml compares KERPLE's log kernel and ALiBi, with two seeds
+each.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,9 @@ from megatron.utils.templates import templates
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its training. min_tokens: of the training text. steps: without the limit of `MAX_EPOCHS`."""
+    """A model and its training. min_tokens: of the training text. steps: without the limit of
+    `MAX_EPOCHS`.
+    """
 
     layers: int
     hidden: int
@@ -49,13 +53,20 @@ MAX_SCORED_TOKENS = 245_760
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the two files. Raises UserError if one exists, if there is no dataset of this name with its own
-    tokenizer, or too little text.
+    """Write the two files. Raises UserError if one exists, if there is no dataset of this name with
+    its own tokenizer, or too little text.
     """
     parser = docstring_parser(__doc__)
-    parser.add_argument("name", metavar="NAME", help="dataset that `kerple prepare NAME` has prepared")
     parser.add_argument(
-        "-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="its folder (default: %(default)s)"
+        "name", metavar="NAME", help="dataset that `kerple prepare NAME` has prepared"
+    )
+    parser.add_argument(
+        "-d",
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        metavar="DIR",
+        help="its folder (default: %(default)s)",
     )
     options = parser.parse_args(argv)
 
@@ -63,13 +74,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     prefix = options.data_dir / options.name / f"{options.name}_text_document"
     if not Path(f"{prefix}.idx").is_file():
         raise UserError(
-            f"there is no dataset {prefix}; prepare it first: kerple prepare {options.name} --from FOLDER "
-            f"-d {options.data_dir}"
+            f"there is no dataset {prefix}; prepare it first: kerple prepare {options.name} --from "
+            f"FOLDER -d {options.data_dir}"
         )
     vocabulary, manifest = prefix.parent / "tokenizer.json", read_manifest(prefix)
-    fingerprint = build_tokenizer("HFTokenizer", vocabulary).fingerprint if vocabulary.is_file() else None
-    if fingerprint is None or (manifest is not None and manifest.tokenizer_fingerprint != fingerprint):
-        raise UserError(f"{prefix} was not tokenized with {vocabulary}; prepare it with --force, without --tokenizer")
+    fingerprint = (
+        build_tokenizer("HFTokenizer", vocabulary).fingerprint if vocabulary.is_file() else None
+    )
+    if fingerprint is None or (
+        manifest is not None and manifest.tokenizer_fingerprint != fingerprint
+    ):
+        raise UserError(
+            f"{prefix} was not tokenized with {vocabulary}; prepare it with --force, without "
+            "--tokenizer"
+        )
 
     # Nothing is overwritten.
     paths = Path(f"{options.name}.yml"), Path(f"{options.name}-sweep.yml")
@@ -85,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def configuration(name: str, prefix: Path) -> str:
-    """The training configuration for a dataset, as commented YAML. Raises UserError if there is too little text."""
+    """The training configuration for a dataset, as commented YAML. Raises UserError if there is too
+    little text.
+    """
     train, valid, _ = _split_tokens(open_indexed_files(prefix))
     on_gpu = torch.cuda.is_available()
     size = max(
@@ -94,19 +114,34 @@ def configuration(name: str, prefix: Path) -> str:
     )
     step_tokens = size.length * size.batch
     steps = min(size.steps, MAX_EPOCHS * train // step_tokens)
-    lengths = [size.length * multiple for multiple in MULTIPLES if size.length * multiple <= valid // 4]
+    lengths = [
+        size.length * multiple for multiple in MULTIPLES if size.length * multiple <= valid // 4
+    ]
     if steps < MIN_STEPS or not lengths:
         needed = MIN_STEPS * step_tokens // MAX_EPOCHS
         raise UserError(
-            f"{prefix} has {train:,} tokens for training and {valid:,} for validation, but at least {needed:,} and "
-            f"{4 * size.length:,} are needed; prepare more text"
+            f"{prefix} has {train:,} tokens for training and {valid:,} for validation, but at "
+            f"least {needed:,} and {4 * size.length:,} are needed; prepare more text"
         )
     scored = min(valid, MAX_SCORED_TOKENS) // lengths[-1] * lengths[-1]
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else has_bf16_instructions()
-    values = {"name": name, "prefix": prefix, "split": SPLIT, "machine": machine(), "size": size, "lengths": lengths}
+    bf16 = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if on_gpu
+        else has_bf16_instructions()
+    )
+    values = {
+        "name": name,
+        "prefix": prefix,
+        "split": SPLIT,
+        "machine": machine(),
+        "size": size,
+        "lengths": lengths,
+    }
     values |= {"train": train, "steps": steps, "step_tokens": step_tokens, "scored": scored}
     return (
-        templates("megatron.cli").get_template("init.yml.j2").render(**values, precision="bfloat16" if bf16 else "fp32")
+        templates("megatron.cli")
+        .get_template("init.yml.j2")
+        .render(**values, precision="bfloat16" if bf16 else "fp32")
     )
 
 

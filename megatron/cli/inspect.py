@@ -1,13 +1,13 @@
-"""Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and damage; or what a dataset
-contains, after comparing all of it with its manifest.
+"""Show what a checkpoint contains: step, sizes, shards, dtypes, positional parameters, and damage;
+or what a dataset contains, after comparing all of it with its manifest.
 
 kerple inspect DIR [--iteration N] [--json]
 kerple inspect DIR --accept     write a new manifest for a checkpoint that lost it
 kerple inspect PREFIX [--json]  the dataset PREFIX.bin and PREFIX.idx
 
-DIR contains `latest` and global_stepN, as this project or the KERPLE release writes them, or is a global_stepN itself.
-Exit status: 0; 1 if a file of a checkpoint does not match the manifest; 2 if a file cannot be read, or a dataset is
-not the one that PREFIX.json describes.
+DIR contains `latest` and global_stepN, as this project or the KERPLE release writes them, or is a
+global_stepN itself. Exit status: 0; 1 if a file of a checkpoint does not match the manifest; 2 if a
+file cannot be read, or a dataset is not the one that PREFIX.json describes.
 """
 
 import json
@@ -17,10 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import MANIFEST, STEP, find_damage, find_step, iteration_of, write_manifest_of_folder
+from megatron.checkpoint.directory import (
+    MANIFEST,
+    STEP,
+    find_damage,
+    find_step,
+    iteration_of,
+    write_manifest_of_folder,
+)
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.data.indexed_dataset import bin_path, changed_file_error, file_sha256, idx_path, open_indexed_files
+from megatron.data.indexed_dataset import (
+    bin_path,
+    changed_file_error,
+    file_sha256,
+    idx_path,
+    open_indexed_files,
+)
 from megatron.utils.command_line import docstring_parser, integer, path_option
 
 
@@ -28,12 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. Raises CheckpointError if a file cannot be read."""
     parser = docstring_parser(__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR|PREFIX")
-    parser.add_argument("--iteration", type=integer(0), help="iteration to show; default: the one `latest` names")
+    parser.add_argument(
+        "--iteration", type=integer(0), help="iteration to show; default: the one `latest` names"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--pos-emb-module", type=path_option, metavar="FILE", help="file or module that registers your own method"
+        "--pos-emb-module",
+        type=path_option,
+        metavar="FILE",
+        help="file or module that registers your own method",
     )
-    parser.add_argument("--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none")
+    parser.add_argument(
+        "--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none"
+    )
     options = parser.parse_args(argv)
     if idx_path(options.directory).is_file() and not options.directory.is_dir():
         print_dataset(options.directory, options.json)
@@ -41,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = options.directory.resolve()
     is_step = STEP.fullmatch(directory.name)
     if is_step and options.iteration is not None:
-        raise CheckpointError(f"{options.directory}: is one checkpoint; remove --iteration, or name its parent folder")
+        raise CheckpointError(
+            f"{options.directory}: is one checkpoint; remove --iteration, or name its parent folder"
+        )
     step = directory if is_step else find_step(options.directory, options.iteration)
     if options.accept:
         accept(step)
@@ -57,13 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def accept(step: Path) -> None:
-    """Write a manifest of the files on disk. Raises CheckpointError if there is one, if the folder is not a checkpoint,
-    or if a file cannot be read.
+    """Write a manifest of the files on disk. Raises CheckpointError if there is one, if the folder
+    is not a checkpoint, or if a file cannot be read.
     """
     if (step / MANIFEST).exists():
         damage = find_damage(step)
         state = f"which reports: {damage}" if damage else "and all files match it"
-        raise CheckpointError(f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}")
+        raise CheckpointError(
+            f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}"
+        )
     describe(step)  # raises unless it is a checkpoint
     for path in sorted(step.glob("[!.]*.pt")):
         load_file(path)
@@ -71,8 +95,8 @@ def accept(step: Path) -> None:
 
 
 def print_dataset(prefix: Path, as_json: bool) -> None:
-    """Print what a dataset contains. Raises UserError if a file is damaged, or not the one that the manifest describes;
-    the whole .bin is read.
+    """Print what a dataset contains. Raises UserError if a file is damaged, or not the one that the
+    manifest describes; the whole .bin is read.
     """
     files = open_indexed_files(prefix)
     manifest = files.manifest
@@ -87,7 +111,15 @@ def print_dataset(prefix: Path, as_json: bool) -> None:
     }
     if manifest is not None:
         described = asdict(manifest)
-        for name in ("largest_id", "text_bytes", "tokenizer", "vocab_size", "append_eod", "inputs", "sha256"):
+        for name in (
+            "largest_id",
+            "text_bytes",
+            "tokenizer",
+            "vocab_size",
+            "append_eod",
+            "inputs",
+            "sha256",
+        ):
             description[name] = described[name]
     if as_json:
         print(json.dumps(description, indent=2))
@@ -103,13 +135,16 @@ def readable(description: dict[str, Any]) -> str:
         f"  manifest        {description['manifest']}",
         f"  files           {description['files']}, {description['bytes'] / 1e6:,.1f} MB",
         f"  parameters      {description['parameters']:,} ({', '.join(description['dtypes'])})",
-        f"  shards          {len(description['layers'])} layers x {description['tensor_parallel']} tensor parallel",
+        f"  shards          {len(description['layers'])} layers x {description['tensor_parallel']} "
+        "tensor parallel",
         f"  optimizer       {description['optimizer']}",
     ]
     if description["training"]:
         lines.append(f"  samples read    {description['training'].get('consumed_samples', 0):,}")
     if description["shape"]:
-        sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in description["shape"].items())
+        sizes = ", ".join(
+            f"{name.replace('_', ' ')} {size}" for name, size in description["shape"].items()
+        )
         lines.append(f"  saved with      {sizes}")
     if "configuration" in description:
         lines.append(f"  configuration   {description['configuration']}")

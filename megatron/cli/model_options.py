@@ -2,7 +2,8 @@
 
     SCRIPT a.yml b.yml ... [--checkpoint DIR] [--iteration N] [--device D] [--precision P]
 
-The checkpoint's own configuration defines the model. The YAML files locate the checkpoint and configure the script.
+The checkpoint's own configuration defines the model. The YAML files locate the checkpoint and
+configure the script.
 """
 
 import argparse
@@ -21,7 +22,12 @@ from megatron.config.schema import canonical_path
 from megatron.config.yaml_files import parse_override
 from megatron.convert.hub import local_checkpoint
 from megatron.inference.loading import load_model
-from megatron.launcher.script_arguments import MERGED_CONFIG_OPTION, become_rank, make_parser, parse_arguments
+from megatron.launcher.script_arguments import (
+    MERGED_CONFIG_OPTION,
+    become_rank,
+    make_parser,
+    parse_arguments,
+)
 from megatron.model.attention import describe_backends
 from megatron.model.gpt import GPT
 from megatron.model.kernel_check import check_kernels
@@ -43,12 +49,12 @@ def parse_with_checkpoint(
 ) -> tuple[Config, argparse.Namespace]:
     """Parse the command line of a script that loads a checkpoint. Raises UserError.
 
-    If --checkpoint is given, configuration files are optional: without them the configuration is that of the (first)
-    checkpoint with --set applied, `options.from_checkpoint` is True, and `options.overrides` contains the values of
-    --set.
+    If --checkpoint is given, configuration files are optional: without them the configuration is
+    that of the (first) checkpoint with --set applied, `options.from_checkpoint` is True, and
+    `options.overrides` contains the values of --set.
 
-    extra: adds the script's own options. several: --checkpoint accepts several folders. `options.checkpoint` is always
-    a list, empty if the option is not given.
+    extra: adds the script's own options. several: --checkpoint accepts several folders.
+    `options.checkpoint` is always a list, empty if the option is not given.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
 
@@ -59,17 +65,26 @@ def parse_with_checkpoint(
     overrides, rest = extract_overrides(argv)
     if not {"-h", "--help", MERGED_CONFIG_OPTION} & set(rest):
         options, unknown = make_parser(description, add_options).parse_known_args(rest)
-        if options.checkpoint and not (options.files or options.conf_dir or options.neox_config or unknown):
+        if options.checkpoint and not (
+            options.files or options.conf_dir or options.neox_config or unknown
+        ):
             options.from_checkpoint = True
             options.overrides = dict(map(parse_override, overrides))
-            # The module that defines an external method must be known before reading the checkpoint's configuration.
+            # The module that defines an external method must be known before reading the
+            # checkpoint's configuration.
             path = ("pos_emb_module",)
-            module = {key: value for key, value in options.overrides.items() if canonical_path(key) == path}
+            module = {
+                key: value
+                for key, value in options.overrides.items()
+                if canonical_path(key) == path
+            }
             _find_on_hub(options, next(iter(module.values()), None))
             step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             trained = checkpoint_config(step, module)
             # The address is that of the training run.
-            addresses = {key: None for key in ("master_addr", "master_port") if key in trained.to_flat()}
+            addresses = {
+                key: None for key in ("master_addr", "master_port") if key in trained.to_flat()
+            }
             config = trained.updated(**addresses).updated(**options.overrides)
             become_rank(config)
             return config, options
@@ -79,10 +94,12 @@ def parse_with_checkpoint(
 
 
 def _find_on_hub(options: argparse.Namespace, pos_emb_module: str | None) -> None:
-    """Replace the Hugging Face models in --checkpoint (names on the hub, and folders) by folders of checkpoints;
-    `options.hub_names` maps these to the names.
+    """Replace the Hugging Face models in --checkpoint (names on the hub, and folders) by folders of
+    checkpoints; `options.hub_names` maps these to the names.
     """
-    folders = [str(local_checkpoint(name, _print_line, pos_emb_module)) for name in options.checkpoint]
+    folders = [
+        str(local_checkpoint(name, _print_line, pos_emb_module)) for name in options.checkpoint
+    ]
     names = zip(folders, options.checkpoint, strict=True)
     options.hub_names = {folder: name for folder, name in names if folder != str(Path(name))}
     options.checkpoint = folders
@@ -96,11 +113,17 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
         type=path_option,
         default=[],
         metavar="DIR",
-        help="folder with `latest`, Hugging Face folder, or hf:ORG/NAME[@REVISION]; default: `load` in the "
-        "configuration, or else `save`",
+        help="folder with `latest`, Hugging Face folder, or hf:ORG/NAME[@REVISION]; default: "
+        "`load` in the configuration, or else `save`",
     )
-    parser.add_argument("--iteration", type=integer(0), help="checkpoint to load; default: the one named in `latest`")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 (one process only) ...; default: a GPU if available")
+    parser.add_argument(
+        "--iteration",
+        type=integer(0),
+        help="checkpoint to load; default: the one named in `latest`",
+    )
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:1 (one process only) ...; default: a GPU if available"
+    )
     parser.add_argument(
         "--precision",
         choices=DTYPES,
@@ -111,12 +134,20 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
 
 
 def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path]:
-    """The folders in --checkpoint, or the configuration's `load`, or else `save`. Raises UserError if there is none."""
+    """The folders in --checkpoint, or the configuration's `load`, or else `save`. Raises UserError
+    if there is none.
+    """
     if options.checkpoint:
         return [Path(folder) for folder in options.checkpoint]
-    folders = [Path(folder) for folder in (config.checkpoint.load, config.checkpoint.save) if folder is not None]
+    folders = [
+        Path(folder)
+        for folder in (config.checkpoint.load, config.checkpoint.save)
+        if folder is not None
+    ]
     if not folders:
-        raise UserError('no checkpoint to load: give --checkpoint DIR, or "load" or "save" in the configuration')
+        raise UserError(
+            'no checkpoint to load: give --checkpoint DIR, or "load" or "save" in the configuration'
+        )
     for folder in folders:
         if has_checkpoint(folder) or options.iteration is not None:
             return [folder]
@@ -131,27 +162,38 @@ def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Pat
 
 
 def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:
-    """The global_stepN directory that options and configuration select. Raises UserError if it does not exist."""
+    """The global_stepN directory that options and configuration select. Raises UserError if it does
+    not exist.
+    """
     iteration = options.iteration
-    # A checkpoint's own configuration contains the iteration from which its run started: ignore that.
+    # A checkpoint's own configuration contains the iteration from which its run started: ignore
+    # that.
     if iteration is None and not options.from_checkpoint:
         iteration = config.checkpoint.iteration
     return _find_step(
-        folder, iteration, options.fallback or (config.checkpoint.fallback and not options.from_checkpoint)
+        folder,
+        iteration,
+        options.fallback or (config.checkpoint.fallback and not options.from_checkpoint),
     )
 
 
-def saved_config(step: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> Config:
-    """The configuration of the checkpoint in a global_stepN directory (see `chosen_step`), with the overrides of the
-    user (see `overrides_of`). Raises UserError if it cannot be read or, with `check`, if `config` describes another
-    model.
+def saved_config(
+    step: Path, config: Config, options: argparse.Namespace, *, check: bool = True
+) -> Config:
+    """The configuration of the checkpoint in a global_stepN directory (see `chosen_step`), with the
+    overrides of the user (see `overrides_of`). Raises UserError if it cannot be read or, with
+    `check`, if `config` describes another model.
     """
-    return _checked_config(step, checkpoint_config(step, overrides_of(step, config, options)), config, check)
+    return _checked_config(
+        step, checkpoint_config(step, overrides_of(step, config, options)), config, check
+    )
 
 
-def load(step: Path, config: Config, options: argparse.Namespace, *, check: bool = True) -> tuple[GPT, Config]:
-    """The model in a global_stepN directory (see `chosen_step`), in evaluation mode on the chosen device, and its
-    `saved_config`. Raises UserError like `saved_config`.
+def load(
+    step: Path, config: Config, options: argparse.Namespace, *, check: bool = True
+) -> tuple[GPT, Config]:
+    """The model in a global_stepN directory (see `chosen_step`), in evaluation mode on the chosen
+    device, and its `saved_config`. Raises UserError like `saved_config`.
 
     It takes the step and not the folder, because a running training changes the folder's `latest`.
     """
@@ -180,15 +222,16 @@ def _checked_config(step: Path, saved: Config, config: Config, check: bool) -> C
     differences = model_differences(saved, config, evaluation=True) if check else []
     if differences:
         raise UserError(
-            f"{step}: was trained with another configuration ({'; '.join(differences)}); use that configuration or "
-            "another checkpoint"
+            f"{step}: was trained with another configuration ({'; '.join(differences)}); use that "
+            "configuration or another checkpoint"
         )
     return saved
 
 
 def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """The user's values that replace those in the checkpoint's configuration: RUNTIME_KEYS, and the `pos_emb_options`
-    that may change after training. Raises UserError if --set changes an option that may not.
+    """The user's values that replace those in the checkpoint's configuration: RUNTIME_KEYS, and the
+    `pos_emb_options` that may change after training. Raises UserError if --set changes an option
+    that may not.
     """
     # Keys of the run, and options of the method that do not change what was trained.
     flat = config.to_flat()
@@ -223,8 +266,8 @@ def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dic
     for name in fixed.keys() | requested_fixed.keys() if options.from_checkpoint else ():
         if requested_fixed.get(name) != fixed.get(name):
             raise UserError(
-                f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be changed after training "
-                f"({step}); options that can: {', '.join(changeable)}"
+                f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be "
+                f"changed after training ({step}); options that can: {', '.join(changeable)}"
                 + (", of the methods in the list" if name == "methods" else "")
             )
 
@@ -249,7 +292,9 @@ def tokenizer_files(config: Config, saved: Config) -> TokenizerFiles:
 
 
 def first_process() -> bool:
-    """Whether this is rank 0, which does all the work. Prints a note if a launcher started several processes."""
+    """Whether this is rank 0, which does all the work. Prints a note if a launcher started several
+    processes.
+    """
     if int(os.environ.get("RANK", "0")) > 0:
         return False
     processes = int(os.environ.get("WORLD_SIZE", "1"))

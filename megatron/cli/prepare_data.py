@@ -26,10 +26,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
 
     # The dataset.
     parser = OptionParser(
-        description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] [--from PATH] [DATASET]",
-        epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built from the sources of "
-        "Python's standard library. Any other name with --from or --url prepares your own text: documents in random "
-        f"order, with a BPE tokenizer trained on them. {sources}",
+        description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] "
+        "[--from PATH] [DATASET]",
+        epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built "
+        "from the sources of "
+        "Python's standard library. Any other name with --from or --url prepares your own text: "
+        f"documents in random order, with a BPE tokenizer trained on them. {sources}",
     )
     parser.add_argument(
         "dataset",
@@ -54,7 +56,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "--tokenizer",
         dest="tokenizer_type",
         metavar="TOKENIZER",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {EMBEDDED} and your own text "
+        help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {EMBEDDED} and "
+        "your own text "
         "a BPE trained on it",
     )
     parser.add_argument(
@@ -62,13 +65,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "--vocab-file",
         "--vocab",
         type=path_option,
-        help="tokenizer.json, or GPT-2's vocabulary (JSON; without -v and -m, downloaded to DIR/gpt2-vocab.json)",
+        help="tokenizer.json, or GPT-2's vocabulary (JSON; without -v and -m, downloaded to "
+        "DIR/gpt2-vocab.json)",
     )
     parser.add_argument("-m", "--merge-file", type=path_option, help="GPT-2's BPE merges")
     parser.add_argument(
         "--vocab-size",
         type=integer(1, 2**24),
-        help=f"vocabulary size of the BPE trained without -t (default: {EMBEDDED}: {EMBEDDED_VOCAB_SIZE}; "
+        help=f"vocabulary size of the BPE trained without -t (default: {EMBEDDED}: "
+        f"{EMBEDDED_VOCAB_SIZE}; "
         "own text: 1024, 4096 or 16384, for its size)",
     )
 
@@ -91,22 +96,36 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         help="file to download to DIR/DATASET/downloads; may be repeated",
     )
     parser.add_argument(
-        "--hf", dest="hub_name", metavar="NAME", help="dataset of the Hugging Face hub to stream (needs `datasets`)"
+        "--hf",
+        dest="hub_name",
+        metavar="NAME",
+        help="dataset of the Hugging Face hub to stream (needs `datasets`)",
     )
     parser.add_argument(
-        "--hf-config", dest="hub_config", metavar="CONFIG", help="configuration of that dataset, if it has several"
+        "--hf-config",
+        dest="hub_config",
+        metavar="CONFIG",
+        help="configuration of that dataset, if it has several",
     )
     parser.add_argument(
-        "--hf-split", dest="hub_split", default="train", metavar="SPLIT", help="split to read (default: %(default)s)"
+        "--hf-split",
+        dest="hub_split",
+        default="train",
+        metavar="SPLIT",
+        help="split to read (default: %(default)s)",
     )
     parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="key of the text in JSON or tables (default: %(default)s)"
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="key of the text in JSON or tables (default: %(default)s)",
     )
     parser.add_argument(
         "--suffixes",
         default="",
         metavar=".EXT,...",
-        help="read a source tree (folder or tar): files with these extensions, one document each (e.g. .c,.h)",
+        help="read a source tree (folder or tar): files with these extensions, one document each "
+        "(e.g. .c,.h)",
     )
 
     # How to process the documents.
@@ -117,9 +136,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         default=available_cores(),
         help="number of processes (default: one per processor)",
     )
-    parser.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
+    parser.add_argument(
+        "--ftfy", action="store_true", help="repair broken Unicode with the package ftfy"
+    )
     add_bad_documents_argument(parser)
-    parser.add_argument("-f", "--force", dest="rebuild", action="store_true", help="replace a dataset of the same name")
+    parser.add_argument(
+        "-f",
+        "--force",
+        dest="rebuild",
+        action="store_true",
+        help="replace a dataset of the same name",
+    )
 
     # The options have the names that the preparation uses.
     values = vars(parser.parse_args(argv))

@@ -14,8 +14,8 @@ from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import check_writable
 
 DESCRIPTION = (
-    "Write the tables and figures of the KERPLE, DAPE and LEX papers from stored evaluation results, as an HTML report "
-    "and as separate files."
+    "Write the tables and figures of the KERPLE, DAPE and LEX papers from stored evaluation "
+    "results, as an HTML report and as separate files."
 )
 
 
@@ -30,24 +30,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RESULTS",
         help=f"folders that contain {RESULTS} (written by evaluate.py), directly or in subfolders",
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the report")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="folder for the report"
+    )
     parser.add_argument(
         "--checkpoint",
         nargs="+",
         type=Path,
         default=[],
         metavar="DIR",
-        help="more checkpoints whose biases and weights to plot, of this project or the KERPLE release",
+        help="more checkpoints whose biases and weights to plot, of this project or the KERPLE "
+        "release",
     )
     parser.add_argument(
-        "--pos-emb-module", type=path_option, metavar="FILE", help="file or module that registers your own method"
+        "--pos-emb-module",
+        type=path_option,
+        metavar="FILE",
+        help="file or module that registers your own method",
     )
 
     # How it shows it.
     parser.add_argument(
         "--reference",
         metavar="POS_EMB",
-        help="show the loss of every other method minus that of POS_EMB, and mark with † the methods that POS_EMB "
+        help="show the loss of every other method minus that of POS_EMB, and mark with † the "
+        "methods that POS_EMB "
         f"significantly improves on (default: {REFERENCE.pos_emb})",
     )
     parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
@@ -76,11 +83,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     reference = REFERENCE
     if options.reference is not None:
         reference = Method(primary_name(options.reference))
-        evaluated = dict.fromkeys(record["pos_emb"] for record in sources.records if record["kind"] == "extrapolation")
+        evaluated = dict.fromkeys(
+            record["pos_emb"] for record in sources.records if record["kind"] == "extrapolation"
+        )
         if reference.pos_emb not in evaluated:
             raise UserError(
-                f"--reference {options.reference}: there are no results of this method; choose one of "
-                f"{', '.join(evaluated) or 'none'}"
+                f"--reference {options.reference}: there are no results of this method; choose one "
+                f"of {', '.join(evaluated) or 'none'}"
             )
 
     # The report, and what it leaves out.

@@ -29,15 +29,22 @@ KERPLE = [sys.executable, str(Path(__file__).resolve().parents[2] / "kerple_comm
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sweep, or show its plan.
 
-    Returns 1 if a run failed in this process, 128 + N if signal N stopped the sweep, and 0 otherwise: all selected runs
-    are finished, or other sweep processes work on them or have failed in them. Raises UserError before anything is
-    started if options or the sweep file are invalid, or the file contradicts the contents of its output folder.
+    Returns 1 if a run failed in this process, 128 + N if signal N stopped the sweep, and 0
+    otherwise: all selected runs are finished, or other sweep processes work on them or have failed
+    in them. Raises UserError before anything is started if options or the sweep file are invalid,
+    or the file contradicts the contents of its output folder.
     """
     # Options.
-    parser = OptionParser(description="Train and evaluate the unfinished runs of a sweep, and write its report.")
-    parser.add_argument("sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)")
+    parser = OptionParser(
+        description="Train and evaluate the unfinished runs of a sweep, and write its report."
+    )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the unfinished work, try one step of each model, and exit"
+        "sweep", metavar="SWEEP.yml", help="the sweep file (see docs/experiments.md)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show the unfinished work, try one step of each model, and exit",
     )
     parser.add_argument(
         "--only",
@@ -47,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="only runs whose name matches a pattern, such as 'github/*/1235'",
     )
     parser.add_argument(
-        "--jobs", type=integer(1, 1024), metavar="N", help="number of parallel runs on a CPU (default: 1)"
+        "--jobs",
+        type=integer(1, 1024),
+        metavar="N",
+        help="number of parallel runs on a CPU (default: 1)",
     )
 
     # The runs, and checks of all their evaluations before any training.
@@ -68,21 +78,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing, devices = missing_data(runs), _select_devices(options.jobs, runs)
     if options.dry_run:
         for prefix in missing:
-            console.print(f"missing: {prefix}.idx (create it with prepare_data.py)", highlight=False, markup=False)
+            console.print(
+                f"missing: {prefix}.idx (create it with prepare_data.py)",
+                highlight=False,
+                markup=False,
+            )
         _print_plan(console, sweep, runs)
         _try_models(runs)
         return 0
 
     # What would fail after the training.
     if missing:
-        raise UserError(f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first")
+        raise UserError(
+            f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first"
+        )
     check_writable(sweep.output, f"{sweep.path}: output")
-    importlib.import_module("megatron.reporting.report")  # not only after training, if a package is missing
+    importlib.import_module(
+        "megatron.reporting.report"
+    )  # not only after training, if a package is missing
     return _run(console, sweep, all_runs, runs, devices)
 
 
 def _try_models(runs: Sequence[SweepRun]) -> None:
-    """A trial step of each different model in its dtype. Raises UserError for gradients that are not finite."""
+    """A trial step of each different model in its dtype. Raises UserError for gradients that are
+    not finite.
+    """
     models = {(run.config.model.model_dump_json(), run.config.precision.dtype): run for run in runs}
     for (_, dtype), run in models.items():
         broken = trial_step(run.config.model, DTYPES[dtype])
@@ -95,21 +115,26 @@ def _select_devices(jobs: int | None, runs: Sequence[SweepRun]) -> list[str]:
     devices = list(map(str, visible_gpus() or ()))
     if jobs is not None and devices:
         raise UserError(
-            f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them with "
-            "CUDA_VISIBLE_DEVICES"
+            f"--jobs is for CPUs, but this machine has GPUs ({' '.join(devices)}); select them "
+            "with CUDA_VISIBLE_DEVICES"
         )
     if not devices:
         return [""] * (jobs or 1)
     for run in runs:
         if run.num_gpus > len(devices):
             raise UserError(
-                f"run {run.name} requires {run.num_gpus} GPUs (num_gpus), but only {len(devices)} are available"
+                f"run {run.name} requires {run.num_gpus} GPUs (num_gpus), but only {len(devices)} "
+                "are available"
             )
     return devices
 
 
 def _run(
-    console: Console, sweep: Sweep, all_runs: Sequence[SweepRun], runs: Sequence[SweepRun], devices: Sequence[str]
+    console: Console,
+    sweep: Sweep,
+    all_runs: Sequence[SweepRun],
+    runs: Sequence[SweepRun],
+    devices: Sequence[str],
 ) -> int:
     """Run the selected `runs` and report on all runs of the sweep. Returns the exit status."""
 
@@ -123,7 +148,11 @@ def _run(
             statuses.append(run.status())
         except UserError:
             statuses.append(Status(State.TRAIN, 0, run.steps))
-    unfinished = [run for run, status in zip(runs, statuses, strict=True) if status.state is not State.FINISHED]
+    unfinished = [
+        run
+        for run, status in zip(runs, statuses, strict=True)
+        if status.state is not State.FINISHED
+    ]
     say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
     display = Display(runs, statuses, console)
     with display.progress:
@@ -138,16 +167,23 @@ def _run(
         say("stopped; run the same command again to resume")
         return 128 + stopped_by
     if claimed_elsewhere:
-        say(f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one reports on all runs")
+        say(
+            f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one "
+            "reports on all runs"
+        )
     return 1 if runner.failures else 0
 
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
-    """Write the report of the finished runs. If another sweep process is writing it, wait for that process first."""
+    """Write the report of the finished runs. If another sweep process is writing it, wait for that
+    process first.
+    """
     from megatron.plots.checkpoints import add_weight_figures
     from megatron.reporting.report import Sources, write_report
 
-    lock = Lock(sweep.output / "report.lock", f"{sweep.output}: another sweep process is writing the report")
+    lock = Lock(
+        sweep.output / "report.lock", f"{sweep.output}: another sweep process is writing the report"
+    )
     lock.acquire(timeout=-1)
     try:
         finished = []
@@ -170,7 +206,9 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
 
 
 def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun]) -> None:
-    table = Table(title=Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}"), title_justify="left")
+    table = Table(
+        title=Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}"), title_justify="left"
+    )
     table.add_column("run")
     table.add_column("state")
     table.add_column("steps left", justify="right")

@@ -1,4 +1,6 @@
-"""The configuration: YAML files and overrides, merged into one validated `Config` with typed sections."""
+"""The configuration: YAML files and overrides, merged into one validated `Config` with typed
+sections.
+"""
 
 from megatron.config.checks import check_vocabulary
 from megatron.config.loader import Config, load_config

@@ -1,5 +1,6 @@
-"""Checks of a configuration: combinations of keys that contradict each other, and keys of GPT-NeoX that have no effect
-in this project, because they are unsupported or ignored. neox_compat.yml lists the latter.
+"""Checks of a configuration: combinations of keys that contradict each other, and keys of GPT-NeoX
+that have no effect in this project, because they are unsupported or ignored. neox_compat.yml lists
+the latter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -114,24 +115,29 @@ def _positional_method(config: "Config") -> Iterator[str]:
             "parallelism and ZeRO are supported)"
         )
 
-    random_rotation = any("rotate" in method.hooks and isinstance(method, Randomized) for method in methods)
+    random_rotation = any(
+        "rotate" in method.hooks and isinstance(method, Randomized) for method in methods
+    )
     if config.data.reset_attention_mask and random_rotation:
         yield (
-            f"reset_attention_mask with random positions (random_range) of pos_emb {model.pos_emb} is not supported: "
-            "queries and keys are rotated by positions in the row, not in the document; remove one of the two keys"
+            f"reset_attention_mask with random positions (random_range) of pos_emb {model.pos_emb} "
+            "is not supported: queries and keys are rotated by positions in the row, not in the "
+            "document; remove one of the two keys"
         )
 
     # Lengths of sequences in training and validation.
     of_layers = [each.method for each in methods if isinstance(each, PerLayer)]
-    random_ranges = {each.random.range for each in (*methods, *of_layers) if isinstance(each, Randomized)}
+    random_ranges = {
+        each.random.range for each in (*methods, *of_layers) if isinstance(each, Randomized)
+    }
     lengths = {"seq_length": model.seq_length, "seq_length_val": config.training.seq_length_val}
     given = [(name, length) for name, length in lengths.items() if length is not None]
     for name, length in given:
         for longest in random_ranges:
             if length > longest:
                 yield (
-                    f"{name} {length} is more than random_range {longest}, the number of positions to "
-                    "sample from; raise pos_emb_options.random_range"
+                    f"{name} {length} is more than random_range {longest}, the number of positions "
+                    "to sample from; raise pos_emb_options.random_range"
                 )
 
     # Positions of the learned table.
@@ -140,8 +146,8 @@ def _positional_method(config: "Config") -> Iterator[str]:
             if length > model.max_position_embeddings:
                 yield (
                     f"{name} {length} is more than max_position_embeddings "
-                    f"{model.max_position_embeddings}, and pos_emb learned has no embeddings beyond; "
-                    "raise max_position_embeddings or choose another pos_emb"
+                    f"{model.max_position_embeddings}, and pos_emb learned has no embeddings "
+                    "beyond; raise max_position_embeddings or choose another pos_emb"
                 )
 
 
@@ -155,8 +161,9 @@ def _extrapolation(config: "Config") -> Iterator[str]:
     for key, splits in keys_that_split_the_model.items():
         if splits and config.training.extrapolation_lengths:
             yield (
-                f"extrapolation_lengths with {key} is not supported: each rank must have the complete "
-                "model; remove extrapolation_lengths, and evaluate the checkpoints with evaluate.py"
+                f"extrapolation_lengths with {key} is not supported: each rank must have the "
+                "complete model; remove extrapolation_lengths, and evaluate the checkpoints with "
+                "evaluate.py"
             )
 
 
@@ -167,8 +174,9 @@ def _training_length(config: "Config") -> Iterator[str]:
     curriculum, length = config.curriculum, config.model.seq_length
     if curriculum.enabled and curriculum.max_difficulty not in (None, length):
         yield (
-            f"curriculum_learning.max_difficulty {curriculum.max_difficulty} is not seq_length {length}, the length "
-            "of the sequences in the data; set both to the last length of the schedule"
+            f"curriculum_learning.max_difficulty {curriculum.max_difficulty} is not seq_length "
+            f"{length}, the length of the sequences in the data; set both to the last length of "
+            "the schedule"
         )
     start, last = logging.profile_step_start, schedule.train_iters
     if logging.profile and last is not None and 0 < last <= start < logging.profile_step_stop:
@@ -178,13 +186,17 @@ def _training_length(config: "Config") -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Why a key is not supported or what to use instead, and the values (besides null) that mean "off"."""
+    """Why a key is not supported or what to use instead, and the values (besides null) that mean
+    "off".
+    """
 
     reason: str
     off: tuple[Any, ...] = ()
 
     def is_off(self, value: Any) -> bool:
-        """True for the values that mean "off", an empty mapping, and a mapping with `enabled: false`."""
+        """True for the values that mean "off", an empty mapping, and a mapping with
+        `enabled: false`.
+        """
         if isinstance(value, dict):
             return not value or value.get("enabled") is False or value in self.off
         return any(type(value) is type(off) and value == off for off in (None, *self.off))
@@ -195,7 +207,9 @@ def _read_keys() -> tuple[dict[str, Unsupported], dict[str, str], dict[str, str]
     data = yaml.safe_load((Path(__file__).with_name("neox_compat.yml")).read_text(encoding="utf-8"))
     unsupported: dict[str, Unsupported] = {}
     for entry in data["unsupported"]:
-        unsupported |= dict.fromkeys(entry["keys"], Unsupported(entry["reason"], tuple(entry.get("neutral", ()))))
+        unsupported |= dict.fromkeys(
+            entry["keys"], Unsupported(entry["reason"], tuple(entry.get("neutral", ())))
+        )
     ignored: dict[str, str] = {}
     elsewhere: dict[str, str] = {}
     for name, reasons in (("ignored", ignored), ("elsewhere", elsewhere)):
@@ -241,8 +255,8 @@ def _sums_in_fp32(keys: Mapping[str, Any]) -> bool:
 
 
 def _attention_reason(value: Any, num_layers: Any) -> str | None:
-    """The value is one type per layer, or [[[type, type ...], repetitions] ...]; "all" repeats a pattern for all
-    layers. `flash` is an implementation of dense attention.
+    """The value is one type per layer, or [[[type, type ...], repetitions] ...]; "all" repeats a
+    pattern for all layers. `flash` is an implementation of dense attention.
     """
     expected = f'expected [[["global"], {num_layers or "NUM_LAYERS"}]]'
     types: list[Any] = []
@@ -259,7 +273,11 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
         return expected
     sparse = sorted({str(type_) for type_ in types if type_ not in _DENSE_ATTENTION})
     if sparse:
-        hint = "; for a sliding window in these layers, set sliding_window_width to a list" if "local" in sparse else ""
+        hint = (
+            "; for a sliding window in these layers, set sliding_window_width to a list"
+            if "local" in sparse
+            else ""
+        )
         return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}{hint}"
     if len(types) == num_layers:
         return None

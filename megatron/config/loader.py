@@ -1,13 +1,16 @@
-"""The configuration: keys from YAML files and the command line, merged, assigned to sections and validated.
+"""The configuration: keys from YAML files and the command line, merged, assigned to sections and
+validated.
 
 `load_config` reads files, `Config.from_flat` takes a mapping; both end in `build`:
 
-    merge      one value per key; `-` and `_` are the same, aliases are resolved, a later file overrides an earlier one,
+    merge      one value per key; `-` and `_` are the same, aliases are resolved, a later file
+    overrides an earlier one,
                --set overrides files; nested mappings are merged key by key
     expand     `~` and `$NAME` in paths
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
-    assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a notice
-    validate   the types in each section (pydantic), combinations of its keys, then of keys of several sections
+    assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a
+    notice validate   the types in each section (pydantic), combinations of its keys, then of keys
+    of several sections
 
 All problems are collected and reported together.
 """
@@ -61,19 +64,24 @@ class Config(Sections):
         return build(entries_of(mapping, source))
 
     def to_flat(self) -> dict[str, Any]:
-        """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with underscores.
+        """The keys that were set, in GPT-NeoX's form (`optimizer: {type, params}` ...), with
+        underscores.
 
         The result can be stored as JSON; from_flat returns the same configuration.
         """
         return copy.deepcopy(self._flat)
 
     def updated(self, **keys: Any) -> "Config":
-        """A validated copy with other values. Nested keys have dots: updated(**{"optimizer.params.lr": 1e-3})."""
+        """A validated copy with other values. Nested keys have dots:
+        updated(**{"optimizer.params.lr": 1e-3}).
+        """
         return build(entries_of(self.to_flat(), "configuration"), entries_of(keys, "changes"))
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Messages for keys that are ignored, that a later file overrides, or whose meaning is easily mistaken."""
+        """Messages for keys that are ignored, that a later file overrides, or whose meaning is
+        easily mistaken.
+        """
         return self._notices
 
 
@@ -87,9 +95,11 @@ def load_config(
     """Merge YAML files and `key=value` overrides into one validated configuration.
 
     Args:
-        paths: files, in `config_dir` if given, or else in the working directory or among this project's own; the
-            ending .yml may be omitted. A later file overrides the keys of an earlier one; `notices` lists these keys.
-        overrides: `key=value` with the value in YAML; nested keys with dots (optimizer.params.lr=1e-3).
+        paths: files, in `config_dir` if given, or else in the working directory or among this
+            project's own; the ending .yml may be omitted. A later file overrides the keys of an
+            earlier one; `notices` lists these keys.
+        overrides: `key=value` with the value in YAML; nested keys with dots
+            (optimizer.params.lr=1e-3).
         strict: a key in two files is an error.
 
     Raises UserError, whose message lists all problems, each with file, line and key.
@@ -102,7 +112,10 @@ def load_config(
     config = build((entry for file in files for entry in read_file(file)), changes, strict=strict)
     packaged = [str(file.relative_to(PACKAGED)) for file in files if file.is_relative_to(PACKAGED)]
     if packaged and config_dir is None:
-        config._notices = (f"{', '.join(packaged)}: this project's own, from {PACKAGED}", *config._notices)
+        config._notices = (
+            f"{', '.join(packaged)}: this project's own, from {PACKAGED}",
+            *config._notices,
+        )
     return config
 
 
@@ -111,8 +124,11 @@ def entries_of(mapping: Mapping[str, Any], source: str) -> list[YamlEntry]:
     return [YamlEntry(key, value, source) for key, value in mapping.items()]
 
 
-def build(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry] = (), *, strict: bool = False) -> Config:
-    """The configuration of the entries of files, in their order, and of overrides, whose keys may have dots.
+def build(
+    entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry] = (), *, strict: bool = False
+) -> Config:
+    """The configuration of the entries of files, in their order, and of overrides, whose keys may
+    have dots.
 
     strict: a key in two files is an error. Raises UserError.
     """
@@ -141,11 +157,14 @@ def build(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry] = (), *, 
     return config
 
 
-# -- paths and placeholders -------------------------------------------------------------------------------------------
+# -- paths and placeholders
+# -------------------------------------------------------------------------------------------
 
 
 def _expand_paths(keys: MergedKeys, messages: Messages) -> None:
-    """Expand every path, here and not where it is used: other hosts and later runs may have another environment."""
+    """Expand every path, here and not where it is used: other hosts and later runs may have another
+    environment.
+    """
 
     def expand(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -170,7 +189,10 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
     def lookup(match: re.Match[str], where: str) -> str:
         path = (match[1].replace("-", "_"),)
         if path not in FIELDS:
-            raise UserError(f"{where}: {match[0]} is not a key with a single value, such as {{pos-emb}} or {{seed}}")
+            raise UserError(
+                f"{where}: {match[0]} is not a key with a single value, such as {{pos-emb}} or "
+                f"{{seed}}"
+            )
         section, name = FIELDS[path]
         field = SECTIONS[section].model_fields[name]
         value: Any = keys[path[0]].value if path[0] in keys else None
@@ -182,7 +204,9 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
             text = shortened(repr(value))
-            raise UserError(f"{where}: {match[0]} is {text}; it must be a number, or a string without braces")
+            raise UserError(
+                f"{where}: {match[0]} is {text}; it must be a number, or a string without braces"
+            )
         return str(value)
 
     for path, (section, name) in FIELDS.items():
@@ -191,19 +215,23 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
             continue
         if has_placeholders(SECTIONS[section].model_fields[name]):
             try:
-                text = re.sub(r"\{([^{}]*)\}", partial(lookup, where=_where(path, keys)), entry.value)
+                text = re.sub(
+                    r"\{([^{}]*)\}", partial(lookup, where=_where(path, keys)), entry.value
+                )
                 keys[path[0]] = dataclasses.replace(entry, value=text)
             except UserError as error:
                 messages.problems.append(str(error))
 
 
-# -- assigning to fields ----------------------------------------------------------------------------------------------
+# -- assigning to fields
+# ----------------------------------------------------------------------------------------------
 
 
 def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
     """The values by section and field. Adds a notice for each key that is ignored.
 
-    An unsupported key of GPT-NeoX is a problem, and so is an unknown key; the message suggests similar ones.
+    An unsupported key of GPT-NeoX is a problem, and so is an unknown key; the message suggests
+    similar ones.
     """
     # What a key is: a field, a mapping of fields, a key of GPT-NeoX, or unknown.
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
@@ -220,14 +248,21 @@ def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
                 for key, child in value.items():
                     place((*path, str(key)), child)
             elif value is not None:
-                text = f"must be a mapping of {', '.join(_children(path))}, not {shortened(repr(value))}"
+                text = (
+                    f"must be a mapping of {', '.join(_children(path))}, not "
+                    f"{shortened(repr(value))}"
+                )
                 messages.problems.append(f"{_where(path, keys)} {text}")
         elif dotted in checks.KNOWN_KEYS:
             reason = checks.unsupported_reason(dotted, value, flat)
             if reason is not None:
-                messages.problems.append(f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}")
+                messages.problems.append(
+                    f"{_where(path, keys)} is a GPT-NeoX key that is not supported: {reason}"
+                )
             elif dotted in checks.IGNORED and value:  # false and null request nothing
-                messages.notices.append(f"{_where(path, keys)} is ignored: {checks.IGNORED[dotted]}")
+                messages.notices.append(
+                    f"{_where(path, keys)} is ignored: {checks.IGNORED[dotted]}"
+                )
         elif rest in FIELDS and path[-1] in (_allowed_rest(rest) or {path[-1]}):
             section, name = FIELDS[rest]
             sections[section].setdefault(name, {})[path[-1]] = value
@@ -249,7 +284,11 @@ def _where(path: KeyPath, keys: MergedKeys) -> str:
 def _children(path: KeyPath) -> list[str]:
     """Names of the supported keys inside the mapping at this path."""
     depth = len(path)
-    names = {known[depth] for known in (*FIELDS, *MAPPINGS, *ALIASES) if known[:depth] == path and len(known) > depth}
+    names = {
+        known[depth]
+        for known in (*FIELDS, *MAPPINGS, *ALIASES)
+        if known[:depth] == path and len(known) > depth
+    }
     return sorted((names - {WILDCARD}) | _allowed_rest((*path, WILDCARD)))
 
 
@@ -267,27 +306,38 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     reason = checks.ELSEWHERE.get(path[0]) if len(path) == 1 else None
     if reason is not None:
         return f"{_where(path, keys)} is not supported: {reason}"
-    # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas). If none is
-    # similar, suggest other keys of GPT-NeoX.
+    # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas).
+    # If none is similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}
     for known in FIELDS:
         if known[: len(path) - 1] == path[:-1] and known[-1] != WILDCARD:
             supported.setdefault(known[-1], known)
-    unsupported = {known[-1]: known for known in (tuple(key.split(".")) for key in checks.KNOWN_KEYS)}
+    unsupported = {
+        known[-1]: known for known in (tuple(key.split(".")) for key in checks.KNOWN_KEYS)
+    }
     for candidates in (supported, unsupported):
-        names = difflib.get_close_matches(path[-1].replace("-", "_"), candidates, n=_MAX_SUGGESTIONS, cutoff=0.6)
+        names = difflib.get_close_matches(
+            path[-1].replace("-", "_"), candidates, n=_MAX_SUGGESTIONS, cutoff=0.6
+        )
         if names:
             break
     else:
-        candidates, names = supported, difflib.get_close_matches(path[-1], supported, n=1, cutoff=0.0)
+        candidates, names = (
+            supported,
+            difflib.get_close_matches(path[-1], supported, n=1, cutoff=0.0),
+        )
     nearest = ", ".join(".".join(candidates[name]) for name in names)
-    return f"{_where(path, keys)} is not a known key; nearest: {nearest} (all keys: configs/neox_arguments.md)"
+    return (
+        f"{_where(path, keys)} is not a known key; nearest: {nearest} (all keys: "
+        "configs/neox_arguments.md)"
+    )
 
 
 def _describe(error: ValidationError, section: str, keys: MergedKeys) -> Iterator[str]:
     """The problems that pydantic reports, each as `FILE:LINE: "key": PROBLEM`.
 
-    A default that was computed from a wrong value may be wrong too; only the value itself is reported.
+    A default that was computed from a wrong value may be wrong too; only the value itself is
+    reported.
     """
     for problem in error.errors():
         if problem["type"] == "missing" or _path_of(problem, section)[0] in keys:
@@ -303,7 +353,9 @@ def _describe_problem(problem: ErrorDetails, section: str, keys: MergedKeys) -> 
     field, *inside = problem["loc"]
     path = _path_of(problem, section)
     if problem["type"] == "missing" and not inside:
-        sources = ", ".join(dict.fromkeys(entry.source for entry in keys.values())) or "configuration"
+        sources = (
+            ", ".join(dict.fromkeys(entry.source for entry in keys.values())) or "configuration"
+        )
         description = SECTIONS[section].model_fields[str(field)].description
         return f'{sources}: key "{".".join(path)}" is missing: {description}'
     path = (*path, *(str(part) for part in inside if part != "[key]"))

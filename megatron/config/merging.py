@@ -1,4 +1,6 @@
-"""Merging the layers of a configuration: one value per key, and what the user is told about those that are replaced."""
+"""Merging the layers of a configuration: one value per key, and what the user is told about those
+that are replaced.
+"""
 
 import copy
 import dataclasses
@@ -30,9 +32,12 @@ class Messages:
     notices: list[str] = dataclasses.field(default_factory=list)
 
 
-def merge(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry], strict: bool, messages: Messages) -> MergedKeys:
-    """One entry per key, from layers: each file, and then all overrides together. A layer overrides earlier ones, and
-    mappings are merged key by key. A key that appears twice in one file is a problem; in two files, only if `strict`.
+def merge(
+    entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry], strict: bool, messages: Messages
+) -> MergedKeys:
+    """One entry per key, from layers: each file, and then all overrides together. A layer overrides
+    earlier ones, and mappings are merged key by key. A key that appears twice in one file is a
+    problem; in two files, only if `strict`.
     """
     keys: MergedKeys = {}
     for source, of_file in itertools.groupby(entries, key=lambda entry: entry.source):
@@ -42,7 +47,8 @@ def merge(entries: Iterable[YamlEntry], overrides: Iterable[YamlEntry], strict: 
         elif differing := [str(change) for change in changes if change.old != change.new]:
             messages.notices.append(f"{source} overrides {'; '.join(differing)}")
 
-    # The command line overrides files on purpose, but does not say which parameters of another type this drops.
+    # The command line overrides files on purpose, but does not say which parameters of another type
+    # this drops.
     layer, changes = _override_layer(overrides, keys)
     changes += _add_layer(keys, layer)
     if dropped := [str(change) for change in changes if change.reason]:
@@ -56,7 +62,9 @@ def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
 
     def add(name: str, entry: YamlEntry) -> None:
         if name in layer:
-            messages.problems.append(_duplicate(entry.place, entry.key, layer[name].place, layer[name].key))
+            messages.problems.append(
+                _duplicate(entry.place, entry.key, layer[name].place, layer[name].key)
+            )
         layer[name] = entry
 
     for entry in entries:
@@ -69,9 +77,11 @@ def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
     return layer
 
 
-def _override_layer(overrides: Iterable[YamlEntry], keys: MergedKeys) -> tuple[MergedKeys, list["_Change"]]:
-    """The entries of overrides, whose keys may have dots; a later one wins. null also resets the value in `keys`, those
-    of the files; returns what this changes.
+def _override_layer(
+    overrides: Iterable[YamlEntry], keys: MergedKeys
+) -> tuple[MergedKeys, list["_Change"]]:
+    """The entries of overrides, whose keys may have dots; a later one wins. null also resets the
+    value in `keys`, those of the files; returns what this changes.
     """
     layer: MergedKeys = {}
     changes: list[_Change] = []
@@ -147,7 +157,9 @@ def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
             _merge_mapping(keys, (name,), keys[name].value, entry.value, entry, changes)
         else:
             first = keys[name]
-            changes.append(_Change(entry.key, first.value, first.key, first.place, entry.value, entry))
+            changes.append(
+                _Change(entry.key, first.value, first.key, first.place, entry.value, entry)
+            )
             _drop_aliases(keys, (name,), "", entry, changes)
             keys[name] = entry
     return changes
@@ -164,9 +176,15 @@ def _merge_mapping(
     """Merge the mapping `added` of `entry` into `values`, which is at `path` of `keys`."""
     for kind, parameters in _PARAMETERS.items():
         old = values.get(kind)
-        if old is None and entry.source != keys[path[0]].source:  # the rest of --set may contain the type
+        if (
+            old is None and entry.source != keys[path[0]].source
+        ):  # the rest of --set may contain the type
             old = _default((*path, kind))
-        if kind in added and parameters in values and not (old is None or _same_type(old, added[kind])):
+        if (
+            kind in added
+            and parameters in values
+            and not (old is None or _same_type(old, added[kind]))
+        ):
             _drop(keys, (*path, parameters), f"dropped with {kind} {old}", entry, changes)
 
     for name, value in added.items():
@@ -178,14 +196,22 @@ def _merge_mapping(
         if name in values:
             key = ".".join((entry.key, *inside[1:]))
             old_key = ".".join((first.key, *inside[1:]))
-            changes.append(_Change(key, values[name], old_key, first.place_of(inside), value, entry))
+            changes.append(
+                _Change(key, values[name], old_key, first.place_of(inside), value, entry)
+            )
             _drop_aliases(keys, inside, "", entry, changes)
         values[name] = value
-        keys[path[0]] = dataclasses.replace(first, places={**first.places, inside: entry.place_of(inside)})
+        keys[path[0]] = dataclasses.replace(
+            first, places={**first.places, inside: entry.place_of(inside)}
+        )
 
 
-def _drop(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
-    """Remove a mapping from `keys`, because `entry` does not belong to it. Each of its parameters is a change."""
+def _drop(
+    keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]
+) -> None:
+    """Remove a mapping from `keys`, because `entry` does not belong to it. Each of its parameters
+    is a change.
+    """
     first = keys[path[0]]
     parent: Any = {name: each.value for name, each in keys.items()}
     for part in path[:-1]:
@@ -200,18 +226,24 @@ def _drop(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, change
         del keys[path[0]]
     else:
         del parent[path[-1]]
-        places = {inside: place for inside, place in first.places.items() if inside[: len(path)] != path}
+        places = {
+            inside: place for inside, place in first.places.items() if inside[: len(path)] != path
+        }
         keys[path[0]] = dataclasses.replace(first, places=places)
     _drop_aliases(keys, path, reason, entry, changes)
 
 
-def _drop_aliases(keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]) -> None:
+def _drop_aliases(
+    keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]
+) -> None:
     """Remove the keys that `_pop_nested_aliases` has moved out of the mapping at `path`."""
     for alias, (name, *_) in ALIASES.items():
         is_inside = len(alias) > len(path) and alias[: len(path)] == path
         if is_inside and name in keys and keys[name].key == ".".join(alias):
             first = keys.pop(name)
-            changes.append(_Change(first.key, first.value, first.key, first.place, None, entry, reason))
+            changes.append(
+                _Change(first.key, first.value, first.key, first.place, None, entry, reason)
+            )
 
 
 def _default(path: KeyPath) -> Any:
@@ -223,7 +255,9 @@ def _default(path: KeyPath) -> Any:
 
 
 def _same_type(one: Any, other: Any) -> bool:
-    """Whether two names are of the same optimizer, such as Adam and AdamW, schedule or positional method."""
+    """Whether two names are of the same optimizer, such as Adam and AdamW, schedule or positional
+    method.
+    """
     optimizers: Mapping[Any, Any] = OPTIMIZERS
     names = [str(value).lower() for value in (one, other)]
     first, second = (optimizers.get(name, canonical_name(name)) for name in names)
@@ -231,7 +265,9 @@ def _same_type(one: Any, other: Any) -> bool:
 
 
 def _check_values(entry: YamlEntry) -> None:
-    """Raises UserError if a value looks like a secret, or is a number or text that no key accepts."""
+    """Raises UserError if a value looks like a secret, or is a number or text that no
+    key accepts.
+    """
     stack: list[tuple[tuple[str, ...], Any]] = [((entry.key,), entry.value)]
     while stack:
         path, value = stack.pop()
@@ -246,17 +282,22 @@ def _check_values(entry: YamlEntry) -> None:
             problem = f"is {value}; numbers must be finite"
         elif isinstance(value, str) and "\0" in value and path[-1] != "prompt_end":
             problem = "contains a null byte; remove it"
-        if (value and is_secret_name(path[-1])) or (isinstance(value, str) and contains_secret(value)):
+        if (value and is_secret_name(path[-1])) or (
+            isinstance(value, str) and contains_secret(value)
+        ):
             problem = (
-                "looks like a secret, and the configuration is copied into checkpoints, logs and command lines; remove "
-                "it (for Weights & Biases, set the environment variable WANDB_API_KEY)"
+                "looks like a secret, and the configuration is copied into checkpoints, logs and "
+                "command lines; remove it (for Weights & Biases, set the environment variable "
+                "WANDB_API_KEY)"
             )
         if problem is not None:
             raise UserError(f'{entry.place}: "{".".join(path)}" {problem}')
 
 
 def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, YamlEntry]]:
-    """Remove aliases inside mappings, such as optimizer.params.weight_decay; yields the key they stand for."""
+    """Remove aliases inside mappings, such as optimizer.params.weight_decay; yields the key they
+    stand for.
+    """
     for alias, path in ALIASES.items():
         if len(alias) == 1 or len(path) > 1 or alias[0] not in keys:
             continue
@@ -265,4 +306,7 @@ def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, YamlEntry]]:
         for part in alias[1:-1]:
             parent = parent.get(part) if isinstance(parent, dict) else None
         if isinstance(parent, dict) and alias[-1] in parent:
-            yield path[0], dataclasses.replace(entry, key=".".join(alias), value=parent.pop(alias[-1]))
+            yield (
+                path[0],
+                dataclasses.replace(entry, key=".".join(alias), value=parent.pop(alias[-1])),
+            )

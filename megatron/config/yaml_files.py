@@ -1,8 +1,9 @@
 """Reading YAML configuration files, with the line of every top-level key.
 
-The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike PyYAML's SafeLoader,
-numbers have no notations of YAML 1.1 that surprise (`1e-4` is a float, 0123 is decimal, 1:30 is a string), a date is a
-string, and a key that appears twice in one mapping is an error.
+The files are GPT-NeoX's: usually JSON-like flow mappings with comments and trailing commas. Unlike
+PyYAML's SafeLoader, numbers have no notations of YAML 1.1 that surprise (`1e-4` is a float, 0123 is
+decimal, 1:30 is a string), a date is a string, and a key that appears twice in one mapping is an
+error.
 """
 
 import difflib
@@ -23,7 +24,8 @@ ENDINGS = (".yml", ".yaml")
 # The configurations of this project. In a checkout, this is a link to configs/.
 PACKAGED = (Path(__file__).parents[1] / "configs").resolve()
 MAX_BYTES = 1_000_000
-# Values and characters of a file whose aliases are expanded. Without aliases, no file of MAX_BYTES has as many.
+# Values and characters of a file whose aliases are expanded. Without aliases, no file of MAX_BYTES
+# has as many.
 MAX_SIZE = 2 * MAX_BYTES
 MAX_DEPTH = 100
 _STANDARD_TAG = "tag:yaml.org,2002:"
@@ -34,8 +36,8 @@ _TYPES = ("map", "seq", "str", "int", "float", "bool", "null")
 
 @dataclass(frozen=True)
 class YamlEntry:
-    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`; `places` are those of the
-    paths inside the value that come from another file or option.
+    """A top-level key as the user wrote it. `source` is a file, or an option such as `--set`;
+    `places` are those of the paths inside the value that come from another file or option.
     """
 
     key: str
@@ -66,14 +68,17 @@ class _YamlProblem(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the numbers of YAML 1.2. Raises _YamlProblem for keys that are not strings or appear twice."""
+    """SafeLoader with the numbers of YAML 1.2. Raises _YamlProblem for keys that are not strings or
+    appear twice.
+    """
 
     merged_pairs = 0
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Check the keys of a mapping, and replace a merge key by the pairs that it adds: the mapping's own keys win,
-        then the earlier mapping of the list (https://yaml.org/type/merge.html). PyYAML does this while it constructs
-        values, but its releases differ in which value wins.
+        """Check the keys of a mapping, and replace a merge key by the pairs that it adds: the
+        mapping's own keys win, then the earlier mapping of the list
+        (https://yaml.org/type/merge.html). PyYAML does this while it constructs values, but its
+        releases differ in which value wins.
         """
         node = super().compose_mapping_node(anchor)
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
@@ -81,21 +86,31 @@ class _Loader(yaml.SafeLoader):
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_STRING_TAG, _MERGE_TAG):
-                text = shortened(key.value) if isinstance(key, yaml.ScalarNode) else "(a list or mapping)"
+                text = (
+                    shortened(key.value)
+                    if isinstance(key, yaml.ScalarNode)
+                    else "(a list or mapping)"
+                )
                 raise _YamlProblem(line, f"key {text} is not a string; put it in quotes")
             if key.value in own:
                 first = own[key.value][0].start_mark.line + 1
-                text = f"key {shortened(repr(key.value))} appears twice, in lines {first} and {line}"
+                text = (
+                    f"key {shortened(repr(key.value))} appears twice, in lines {first} and {line}"
+                )
                 raise _YamlProblem(line, f"{text}; remove one of them")
             own[key.value] = (key, value)
             if key.tag == _MERGE_TAG:
                 mappings = value.value if isinstance(value, yaml.SequenceNode) else [value]
                 if not all(isinstance(mapping, yaml.MappingNode) for mapping in mappings):
-                    raise _YamlProblem(line, f"{key.value} needs a mapping or a list of mappings, such as *anchor")
+                    raise _YamlProblem(
+                        line, f"{key.value} needs a mapping or a list of mappings, such as *anchor"
+                    )
                 for mapping in reversed(mappings):
                     self.merged_pairs += len(mapping.value)
                     if self.merged_pairs > MAX_SIZE:
-                        raise _YamlProblem(line, f"merge keys (<<) add more than {MAX_SIZE:,} keys; write them out")
+                        raise _YamlProblem(
+                            line, f"merge keys (<<) add more than {MAX_SIZE:,} keys; write them out"
+                        )
                     merged.update((pair[0].value, pair) for pair in mapping.value)
         node.value = [pair for pair in (merged | own).values() if pair[0].tag != _MERGE_TAG]
         return node
@@ -106,36 +121,54 @@ class _Loader(yaml.SafeLoader):
         return int(text, 0 if text.lstrip("+-").startswith(("0x", "0b")) else 10)
 
 
-# Numbers without octal and sexagesimal ones. Dates remain strings: no key has a date as its value, and JSON has none.
+# Numbers without octal and sexagesimal ones. Dates remain strings: no key has a date as its value,
+# and JSON has none.
 _Loader.yaml_implicit_resolvers = {}
 for _character, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    _kept = [each for each in _resolvers if each[0].removeprefix(_STANDARD_TAG) not in ("int", "float", "timestamp")]
+    _kept = [
+        each
+        for each in _resolvers
+        if each[0].removeprefix(_STANDARD_TAG) not in ("int", "float", "timestamp")
+    ]
     _Loader.yaml_implicit_resolvers[_character] = _kept
 for _name, _pattern in {
     "int": r"[-+]?(\d[\d_]*|0x[\da-fA-F_]+|0b[01_]+)$",
-    "float": r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
+    "float": r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$",
 }.items():
-    _Loader.add_implicit_resolver(_STANDARD_TAG + _name, re.compile(_pattern), list("-+.0123456789"))
+    _Loader.add_implicit_resolver(
+        _STANDARD_TAG + _name, re.compile(_pattern), list("-+.0123456789")
+    )
 _Loader.add_constructor(f"{_STANDARD_TAG}int", _Loader.construct_decimal)
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Raises _YamlProblem if the values are not those of JSON, or if aliases make them infinite, too many or too deep.
+    """Raises _YamlProblem if the values are not those of JSON, or if aliases make them infinite,
+    too many or too deep.
 
     Every node is visited once, however many aliases refer to it.
     """
-    visited: dict[int, tuple[int, int] | None] = {}  # by id: size and depth; None while the node is visited
+    visited: dict[
+        int, tuple[int, int] | None
+    ] = {}  # by id: size and depth; None while the node is visited
 
     def visit(node: yaml.Node) -> tuple[int, int]:
         line = node.start_mark.line + 1
         if id(node) in visited:
             known = visited[id(node)]
             if known is None:
-                raise _YamlProblem(line, "an alias refers to a value that contains it; write the value out")
+                raise _YamlProblem(
+                    line, "an alias refers to a value that contains it; write the value out"
+                )
             return known
-        if node.tag.startswith(_STANDARD_TAG) and node.tag.removeprefix(_STANDARD_TAG) not in _TYPES:
+        if (
+            node.tag.startswith(_STANDARD_TAG)
+            and node.tag.removeprefix(_STANDARD_TAG) not in _TYPES
+        ):
             tag = node.tag.replace(_STANDARD_TAG, "!!")
-            raise _YamlProblem(line, f"{tag} is a type that no key has; write a list, mapping, string or number")
+            raise _YamlProblem(
+                line, f"{tag} is a type that no key has; write a list, mapping, string or number"
+            )
         visited[id(node)] = None
 
         # An alias is the node that it refers to.
@@ -152,9 +185,13 @@ def _check_nodes(root: yaml.Node) -> None:
             size += child_size
             depth = max(depth, child_depth + 1)
             if size > MAX_SIZE:
-                raise _YamlProblem(line, f"aliases (*name) expand to more than {MAX_SIZE:,} characters")
+                raise _YamlProblem(
+                    line, f"aliases (*name) expand to more than {MAX_SIZE:,} characters"
+                )
             if depth > MAX_DEPTH:
-                raise _YamlProblem(line, f"lists and mappings are nested more than {MAX_DEPTH} levels deep")
+                raise _YamlProblem(
+                    line, f"lists and mappings are nested more than {MAX_DEPTH} levels deep"
+                )
         visited[id(node)] = size, depth
         return size, depth
 
@@ -162,8 +199,8 @@ def _check_nodes(root: yaml.Node) -> None:
 
 
 def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
-    """The path of the file `name`, in `config_dir` if given, or else in the working directory or in `PACKAGED`. The
-    ending .yml may be omitted. `~` and `$NAME` are expanded.
+    """The path of the file `name`, in `config_dir` if given, or else in the working directory or in
+    `PACKAGED`. The ending .yml may be omitted. `~` and `$NAME` are expanded.
 
     Raises UserError, which suggests files of similar names, if it does not exist.
     """
@@ -181,20 +218,29 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
         folders = list(dict.fromkeys(place.parent for place in paths if place.parent.is_dir()))
         if not folders:
             raise UserError(f"{path}: no such file, and no folder {path.parent}")
-        names = sorted({file.name for folder in folders for file in folder.iterdir() if file.suffix in ENDINGS})
+        names = sorted(
+            {file.name for folder in folders for file in folder.iterdir() if file.suffix in ENDINGS}
+        )
     except (OSError, ValueError) as error:  # a name that is too long or empty
-        raise UserError(f"{shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(
+            f"{shortened(str(path))}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     name_with_ending = path.name if path.suffix in ENDINGS else path.name + ENDINGS[0]
     nearest = difflib.get_close_matches(name_with_ending, names, n=3)
     searched = " and ".join(str(folder.resolve()) for folder in folders)
-    hint = f"nearest: {', '.join(nearest)}" if nearest else f"searched {searched}, which have {len(names)} YAML files"
+    hint = (
+        f"nearest: {', '.join(nearest)}"
+        if nearest
+        else f"searched {searched}, which have {len(names)} YAML files"
+    )
     raise UserError(f"{path}: no such file; {hint}")
 
 
 def read_file(path: Path) -> list[YamlEntry]:
     """The top-level keys of a configuration file, in order.
 
-    Raises UserError if the file cannot be read, is too large, is not UTF-8 or YAML, or does not contain a mapping.
+    Raises UserError if the file cannot be read, is too large, is not UTF-8 or YAML, or does not
+    contain a mapping.
     """
     content = files.read_file(path, MAX_BYTES)
     try:
@@ -202,20 +248,30 @@ def read_file(path: Path) -> list[YamlEntry]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = content[error.start]
-        raise UserError(f"{path}:{line}: not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8") from error
+        raise UserError(
+            f"{path}:{line}: not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
+        ) from error
     return parse(text, str(path))
 
 
 def parse(text: str, source: str) -> list[YamlEntry]:
-    """The top-level keys of a YAML text; `source` names it in errors. Raises UserError like `read_file`."""
+    """The top-level keys of a YAML text; `source` names it in errors. Raises UserError like
+    `read_file`.
+    """
     try:
         node, values = _load(text)
     except _YamlProblem as error:
         line = "" if error.line is None else f":{error.line}"
         raise UserError(f"{source}{line}: {error}") from error
     if not isinstance(node, yaml.MappingNode):
-        content = "is empty" if node is None else f"contains a {type(node).__name__.removesuffix('Node').lower()}"
-        raise UserError(f'{source}: {content}; expected one mapping of keys to values: {{"key": value, ...}}')
+        content = (
+            "is empty"
+            if node is None
+            else f"contains a {type(node).__name__.removesuffix('Node').lower()}"
+        )
+        raise UserError(
+            f'{source}: {content}; expected one mapping of keys to values: {{"key": value, ...}}'
+        )
     lines = {key_node.value: key_node.start_mark.line + 1 for key_node, _ in node.value}
     return [YamlEntry(key, value, source, lines.get(key)) for key, value in values.items()]
 
@@ -248,7 +304,13 @@ def _load(text: str) -> tuple[yaml.Node | None, Any]:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         parts = (getattr(error, "context", None), getattr(error, "problem", None))
         problem = " ".join(str(part) for part in parts if part) or " ".join(str(error).split())
-        hint = " (check for a missing comma or bracket before this line, or a tab in the indentation)" if mark else ""
-        raise _YamlProblem(mark.line + 1 if mark else None, f"not YAML: {shortened(problem, 500)}{hint}") from error
+        hint = (
+            " (check for a missing comma or bracket before this line, or a tab in the indentation)"
+            if mark
+            else ""
+        )
+        raise _YamlProblem(
+            mark.line + 1 if mark else None, f"not YAML: {shortened(problem, 500)}{hint}"
+        ) from error
     except (ValueError, LookupError, RecursionError) as error:  # an explicit tag, such as !!int abc
         raise _YamlProblem(None, f"not YAML: {first_line(error)}") from error

@@ -1,4 +1,6 @@
-"""The model card of an exported model: README.md with the metadata that the Hugging Face hub reads."""
+"""The model card of an exported model: README.md with the metadata that the Hugging
+Face hub reads.
+"""
 
 from kerple.attention import FULL_MODE
 from megatron.config import Config
@@ -19,7 +21,9 @@ def model_card(
 
     architecture: the class of transformers; None for a self-contained model. mode: of inference.
     """
-    hooks = frozenset[str]().union(*(method.hooks for method in model.positional_methods().values()))
+    hooks = frozenset[str]().union(
+        *(method.hooks for method in model.positional_methods().values())
+    )
     implementations = ["eager"]
     if not hooks & {"weight", "modify_scores"}:
         implementations.append("sdpa")

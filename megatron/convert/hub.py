@@ -1,9 +1,10 @@
-"""Models of the Hugging Face hub, `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, and Hugging Face folders in place of a
-checkpoint folder.
+"""Models of the Hugging Face hub, `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, and Hugging Face folders
+in place of a checkpoint folder.
 
-huggingface_hub finds and downloads the files, so its cache (HF_HOME), offline mode (HF_HUB_OFFLINE) and login apply.
-A model is converted once per commit and version of this project, into HF_HOME/kerple. Only safetensors, JSON and
-tokenizer files are downloaded; code and pickled files are not.
+huggingface_hub finds and downloads the files, so its cache (HF_HOME), offline mode (HF_HUB_OFFLINE)
+and login apply. A model is converted once per commit and version of this project, into
+HF_HOME/kerple. Only safetensors, JSON and tokenizer files are downloaded; code and pickled files
+are not.
 """
 
 import hashlib
@@ -24,17 +25,25 @@ PREFIX = "hf:"
 
 # Downloaded files. Weights in subfolders are other formats of the same model.
 PATTERNS = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    ),
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def local_checkpoint(checkpoint: str | Path, report: Report = print, pos_emb_module: str | None = None) -> Path:
-    """The folder of a checkpoint. A model on the hub is downloaded and converted unless an earlier call has done so. A
-    Hugging Face folder is converted, too, and again after one of its files has changed. pos_emb_module: see
-    `from_hugging_face`.
+def local_checkpoint(
+    checkpoint: str | Path, report: Report = print, pos_emb_module: str | None = None
+) -> Path:
+    """The folder of a checkpoint. A model on the hub is downloaded and converted unless an earlier
+    call has done so. A Hugging Face folder is converted, too, and again after one of its files has
+    changed. pos_emb_module: see `from_hugging_face`.
 
     Raises:
         UserError: the model does not exist, needs a login, or cannot be downloaded.
@@ -42,7 +51,10 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print, pos_emb_mod
     """
     if str(checkpoint).startswith(PREFIX):
         snapshot = download(str(checkpoint))
-        repository, version = snapshot.parent.parent.name, snapshot.name  # models--ORG--NAME/snapshots/COMMIT
+        repository, version = (
+            snapshot.parent.parent.name,
+            snapshot.name,
+        )  # models--ORG--NAME/snapshots/COMMIT
     elif os.path.isfile(Path(checkpoint) / "config.json") and not looks_like_checkpoint(checkpoint):
         snapshot = Path(checkpoint).resolve()
         repository, version = f"folder--{snapshot.name}", _version(snapshot)
@@ -53,7 +65,8 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print, pos_emb_mod
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{output.parent}: cannot be created ({error.strerror}); set HF_HOME to a writable folder"
+            f"{output.parent}: cannot be created ({error.strerror}); set HF_HOME to a writable "
+            "folder"
         ) from error
     with FileLock(f"{output}.lock"):  # several ranks, or several evaluations
         if not has_checkpoint(output):
@@ -61,31 +74,45 @@ def local_checkpoint(checkpoint: str | Path, report: Report = print, pos_emb_mod
             without = "" if has_tokenizer else ", without a tokenizer because there is none"
             report(f"converting {checkpoint} ({version[:8]}) to {output}{without}")
             from_hugging_face(
-                snapshot, output, with_tokenizer=has_tokenizer, pos_emb_module=pos_emb_module, report=report
+                snapshot,
+                output,
+                with_tokenizer=has_tokenizer,
+                pos_emb_module=pos_emb_module,
+                report=report,
             )
     return output
 
 
 def _version(folder: Path) -> str:
-    """40 hexadecimal digits that change with the path of the folder and the sizes and times of its files."""
+    """40 hexadecimal digits that change with the path of the folder and the sizes and times of its
+    files.
+    """
     files = sorted((path.name, path.stat()) for path in folder.iterdir() if path.is_file())
     content = [str(folder), *((name, status.st_size, status.st_mtime_ns) for name, status in files)]
     return hashlib.sha256(repr(content).encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
 
 def download(checkpoint: str) -> Path:
-    """Download `hf:ORG/NAME[@REVISION]`, or find it in huggingface_hub's cache; return the folder. Raises UserError."""
+    """Download `hf:ORG/NAME[@REVISION]`, or find it in huggingface_hub's cache; return the folder.
+    Raises UserError.
+    """
     name, _, revision = checkpoint.removeprefix(PREFIX).partition("@")
     try:
-        folder = Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(PATTERNS)))
-    except Exception as error:  # the library raises errors of requests, httpx, the file system, and its own
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                name, revision=revision or None, allow_patterns=list(PATTERNS)
+            )
+        )
+    except (
+        Exception
+    ) as error:  # the library raises errors of requests, httpx, the file system, and its own
         raise UserError(
-            f"{checkpoint}: cannot be downloaded: {first_line(error)}; check the name, the network connection, and for "
-            "a gated model the login (hf auth login)"
+            f"{checkpoint}: cannot be downloaded: {first_line(error)}; check the name, the network "
+            "connection, and for a gated model the login (hf auth login)"
         ) from error
     if not any(folder.glob("*.safetensors")):
         raise UserError(
-            f"{checkpoint}: has no model.safetensors; pickled weights are not downloaded (download pytorch_model.bin "
-            "yourself, and convert it: kerple convert from-hf)"
+            f"{checkpoint}: has no model.safetensors; pickled weights are not downloaded (download "
+            "pytorch_model.bin yourself, and convert it: kerple convert from-hf)"
         )
     return folder

@@ -1,8 +1,9 @@
 """Hugging Face folders: writing a model as one, and reading one as a checkpoint of this project.
 
-Rotary models are written as a GPTNeoXForCausalLM, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or
-Qwen3ForCausalLM, which are part of transformers. Other models are written with their code: modeling files, and the
-sources of the positional method. These five families, and all models written by this module, can be read.
+Rotary models are written as a GPTNeoXForCausalLM, LlamaForCausalLM, MistralForCausalLM,
+Qwen2ForCausalLM or Qwen3ForCausalLM, which are part of transformers. Other models are written with
+their code: modeling files, and the sources of the positional method. These five families, and all
+models written by this module, can be read.
 """
 
 import shutil
@@ -73,27 +74,29 @@ def to_hugging_face(
     Args:
         model, config: as returned by `megatron.inference.load_model`.
         tokenizer: written next to the model; None to omit it.
-        dtype: of the weights in the file. Logits are compared with those of the model's weights rounded to it.
-        inference_mode: how the model attends, such as `sinks@4+508` (`kerple.attention.inference.mode`). Models
-            of transformers have none but `full`, so the model is then self-contained.
+        dtype: of the weights in the file. Logits are compared with those of the model's weights
+            rounded to it.
+        inference_mode: how the model attends, such as `sinks@4+508`
+            (`kerple.attention.inference.mode`). Models of transformers have none but `full`, so the
+            model is then self-contained.
         allow_other_tokenizer: write `tokenizer` although the model was trained with another one.
 
     Raises:
-        CheckpointError: if the model was trained with another tokenizer, or the written model does not give the same
-            logits, to 1e-4 in float32. Nothing is written.
-        UserError: if the tokenizer is missing or has more tokens than the model, or if the model does not support the
-            inference mode.
+        CheckpointError: if the model was trained with another tokenizer, or the written model does
+            not give the same logits, to 1e-4 in float32. Nothing is written.
+        UserError: if the tokenizer is missing or has more tokens than the model, or if the model
+            does not support the inference mode.
     """
     # Models that cannot be exported.
     if any(isinstance(module, Randomized) for module in model.modules()):
         raise CheckpointError(
-            "pos_emb_options random_range: a model with random positions cannot be exported; evaluate and generate "
-            "with the checkpoint itself"
+            "pos_emb_options random_range: a model with random positions cannot be exported; "
+            "evaluate and generate with the checkpoint itself"
         )
     if isinstance(config.model.window, tuple):
         raise CheckpointError(
-            "sliding_window_width: a list, which gives layers different windows, cannot be exported; evaluate and "
-            "generate with the checkpoint itself"
+            "sliding_window_width: a list, which gives layers different windows, cannot be "
+            "exported; evaluate and generate with the checkpoint itself"
         )
 
     # A class of transformers, or the model's own code.
@@ -101,15 +104,24 @@ def to_hugging_face(
     padded_vocab_size, stock = model.settings.padded_vocab_size, stock_type(config)
     mode = FULL_MODE if inference_mode is None else mode_of(inference_mode, model, config)
     if stock is not None and mode != FULL_MODE:
-        report(f"{output}: transformers' {stock} has no inference modes, so the model is exported with its own code")
+        report(
+            f"{output}: transformers' {stock} has no inference modes, so the model is exported "
+            "with its own code"
+        )
         stock = None
-    if stock is None and any(method.length_dependent for method in model.positional_methods().values()):
+    if stock is None and any(
+        method.length_dependent for method in model.positional_methods().values()
+    ):
         raise CheckpointError(
-            "pos_emb rotary with scaling dynamic: transformers has no model with this structure, and the exported code "
-            "cannot cache keys whose angles depend on the length; export the model without the scaling"
+            "pos_emb rotary with scaling dynamic: transformers has no model with this structure, "
+            "and the exported code cannot cache keys whose angles depend on the length; export the "
+            "model without the scaling"
         )
     if config.model.release_bf16_distances:
-        report(f"{output}: release_bf16_distances is not exported; distances and biases are exact in the written model")
+        report(
+            f"{output}: release_bf16_distances is not exported; distances and biases are exact in "
+            "the written model"
+        )
     with new_folder(output) as folder:
         if stock is not None:
             values = stock_config(config.model, padded_vocab_size, stock)
@@ -123,7 +135,9 @@ def to_hugging_face(
         if tokenizer is not None:
             ids = write_tokenizer(tokenizer, folder, padded_vocab_size)
             trained, used = model.trained_tokenizer, tokenizer.build()
-            check_trained_tokenizer(trained, used, allowed=allow_other_tokenizer, place="the checkpoint")
+            check_trained_tokenizer(
+                trained, used, allowed=allow_other_tokenizer, place="the checkpoint"
+            )
             values.update(ids)
             write_json(folder / "generation_config.json", ids)
         else:
@@ -134,17 +148,29 @@ def to_hugging_face(
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
         architecture = values["architectures"][0] if stock else None
-        card = model_card(model, config, architecture=architecture, tokenizer=tokenizer, mode=mode.name)
+        card = model_card(
+            model, config, architecture=architecture, tokenizer=tokenizer, mode=mode.name
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
         written = load_written(folder).float()
         kind = architecture or f"self-contained model ({config.model.pos_emb})"
         kind += "" if mode == FULL_MODE else f", inference mode {mode.name}"
-        compare(rounded(model, dtype), written, stock is not None, config, f"{output}: {kind}", report, mode)
+        compare(
+            rounded(model, dtype),
+            written,
+            stock is not None,
+            config,
+            f"{output}: {kind}",
+            report,
+            mode,
+        )
 
 
 def mode_of(name: str, model: GPT, config: Config) -> Mode:
-    """The inference mode with this name. Raises CheckpointError if it is not valid or the model does not support it."""
+    """The inference mode with this name. Raises CheckpointError if it is not valid or the model
+    does not support it.
+    """
     try:
         mode = parse_mode(name, config.model.seq_length)
     except ValueError as error:
@@ -165,19 +191,23 @@ def from_hugging_face(
     pos_emb_module: str | None = None,
     report: Report = print,
 ) -> None:
-    """Write the model of a Hugging Face folder to the new folder `output`, as a checkpoint of iteration 0.
+    """Write the model of a Hugging Face folder to the new folder `output`, as a checkpoint of
+    iteration 0.
 
-    No code in the folder is executed: a self-contained model is compared with this project's own modeling files.
+    No code in the folder is executed: a self-contained model is compared with this project's own
+    modeling files.
 
     Args:
-        source: contains config.json, weights (safetensors, or a .bin file of tensors only) and, if `with_tokenizer`, a
-            tokenizer.
-        dtype: of the weights in the layer files; default: that of the source, or float32 if the source has several.
+        source: contains config.json, weights (safetensors, or a .bin file of tensors only) and, if
+            `with_tokenizer`, a tokenizer.
+        dtype: of the weights in the layer files; default: that of the source, or float32 if the
+            source has several.
         pos_emb_module: file or module that registers an external positional method.
 
     Raises:
-        CheckpointError: if the model uses something this project does not support, a tensor is missing or has another
-            shape, or the checkpoint's logits differ from the source's by more than 1e-4 in float32. Nothing is written.
+        CheckpointError: if the model uses something this project does not support, a tensor is
+            missing or has another shape, or the checkpoint's logits differ from the source's by
+            more than 1e-4 in float32. Nothing is written.
     """
     # The configuration.
     source, output = Path(source), Path(output).absolute()
@@ -187,23 +217,25 @@ def from_hugging_face(
     model_type = str(theirs["model_type"])
     if theirs.get("inference_mode") is not None:
         report(
-            f"note: a checkpoint has no inference_mode; name {theirs['inference_mode']} in evaluate.py --modes or "
-            "generate.py --mode"
+            f"note: a checkpoint has no inference_mode; name {theirs['inference_mode']} in "
+            "evaluate.py --modes or generate.py --mode"
         )
 
     # Tensors. Their number limits the size of the model to build.
     tensors = read_hugging_face(source, model_type)
     if values["num_layers"] > len(tensors):
         raise CheckpointError(
-            f"{source / 'config.json'}: num_hidden_layers is {values['num_layers']}, but the folder has only "
-            f"{len(tensors)} tensors"
+            f"{source / 'config.json'}: num_hidden_layers is {values['num_layers']}, but the "
+            f"folder has only {len(tensors)} tensors"
         )
     fingerprint = ""
     with new_folder(output) as folder:
         if with_tokenizer:
             keys, fingerprint = copy_tokenizer(source, folder, output, values["padded_vocab_size"])
             values.update(keys)
-        config = Config.from_flat({**values, "pos_emb_module": pos_emb_module}, source=str(source / "config.json"))
+        config = Config.from_flat(
+            {**values, "pos_emb_module": pos_emb_module}, source=str(source / "config.json")
+        )
         settings = ModelSettings(config.model, values["padded_vocab_size"])
         with torch.device("meta"):
             model = GPT(settings).eval()
@@ -223,16 +255,30 @@ def from_hugging_face(
             for parameter in reference.parameters():
                 parameter.data = parameter.data.to(dtype).float()
         load_layers(layers_with_weights(model), step)
-        compare(model, reference, model_type != "kerple", config, f"{output}: checkpoint from {source}", report)
+        compare(
+            model,
+            reference,
+            model_type != "kerple",
+            config,
+            f"{output}: checkpoint from {source}",
+            report,
+        )
 
 
 def compare(
-    ours: GPT, theirs: Any, stock: bool, config: Config, name: str, report: Report, mode: Mode = FULL_MODE
+    ours: GPT,
+    theirs: Any,
+    stock: bool,
+    config: Config,
+    name: str,
+    report: Report,
+    mode: Mode = FULL_MODE,
 ) -> None:
-    """Raises CheckpointError if the logits of a model of transformers differ. `name` describes the output.
+    """Raises CheckpointError if the logits of a model of transformers differ. `name` describes the
+    output.
 
-    stock: it is part of transformers, so its angles are float32. It is compared with a copy of `ours` that has the
-    same angles, and the effect of their rounding is reported.
+    stock: it is part of transformers, so its angles are float32. It is compared with a copy of
+    `ours` that has the same angles, and the effect of their rounding is reported.
     """
 
     def logits(tokens: Tensor) -> Tensor:
@@ -244,14 +290,18 @@ def compare(
         return expected
 
     vocabulary = ours.settings.padded_vocab_size
-    source = with_float32_angles(ours, theirs.base_model.rotary_emb.original_inv_freq) if stock else in_mode
+    source = (
+        with_float32_angles(ours, theirs.base_model.rotary_emb.original_inv_freq)
+        if stock
+        else in_mode
+    )
     check_same_logits(source, logits, vocabulary, config, name, report)
     if stock:
         longest = compared_lengths(config)[-1]
         rounding = largest_difference(ours, logits, vocabulary, (longest,))
         report(
-            f"{name}: transformers computes angles in float32, not float64; this changes the logits by {rounding:.1e} "
-            f"at {longest}"
+            f"{name}: transformers computes angles in float32, not float64; this changes the "
+            f"logits by {rounding:.1e} at {longest}"
         )
 
 
@@ -270,7 +320,11 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     transformers = import_transformers()
     # Other keys make transformers quantize, download kernels, or fail with errors of its own.
     theirs = {name: value for name, value in theirs.items() if name in KNOWN_KEYS}
-    theirs = {name: value for name, value in theirs.items() if value is not None or name == "sliding_window"}
+    theirs = {
+        name: value
+        for name, value in theirs.items()
+        if value is not None or name == "sliding_window"
+    }
     model_type = theirs.pop("model_type")
 
     # A class of transformers.
@@ -279,18 +333,26 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         try:
             config = transformers.AutoConfig.for_model(model_type, **theirs)
             model_class = getattr(transformers, architecture)
-            model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+            model = model_class.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=torch.float32
+            )
         except Exception as error:  # each class has its own checks
-            raise CheckpointError(f"config.json: transformers cannot build the model: {first_line(error)}") from error
+            raise CheckpointError(
+                f"config.json: transformers cannot build the model: {first_line(error)}"
+            ) from error
         return model.float().eval()
 
     # Load this project's modeling files as a package of another name.
     with tempfile.TemporaryDirectory() as folder:
-        write_self_contained_files(Path(folder), theirs["positional_method"], theirs.get("positional_options") or {})
+        write_self_contained_files(
+            Path(folder), theirs["positional_method"], theirs.get("positional_options") or {}
+        )
         with modeling_file(Path(folder)) as module:
             config = module.KerpleConfig(**theirs)
             model_class = module.KerpleForCausalLM
-            model = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32)
+            model = model_class.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=torch.float32
+            )
             return model.float().eval()
 
 

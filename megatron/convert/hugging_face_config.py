@@ -1,4 +1,6 @@
-"""Our configuration keys and those of Hugging Face's config.json, in both directions, declared once."""
+"""Our configuration keys and those of Hugging Face's config.json, in both directions, declared
+once.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +14,8 @@ from megatron.config.schema.model import ModelConfig
 from megatron.convert import llama
 from megatron.utils.typed_json import error_text
 
-# Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the embedding.
+# Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the
+# embedding.
 SAME_VALUE = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -51,14 +54,17 @@ LLAMA_ROTARY = {
 
 # Rotary scalings that transformers supports, with our options. The trained length of dynamic is
 # max_position_embeddings.
-SCALINGS = {name: rotary.SCALINGS[name] for name in ("linear", "yarn", "llama3")} | {"dynamic": ("factor",)}
+SCALINGS = {name: rotary.SCALINGS[name] for name in ("linear", "yarn", "llama3")} | {
+    "dynamic": ("factor",)
+}
 # Our option -> its name in rope_parameters, where that differs.
 RENAMED = {"trained_length": "original_max_position_embeddings"}
 
 # Options that transformers requires, with our defaults.
 REQUIRED = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 
-# (activation, bias_gelu_fusion) -> hidden_act, the first of which is written. The fused GELU is the tanh form.
+# (activation, bias_gelu_fusion) -> hidden_act, the first of which is written. The fused GELU is the
+# tanh form.
 ACTIVATIONS = {
     ("gelu", False): ("gelu",),
     ("gelu", True): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
@@ -70,7 +76,9 @@ ACTIVATIONS = {
 
 
 class HuggingFaceConfig(BaseModel):
-    """Types and transformers' defaults of the keys in config.json that `config_from` reads. Others are ignored."""
+    """Types and transformers' defaults of the keys in config.json that `config_from` reads. Others
+    are ignored.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -116,8 +124,9 @@ KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields) | llama.KNOWN_KEYS
 
 
 def stock_type(config: Config) -> str | None:
-    """The model_type of transformers' own model that can represent this one: gpt_neox, or a family in `llama.py`. None
-    if there is none, as for positional methods other than rotary and scalings that transformers does not support.
+    """The model_type of transformers' own model that can represent this one: gpt_neox, or a family
+    in `llama.py`. None if there is none, as for positional methods other than rotary and scalings
+    that transformers does not support.
     """
     model, scaling = config.model, config.model.pos_emb_options.get("scaling")
     if model.pos_emb != "rotary" or not (scaling is None or scaling in SCALINGS):
@@ -143,24 +152,37 @@ def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) ->
     scaling = options.get("scaling")
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
-        values = {name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None}
+        values = {
+            name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None
+        }
         values = {**REQUIRED.get(scaling, {}), **values}
         if "trained_length" in SCALINGS[scaling]:
             values.setdefault("trained_length", model.max_position_embeddings)
-        rope = {"rope_type": scaling, **{RENAMED.get(name, name): value for name, value in values.items()}}
+        rope = {
+            "rope_type": scaling,
+            **{RENAMED.get(name, name): value for name, value in values.items()},
+        }
     if model_type == "gpt_neox":
         names, own = ROTARY, _common_config(model, padded_vocab_size)
         own |= {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
-        own |= {"attention_bias": model.use_bias_in_attn_linear, "intermediate_size": model.mlp_features}
+        own |= {
+            "attention_bias": model.use_bias_in_attn_linear,
+            "intermediate_size": model.mlp_features,
+        }
     else:
         names = {"rotary_emb_base": LLAMA_ROTARY["rotary_emb_base"]}  # all dimensions are rotated
         own = llama.config_json(model, padded_vocab_size, model_type)
     if scaling == "dynamic":
-        own["max_position_embeddings"] = options.get("trained_length") or model.max_position_embeddings
+        own["max_position_embeddings"] = (
+            options.get("trained_length") or model.max_position_embeddings
+        )
     return {
         **own,
         "rope_scaling": rope if scaling is not None else None,
-        "rope_parameters": {**rope, **{inside: rotary[ours] for ours, (inside, _, _) in names.items()}},
+        "rope_parameters": {
+            **rope,
+            **{inside: rotary[ours] for ours, (inside, _, _) in names.items()},
+        },
         **{top: rotary[ours] for ours, (_, top, _) in names.items()},
     }
 
@@ -182,7 +204,9 @@ def _common_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]
     return {
         **{theirs: getattr(model, ours) for ours, theirs in SAME_VALUE.items()},
         "vocab_size": padded_vocab_size,
-        "hidden_act": ACTIVATIONS[model.activation, model.activation == "gelu" and model.bias_gelu_fusion][0],
+        "hidden_act": ACTIVATIONS[
+            model.activation, model.activation == "gelu" and model.bias_gelu_fusion
+        ][0],
         "layer_norm_eps": model.norm_epsilon,
         "tie_word_embeddings": not model.no_weight_tying,
         "use_cache": True,
@@ -190,10 +214,11 @@ def _common_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]
 
 
 def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Our configuration keys from the config.json of GPT-NeoX, Pythia, a family in `llama.py` or a self-contained
-    model.
+    """Our configuration keys from the config.json of GPT-NeoX, Pythia, a family in `llama.py` or a
+    self-contained model.
 
-    Raises CheckpointError, naming `source`, for other kinds of models and for settings this project does not support.
+    Raises CheckpointError, naming `source`, for other kinds of models and for settings this project
+    does not support.
     """
     # Reject other models before their keys, which may have another meaning.
     model_type = theirs.get("model_type")
@@ -205,7 +230,9 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
     try:
         given = HuggingFaceConfig.model_validate(theirs)
     except ValidationError as error:
-        raise CheckpointError(f"{source}: {error_text(error.errors(include_url=False)[0])}") from error
+        raise CheckpointError(
+            f"{source}: {error_text(error.errors(include_url=False)[0])}"
+        ) from error
     if model_type in llama.ARCHITECTURES:
         keys = llama.keys_from(theirs, family_defaults(str(model_type)), source)
         return {**keys, **_rotary_keys(theirs, source, LLAMA_ROTARY)}
@@ -213,10 +240,14 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
     # Keys that depend on the kind of model.
     theirs = {name: value for name, value in given.model_dump().items() if value is not None}
     hidden_act = theirs["hidden_act"]
-    activation, fused = next((key for key, names in ACTIVATIONS.items() if hidden_act in names), (None, False))
+    activation, fused = next(
+        (key for key, names in ACTIVATIONS.items() if hidden_act in names), (None, False)
+    )
     if activation is None or (model_type == "gpt_neox" and activation in ("swiglu", "geglu")):
         supported = ", ".join(name for names in ACTIVATIONS.values() for name in names)
-        raise CheckpointError(f"{source}: hidden_act {hidden_act!r} is not supported; supported: {supported}")
+        raise CheckpointError(
+            f"{source}: hidden_act {hidden_act!r} is not supported; supported: {supported}"
+        )
     if model_type == "gpt_neox":
         own = {
             "pos_emb": "rotary",
@@ -234,7 +265,9 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
             "pos_emb_options": theirs.get("positional_options") or {},
             "seq_length": theirs.get("training_length", theirs["max_position_embeddings"]),
             "norm": norm,
-            "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon": theirs["layer_norm_eps"],
+            "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon": theirs[
+                "layer_norm_eps"
+            ],
             **_block_keys(theirs, gated=activation in ("swiglu", "geglu")),
         }
     return {
@@ -248,14 +281,22 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _block_keys(theirs: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    """Our keys for the blocks of a self-contained model. `theirs` has no keys whose value is None."""
-    sizes = {"num_kv_heads": "num_key_value_heads", "head_size": "head_dim", "intermediate_size": "intermediate_size"}
+    """Our keys for the blocks of a self-contained model. `theirs` has no keys whose
+    value is None.
+    """
+    sizes = {
+        "num_kv_heads": "num_key_value_heads",
+        "head_size": "head_dim",
+        "intermediate_size": "intermediate_size",
+    }
     keys = {ours: theirs[name] for ours, name in sizes.items() if name in theirs}
     if gated and "intermediate_size" in keys:  # GPT-NeoX divides it by three
         keys["intermediate_size"] *= 3
     if "attention_window" in theirs:
         keys["sliding_window_width"] = theirs["attention_window"] - 1
-    return keys | {ours: theirs[name] for ours, name in BLOCK_SETTINGS.items() if ours.startswith("use_")}
+    return keys | {
+        ours: theirs[name] for ours, name in BLOCK_SETTINGS.items() if ours.startswith("use_")
+    }
 
 
 def family_defaults(model_type: str) -> dict[str, Any]:
@@ -263,7 +304,13 @@ def family_defaults(model_type: str) -> dict[str, Any]:
     from transformers import AutoConfig, PretrainedConfig
 
     defaults = AutoConfig.for_model(model_type).to_dict()
-    for name in (*PretrainedConfig().to_dict(), *llama.IGNORED_KEYS, "rope_parameters", "rope_scaling", "layer_types"):
+    for name in (
+        *PretrainedConfig().to_dict(),
+        *llama.IGNORED_KEYS,
+        "rope_parameters",
+        "rope_scaling",
+        "layer_types",
+    ):
         if name != "tie_word_embeddings":
             defaults.pop(name, None)
     if model_type == "llama":
@@ -273,26 +320,40 @@ def family_defaults(model_type: str) -> dict[str, Any]:
     return defaults
 
 
-def _rotary_keys(theirs: Mapping[str, Any], source: str, names: Mapping[str, tuple[str, str, float]]) -> dict[str, Any]:
+def _rotary_keys(
+    theirs: Mapping[str, Any], source: str, names: Mapping[str, tuple[str, str, float]]
+) -> dict[str, Any]:
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     for name, value in rope.items():
         if isinstance(value, dict):
             raise CheckpointError(
-                f"{source}: rope_parameters has the entry {name}, for one type of layers, which is not supported; all "
-                "layers must have the same rotary positions"
+                f"{source}: rope_parameters has the entry {name}, for one type of layers, which is "
+                "not supported; all layers must have the same rotary positions"
             )
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    keys = {ours: rope.get(name, theirs.get(top, default)) for ours, (name, top, default) in names.items()}
+    keys = {
+        ours: rope.get(name, theirs.get(top, default))
+        for ours, (name, top, default) in names.items()
+    }
     if names is LLAMA_ROTARY and keys["rotary_pct"] != 1:
-        raise CheckpointError(f"{source}: partial_rotary_factor {keys['rotary_pct']!r} is not supported; only 1 is")
+        raise CheckpointError(
+            f"{source}: partial_rotary_factor {keys['rotary_pct']!r} is not supported; only 1 is"
+        )
     if rope_type == "default":
         return keys
     if not isinstance(rope_type, str) or rope_type not in SCALINGS:
-        raise CheckpointError(f"{source}: rope_type {rope_type!r} is not supported; default, {', '.join(SCALINGS)} are")
+        raise CheckpointError(
+            f"{source}: rope_type {rope_type!r} is not supported; default, {', '.join(SCALINGS)} "
+            "are"
+        )
     scaling_names = {option: RENAMED.get(option, option) for option in SCALINGS[rope_type]}
     known = {"rope_type", "type", *scaling_names.values(), *(name for name, _, _ in names.values())}
     for name, value in rope.items():
         if name not in known and value is not None:
-            raise CheckpointError(f"{source}: {name} {value!r} of rope_type {rope_type!r} is not supported")
-    options = {ours: rope[name] for ours, name in scaling_names.items() if rope.get(name) is not None}
+            raise CheckpointError(
+                f"{source}: {name} {value!r} of rope_type {rope_type!r} is not supported"
+            )
+    options = {
+        ours: rope[name] for ours, name in scaling_names.items() if rope.get(name) is not None
+    }
     return {**keys, "pos_emb_options": {"scaling": rope_type, **options}}

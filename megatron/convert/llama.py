@@ -1,7 +1,9 @@
-"""Llama, Mistral, Qwen2 and Qwen3 of the transformers library: config.json and tensors, in both directions.
+"""Llama, Mistral, Qwen2 and Qwen3 of the transformers library: config.json and tensors, in both
+directions.
 
-All four have RMS norms, a gated MLP and rotary positions. They differ in biases, norms of queries and keys, and sliding
-windows. Their values are those of our layers, except that query_key_value is stored as three tensors.
+All four have RMS norms, a gated MLP and rotary positions. They differ in biases, norms of queries
+and keys, and sliding windows. Their values are those of our layers, except that query_key_value is
+stored as three tensors.
 
 Legend: g heads of keys and values, h / g query heads per key head, d head size.
 """
@@ -66,10 +68,23 @@ SAME_VALUE = {
 
 # Other keys that `keys_from` reads: in all families, and in some.
 OTHER_KEYS = (
-    *("model_type", "head_dim", "intermediate_size", "hidden_act", "tie_word_embeddings", "layer_types"),
+    *(
+        "model_type",
+        "head_dim",
+        "intermediate_size",
+        "hidden_act",
+        "tie_word_embeddings",
+        "layer_types",
+    ),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
 )
-FAMILY_KEYS = ("attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers")
+FAMILY_KEYS = (
+    "attention_bias",
+    "mlp_bias",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+)
 KNOWN_KEYS = frozenset((*SAME_VALUE.values(), *OTHER_KEYS, *FAMILY_KEYS))
 
 # Keys that do not change the model's output.
@@ -88,7 +103,11 @@ def family_of(config: Config) -> str | None:
         return None
     if model.positional_options["fraction"] != 1:
         return None
-    output, attention, mlp = model.use_bias_in_attn_output, model.use_bias_in_attn_linear, model.use_bias_in_mlp
+    output, attention, mlp = (
+        model.use_bias_in_attn_output,
+        model.use_bias_in_attn_linear,
+        model.use_bias_in_mlp,
+    )
     if model.use_qk_layernorm:
         return "qwen3" if output == attention and not mlp else None
     if output != attention:
@@ -108,7 +127,9 @@ def config_json(model: ModelConfig, padded_vocab_size: int, family: str) -> dict
         "vocab_size": padded_vocab_size,
         "head_dim": model.head_size,
         "intermediate_size": model.mlp_features,
-        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == model.activation_function),
+        "hidden_act": next(
+            name for name, ours in ACTIVATIONS.items() if ours == model.activation_function
+        ),
         "tie_word_embeddings": not model.no_weight_tying,
         "use_cache": True,
     }
@@ -120,20 +141,27 @@ def config_json(model: ModelConfig, padded_vocab_size: int, family: str) -> dict
         values["sliding_window"] = model.window
     if family in ("qwen2", "qwen3"):
         windowed = model.window is not None
-        values |= {"use_sliding_window": windowed, "max_window_layers": 0 if windowed else model.num_layers}
+        values |= {
+            "use_sliding_window": windowed,
+            "max_window_layers": 0 if windowed else model.num_layers,
+        }
         values["layer_types"] = [WINDOWED if windowed else FULL] * model.num_layers
     return values
 
 
-def keys_from(theirs: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> dict[str, Any]:
+def keys_from(
+    theirs: Mapping[str, Any], defaults: Mapping[str, Any], source: str
+) -> dict[str, Any]:
     """Our configuration keys, except those of rotary positions.
 
-    defaults: those of transformers' configuration class. Raises CheckpointError, naming `source` and the key, for
-    settings that this project does not support.
+    defaults: those of transformers' configuration class. Raises CheckpointError, naming `source`
+    and the key, for settings that this project does not support.
     """
     for name in REJECTED_KEYS:
         if theirs.get(name) is not None:
-            raise CheckpointError(f"{source}: {name} is not supported; {theirs['model_type']} models do not have it")
+            raise CheckpointError(
+                f"{source}: {name} is not supported; {theirs['model_type']} models do not have it"
+            )
     values = {name: value for name, value in defaults.items() if name in KNOWN_KEYS}
     for name, value in theirs.items():
         ignored = name in FAMILY_KEYS and name not in defaults  # by transformers too
@@ -141,18 +169,22 @@ def keys_from(theirs: Mapping[str, Any], defaults: Mapping[str, Any], source: st
             values[name] = value
     for name, default in defaults.items():
         if name not in KNOWN_KEYS and values.get(name, default) != default:
-            raise CheckpointError(f"{source}: {name} {values[name]!r} is not supported; only {default!r} is")
+            raise CheckpointError(
+                f"{source}: {name} {values[name]!r} is not supported; only {default!r} is"
+            )
     activation = ACTIVATIONS.get(values["hidden_act"])
     if activation is None:
         raise CheckpointError(
-            f"{source}: hidden_act {values['hidden_act']!r} is not supported; supported: {', '.join(ACTIVATIONS)}"
+            f"{source}: hidden_act {values['hidden_act']!r} is not supported; supported: "
+            f"{', '.join(ACTIVATIONS)}"
         )
     window, attention_bias = _window(values, theirs, source), bool(values.get("attention_bias"))
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
     return {
         **{ours: values[name] for ours, name in SAME_VALUE.items()},
-        "head_size": values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+        "head_size": values.get("head_dim")
+        or values["hidden_size"] // values["num_attention_heads"],
         # A gated MLP has a third of GPT-NeoX's intermediate_size.
         "intermediate_size": 3 * values["intermediate_size"],
         "activation": activation,
@@ -176,7 +208,9 @@ def _window(values: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -
     if not values.get("use_sliding_window", True):
         window = None
     if window is not None and (not isinstance(window, int) or window < 2):
-        raise CheckpointError(f"{source}: sliding_window {window!r} is not supported; it must be at least 2")
+        raise CheckpointError(
+            f"{source}: sliding_window {window!r} is not supported; it must be at least 2"
+        )
     types = theirs.get("layer_types")
     if types is not None:
         key, kinds = "layer_types", set(types)
@@ -185,11 +219,17 @@ def _window(values: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -
     else:
         first = 0 if window is None else values.get("max_window_layers", 0)
         key = f"max_window_layers {first}"
-        kinds = {FULL} if window is None or first >= layers else {WINDOWED} if first <= 0 else {FULL, WINDOWED}
+        kinds = (
+            {FULL}
+            if window is None or first >= layers
+            else {WINDOWED}
+            if first <= 0
+            else {FULL, WINDOWED}
+        )
     if len(kinds) > 1:
         raise CheckpointError(
-            f"{source}: {key} gives only some of the layers a sliding window, which is not supported; all or none "
-            "must have it"
+            f"{source}: {key} gives only some of the layers a sliding window, which is not "
+            "supported; all or none must have it"
         )
     return window if kinds == {WINDOWED} else None
 
@@ -206,7 +246,9 @@ def split_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
         if not inner.startswith("attention.query_key_value."):
             renamed[prefix + BLOCK_NAMES[inner]] = tensor
             continue
-        groups = tensor.unflatten(0, (model.num_kv_heads, -1, model.head_size))  # [g, h / g + 2, d, ...]
+        groups = tensor.unflatten(
+            0, (model.num_kv_heads, -1, model.head_size)
+        )  # [g, h / g + 2, d, ...]
         parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
         for projection, part in zip(PROJECTIONS, parts, strict=True):
             kind = inner.rpartition(".")[2]
@@ -231,5 +273,7 @@ def merge_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
             names = [name.replace("q_proj", projection) for projection in PROJECTIONS]
             rows = [tensors[each].unflatten(0, (model.num_kv_heads, -1)) for each in names]
             kind = inner.rpartition(".")[2]
-            merged[f"{prefix}attention.query_key_value.{kind}"] = torch.cat(rows, dim=1).flatten(0, 1)
+            merged[f"{prefix}attention.query_key_value.{kind}"] = torch.cat(rows, dim=1).flatten(
+                0, 1
+            )
     return merged

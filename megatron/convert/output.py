@@ -1,4 +1,5 @@
-"""Writing the result of a conversion: a folder that appears only when it is complete and its logits are verified.
+"""Writing the result of a conversion: a folder that appears only when it is complete and its logits
+are verified.
 
 Legend: b batch, s tokens, v padded vocabulary.
 """
@@ -43,8 +44,8 @@ Report = Callable[[str], None]
 
 
 def check_new_folder(output: str | Path) -> None:
-    """Raises UserError if `output` exists and is not an empty folder, or if its parent is not writable. Tools call it
-    before they load a model.
+    """Raises UserError if `output` exists and is not an empty folder, or if its parent is not
+    writable. Tools call it before they load a model.
     """
     output = Path(output).absolute()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -54,16 +55,20 @@ def check_new_folder(output: str | Path) -> None:
 
 @contextmanager
 def new_folder(output: str | Path) -> Iterator[Path]:
-    """Yield an empty folder next to `output`. It is renamed to `output` if the block succeeds, and removed otherwise.
+    """Yield an empty folder next to `output`. It is renamed to `output` if the block succeeds, and
+    removed otherwise.
 
-    Removes what a killed process left there. Raises UserError if `output` exists and is not an empty folder, cannot be
-    written, or is being written by another process.
+    Removes what a killed process left there. Raises UserError if `output` exists and is not an
+    empty folder, cannot be written, or is being written by another process.
     """
     output = Path(output).absolute()
     check_new_folder(output)
     prefix = f".{output.name}.unfinished-"
     unfinished = output.with_name(prefix + secrets.token_hex(4))
-    with Lock(output.with_name(f".{output.name}.lock"), f"{output}: another process writes it; wait until it ends"):
+    with Lock(
+        output.with_name(f".{output.name}.lock"),
+        f"{output}: another process writes it; wait until it ends",
+    ):
         try:
             for path in output.parent.iterdir():
                 if path.name.startswith(prefix):  # of a killed process
@@ -81,16 +86,23 @@ def new_folder(output: str | Path) -> Iterator[Path]:
             sync_folder(output.parent)
         except (OSError, SafetensorError) as error:
             filename, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
-            raise CheckpointError(f"{filename or output}: cannot be written or read ({reason or error})") from error
+            raise CheckpointError(
+                f"{filename or output}: cannot be written or read ({reason or error})"
+            ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_checkpoint(
-    folder: Path, model: GPT, dtype: torch.dtype, config_values: Mapping[str, Any], *, tokenizer: str = ""
+    folder: Path,
+    model: GPT,
+    dtype: torch.dtype,
+    config_values: Mapping[str, Any],
+    *,
+    tokenizer: str = "",
 ) -> Path:
-    """Write global_step0 with weights in `dtype`, configuration and manifest, but no optimizer, and `latest`; return
-    its path. tokenizer: its fingerprint, if the model has one.
+    """Write global_step0 with weights in `dtype`, configuration and manifest, but no optimizer, and
+    `latest`; return its path. tokenizer: its fingerprint, if the model has one.
     """
     iteration = 0
     step = folder / tag_for(iteration)
@@ -116,7 +128,9 @@ def rounded(model: GPT, dtype: torch.dtype) -> GPT:
 def check_same_logits(
     source: Logits, written: Logits, vocabulary: int, config: Config, name: str, report: Report
 ) -> None:
-    """Raises CheckpointError if the logits of two models differ by more than 1e-4. `name` describes the output."""
+    """Raises CheckpointError if the logits of two models differ by more than 1e-4. `name` describes
+    the output.
+    """
     lengths = compared_lengths(config)
     difference = largest_difference(source, written, vocabulary, lengths)
     listed = " and ".join(map(str, lengths))
@@ -129,8 +143,9 @@ def check_same_logits(
 
 
 def compared_lengths(config: Config) -> tuple[int, ...]:
-    """The training length or a part of it, and a greater one if the positional method allows it: beyond the training
-    length if that is at most 2,048, and beyond a sliding window of at most 4,096.
+    """The training length or a part of it, and a greater one if the positional method allows it:
+    beyond the training length if that is at most 2,048, and beyond a sliding window of at most
+    4,096.
     """
     length, table = config.model.seq_length, config.model.max_position_embeddings
     if config.model.pos_emb == "learned":
@@ -145,8 +160,9 @@ def compared_lengths(config: Config) -> tuple[int, ...]:
 def with_float32_angles(model: GPT, frequencies: Tensor | None = None) -> GPT:
     """A copy of a rotary model that computes its angles in float32, as transformers does.
 
-    frequencies: those of transformers, which replace the scaled frequencies if they are the same except for rounding:
-    the last bit of a frequency changes the angle at position 2,560 by up to 1e-4.
+    frequencies: those of transformers, which replace the scaled frequencies if they are the same
+    except for rounding: the last bit of a frequency changes the angle at position 2,560 by up to
+    1e-4.
     """
     copied = copy.deepcopy(model)
     for method in copied.positional_methods().values():
@@ -161,9 +177,11 @@ def with_float32_angles(model: GPT, frequencies: Tensor | None = None) -> GPT:
 
 
 @torch.no_grad()
-def largest_difference(first: Logits, second: Logits, vocabulary: int, lengths: Sequence[int]) -> float:
-    """The largest difference of two models' logits on random tokens, in units of max(1, their standard deviation):
-    rounding is proportional to the size of the logits.
+def largest_difference(
+    first: Logits, second: Logits, vocabulary: int, lengths: Sequence[int]
+) -> float:
+    """The largest difference of two models' logits on random tokens, in units of max(1, their
+    standard deviation): rounding is proportional to the size of the logits.
     """
     generator = torch.Generator().manual_seed(0)
     largest = 0.0
@@ -172,6 +190,8 @@ def largest_difference(first: Logits, second: Logits, vocabulary: int, lengths: 
         first_logits, second_logits = first(tokens).float(), second(tokens).float()
         if not torch.isfinite(first_logits).all() or first_logits.shape != second_logits.shape:
             return float("inf")
-        difference = (first_logits - second_logits).abs().max() / max(1.0, float(first_logits.std()))
+        difference = (first_logits - second_logits).abs().max() / max(
+            1.0, float(first_logits.std())
+        )
         largest = max(largest, float(difference.nan_to_num(float("inf"))))
     return largest

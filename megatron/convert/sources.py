@@ -1,9 +1,9 @@
-"""Python files of a self-contained model: its modeling files, and the sources of its positional method and of
-attention.
+"""Python files of a self-contained model: its modeling files, and the sources of its positional
+method and of attention.
 
-The sources are those of the modules loaded in this process. Only imports within `kerple` change: they become relative
-imports of files in the same folder, `positional_NAME_DIGEST.py` and `attention_NAME_DIGEST.py`. So every formula has
-one implementation.
+The sources are those of the modules loaded in this process. Only imports within `kerple` change:
+they become relative imports of files in the same folder, `positional_NAME_DIGEST.py` and
+`attention_NAME_DIGEST.py`. So every formula has one implementation.
 """
 
 import ast
@@ -33,9 +33,11 @@ CONFIGURATION, MODELING = "configuration_kerple", "modeling_kerple"
 
 
 def self_contained_files(pos_emb: str, **options: Any) -> dict[str, str]:
-    """File name -> text of all Python files that a model with this positional method and its options needs.
+    """File name -> text of all Python files that a model with this positional method and its
+    options needs.
 
-    Raises CheckpointError if the method imports a part of this project other than `kerple.positional`.
+    Raises CheckpointError if the method imports a part of this project other than
+    `kerple.positional`.
     """
     # The templates, and the sources of attention and of the method.
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted(TEMPLATES.glob("*.py"))}
@@ -52,14 +54,22 @@ def self_contained_files(pos_emb: str, **options: Any) -> dict[str, str]:
         '__all__ = ["NAME", "Method"]\n'
     )
 
-    # transformers 4 copies only files that the modeling file imports by name, so it imports from all of them.
+    # transformers 4 copies only files that the modeling file imports by name, so it imports from
+    # all of them.
     last_import = "from .positional_method import NAME, Method\n"
     stems = [Path(name).stem for name in sorted(files)]
-    other_imports = "".join(f"from .{stem} import __name__ as _{stem}\n" for stem in stems if stem != MODELING)
-    files[f"{MODELING}.py"] = files[f"{MODELING}.py"].replace(last_import, last_import + other_imports)
+    other_imports = "".join(
+        f"from .{stem} import __name__ as _{stem}\n" for stem in stems if stem != MODELING
+    )
+    files[f"{MODELING}.py"] = files[f"{MODELING}.py"].replace(
+        last_import, last_import + other_imports
+    )
 
-    # transformers may load folders of the same name as the same modules, so names of files depend on all contents.
-    digest = hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()[:16]
+    # transformers may load folders of the same name as the same modules, so names of files depend
+    # on all contents.
+    digest = hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()[
+        :16
+    ]
     renamed = {}
     for name, text in files.items():
         for stem in stems:
@@ -68,9 +78,11 @@ def self_contained_files(pos_emb: str, **options: Any) -> dict[str, str]:
     return renamed
 
 
-def write_self_contained_files(folder: Path, pos_emb: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Write `self_contained_files` to a folder, and return `auto_map` of its config.json: class of transformers ->
-    ours.
+def write_self_contained_files(
+    folder: Path, pos_emb: str, options: Mapping[str, Any]
+) -> dict[str, str]:
+    """Write `self_contained_files` to a folder, and return `auto_map` of its config.json: class of
+    transformers -> ours.
     """
     stems = {}
     for name, text in self_contained_files(pos_emb, **options).items():
@@ -87,8 +99,9 @@ def write_self_contained_files(folder: Path, pos_emb: str, options: Mapping[str,
 
 @contextmanager
 def modeling_file(folder: Path) -> Iterator[ModuleType]:
-    """The modeling file of a folder that this process has written, imported as a module of a package that is removed
-    from the imported modules afterwards. Python saves no bytecode in the folder.
+    """The modeling file of a folder that this process has written, imported as a module of a
+    package that is removed from the imported modules afterwards. Python saves no bytecode in the
+    folder.
     """
     package = f"_modeling_files_{os.getpid()}"
     module = ModuleType(package)
@@ -100,13 +113,17 @@ def modeling_file(folder: Path) -> Iterator[ModuleType]:
             modeling = importlib.import_module(f"{package}.{path.stem}")
         yield modeling
     finally:
-        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        for name in [
+            name for name in sys.modules if name == package or name.startswith(f"{package}.")
+        ]:
             del sys.modules[name]
 
 
 def _file_stem(module: str) -> str:
     if not module.startswith((f"{POSITIONAL}.", f"{ATTENTION}.")):
-        return f"positional_external_{module.replace('.', '_')}"  # a name that no module of ours has
+        return (
+            f"positional_external_{module.replace('.', '_')}"  # a name that no module of ours has
+        )
     package = "attention" if module.startswith(f"{ATTENTION}.") else "positional"
     return f"{package}_{module.rpartition('.')[2]}"
 
@@ -124,15 +141,27 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
 
 @cache
 def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
-    """A module's source with relative imports of files instead of imports from `kerple`, and the modules it needs."""
+    """A module's source with relative imports of files instead of imports from `kerple`, and the
+    modules it needs.
+    """
     lines = source.splitlines(keepends=True)
     imported: list[str] = []
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     # From the last to the first, so that line numbers stay valid.
     for node in sorted(imports, key=lambda node: -node.lineno):
         relative = isinstance(node, ast.ImportFrom) and node.level > 0
-        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [item.name for item in node.names]
-        if not relative and not any(module.partition(".")[0] in ("kerple", "megatron") for module in modules):
+        modules = (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [item.name for item in node.names]
+        )
+        if not relative and not any(
+            module.partition(".")[0] in ("kerple", "megatron") for module in modules
+        ):
             continue
         names_by_module = _imported_names(node, importer)
         indent = " " * node.col_offset
@@ -146,11 +175,19 @@ def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
 
 def _imported_names(node: ast.Import | ast.ImportFrom, importer: str) -> dict[str, list[str]]:
     """Defining module -> names that an import statement imports from it."""
-    allowed = (f"{POSITIONAL}.", f"{ATTENTION}.") if importer.startswith(f"{ATTENTION}.") else (f"{POSITIONAL}.",)
-    if not (isinstance(node, ast.ImportFrom) and not node.level and f"{node.module}.".startswith(allowed)):
+    allowed = (
+        (f"{POSITIONAL}.", f"{ATTENTION}.")
+        if importer.startswith(f"{ATTENTION}.")
+        else (f"{POSITIONAL}.",)
+    )
+    if not (
+        isinstance(node, ast.ImportFrom)
+        and not node.level
+        and f"{node.module}.".startswith(allowed)
+    ):
         raise CheckpointError(
-            f"{importer}: {ast.unparse(node)!r} cannot be part of a self-contained model; a positional method may "
-            f"import only torch and {POSITIONAL}"
+            f"{importer}: {ast.unparse(node)!r} cannot be part of a self-contained model; a "
+            f"positional method may import only torch and {POSITIONAL}"
         )
     names: dict[str, list[str]] = {}
     for item in node.names:
@@ -158,5 +195,7 @@ def _imported_names(node: ast.Import | ast.ImportFrom, importer: str) -> dict[st
         if origin in (POSITIONAL, ATTENTION):  # they re-export what their modules define
             value = getattr(sys.modules[origin], item.name)
             origin = value.__name__ if isinstance(value, ModuleType) else value.__module__
-        names.setdefault(origin, []).append(f"{item.name} as {item.asname}" if item.asname else item.name)
+        names.setdefault(origin, []).append(
+            f"{item.name} as {item.asname}" if item.asname else item.name
+        )
     return names

@@ -1,4 +1,5 @@
-"""Tensor names in our layer files (which are GPT-NeoX's) and in Hugging Face's GPT-NeoX, and reading their files.
+"""Tensor names in our layer files (which are GPT-NeoX's) and in Hugging Face's GPT-NeoX, and
+reading their files.
 
 The values are identical: both keep the rows of query_key_value grouped by head, `[heads, 3, d]`.
 """
@@ -11,12 +12,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.layers import COMPUTED_BUFFERS, POSITIONAL_PREFIXES, open_layers, tensors_of, weight_layers
+from megatron.checkpoint.layers import (
+    COMPUTED_BUFFERS,
+    POSITIONAL_PREFIXES,
+    open_layers,
+    tensors_of,
+    weight_layers,
+)
 from megatron.checkpoint.storage import CheckpointError, read_json, read_weights
 from megatron.convert import llama
 from megatron.model.gpt import GPT
 
-# Names outside the blocks. A tensor of a block keeps its name after `BLOCK`; Hugging Face counts blocks from 0.
+# Names outside the blocks. A tensor of a block keeps its name after `BLOCK`; Hugging Face counts
+# blocks from 0.
 OUTER_NAMES = {
     "word_embeddings.weight": "gpt_neox.embed_in.weight",
     "norm.weight": "gpt_neox.final_layer_norm.weight",
@@ -25,8 +33,8 @@ OUTER_NAMES = {
 }
 BLOCK = "gpt_neox.layers.{block}."
 
-# Prefixes of the positional method's parameters, which only self-contained models have: one method for all layers, or
-# one per layer.
+# Prefixes of the positional method's parameters, which only self-contained models have: one method
+# for all layers, or one per layer.
 SHARED_POSITIONAL, LAYER_POSITIONAL = "gpt_neox.positional.", f"{BLOCK}attention.positional."
 
 # Other names of the same tensors in some files, and tensors that are computed.
@@ -40,21 +48,29 @@ SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 
 
 def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
-    """(layer index, our name) -> Hugging Face's name, for all tensors of the model except tied output weights."""
+    """(layer index, our name) -> Hugging Face's name, for all tensors of the model except tied
+    output weights.
+    """
     prefixes = positional_prefixes(model)
     names = {}
     for index, layer in layers_with_weights(model).items():
         for name in tensors_of(layer):
-            prefix = next((prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None)
+            prefix = next(
+                (prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None
+            )
             if prefix is not None:
-                names[index, name] = prefixes.get(index, SHARED_POSITIONAL) + name.removeprefix(prefix)
+                names[index, name] = prefixes.get(index, SHARED_POSITIONAL) + name.removeprefix(
+                    prefix
+                )
             else:
                 names[index, name] = OUTER_NAMES.get(name) or BLOCK.format(block=index - 2) + name
     return names
 
 
 def positional_prefixes(model: GPT) -> dict[int, str]:
-    """Layer index -> prefix of its positional method's names; one entry if the layers share the method."""
+    """Layer index -> prefix of its positional method's names; one entry if the layers share the
+    method.
+    """
     methods = model.positional_methods()
     if all(method.shared or "embed" in method.hooks for method in methods.values()):
         return dict.fromkeys(methods, SHARED_POSITIONAL)
@@ -79,22 +95,33 @@ def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 def saved_dtype(step: Path) -> torch.dtype:
     """`common_dtype` of a checkpoint's layer files."""
     files = [file for files in open_layers(step).values() for file in files]
-    return common_dtype(tensor for file in files for name, tensor in file.items() if name not in COMPUTED_BUFFERS)
+    return common_dtype(
+        tensor for file in files for name, tensor in file.items() if name not in COMPUTED_BUFFERS
+    )
 
 
-def hugging_face_tensors(model: GPT, dtype: torch.dtype, model_type: str = "gpt_neox") -> dict[str, Tensor]:
+def hugging_face_tensors(
+    model: GPT, dtype: torch.dtype, model_type: str = "gpt_neox"
+) -> dict[str, Tensor]:
     """The model's tensors in `dtype`, under the names of a model_type of transformers."""
     layers = layers_with_weights(model)
     names = hugging_face_names(model).items()
-    tensors = {theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names}
-    return llama.split_tensors(tensors, model.settings.config) if model_type in llama.ARCHITECTURES else tensors
+    tensors = {
+        theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names
+    }
+    return (
+        llama.split_tensors(tensors, model.settings.config)
+        if model_type in llama.ARCHITECTURES
+        else tensors
+    )
 
 
 def read_hugging_face(folder: Path, model_type: str = "gpt_neox") -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder except computed ones. Reads one file or several with an index, preferring
-    safetensors over `pytorch_model.bin`, from which only tensors are loaded.
+    """All tensors of a Hugging Face folder except computed ones. Reads one file or several with an
+    index, preferring safetensors over `pytorch_model.bin`, from which only tensors are loaded.
 
-    Raises CheckpointError if there are no weights, a file is missing or damaged, or contains anything but tensors.
+    Raises CheckpointError if there are no weights, a file is missing or damaged, or contains
+    anything but tensors.
     """
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
@@ -113,21 +140,32 @@ def _weight_files(folder: Path) -> list[Path]:
         if os.path.lexists(index):
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"{index}: weight_map is missing, or does not map names of tensors to files")
+                raise CheckpointError(
+                    f"{index}: weight_map is missing, or does not map names of tensors to files"
+                )
             for part in weight_map.values():
                 if not isinstance(part, str) or Path(part).name != part:
-                    raise CheckpointError(f"{index}: names {part!r}, which is not a file in this folder")
+                    raise CheckpointError(
+                        f"{index}: names {part!r}, which is not a file in this folder"
+                    )
             return [folder / part for part in sorted(set(weight_map.values()))]
-    raise CheckpointError(f"{folder}: has neither {SAFETENSORS} nor {PYTORCH_BIN}, so there are no weights to convert")
+    raise CheckpointError(
+        f"{folder}: has neither {SAFETENSORS} nor {PYTORCH_BIN}, so there are no weights to convert"
+    )
 
 
-def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_type: str = "gpt_neox") -> None:
-    """Compare tensors under the names of a model_type with those of a model on the meta device. Raises CheckpointError,
-    naming `source`, for a tensor that is missing, unknown, not finite, or has another shape, and for
-    output weights that differ from the embedding to which they are tied.
+def check_tensors(
+    model: GPT, tensors: dict[str, Tensor], source: Path, model_type: str = "gpt_neox"
+) -> None:
+    """Compare tensors under the names of a model_type with those of a model on the meta device.
+    Raises CheckpointError, naming `source`, for a tensor that is missing, unknown, not finite, or
+    has another shape, and for output weights that differ from the embedding to which they are tied.
     """
     layers = layers_with_weights(model)
-    expected = {theirs: tensors_of(layers[index])[ours] for (index, ours), theirs in hugging_face_names(model).items()}
+    expected = {
+        theirs: tensors_of(layers[index])[ours]
+        for (index, ours), theirs in hugging_face_names(model).items()
+    }
     output, embedding = OUTER_NAMES["final_linear.weight"], OUTER_NAMES["word_embeddings.weight"]
     if model_type in llama.ARCHITECTURES:
         expected = llama.split_tensors(expected, model.settings.config)
@@ -137,27 +175,36 @@ def check_tensors(model: GPT, tensors: dict[str, Tensor], source: Path, model_ty
     unknown = [name for name in tensors if name not in known]
     if missing or unknown:
         parts = [f"lacks {_shortened(missing)}"] if missing else []
-        parts += [f"contains {_shortened(unknown)}, which the model in config.json does not have"] if unknown else []
+        parts += (
+            [f"contains {_shortened(unknown)}, which the model in config.json does not have"]
+            if unknown
+            else []
+        )
         raise CheckpointError(f"{source}: {' and '.join(parts)}")
     for theirs, target in expected.items():
         value = tensors[theirs]
         if target.shape != value.shape:
             raise CheckpointError(
-                f"{source}: {theirs} has shape {tuple(value.shape)}, but config.json implies {tuple(target.shape)}"
+                f"{source}: {theirs} has shape {tuple(value.shape)}, but config.json implies "
+                f"{tuple(target.shape)}"
             )
         if not torch.isfinite(value).all():
-            raise CheckpointError(f"{source}: {theirs} contains values that are not finite (NaN or infinite)")
+            raise CheckpointError(
+                f"{source}: {theirs} contains values that are not finite (NaN or infinite)"
+            )
     is_tied = not model.settings.config.no_weight_tying
     if is_tied and output in tensors and not torch.equal(tensors[embedding], tensors[output]):
         raise CheckpointError(
-            f"{source}: {output} differs from {embedding}, but tie_word_embeddings is true; set it to false in "
-            "config.json if the model has both"
+            f"{source}: {output} differs from {embedding}, but tie_word_embeddings is true; set it "
+            "to false in config.json if the model has both"
         )
 
 
 @torch.no_grad()
 def fill(model: GPT, tensors: dict[str, Tensor], model_type: str = "gpt_neox") -> None:
-    """Copy tensors under the names of a model_type, which `check_tensors` has accepted, into the model."""
+    """Copy tensors under the names of a model_type, which `check_tensors` has accepted, into the
+    model.
+    """
     if model_type in llama.ARCHITECTURES:
         tensors = llama.merge_tensors(tensors, model.settings.config)
     layers = layers_with_weights(model)

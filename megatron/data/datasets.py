@@ -1,9 +1,11 @@
-"""Training, validation and test datasets: megatron-core's GPTDataset on parts of corpora, and blends of several.
+"""Training, validation and test datasets: megatron-core's GPTDataset on parts of corpora, and
+blends of several.
 
-A sample is `sequence_length + 1` consecutive tokens of the concatenated documents, which are shuffled by seed. The
-first epoch has exactly the samples of megatron-core's own dataset builder (tested). There are two differences. The
-order does not depend on the number of samples, so a run can be extended and resumed. And each further epoch has the
-same samples in a new order. Blends follow megatron-core's rule.
+A sample is `sequence_length + 1` consecutive tokens of the concatenated documents, which are
+shuffled by seed. The first epoch has exactly the samples of megatron-core's own dataset builder
+(tested). There are two differences. The order does not depend on the number of samples, so a run
+can be extended and resumed. And each further epoch has the same samples in a new order. Blends
+follow megatron-core's rule.
 """
 
 import functools
@@ -23,7 +25,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.helpers import build_blending_indices
 from megatron.core.datasets.utils import Split
 from megatron.data.index_cache import INDICES, FileDataset, build_once, cache_folder
-from megatron.data.indexed_dataset import IndexedFiles, check_tokenizer, data_fingerprint, open_indexed_files
+from megatron.data.indexed_dataset import (
+    IndexedFiles,
+    check_tokenizer,
+    data_fingerprint,
+    open_indexed_files,
+)
 from megatron.data.splits import PARTS, Blend, config_blends, dataset_prefixes, split_spans
 from megatron.tokenizer.tokenizer import Tokenizer
 from megatron.utils.errors import UserError, first_line
@@ -54,7 +61,8 @@ class SampleSettings:
 
 
 class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The samples of one part (train, valid or test) of a corpus, repeated for as many epochs as needed.
+    """The samples of one part (train, valid or test) of a corpus, repeated for as many epochs as
+    needed.
 
     Attributes:
         name: prefix and part, for messages.
@@ -86,13 +94,17 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return tokens and labels, int64 [sequence_length], and loss_mask, float32 [sequence_length]."""
+        """Return tokens and labels, int64 [sequence_length], and loss_mask, float32
+        [sequence_length].
+        """
         if not 0 <= index < self._samples:
             raise IndexError(f"sample {index} of {self._samples} in {self.name}")
         return self.sample(index)
 
     def sample(self, index: int) -> dict[str, torch.Tensor]:
-        """Like indexing, but without an upper bound: sample `index` is in epoch `index // samples_per_epoch`."""
+        """Like indexing, but without an upper bound: sample `index` is in epoch
+        `index // samples_per_epoch`.
+        """
         epoch, position = divmod(int(index), self.samples_per_epoch)
         if epoch:
             if self._shuffle is None or epoch != self._shuffled_epoch:
@@ -104,11 +116,14 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return sample
 
     def describe(self, samples: int | None = None) -> list[str]:
-        """A line about each corpus, of which a run reads `samples` samples (default: as many as it has)."""
+        """A line about each corpus, of which a run reads `samples` samples (default: as many as it
+        has).
+        """
         samples = len(self) if samples is None else samples
         return [
-            f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens, {self.samples_per_epoch:,} samples; "
-            f"the run reads {samples:,} samples, {samples / self.samples_per_epoch:.2f} epochs"
+            f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.samples_per_epoch:,} samples; the run reads {samples:,} samples, "
+            f"{samples / self.samples_per_epoch:.2f} epochs"
         ]
 
     def source(self, index: int) -> str:
@@ -119,8 +134,8 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Samples from several corpora in proportion to their weights, each corpus in its own order.
 
-    Sample `i` comes from the corpus that is furthest behind its share, so the order does not depend on the length of
-    the blend. `order`, `settings` and the methods are those of CorpusPart.
+    Sample `i` comes from the corpus that is furthest behind its share, so the order does not depend
+    on the length of the blend. `order`, `settings` and the methods are those of CorpusPart.
     """
 
     def __init__(self, parts: Sequence[CorpusPart], weights: Sequence[float], samples: int):
@@ -139,7 +154,11 @@ class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def describe(self) -> list[str]:
         """A line about each corpus."""
         counts = np.bincount(self._part, minlength=len(self.parts)).tolist()
-        return [line for part, count in zip(self.parts, counts, strict=True) for line in part.describe(count)]
+        return [
+            line
+            for part, count in zip(self.parts, counts, strict=True)
+            for line in part.describe(count)
+        ]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.parts[int(self._part[index])].sample(int(self._position[index]))
@@ -152,8 +171,9 @@ Samples = CorpusPart | BlendedParts
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run. A dataset is None if it is not requested or its share of the split is 0. The validation
-    dataset is also None if it has no documents, the test dataset if it is smaller than one sample.
+    """The datasets of a run. A dataset is None if it is not requested or its share of the split is
+    0. The validation dataset is also None if it has no documents, the test dataset if it is smaller
+    than one sample.
     """
 
     train: Samples | None
@@ -168,17 +188,20 @@ def build_datasets(
     num_samples: Sequence[int | None],
     valid_sequence_length: int | None = None,
 ) -> Datasets:
-    """Build the datasets that `config.data` names, in an order determined by `config.training.seed`.
+    """Build the datasets that `config.data` names, in an order determined by
+    `config.training.seed`.
 
-    Every rank must call this: rank 0 builds the sample indices while the others wait, and all get the same datasets.
+    Every rank must call this: rank 0 builds the sample indices while the others wait, and all get
+    the same datasets.
 
     Args:
         sequence_length: input tokens per sample; labels are the input shifted by one.
-        num_samples: number of train, valid and test samples. None means one epoch, 0 none; may exceed an epoch.
+        num_samples: number of train, valid and test samples. None means one epoch, 0 none; may
+            exceed an epoch.
         valid_sequence_length: `seq-length-val`, if validation and test samples have another length.
 
-    Raises UserError if the data files are missing or invalid (see `open_indexed_files`), a dataset has fewer tokens
-    than one sample, or the data were built with another tokenizer.
+    Raises UserError if the data files are missing or invalid (see `open_indexed_files`), a dataset
+    has fewer tokens than one sample, or the data were built with another tokenizer.
     """
     data = config.data
     settings = SampleSettings(
@@ -202,7 +225,9 @@ def datasets_from_blends(
     num_samples: Sequence[int | None],
     settings: SampleSettings,
 ) -> Datasets:
-    """Build the blend of each part. The sequences are per part (train, valid, test); see `build_datasets`."""
+    """Build the blend of each part. The sequences are per part (train, valid, test); see
+    `build_datasets`.
+    """
 
     @functools.cache  # a corpus that is split belongs to several parts
     def open_files(prefix: str) -> IndexedFiles:
@@ -226,7 +251,9 @@ def datasets_from_blends(
             if span is not None:
                 corpus_samples = samples if len(blend.prefixes) == 1 else None
                 documents.append(files.documents)
-                corpora.append(build_corpus_part(files, span, part, length, corpus_samples, settings))
+                corpora.append(
+                    build_corpus_part(files, span, part, length, corpus_samples, settings)
+                )
 
         # Their blend. The share of a part in a split may be 0.
         if len(corpora) > 1:
@@ -238,21 +265,29 @@ def datasets_from_blends(
 
 
 def _check_same(prefix: str, fingerprints: Sequence[str]) -> None:
-    """Raises UserError unless all ranks have the same dataset: otherwise they would not read disjoint samples."""
+    """Raises UserError unless all ranks have the same dataset: otherwise they would not read
+    disjoint samples.
+    """
     if len(set(fingerprints)) > 1:
         raise UserError(
-            f"{prefix}: the machines have different datasets of this name; copy the same one to all of them"
+            f"{prefix}: the machines have different datasets of this name; copy the same one to "
+            "all of them"
         )
 
 
 def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tuple[int, int] | None:
-    """The first and one-past-last sequence of a part of a corpus; None for a share of 0, and for a part that may be
-    missing: the validation part of a corpus of one document, such as enwik8, and a test part of less than a sample.
+    """The first and one-past-last sequence of a part of a corpus; None for a share of 0, and for a
+    part that may be missing: the validation part of a corpus of one document, such as enwik8, and a
+    test part of less than a sample.
     """
     if split is None:
         return 0, files.sequences
     span = split_spans(split, files.sequences)[part]
-    if span is None or (part == 1 and span[0] == span[1]) or (part == 2 and _tokens(files, span) <= length):
+    if (
+        span is None
+        or (part == 1 and span[0] == span[1])
+        or (part == 2 and _tokens(files, span) <= length)
+    ):
         return None
     return span
 
@@ -265,14 +300,15 @@ def build_corpus_part(
     samples: int | None,
     settings: SampleSettings,
 ) -> CorpusPart:
-    """Build the samples of sequences `span[0]` to `span[1] - 1`. Every rank must call this; rank 0 builds the indices.
+    """Build the samples of sequences `span[0]` to `span[1] - 1`. Every rank must call this; rank 0
+    builds the indices.
 
     Args:
         part: index into PARTS.
         samples: length of the dataset; None means one epoch.
 
-    Raises UserError if there are fewer tokens than one sample, documents do not end as the settings require, or the
-    cache folder cannot be written.
+    Raises UserError if there are fewer tokens than one sample, documents do not end as the settings
+    require, or the cache folder cannot be written.
     """
     first, last = span
     name = f"{files.prefix} ({PARTS[part]})"
@@ -282,8 +318,8 @@ def build_corpus_part(
         # A sample is one token longer than its inputs, for the last target.
         if tokens < sequence_length + 1:
             raise UserError(
-                f"{name} has {tokens:,} tokens in {last - first:,} documents, but a sample needs {sequence_length:,} "
-                "+ 1: use more data, another split, or a smaller seq-length"
+                f"{name} has {tokens:,} tokens in {last - first:,} documents, but a sample needs "
+                f"{sequence_length:,} + 1: use more data, another split, or a smaller seq-length"
             )
         _check_document_ends(files, span, name, settings)
 
@@ -308,7 +344,9 @@ def build_corpus_part(
     def build() -> list[np.ndarray]:
         logger = logging.getLogger(GPTDataset.__module__)
         level = logger.level
-        logger.setLevel(logging.ERROR)  # without the warning that megatron-core does not save the indices
+        logger.setLevel(
+            logging.ERROR
+        )  # without the warning that megatron-core does not save the indices
         try:
             built = dataset(GPTDataset, "")
         finally:
@@ -316,18 +354,24 @@ def build_corpus_part(
         return [built.document_index, built.sample_index, built.shuffle_index]
 
     # Rank 0 builds the indices; the others wait for its files.
-    folder = cache_folder(files, settings.cache_path, [first, last, part, sequence_length, settings.seed])
+    folder = cache_folder(
+        files, settings.cache_path, [first, last, part, sequence_length, settings.seed]
+    )
     build_once(folder, build)
     cached = agree(lambda: dataset(_CachedDataset, str(folder)))
     size, order = (last - first, tokens), folder.name.removeprefix("samples-")
     return CorpusPart(cached, name, size, samples, order, settings)
 
 
-def _check_document_ends(files: IndexedFiles, span: tuple[int, int], name: str, settings: SampleSettings) -> None:
-    """Raises UserError if the settings depend on end-of-document tokens, and documents do not end with one.
+def _check_document_ends(
+    files: IndexedFiles, span: tuple[int, int], name: str, settings: SampleSettings
+) -> None:
+    """Raises UserError if the settings depend on end-of-document tokens, and documents do not end
+    with one.
 
-    Reads the last tokens of up to 256 documents, because data of other software have no manifest, and merged datasets
-    may have both kinds. GPTDataset shuffles sequences, so each of them counts as a document.
+    Reads the last tokens of up to 256 documents, because data of other software have no manifest,
+    and merged datasets may have both kinds. GPTDataset shuffles sequences, so each of them counts
+    as a document.
     """
     keys = [key for key in ("reset_attention_mask", "eod_mask_loss") if getattr(settings, key)]
     if not keys:
@@ -343,23 +387,31 @@ def _check_document_ends(files: IndexedFiles, span: tuple[int, int], name: str, 
     elif not missing:
         return
     raise UserError(
-        f"{' and '.join(keys)}: documents in {name} do not end with the end-of-document token (id {settings.eod}), "
-        f"which separates them ({found}); preprocess the data with --append-eod, or remove the key"
+        f"{' and '.join(keys)}: documents in {name} do not end with the end-of-document token (id "
+        f"{settings.eod}), which separates them ({found}); preprocess the data with --append-eod, "
+        "or remove the key"
     )
 
 
 class _CachedDataset(GPTDataset):
-    """megatron-core's dataset with the indices in the folder `path_to_cache`. megatron-core itself builds them only on
-    rank 0, even if other machines do not see its disk, and unpickles what the folder contains.
+    """megatron-core's dataset with the indices in the folder `path_to_cache`. megatron-core itself
+    builds them only on rank 0, even if other machines do not see its disk, and unpickles what the
+    folder contains.
     """
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int32 `[documents]`, int32 or int64 `[samples + 1, 2]`, and uint32 or int64 `[samples]`. Raises UserError."""
+        """int32 `[documents]`, int32 or int64 `[samples + 1, 2]`, and uint32 or int64 `[samples]`.
+        Raises UserError.
+        """
         folder = Path(self.config.path_to_cache)
         try:
-            document, sample, shuffle = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in INDICES]
+            document, sample, shuffle = [
+                np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in INDICES
+            ]
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"{folder}: {first_line(error)}; start again, and it is built again") from error
+            raise UserError(
+                f"{folder}: {first_line(error)}; start again, and it is built again"
+            ) from error
         return document, sample, shuffle
 
 
@@ -376,5 +428,7 @@ class _Vocabulary:
 
     @property
     def unique_identifiers(self) -> dict[str, int]:
-        """megatron-core includes this in the names of its index files, which do not depend on the tokenizer."""
+        """megatron-core includes this in the names of its index files, which do not depend on the
+        tokenizer.
+        """
         return {}

@@ -28,11 +28,12 @@ _CHECKSUM = "sha256"
 
 
 def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence[int]) -> Path:
-    """Return the folder for the sample indices of a dataset with these settings, in `cache_path` or, by default, in
-    `PREFIX_indices` next to the dataset.
+    """Return the folder for the sample indices of a dataset with these settings, in `cache_path`
+    or, by default, in `PREFIX_indices` next to the dataset.
 
-    The folder name is a hash of the settings and the document lengths, which together determine the indices. So a
-    changed corpus gets a new folder, and a copy of the corpus elsewhere shares the folder.
+    The folder name is a hash of the settings and the document lengths, which together determine the
+    indices. So a changed corpus gets a new folder, and a copy of the corpus elsewhere shares the
+    folder.
     """
     digest = hashlib.sha256(json.dumps(settings).encode())
     digest.update(files.lengths.data)
@@ -42,11 +43,12 @@ def cache_folder(files: IndexedFiles, cache_path: str | None, settings: Sequence
 
 
 def build_once(folder: Path, build: Callable[[], Sequence[np.ndarray]]) -> None:
-    """Write the arrays that `build` returns to `folder` as INDICES, unless it contains them. Every rank must call this.
+    """Write the arrays that `build` returns to `folder` as INDICES, unless it contains them. Every
+    rank must call this.
 
-    Rank 0 writes them, with a checksum, which later runs compare. A folder without a valid checksum is replaced. If
-    the folder is on a local disk, the first rank of every other machine does the same. Concurrent runs do not disturb
-    each other, and a killed run leaves no incomplete folder.
+    Rank 0 writes them, with a checksum, which later runs compare. A folder without a valid checksum
+    is replaced. If the folder is on a local disk, the first rank of every other machine does the
+    same. Concurrent runs do not disturb each other, and a killed run leaves no incomplete folder.
 
     Raises UserError if the folder cannot be written.
     """
@@ -70,7 +72,9 @@ def build_once(folder: Path, build: Callable[[], Sequence[np.ndarray]]) -> None:
 
 
 def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
-    """Write the files in a temporary folder, and rename it when they are complete. The caller holds the lock."""
+    """Write the files in a temporary folder, and rename it when they are complete. The caller holds
+    the lock.
+    """
     temporary = folder.with_suffix(".partial")
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
     new = temporary / folder.name
@@ -83,11 +87,17 @@ def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
                     os.fsync(stream)
             write_atomically(new / _CHECKSUM, _checksum(new))
             if not _is_whole(new):
-                raise UserError(f"{new} reads back differently from what was written; check the disk")
+                raise UserError(
+                    f"{new} reads back differently from what was written; check the disk"
+                )
 
             # Processes that have mapped the files of an old folder keep them.
             if folder.exists():
-                print(visible(f"{folder} has no valid checksum; replacing it"), file=sys.stderr, flush=True)
+                print(
+                    visible(f"{folder} has no valid checksum; replacing it"),
+                    file=sys.stderr,
+                    flush=True,
+                )
                 folder.rename(temporary / "old")
             new.rename(folder)
     finally:
@@ -111,8 +121,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 class FileDataset(IndexedDataset):
-    """megatron-core's dataset, which reads the .bin with TokenFile instead of mapping it into memory. Raises UserError
-    for negative ids, of which GPTDataset takes -1 for padding.
+    """megatron-core's dataset, which reads the .bin with TokenFile instead of mapping it into
+    memory. Raises UserError for negative ids, of which GPTDataset takes -1 for padding.
     """
 
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *arguments: Any) -> None:
@@ -123,5 +133,8 @@ class FileDataset(IndexedDataset):
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         ids: np.ndarray = super().get(idx, offset, length)
         if (ids < 0).any():
-            raise UserError(f"{bin_path(self.path_prefix)}: token id {ids.min()} is negative; build the data again")
+            raise UserError(
+                f"{bin_path(self.path_prefix)}: token id {ids.min()} is negative; build the data "
+                "again"
+            )
         return ids

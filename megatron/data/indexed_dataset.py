@@ -11,8 +11,9 @@
     int64[S]  byte offset of each sequence in the .bin
     int64[D]  document index: first sequence of each document, followed by S
 
-`PREFIX.json` is the manifest that preprocessing writes. Preprocessing stores each document as one sequence. This module
-needs only NumPy and pydantic, because preprocessing workers must not import torch.
+`PREFIX.json` is the manifest that preprocessing writes. Preprocessing stores each document as one
+sequence. This module needs only NumPy and pydantic, because preprocessing workers must not import
+torch.
 """
 
 import hashlib
@@ -38,7 +39,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
-# Type code in the header -> dtype of the ids. Codes 6 and 7 are floating-point types, which cannot hold token ids.
+# Type code in the header -> dtype of the ids. Codes 6 and 7 are floating-point types, which cannot
+# hold token ids.
 ID_TYPES: dict[int, np.dtype] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.int8),
@@ -60,7 +62,9 @@ _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
 
 
 def id_type_for(vocab_size: int) -> np.dtype:
-    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500, otherwise int32."""
+    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500,
+    otherwise int32.
+    """
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -81,7 +85,8 @@ class IndexedFiles:
         manifest: None for data from other software.
         dtype: type of the token ids in the .bin.
         lengths: int32 [sequences], tokens in each sequence; a view of the memory-mapped .idx.
-        document_index: int64 [documents + 1], first sequence of each document, followed by the number of sequences.
+        document_index: int64 [documents + 1], first sequence of each document, followed by the
+            number of sequences.
         tokens: number of tokens.
     """
 
@@ -101,21 +106,25 @@ class IndexedFiles:
         return len(self.document_index) - 1
 
     def open_tokens(self, first: int = 0, last: int | None = None) -> "TokenFile":
-        """Open the .bin to read the token ids of sequences `first` to `last - 1`; by default, of all."""
+        """Open the .bin to read the token ids of sequences `first` to `last - 1`; by default, of
+        all.
+        """
         start = int(self.lengths[:first].sum(dtype=np.int64))
         tokens = int(self.lengths[first:last].sum(dtype=np.int64))
         return TokenFile(bin_path(self.prefix), self.dtype, start, tokens)
 
     def offsets(self) -> np.ndarray:
-        """Return the first token of each sequence, followed by the number of tokens: int64 [sequences + 1]."""
+        """Return the first token of each sequence, followed by the number of tokens: int64
+        [sequences + 1].
+        """
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
 
 class TokenFile:
     """Token ids in a .bin, [tokens]. Reads the file on each access.
 
-    The file is not memory-mapped: if a mapped file is truncated, reading a page beyond its new end kills the process
-    with SIGBUS. Here, it raises a UserError. Each call takes 0.3 us longer.
+    The file is not memory-mapped: if a mapped file is truncated, reading a page beyond its new end
+    kills the process with SIGBUS. Here, it raises a UserError. Each call takes 0.3 us longer.
 
     Args:
         first: index in the file of the first token.
@@ -134,10 +143,14 @@ class TokenFile:
         return self._tokens
 
     def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        """Ids of a slice without a step, or at int64 indices >= 0 of any shape, in that shape and the file's dtype."""
+        """Ids of a slice without a step, or at int64 indices >= 0 of any shape, in that shape and
+        the file's dtype.
+        """
         if isinstance(index, slice):
             start, end, _ = index.indices(self._tokens)
-            return self.read(self.dtype, max(end - start, 0), (self._first + start) * self.dtype.itemsize)
+            return self.read(
+                self.dtype, max(end - start, 0), (self._first + start) * self.dtype.itemsize
+            )
         flat = index.ravel()
         ids = np.empty(len(flat), self.dtype)
         runs = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), len(flat)]
@@ -158,8 +171,8 @@ class TokenFile:
                 block = os.pread(self._stream.fileno(), missing, position + len(content))
                 if not block:
                     raise UserError(
-                        f"{self._path} was truncated while it was in use: it ends before byte {position + size:,}; "
-                        f"{_REBUILD_HINT}"
+                        f"{self._path} was truncated while it was in use: it ends before byte "
+                        f"{position + size:,}; {_REBUILD_HINT}"
                     )
                 content = content + block if content else block
         except OSError as error:
@@ -168,18 +181,18 @@ class TokenFile:
 
 
 def open_indexed_files(prefix: str | Path) -> IndexedFiles:
-    """Open a `.bin/.idx` pair and validate it: the whole .idx, the size of the .bin and, if the manifest has their
-    hashes, the .idx and parts of the .bin.
+    """Open a `.bin/.idx` pair and validate it: the whole .idx, the size of the .bin and, if the
+    manifest has their hashes, the .idx and parts of the .bin.
 
-    Raises UserError if a file is missing, truncated or damaged, the two do not belong together, they are not those that
-    the manifest describes, or there are no tokens.
+    Raises UserError if a file is missing, truncated or damaged, the two do not belong together,
+    they are not those that the manifest describes, or there are no tokens.
     """
     binary, index = find_files(prefix)
     manifest = read_manifest(prefix)
     if manifest is None and os.path.lexists(manifest_path(prefix)):
         raise UserError(
-            f"{manifest_path(prefix)} is damaged, or not the manifest of these data: {_REBUILD_HINT}. If other "
-            "software has built them, remove or rename it"
+            f"{manifest_path(prefix)} is damaged, or not the manifest of these data: "
+            f"{_REBUILD_HINT}. If other software has built them, remove or rename it"
         )
     files = IndexedFiles(str(prefix), manifest, *_validate(index, binary))
     if manifest is not None and (changed := _changed_file(files, manifest)):
@@ -190,8 +203,8 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
 def changed_file_error(changed: Path, prefix: str | Path) -> UserError:
     """The error that a file of a dataset is not the one that its manifest describes."""
     return UserError(
-        f"{changed} is not the file that {manifest_path(prefix)} describes: restore the file, or {_REBUILD_HINT}. If "
-        f"other software has built these data, remove {manifest_path(prefix)}"
+        f"{changed} is not the file that {manifest_path(prefix)} describes: restore the file, or "
+        f"{_REBUILD_HINT}. If other software has built these data, remove {manifest_path(prefix)}"
     )
 
 
@@ -218,32 +231,47 @@ def find_files(prefix: str | Path) -> tuple[Path, Path]:
         elif len(missing) == 1:
             hint = f"the other file of the pair exists, so writing was interrupted; {_REBUILD_HINT}"
         else:
-            nearby = sorted(path.stem for path in binary.parent.glob("*.idx") if not path.stem.endswith(".partial"))
-            hint = f"datasets in that folder: {', '.join(nearby[:5])}" if nearby else f"build it with {_BUILD_COMMANDS}"
+            nearby = sorted(
+                path.stem
+                for path in binary.parent.glob("*.idx")
+                if not path.stem.endswith(".partial")
+            )
+            hint = (
+                f"datasets in that folder: {', '.join(nearby[:5])}"
+                if nearby
+                else f"build it with {_BUILD_COMMANDS}"
+            )
             if not Path(prefix).is_absolute():
                 hint += (
-                    ". The path is that of the configuration (with --checkpoint, of the run that saved it), relative "
-                    f"to the working folder, {Path.cwd()}; --set data-path=PREFIX names another"
+                    ". The path is that of the configuration (with --checkpoint, of the run that "
+                    f"saved it), relative to the working folder, {Path.cwd()}; --set "
+                    "data-path=PREFIX names another"
                 )
-        raise UserError(f"no data at {prefix}: {' and '.join(str(path) for path in missing)} missing; {hint}")
+        raise UserError(
+            f"no data at {prefix}: {' and '.join(str(path) for path in missing)} missing; {hint}"
+        )
     return binary, index
 
 
 def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, int]:
-    """Returns dtype, lengths, document_index and tokens of `IndexedFiles`. Raises UserError if the .idx is damaged, or
-    the .bin is not the one it describes.
+    """Returns dtype, lengths, document_index and tokens of `IndexedFiles`. Raises UserError if the
+    .idx is damaged, or the .bin is not the one it describes.
     """
     # The header.
     with open_file(index) as stream:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC) or len(header) < HEADER.size:
-        raise UserError(f"{index} is not a Megatron index (MMIDIDX), or it is truncated; {_REBUILD_HINT}")
+        raise UserError(
+            f"{index} is not a Megatron index (MMIDIDX), or it is truncated; {_REBUILD_HINT}"
+        )
     version, code, sequences, entries = (int(field) for field in HEADER.unpack(header)[1:])
     if version != VERSION:
         raise UserError(f"{index} has format version {version}; only version {VERSION} exists")
     if code not in ID_TYPES:
         known = ", ".join(f"{code} {dtype}" for code, dtype in ID_TYPES.items())
-        raise UserError(f"{index} has id type code {code}, which is not an integer type (known: {known})")
+        raise UserError(
+            f"{index} has id type code {code}, which is not an integer type (known: {known})"
+        )
     dtype = ID_TYPES[code]
 
     # The arrays after it. The header determines their size.
@@ -256,8 +284,9 @@ def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
     # megatron-core appends one int8 mode per sequence to multimodal files; text files have none.
     if raw.size not in (end, end + sequences):
         raise UserError(
-            f"{index} is {'truncated' if raw.size < end else 'damaged'}: its header declares {sequences:,} sequences "
-            f"and {entries:,} document entries, which take {end:,} bytes, but it has {raw.size:,}; {_REBUILD_HINT}"
+            f"{index} is {'truncated' if raw.size < end else 'damaged'}: its header declares "
+            f"{sequences:,} sequences and {entries:,} document entries, which take {end:,} bytes, "
+            f"but it has {raw.size:,}; {_REBUILD_HINT}"
         )
     lengths = raw[lengths_at:offsets_at].view("<i4")
     offsets = raw[offsets_at:documents_at].view("<i8")
@@ -268,33 +297,42 @@ def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
     for start in range(0, sequences, _VALIDATION_BLOCK):
         block = lengths[start : start + _VALIDATION_BLOCK]
         if int(block.min()) < 0:
-            raise UserError(f"{index} is damaged: a sequence has {int(block.min())} tokens; {_REBUILD_HINT}")
+            raise UserError(
+                f"{index} is damaged: a sequence has {int(block.min())} tokens; {_REBUILD_HINT}"
+            )
         ends = tokens + np.cumsum(block, dtype=np.int64)
         if not np.array_equal(offsets[start : start + len(block)], (ends - block) * dtype.itemsize):
-            raise UserError(f"{index} is damaged: sequence offsets do not match the lengths; {_REBUILD_HINT}")
+            raise UserError(
+                f"{index} is damaged: sequence offsets do not match the lengths; {_REBUILD_HINT}"
+            )
         tokens = int(ends[-1])
     covers_sequences = entries > 0 and document_index[0] == 0 and document_index[-1] == sequences
     for start in range(0, entries, _VALIDATION_BLOCK):
         block = document_index[start : start + _VALIDATION_BLOCK + 1]
         covers_sequences = covers_sequences and bool(np.all(block[1:] >= block[:-1]))
     if not covers_sequences:
-        raise UserError(f"{index} is damaged: its document index does not cover the sequences; {_REBUILD_HINT}")
+        raise UserError(
+            f"{index} is damaged: its document index does not cover the sequences; {_REBUILD_HINT}"
+        )
 
     # The .bin.
     expected_size, binary_size = tokens * dtype.itemsize, binary.stat().st_size
     if binary_size != expected_size:
         raise UserError(
-            f"{binary} is truncated, or {index} belongs to another file: the .idx describes {expected_size:,} bytes, "
-            f"but the .bin has {binary_size:,}; {_REBUILD_HINT}"
+            f"{binary} is truncated, or {index} belongs to another file: the .idx describes "
+            f"{expected_size:,} bytes, but the .bin has {binary_size:,}; {_REBUILD_HINT}"
         )
     if tokens == 0:
-        raise UserError(f"{str(binary)[:-4]} is empty: its .idx lists {sequences:,} sequences and no tokens")
+        raise UserError(
+            f"{str(binary)[:-4]} is empty: its .idx lists {sequences:,} sequences and no tokens"
+        )
     return dtype, lengths, document_index, tokens
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `PREFIX.json`: what a `.bin/.idx` pair was built from, and counts that are expensive to recompute.
+    """The content of `PREFIX.json`: what a `.bin/.idx` pair was built from, and counts that are
+    expensive to recompute.
 
     Attributes:
         text_bytes: UTF-8 bytes of the tokenized text (for bits per byte); None if unknown.
@@ -302,10 +340,10 @@ class Manifest:
         sha256: SHA-256 of the .bin, hexadecimal.
         tokenizer: its `tokenizer-type`.
         tokenizer_fingerprint: `Tokenizer.fingerprint`.
-        skipped_empty, skipped_bad, skipped_other: documents skipped because they had no text, were unreadable, or
-            belonged to another subset of the Pile.
-        idx_sha256, bin_sample: `file_sha256` of the .idx and `file_sample` of the .bin, which are compared whenever the
-            pair is opened; None in manifests of earlier versions.
+        skipped_empty, skipped_bad, skipped_other: documents skipped because they had no text, were
+            unreadable, or belonged to another subset of the Pile.
+        idx_sha256, bin_sample: `file_sha256` of the .idx and `file_sample` of the .bin, which are
+            compared whenever the pair is opened; None in manifests of earlier versions.
     """
 
     documents: Count
@@ -336,12 +374,14 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
-    write_atomically(manifest_path(prefix), (json.dumps(asdict(manifest), indent=2) + "\n").encode())
+    write_atomically(
+        manifest_path(prefix), (json.dumps(asdict(manifest), indent=2) + "\n").encode()
+    )
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """Read the manifest of `prefix`. Returns None if it is missing, as for data from other software, or unreadable,
-    which `open_indexed_files` rejects.
+    """Read the manifest of `prefix`. Returns None if it is missing, as for data from other
+    software, or unreadable, which `open_indexed_files` rejects.
     """
     try:
         return _MANIFEST.validate_json(read_file(manifest_path(prefix)), strict=True)
@@ -350,8 +390,8 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def data_fingerprint(prefix: str | Path) -> str:
-    """64 hexadecimal digits that identify the tokens of a dataset: a SHA-256 of the .idx, the size of the .bin, and
-    parts of it. The same with and without a manifest, which has these hashes.
+    """64 hexadecimal digits that identify the tokens of a dataset: a SHA-256 of the .idx, the size
+    of the .bin, and parts of it. The same with and without a manifest, which has these hashes.
 
     Raises UserError if a file is missing or unreadable.
     """
@@ -374,8 +414,8 @@ def file_sha256(path: str | Path) -> str:
 
 
 def file_sample(path: str | Path) -> str:
-    """A SHA-256 of the size of a file and of 32 parts of 128 KiB, evenly spread from its first to its last byte. Takes
-    milliseconds for a file of any size. Raises UserError if it cannot be read.
+    """A SHA-256 of the size of a file and of 32 parts of 128 KiB, evenly spread from its first to
+    its last byte. Takes milliseconds for a file of any size. Raises UserError if it cannot be read.
     """
     digest = hashlib.sha256()
     with read_errors(path), open_file(path) as stream:
@@ -389,16 +429,24 @@ def file_sample(path: str | Path) -> str:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | None:
-    """The manifest, if there is one. Reads nothing else. Raises UserError if its tokenizer is not `tokenizer`."""
+    """The manifest, if there is one. Reads nothing else. Raises UserError if its tokenizer is not
+    `tokenizer`.
+    """
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.tokenizer_fingerprint != tokenizer.fingerprint:
         of_data = manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint
         names = []
-        for name, size, fingerprint in (of_data, (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint)):
-            names.append(f"{visible(name[:40])} with {size:,} ids (fingerprint {visible(fingerprint[:12])})")
+        for name, size, fingerprint in (
+            of_data,
+            (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint),
+        ):
+            names.append(
+                f"{visible(name[:40])} with {size:,} ids (fingerprint {visible(fingerprint[:12])})"
+            )
         raise UserError(
-            f"{prefix} was tokenized with {' and not with '.join(names)}; set tokenizer-type, vocab-file and "
-            f"merge-file to the tokenizer of the data, or build the data again with {_BUILD_COMMANDS}. If both "
-            f"tokenizers give the same ids, remove {manifest_path(prefix)}"
+            f"{prefix} was tokenized with {' and not with '.join(names)}; set tokenizer-type, "
+            "vocab-file and merge-file to the tokenizer of the data, or build the data again with "
+            f"{_BUILD_COMMANDS}. If both tokenizers give the same ids, remove "
+            f"{manifest_path(prefix)}"
         )
     return manifest

@@ -1,4 +1,6 @@
-"""Batches in an order that depends only on the dataset: not on ranks, batch shape, worker processes, or restarts."""
+"""Batches in an order that depends only on the dataset: not on ranks, batch shape, worker
+processes, or restarts.
+"""
 
 import contextlib
 import itertools
@@ -18,12 +20,19 @@ _USER_ERROR_PREFIX = f"{UserError.__module__}.{UserError.__qualname__}: "
 
 
 def rank_samples(
-    batch: int, *, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int, consumed_samples: int
+    batch: int,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    consumed_samples: int,
 ) -> range:
-    """Return the positions, in the dataset's order, of the samples in micro-batch number `batch` of a rank.
+    """Return the positions, in the dataset's order, of the samples in micro-batch number `batch` of
+    a rank.
 
-    With micro-batch size m on D ranks, rank r takes m samples, starting at consumed + batch*m*D + r*m. So one step of A
-    accumulated micro-batches consumes m*D*A consecutive samples, for any m, D and A with the same global batch size.
+    With micro-batch size m on D ranks, rank r takes m samples, starting at consumed + batch*m*D +
+    r*m. So one step of A accumulated micro-batches consumes m*D*A consecutive samples, for any m, D
+    and A with the same global batch size.
     """
     first = consumed_samples + (batch * data_parallel_size + data_parallel_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
@@ -32,18 +41,21 @@ def rank_samples(
 class Loader:
     """Endless micro-batches of a rank, starting after `consumed_samples` (see `rank_samples`).
 
-    Yields {"tokens": int64 [b, s], "labels": int64 [b, s]}, with eod_mask_loss also "loss_mask": float32 [b, s], and
-    with reset_attention_mask "document_ids": int64 [b, s]. Without a loss_mask, all labels count. Starts over at the
-    end of the dataset. Raises UserError while iterating if a token id is beyond the vocabulary.
+    Yields {"tokens": int64 [b, s], "labels": int64 [b, s]}, with eod_mask_loss also "loss_mask":
+    float32 [b, s], and with reset_attention_mask "document_ids": int64 [b, s]. Without a loss_mask,
+    all labels count. Starts over at the end of the dataset. Raises UserError while iterating if a
+    token id is beyond the vocabulary.
 
-    If a worker process is killed, for example by the kernel because memory is full, this process reads the following
-    batches, so that a run can save its state before it stops.
+    If a worker process is killed, for example by the kernel because memory is full, this process
+    reads the following batches, so that a run can save its state before it stops.
 
     Args:
         dataset: from `build_datasets`.
         consumed_samples: number of samples that all ranks together have consumed so far.
-        num_workers: number of prefetching processes; 0 loads on demand. Does not affect the batches.
-        pin_memory: allocate batches in page-locked memory, so that copies to a GPU run in the background.
+        num_workers: number of prefetching processes; 0 loads on demand. Does not affect the
+            batches.
+        pin_memory: allocate batches in page-locked memory, so that copies to a GPU run in the
+            background.
 
     Attributes:
         failure: why worker processes are no longer used; None as long as they are.
@@ -71,8 +83,8 @@ class Loader:
         self.failure: str | None = None
 
     def _loader(self, first_batch: int, num_workers: int) -> Iterator[dict[str, torch.Tensor]]:
-        # Without its own generator, a DataLoader would draw a seed from torch's global generator, and dropout would
-        # depend on how often batches were requested.
+        # Without its own generator, a DataLoader would draw a seed from torch's global generator,
+        # and dropout would depend on how often batches were requested.
         loader = torch.utils.data.DataLoader(
             self._dataset,
             batch_sampler=self._indices(first_batch),
@@ -100,9 +112,9 @@ class Loader:
             if beyond.any():
                 position = rank_samples(number, **self._placement)[int(beyond.any(1).nonzero()[0])]
                 raise UserError(
-                    f"{self._dataset.source(position % len(self._dataset))}: token id {ids[beyond][0]} in sample "
-                    f"{position}, but the largest id of the vocabulary is {vocab_size - 1}: the data were built with "
-                    "another tokenizer"
+                    f"{self._dataset.source(position % len(self._dataset))}: token id "
+                    f"{ids[beyond][0]} in sample {position}, but the largest id of the vocabulary "
+                    f"is {vocab_size - 1}: the data were built with another tokenizer"
                 )
             yield batch
 
@@ -114,10 +126,12 @@ class Loader:
                 count += 1
         except UserError as error:
             # A DataLoader puts the whole traceback of a worker process into the message.
-            raise UserError(str(error).strip().splitlines()[-1].removeprefix(_USER_ERROR_PREFIX)) from error
+            raise UserError(
+                str(error).strip().splitlines()[-1].removeprefix(_USER_ERROR_PREFIX)
+            ) from error
         except (RuntimeError, OSError, EOFError) as error:
-            # A killed worker also breaks the connection through which it passes tensors. If the data are the cause, the
-            # loader below raises the error again.
+            # A killed worker also breaks the connection through which it passes tensors. If the
+            # data are the cause, the loader below raises the error again.
             if self._num_workers == 0:
                 raise
             self.failure = f"a data worker was killed ({first_line(error)})"
@@ -126,8 +140,9 @@ class Loader:
 
 @contextlib.contextmanager
 def _same_sigchld_handler() -> Iterator[None]:
-    """Keep the handler of SIGCHLD. That of a DataLoader raises an exception when a worker process dies, wherever this
-    process is, for example in the middle of an optimizer step. Without it, the next batch raises the exception.
+    """Keep the handler of SIGCHLD. That of a DataLoader raises an exception when a worker process
+    dies, wherever this process is, for example in the middle of an optimizer step. Without it, the
+    next batch raises the exception.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     yield
@@ -136,14 +151,17 @@ def _same_sigchld_handler() -> Iterator[None]:
 
 
 def _start_worker(_: int) -> None:
-    """Let this worker process end with its parent, and not receive the signals to the parent's process group: after
-    SIGTERM, the parent needs its workers to finish the iteration before it saves a checkpoint.
+    """Let this worker process end with its parent, and not receive the signals to the parent's
+    process group: after SIGTERM, the parent needs its workers to finish the iteration before it
+    saves a checkpoint.
     """
     exit_with_parent()
     os.setpgid(0, 0)
 
 
-def _stack(settings: SampleSettings, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _stack(
+    settings: SampleSettings, samples: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """A batch of these samples."""
     keys = ["tokens", "labels"] + ["loss_mask"] * settings.eod_mask_loss
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}

@@ -1,4 +1,6 @@
-"""Decides which corpora, and which of their documents, belong to training, validation and test. Needs no torch."""
+"""Decides which corpora, and which of their documents, belong to training, validation and test.
+Needs no torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +16,15 @@ PARTS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Blend:
-    """Corpora of a part (train, valid or test), with their weights. Without weights all have the same share, as in
-    GPT-NeoX.
+    """Corpora of a part (train, valid or test), with their weights. Without weights all have the
+    same share, as in GPT-NeoX.
 
     Attributes:
         prefixes: paths without .bin and .idx.
-        by_documents: exponent a: weights are (number of documents)^a instead. Values below 1 sample more often from
-            small corpora; Conneau et al. 2020 (arXiv:1911.02116) use 0.3.
-        split: the shares of all parts in the only corpus; None if the part consists of whole corpora.
+        by_documents: exponent a: weights are (number of documents)^a instead. Values below 1 sample
+            more often from small corpora; Conneau et al. 2020 (arXiv:1911.02116) use 0.3.
+        split: the shares of all parts in the only corpus; None if the part consists of whole
+            corpora.
     """
 
     prefixes: tuple[str, ...]
@@ -37,7 +40,9 @@ class Blend:
 
 
 def config_blends(config: Config) -> list[Blend | None]:
-    """Return the train, valid and test blends of `config.data`. Raises UserError if no data paths are set."""
+    """Return the train, valid and test blends of `config.data`. Raises UserError if no data paths
+    are set.
+    """
     data = config.data
     paths_and_weights = [
         (data.train_data_paths, data.train_data_weights),
@@ -56,7 +61,9 @@ def config_blends(config: Config) -> list[Blend | None]:
 
 
 def dataset_prefixes(config: Config) -> list[str]:
-    """Return the prefixes of all datasets in `config.data`, each once. Raises UserError if no data paths are set."""
+    """Return the prefixes of all datasets in `config.data`, each once. Raises UserError if no data
+    paths are set.
+    """
     blends = filter(None, config_blends(config))
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
@@ -64,8 +71,8 @@ def dataset_prefixes(config: Config) -> list[str]:
 def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
     """Return the first and one-past-last sequence of train, valid and test; None for a share of 0.
 
-    The arithmetic equals megatron-core's bit by bit: shares are normalized, accumulated, multiplied by the number of
-    sequences, and rounded.
+    The arithmetic equals megatron-core's bit by bit: shares are normalized, accumulated, multiplied
+    by the number of sequences, and rounded.
 
     Raises UserError if `split` is invalid (see `split_shares`).
     """
@@ -81,7 +88,8 @@ def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
 
 
 def part_span(split: str | None, part: str, sequences: int, prefix: str) -> tuple[int, int]:
-    """Return the first and one-past-last sequence of a part, or those of the whole corpus if `split` is None.
+    """Return the first and one-past-last sequence of a part, or those of the whole corpus if
+    `split` is None.
 
     Raises UserError if the part has no documents.
     """
@@ -90,6 +98,7 @@ def part_span(split: str | None, part: str, sequences: int, prefix: str) -> tupl
     span = split_spans(split, sequences)[PARTS.index(part)]
     if span is None or span[0] == span[1]:
         raise UserError(
-            f"split {split!r} of {prefix} ({sequences:,} documents) leaves no documents for {part}; increase its share"
+            f"split {split!r} of {prefix} ({sequences:,} documents) leaves no documents for "
+            f"{part}; increase its share"
         )
     return span

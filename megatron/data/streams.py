@@ -1,7 +1,7 @@
 """Evaluation data: the tokens of a validation or test part, as one stream.
 
-Training shuffles documents. Evaluation reads them in file order, so the stream is the same for every seed. The part
-boundaries are those of training, so no training document is included.
+Training shuffles documents. Evaluation reads them in file order, so the stream is the same for
+every seed. The part boundaries are those of training, so no training document is included.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,12 @@ class TokenStream:
         return int(self._ends[-1])
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
-        """int64 tokens of a slice without a step, or at int64 indices >= 0 of any shape, in that shape."""
-        indices = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index.numpy()
+        """int64 tokens of a slice without a step, or at int64 indices >= 0 of any shape, in that
+        shape.
+        """
+        indices = (
+            np.arange(*index.indices(len(self))) if isinstance(index, slice) else index.numpy()
+        )
         tokens = np.empty(indices.shape, dtype=np.int64)
         owners = np.searchsorted(self._ends, indices, side="right")
         for owner in np.unique(owners):
@@ -38,8 +42,8 @@ class TokenStream:
 
 
 def open_part(prefix: str, split: str | None, part: str) -> tuple[TokenFile, np.ndarray]:
-    """The concatenated documents of one part of a corpus, or of all of it if `split` is None: the tokens, and the
-    number of tokens in each document, int64 [documents].
+    """The concatenated documents of one part of a corpus, or of all of it if `split` is None: the
+    tokens, and the number of tokens in each document, int64 [documents].
 
     Raises UserError if the files are invalid, or the part has no documents.
     """
@@ -49,10 +53,11 @@ def open_part(prefix: str, split: str | None, part: str) -> tuple[TokenFile, np.
 
 
 def evaluation_stream(config: Config, part: str = "valid") -> tuple[TokenStream, np.ndarray]:
-    """Return a part that `config.data` defines, a share of data-path, or e.g. valid-data-paths: the tokens, and the
-    number of tokens in each document, int64 [documents].
+    """Return a part that `config.data` defines, a share of data-path, or e.g. valid-data-paths: the
+    tokens, and the number of tokens in each document, int64 [documents].
 
-    Several corpora are concatenated in the order of their list. Their weights, which are for sampling, are ignored.
+    Several corpora are concatenated in the order of their list. Their weights, which are for
+    sampling, are ignored.
     """
     prefixes, split = evaluation_corpora(config, part)
     files, lengths = zip(*(open_part(prefix, split, part) for prefix in prefixes), strict=True)
@@ -60,7 +65,8 @@ def evaluation_stream(config: Config, part: str = "valid") -> tuple[TokenStream,
 
 
 def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:
-    """Return the prefixes of the corpora for a part, and the split that selects it (None: the corpora are the part).
+    """Return the prefixes of the corpora for a part, and the split that selects it (None: the
+    corpora are the part).
 
     Raises UserError if `config.data` has no data for this part.
     """

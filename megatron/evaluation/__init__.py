@@ -1,4 +1,6 @@
-"""Length extrapolation: protocols, inference modes, losses and further metrics, and the records that store them."""
+"""Length extrapolation: protocols, inference modes, losses and further metrics, and the records
+that store them.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

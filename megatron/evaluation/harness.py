@@ -1,4 +1,6 @@
-"""Tasks of lm-evaluation-harness on a model's export to Hugging Face. Importing this module imports the harness."""
+"""Tasks of lm-evaluation-harness on a model's export to Hugging Face. Importing this module imports
+the harness.
+"""
 
 import difflib
 import sys
@@ -28,7 +30,15 @@ from megatron.utils.files import read_file
 check_version("lm-eval")
 
 # The harness's results that describe the scores, not the machine.
-RESULT_KEYS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better")
+RESULT_KEYS = (
+    "results",
+    "groups",
+    "group_subtasks",
+    "versions",
+    "n-shot",
+    "n-samples",
+    "higher_is_better",
+)
 
 
 def harness_model(
@@ -42,15 +52,17 @@ def harness_model(
     allow_other_tokenizer: bool = False,
     **options: int,
 ) -> Any:
-    """The harness's own model (HFLM) of the export of a float32 model on the CPU, and of its configuration, in an
-    inference mode. options: max_length, batch_size. Raises UserError if the tokenizer is missing or not the one that
-    the model was trained with, or if the model has dynamic scaling or cannot be exported.
+    """The harness's own model (HFLM) of the export of a float32 model on the CPU, and of its
+    configuration, in an inference mode. options: max_length, batch_size. Raises UserError if the
+    tokenizer is missing or not the one that the model was trained with, or if the model has dynamic
+    scaling or cannot be exported.
     """
     prefix = tokenizer.build().first  # of documents and empty prompts
     if any(method.length_dependent for method in model.positional_methods().values()):
         raise UserError(
-            "eval_tasks: tasks do not support rotary scaling dynamic, because in transformers its angles depend on "
-            "earlier texts; choose another scaling, or remove it and add --modes full+dynamic-ntk@FACTOR"
+            "eval_tasks: tasks do not support rotary scaling dynamic, because in transformers its "
+            "angles depend on earlier texts; choose another scaling, or remove it and add --modes "
+            "full+dynamic-ntk@FACTOR"
         )
 
     # The export is read back and removed.
@@ -70,37 +82,59 @@ def harness_model(
             exported = load_written(output, dtype).to(device)
             tokenizer_of_export = AutoTokenizer.from_pretrained(output, config=exported.config)
     except (UserError, OSError) as error:
-        if isinstance(error, UserError) and not isinstance(error.__cause__, OSError | SafetensorError):
-            raise UserError(f"eval_tasks: the model cannot be exported to Hugging Face: {error}") from error
+        if isinstance(error, UserError) and not isinstance(
+            error.__cause__, OSError | SafetensorError
+        ):
+            raise UserError(
+                f"eval_tasks: the model cannot be exported to Hugging Face: {error}"
+            ) from error
         raise UserError(
-            f"eval_tasks: the export in the temporary folder {tempfile.tempdir} failed: {error}; the environment "
-            "variable TMPDIR chooses another folder"
+            f"eval_tasks: the export in the temporary folder {tempfile.tempdir} failed: {error}; "
+            "the environment variable TMPDIR chooses another folder"
         ) from error
     options |= {"prefix_token_id": prefix}
     # By default, the harness sums log-probabilities in the model's dtype.
-    return HFLM(exported, backend="causal", tokenizer=tokenizer_of_export, softmax_dtype="float32", **options)
+    return HFLM(
+        exported,
+        backend="causal",
+        tokenizer=tokenizer_of_export,
+        softmax_dtype="float32",
+        **options,
+    )
 
 
 def find_tasks(names: Sequence[str], include_path: Sequence[str] | None) -> dict[str, Any]:
-    """The harness's options `tasks` and `task_manager` for names, groups, patterns and YAML files. Raises UserError if
-    one is unknown.
+    """The harness's options `tasks` and `task_manager` for names, groups, patterns and YAML files.
+    Raises UserError if one is unknown.
     """
-    files = [name for name in names if name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()]
+    files = [
+        name
+        for name in names
+        if name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
+    ]
     manager = TaskManager(include_path=include_path, include_defaults=False)
     own = {*manager.all_subtasks, *manager.all_tags}
     own |= {name for name in files if b"group:" not in read_file(Path(name).expanduser(), 2**24)}
-    if not own.issuperset(names):  # groups and patterns can contain the harness's own tasks, whose index takes seconds
+    if not own.issuperset(
+        names
+    ):  # groups and patterns can contain the harness's own tasks, whose index takes seconds
         manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in files and not manager.match_tasks([name]):
-            similar = " or ".join(difflib.get_close_matches(name, manager.all_tasks)) or "a YAML file"
-            raise UserError(f"eval_tasks {name}: unknown task; choose {similar}, or add its folder by --include-path")
+            similar = (
+                " or ".join(difflib.get_close_matches(name, manager.all_tasks)) or "a YAML file"
+            )
+            raise UserError(
+                f"eval_tasks {name}: unknown task; choose {similar}, or add its folder by "
+                "--include-path"
+            )
     return {"tasks": [*manager.match_tasks(names), *files], "task_manager": manager}
 
 
 def run_tasks(model: Any, tasks: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness's results (`RESULT_KEYS`) for one of its models. tasks: the values of the options `eval_tasks`,
-    `num_fewshot` and `limit`. found: see `find_tasks`. Raises UserError if a task fails.
+    """The harness's results (`RESULT_KEYS`) for one of its models. tasks: the values of the options
+    `eval_tasks`, `num_fewshot` and `limit`. found: see `find_tasks`. Raises UserError if a task
+    fails.
     """
     options = {name: tasks[name] for name in ("num_fewshot", "limit")}
     try:
@@ -108,20 +142,29 @@ def run_tasks(model: Any, tasks: Mapping[str, Any], found: Mapping[str, Any]) ->
             results: Any = simple_evaluate(model, **found, **options, log_samples=False)
     except (OSError, DatasetsError, ValueError, KeyError, ImportError, AssertionError) as error:
         # Task files and datasets can fail in many ways; only the harness's message says how.
-        message = f"eval_tasks {' '.join(tasks['eval_tasks'])}: {type(error).__name__}: {str(error).strip()}"
+        message = (
+            f"eval_tasks {' '.join(tasks['eval_tasks'])}: {type(error).__name__}: "
+            f"{str(error).strip()}"
+        )
         failed = traceback.extract_tb(error.__traceback__)[-1].line or ""
         if isinstance(error, OSError | DatasetsError):
-            message += ". Without a network connection only tasks on local files run; see docs/evaluation.md"
+            message += (
+                ". Without a network connection only tasks on local files run; see "
+                "docs/evaluation.md"
+            )
         elif "self.max_length" in failed or "max_ctx_len" in failed:  # assertions of HFLM
-            message += f". Answers do not fit into --max-length {model.max_length}; raise it, or lower max_gen_toks"
+            message += (
+                f". Answers do not fit into --max-length {model.max_length}; raise it, or lower "
+                "max_gen_toks"
+            )
         raise UserError(message) from error
     return {key: results[key] for key in RESULT_KEYS if key in results}
 
 
 @contextmanager
 def _site_packages_first() -> Iterator[None]:
-    """Move the project's root to the end of sys.path: the harness imports Hugging Face's package `evaluate`, which
-    evaluate.py in the root would shadow.
+    """Move the project's root to the end of sys.path: the harness imports Hugging Face's package
+    `evaluate`, which evaluate.py in the root would shadow.
     """
     root, path = Path(__file__).resolve().parents[2], sys.path[:]
     sys.path.sort(key=lambda entry: Path(entry).resolve() == root)

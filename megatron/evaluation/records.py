@@ -1,9 +1,10 @@
 """Evaluation records, and reading the file that stores them, `results.jsonl`.
 
-`results.jsonl` holds one JSON object per line. Its key `kind` selects one of the record types below; the keys of
-`Record` are common to all of them. A value that is not known is null. Each record is appended and flushed to disk
-before the next measurement starts, so an interrupted evaluation resumes with the first record that is missing. An
-incomplete last line, which a killed process can leave, is ignored and overwritten.
+`results.jsonl` holds one JSON object per line. Its key `kind` selects one of the record types
+below; the keys of `Record` are common to all of them. A value that is not known is null. Each
+record is appended and flushed to disk before the next measurement starts, so an interrupted
+evaluation resumes with the first record that is missing. An incomplete last line, which a killed
+process can leave, is ignored and overwritten.
 """
 
 import hashlib
@@ -19,7 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints, overload
 
 from pydantic import FailFast, Field, TypeAdapter
-from typing_extensions import NotRequired, TypedDict  # pydantic does not accept that of `typing` before Python 3.12
+from typing_extensions import (
+    NotRequired,
+    TypedDict,
+)  # pydantic does not accept that of `typing` before Python 3.12
 
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file
@@ -41,7 +45,9 @@ Length = Annotated[Int, Field(ge=1)]
 
 
 class Checkpoint(TypedDict):
-    """The evaluated weights. path: the folder that contains `latest`. fingerprint: a digest of the weights."""
+    """The evaluated weights. path: the folder that contains `latest`. fingerprint: a digest of the
+    weights.
+    """
 
     path: Text | None
     iteration: Count | None
@@ -51,8 +57,8 @@ class Checkpoint(TypedDict):
 
 
 class Environment(TypedDict):
-    """What measured a record. commit: of this project, with -dirty if files were changed. machine: the GPU, or the
-    processor and its cores. versions: of Python and torch.
+    """What measured a record. commit: of this project, with -dirty if files were changed. machine:
+    the GPU, or the processor and its cores. versions: of Python and torch.
     """
 
     commit: Name | None
@@ -64,17 +70,19 @@ class Record(TypedDict):
     """Keys of every kind of record.
 
     Attributes:
-        corpus: name of the text, e.g. openwebtext2. Set for every kind, including those that read no text.
+        corpus: name of the text, e.g. openwebtext2. Set for every kind, including those that read
+            no text.
         protocol: with its size, e.g. last-k@256.
         length: tokens per segment.
         note: the reason if there is no value.
-        measurement: digest of everything except the weights that determines the value, e.g. the scored tokens. A record
-            with the same digest does not have to be measured again.
+        measurement: digest of everything except the weights that determines the value, e.g. the
+            scored tokens. A record with the same digest does not have to be measured again.
         environment: None if it is not known, e.g. for results of `evaluate_extrapolation`.
-        complete_segments: why a transformers model read complete segments instead of chunks through its KV cache; the
-            key is missing otherwise.
-        bos: the token that `--bos` put at the start of each segment, or the tokenizer at the start of each passkey
-            prompt; None if there was none. Files of earlier versions lack the key in this case.
+        complete_segments: why a transformers model read complete segments instead of chunks through
+            its KV cache; the key is missing otherwise.
+        bos: the token that `--bos` put at the start of each segment, or the tokenizer at the start
+            of each passkey prompt; None if there was none. Files of earlier versions lack the key
+            in this case.
     """
 
     kind: Name
@@ -94,8 +102,9 @@ class Record(TypedDict):
 
 
 class DocumentGroups(TypedDict):
-    """The scored documents in at most 256 groups of consecutive ones with about equal numbers of tokens; segments if
-    `documents` is None or 1. tokens: number of scored tokens. losses: mean loss in nats.
+    """The scored documents in at most 256 groups of consecutive ones with about equal numbers of
+    tokens; segments if `documents` is None or 1. tokens: number of scored tokens. losses: mean loss
+    in nats.
     """
 
     tokens: Counts
@@ -103,19 +112,22 @@ class DocumentGroups(TypedDict):
 
 
 class ExtrapolationRecord(Record):
-    """Kind `extrapolation`: the loss at one length. If it could not be measured, the values are None and tokens is 0.
+    """Kind `extrapolation`: the loss at one length. If it could not be measured, the values are
+    None and tokens is 0.
 
     Attributes:
         tokens: number of scored tokens.
         segments: number of segments they are in.
         documents: number of documents they are in; None if document boundaries are not known.
         loss: mean negative log-likelihood per token, in nats.
-        stderr: standard error of the loss over documents, or over segments if `documents` is None or 1; None
-            with fewer than two of them.
-        bits_per_byte: bits of all scored tokens divided by the UTF-8 bytes of their text; None without a tokenizer.
+        stderr: standard error of the loss over documents, or over segments if `documents` is None
+            or 1; None with fewer than two of them.
+        bits_per_byte: bits of all scored tokens divided by the UTF-8 bytes of their text; None
+            without a tokenizer.
         perplexity: exp(loss); None if it overflows a float.
-        targets: digest of the scored tokens, which does not depend on their context. Losses with the same digest
-            belong to the same tokens, so their differences can be paired by document.
+        targets: digest of the scored tokens, which does not depend on their context. Losses with
+            the same digest belong to the same tokens, so their differences can be paired by
+            document.
         groups: the losses of groups of documents, for these differences.
     """
 
@@ -131,9 +143,9 @@ class ExtrapolationRecord(Record):
 
 
 class PositionsRecord(Record):
-    """Kind `positions`: the loss by position in the segment. Bin i covers the positions `edges[i]` to
-    `edges[i + 1] - 1`; `losses[i]` is its mean loss in nats and `counts[i]` its number of scored tokens. targets: see
-    `ExtrapolationRecord`.
+    """Kind `positions`: the loss by position in the segment. Bin i covers the positions `edges[i]`
+    to `edges[i + 1] - 1`; `losses[i]` is its mean loss in nats and `counts[i]` its number of scored
+    tokens. targets: see `ExtrapolationRecord`.
     """
 
     edges: Counts
@@ -160,7 +172,8 @@ class PasskeyRecord(Record):
     """Kind `passkey`: passkey retrieval.
 
     Attributes:
-        depth: position of the pass key, from 0 (start of the prompt) to 1 (just before the question).
+        depth: position of the pass key, from 0 (start of the prompt) to 1 (just before the
+            question).
         trials: number of prompts.
         correct: number of prompts answered with the complete pass key.
         accuracy: correct / trials; None if it could not be measured.
@@ -173,13 +186,17 @@ class PasskeyRecord(Record):
 
 
 class EffectiveLengthRecord(Record):
-    """Kind `effective_length`: per head, the smallest distance with a bias below -2 (KERPLE, Figure 6).
+    """Kind `effective_length`: per head, the smallest distance with a bias below -2 (KERPLE, Figure
+    6).
 
-    `length` is the number of distances examined, and also the value for a head whose bias stays above -2.
+    `length` is the number of distances examined, and also the value for a head whose bias stays
+    above -2.
 
     Attributes:
-        layers: label of each list in `effective_lengths`: "layer 3", or "all layers" if the layers share the method.
-        effective_lengths: one list per entry of `layers`, with one number per head. Empty for a method without a bias.
+        layers: label of each list in `effective_lengths`: "layer 3", or "all layers" if the layers
+            share the method.
+        effective_lengths: one list per entry of `layers`, with one number per head. Empty for a
+            method without a bias.
     """
 
     layers: Annotated[list[Text], FailFast()]
@@ -219,8 +236,8 @@ _ADAPTERS = {kind: TypeAdapter(record_type) for kind, record_type in KINDS.items
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the values of records come from. settings: whatever changes the values for given weights, e.g. the
-    precision.
+    """Where the values of records come from. settings: whatever changes the values for given
+    weights, e.g. the precision.
     """
 
     checkpoint: Checkpoint | None = None
@@ -270,7 +287,9 @@ def perplexity(loss: float) -> float | None:
 
 def extrapolation_records(records: Iterable[Record]) -> list[ExtrapolationRecord]:
     """The records of kind `extrapolation`."""
-    return [cast(ExtrapolationRecord, record) for record in records if record["kind"] == "extrapolation"]
+    return [
+        cast(ExtrapolationRecord, record) for record in records if record["kind"] == "extrapolation"
+    ]
 
 
 def fingerprint_of(record: Mapping[str, Any]) -> str | None:
@@ -283,10 +302,15 @@ def identity(record: Record) -> tuple[object, ...]:
     """What a record measures. A later record with the same identity replaces an earlier one."""
     keys = ("corpus", "pos_emb", "seed", "train_length", "mode", "protocol", "length", "depth")
     checkpoint = record.get("checkpoint") or cast(Checkpoint, {})
-    return (record["kind"], checkpoint.get("fingerprint") or checkpoint.get("path"), *(record.get(key) for key in keys))
+    return (
+        record["kind"],
+        checkpoint.get("fingerprint") or checkpoint.get("path"),
+        *(record.get(key) for key in keys),
+    )
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- reading
+# --------------------------------------------------------------------------------------------------
 
 
 def has_results(folder: str | os.PathLike[str]) -> bool:
@@ -310,14 +334,15 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
 
     Args:
         folders: one folder or several; each contains results.jsonl itself, in subfolders, or both.
-        as_frame: return a pandas DataFrame with one row per record and one column per key. The keys of `checkpoint`
-            become columns `checkpoint_path`, `checkpoint_iteration`, `checkpoint_fingerprint`, `checkpoint_layers` and
-            `checkpoint_hidden_size`. Keys that a kind does not have are NaN, so select a kind first:
+        as_frame: return a pandas DataFrame with one row per record and one column per key. The keys
+            of `checkpoint` become columns `checkpoint_path`, `checkpoint_iteration`,
+            `checkpoint_fingerprint`, `checkpoint_layers` and `checkpoint_hidden_size`. Keys that a
+            kind does not have are NaN, so select a kind first:
             `frame[frame.kind == "extrapolation"].pivot_table("perplexity", "pos_emb", "length")`.
 
-    If a file has several records with the same identity (measured on other tokens or in another precision), the last
-    one is returned. Raises UserError if a folder has no results or a line is not a record; it names the file, the line
-    and the key.
+    If a file has several records with the same identity (measured on other tokens or in another
+    precision), the last one is returned. Raises UserError if a folder has no results or a line is
+    not a record; it names the file, the line and the key.
     """
     if isinstance(folders, str | os.PathLike):
         folders = [folders]
@@ -327,7 +352,9 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
         if not paths:
             if folder.is_file():
                 raise UserError(f"{folder} is a file; give the folder that contains {RESULTS}")
-            raise UserError(f"{folder}: no {RESULTS} in this folder or below it; evaluate.py writes it")
+            raise UserError(
+                f"{folder}: no {RESULTS} in this folder or below it; evaluate.py writes it"
+            )
         for path in paths:
             records += read_results_file(path)
     if not as_frame:
@@ -338,14 +365,17 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
     for record in records:
         columns: dict[str, object] = dict(record)
         checkpoint = columns.pop("checkpoint", None) or {}
-        columns |= {f"checkpoint_{name}": cast(Checkpoint, checkpoint).get(name) for name in get_type_hints(Checkpoint)}
+        columns |= {
+            f"checkpoint_{name}": cast(Checkpoint, checkpoint).get(name)
+            for name in get_type_hints(Checkpoint)
+        }
         rows.append(columns)
     return pandas.DataFrame(rows)
 
 
 def read_results_file(path: Path) -> list[Record]:
-    """The records of one results.jsonl, the last one of each identity. Skips records of unknown kinds, with one line on
-    standard error. Raises UserError.
+    """The records of one results.jsonl, the last one of each identity. Skips records of unknown
+    kinds, with one line on standard error. Raises UserError.
     """
     records: dict[tuple[object, ...], Record] = {}
     unknown: list[UnknownKindError] = []
@@ -365,13 +395,15 @@ def read_results_file(path: Path) -> list[Record]:
 
 
 def parse_record(line: bytes, place: str) -> Record:
-    """The record in a line. Raises UserError, starting with `place`, if it is not one, or its values contradict each
-    other; UnknownKindError if its kind is unknown.
+    """The record in a line. Raises UserError, starting with `place`, if it is not one, or its
+    values contradict each other; UnknownKindError if its kind is unknown.
     """
     value = load_json(line, place)
     kind = check_json(value, _KIND, place)["kind"]
     if kind not in KINDS:
-        raise UnknownKindError(f"{place}: kind {kind!r} is unknown; evaluate.py writes {', '.join(KINDS)}")
+        raise UnknownKindError(
+            f"{place}: kind {kind!r} is unknown; evaluate.py writes {', '.join(KINDS)}"
+        )
     record = check_json(value, _ADAPTERS[kind], place)
     for contradiction in _contradictions(record):
         raise UserError(f"{place}: {contradiction}")
@@ -426,7 +458,11 @@ def _contradictions_of_losses(record: Mapping[str, Any], is_measured: bool) -> I
         yield f"perplexity {record['perplexity']} is not exp(loss), {expected}"
     if groups is None:
         return
-    if len(groups["tokens"]) != len(groups["losses"]) or 0 in groups["tokens"] or sum(groups["tokens"]) != tokens:
+    if (
+        len(groups["tokens"]) != len(groups["losses"])
+        or 0 in groups["tokens"]
+        or sum(groups["tokens"]) != tokens
+    ):
         yield f"groups must have one loss for each positive number of tokens, {tokens:,} in total"
         return
     mean = math.fsum(map(operator.mul, groups["tokens"], groups["losses"])) / tokens

@@ -7,7 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.evaluation.records import RESULTS, Record, fingerprint_of, identity, parse_record, read_results_file
+from megatron.evaluation.records import (
+    RESULTS,
+    Record,
+    fingerprint_of,
+    identity,
+    parse_record,
+    read_results_file,
+)
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically, write_errors
 from megatron.utils.processes import Lock
@@ -21,8 +28,8 @@ class ResultsFile:
         checkpoints: fingerprints of the models to evaluate.
         replace: drop stored records of other models.
 
-    Entering raises UserError if the folder cannot be written to, if another process is writing to it, or if it
-    contains records of other models and `replace` is False.
+    Entering raises UserError if the folder cannot be written to, if another process is writing to
+    it, or if it contains records of other models and `replace` is False.
     """
 
     def __init__(
@@ -39,7 +46,8 @@ class ResultsFile:
         self._replace = replace
         self._lock = Lock(
             self.folder / f"{RESULTS}.lock",
-            f"{self.path}: another evaluation is writing to it; wait until it ends, or choose another --output",
+            f"{self.path}: another evaluation is writing to it; wait until it ends, or choose "
+            "another --output",
         )
 
     def __enter__(self) -> "ResultsFile":
@@ -51,15 +59,21 @@ class ResultsFile:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock)
             stored = read_results_file(self.path) if self.path.exists() else []
-            self.records = [record for record in stored if fingerprint_of(record) in self._checkpoints]
-            other = next((record for record in stored if fingerprint_of(record) not in self._checkpoints), None)
+            self.records = [
+                record for record in stored if fingerprint_of(record) in self._checkpoints
+            ]
+            other = next(
+                (record for record in stored if fingerprint_of(record) not in self._checkpoints),
+                None,
+            )
             if other is not None and not self._replace:
                 checkpoint: Mapping[str, object] = other["checkpoint"] or {}
                 raise UserError(
-                    f"{self.folder}: contains results of another model, {other['pos_emb']} with seed {other['seed']} "
-                    f"({checkpoint.get('path')} at iteration {checkpoint.get('iteration')}, weights "
-                    f"{checkpoint.get('fingerprint')}); choose another --output, evaluate that model too (--checkpoint "
-                    "A B), or drop its results with --replace"
+                    f"{self.folder}: contains results of another model, {other['pos_emb']} with "
+                    f"seed {other['seed']} ({checkpoint.get('path')} at iteration "
+                    f"{checkpoint.get('iteration')}, weights {checkpoint.get('fingerprint')}); "
+                    "choose another --output, evaluate that model too (--checkpoint A B), or drop "
+                    "its results with --replace"
                 )
             if other is not None:
                 lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)

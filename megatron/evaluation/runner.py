@@ -1,7 +1,8 @@
 """Planning and running evaluations: `EvalTask`, the loop over tasks, and length extrapolation.
 
 An `EvalTask` is one measurement of one model. Extrapolation tasks are defined here, further ones in
-`megatron.evaluation.metrics`. Several ranks share an evaluation: each runs its share of every task's segments.
+`megatron.evaluation.metrics`. Several ranks share an evaluation: each runs its share of every
+task's segments.
 """
 
 import math
@@ -37,7 +38,8 @@ QUERY_CHUNK = 512
 LOSS_NOTE = "the loss is"  # nan or inf: the start of the note of such a record
 # Larger batches do not fit into a CPU's caches; smaller ones do not keep a GPU busy.
 BATCH_TOKENS_CPU, BATCH_TOKENS_GPU = 8192, 32768
-# For the time left only: attention over this many keys is assumed to cost as much as the rest of a small model.
+# For the time left only: attention over this many keys is assumed to cost as much as the rest of a
+# small model.
 KEYS_PER_UNIT_COST = 8192
 
 
@@ -64,14 +66,19 @@ class EvalContext:
 
 @dataclass(frozen=True)
 class EvalTask:
-    """One measurement, in one inference mode, on segments of equal length. planned: its records, without values."""
+    """One measurement, in one inference mode, on segments of equal length. planned: its records,
+    without values.
+    """
 
     mode: Mode
     segments: Segments
     planned: tuple[Record, ...]
 
-    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
-        """The planned records with their values, on every rank. Calls `advance` with each number of tokens read.
+    def run(
+        self, context: EvalContext, share: Segments, advance: Callable[[int], None]
+    ) -> list[Record]:
+        """The planned records with their values, on every rank. Calls `advance` with each number of
+        tokens read.
 
         share: the segments of this rank.
         """
@@ -85,19 +92,31 @@ class ExtrapolationTask(EvalTask):
     text: Text
     bins: int | None = None
 
-    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
-        """If the model has no positions for the length, the records have a note instead of values."""
+    def run(
+        self, context: EvalContext, share: Segments, advance: Callable[[int], None]
+    ) -> list[Record]:
+        """If the model has no positions for the length, the records have a note
+        instead of values.
+        """
         sums = LossAccumulator(self.text, self.segments, context.rank, context.world_size)
         note = None
         try:
-            for chunk in context.reader.losses(self.text.tokens, share, self.mode.attention, self.text.bos):
+            for chunk in context.reader.losses(
+                self.text.tokens, share, self.mode.attention, self.text.bos
+            ):
                 sums.add(chunk)
                 advance(chunk.losses.numel())
         except PositionsExceeded as error:
             note = str(error)
         note = context.share_note(note)
         if note is None:
-            for values in (sums.losses, sums.counts, sums.position_losses, sums.position_counts, sums.bytes):
+            for values in (
+                sums.losses,
+                sums.counts,
+                sums.position_losses,
+                sums.position_counts,
+                sums.bytes,
+            ):
                 context.sum_over_ranks(values)
             if not math.isfinite(sums.loss):
                 note = f"{LOSS_NOTE} {sums.loss}"
@@ -145,7 +164,9 @@ def plan_extrapolation(
     provenance: Provenance,
     bins: int | None = None,
 ) -> list[ExtrapolationTask]:
-    """The tasks of `evaluate_extrapolation`, by protocol, mode and length in this order. Raises UserError."""
+    """The tasks of `evaluate_extrapolation`, by protocol, mode and length in this order. Raises
+    UserError.
+    """
     lengths = unique_lengths(lengths)
     parsed_modes = parse_modes(modes, provenance.train_length)
     parsed_protocols = []
@@ -184,10 +205,11 @@ def run_eval_tasks(
     world_size: int = 1,
     on_record: Callable[[Record], None] | None = None,
 ) -> list[Record]:
-    """Run tasks on a model and return their records in order. For the arguments, see `evaluate_extrapolation`.
+    """Run tasks on a model and return their records in order. For the arguments, see
+    `evaluate_extrapolation`.
 
-    With a `world_size` above 1, every rank of the default process group must call this. Each computes its share of the
-    segments, and all get all records.
+    With a `world_size` above 1, every rank of the default process group must call this. Each
+    computes its share of the segments, and all get all records.
     """
     # Check all modes before the first task.
     decoder = as_decoder(model)
@@ -201,22 +223,29 @@ def run_eval_tasks(
     device = model_device(model) if device is None else torch.device(device)
     if batch_tokens is None:
         batch_tokens = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
-    context = EvalContext(model, SegmentReader(decoder, device, query_chunk, batch_tokens), rank, world_size)
+    context = EvalContext(
+        model, SegmentReader(decoder, device, query_chunk, batch_tokens), rank, world_size
+    )
     name = (tasks[0].planned[0]["pos_emb"] if tasks else None) or model_name
 
     shares = [task.segments.shard(rank, world_size) for task in tasks]
 
-    # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments are cheap.
+    # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments
+    # are cheap.
     costs = []
     for task in tasks:
         span, length = task.mode.span, task.segments.length
-        costs.append(1 + min(length, span.window or length, span.block or length) / KEYS_PER_UNIT_COST)
+        costs.append(
+            1 + min(length, span.window or length, span.block or length) / KEYS_PER_UNIT_COST
+        )
     total = sum(cost * share.targets for cost, share in zip(costs, shares, strict=True))
 
     # Run the tasks. All ranks have the same tasks, and share the segments of each.
     completed = 0.0
     records: list[Record] = []
-    display = Progress(name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0)
+    display = Progress(
+        name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0
+    )
     with inference(model), display:
         for task, share, cost in zip(tasks, shares, costs, strict=True):
             display.description = f"{name} {task.mode.name} {share.length:,}"
@@ -258,7 +287,10 @@ def _result_line(name: str, record: Record, rate: str) -> str:
         error = "" if values["stderr"] is None else f" ± {values['stderr']:.4f}"
         if error and (values["documents"] or 1) == 1:
             error += " over segments"
-        result = f"perplexity {number} (loss {values['loss']:.4f}{error}, {values['tokens']:,} tokens, {rate})"
+        result = (
+            f"perplexity {number} (loss {values['loss']:.4f}{error}, {values['tokens']:,} tokens, "
+            f"{rate})"
+        )
     return f"{name} {values['mode']} {values['protocol']} at {values['length']:,}: {result}"
 
 
@@ -281,41 +313,49 @@ def evaluate_extrapolation(
     train_length: int | None = None,
     on_record: Callable[[Record], None] | None = None,
 ) -> list[ExtrapolationRecord]:
-    """Measure the loss and perplexity of a token stream, read in segments of each of the given lengths.
+    """Measure the loss and perplexity of a token stream, read in segments of each of the given
+    lengths.
 
     Args:
-        model: a callable from int64 tokens `[b, s]` to logits `[b, s, v]`, or to an object with such `.logits`. Models
-            of this project and of transformers are fed in chunks through their KV cache, so memory grows linearly with
-            the length.
-        tokens: int64 `[n]`, or a `Text`, which also knows its documents. The first token is only context.
-        lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the text.
+        model: a callable from int64 tokens `[b, s]` to logits `[b, s, v]`, or to an object with
+            such `.logits`. Models of this project and of transformers are fed in chunks through
+            their KV cache, so memory grows linearly with the length.
+        tokens: int64 `[n]`, or a `Text`, which also knows its documents. The first token is only
+            context.
+        lengths: segment lengths in tokens. Lengths that divide the longest make the best use of the
+            text.
         modes: such as `full` or `window@512`; see `kerple/attention/inference/mode.py`.
-        protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see `megatron.evaluation.protocols`.
-        token_budget: maximum number of tokens to score, the same ones at every length, evenly spaced in the text; None
-            for no limit.
-        position_bins: also measure the loss by position in this many bins. These records, of kind `positions`, are
-            only passed to `on_record`.
+        protocols: `non-overlapping`, `kerple`, `last-k`, `sliding`; see
+            `megatron.evaluation.protocols`.
+        token_budget: maximum number of tokens to score, the same ones at every length, evenly
+            spaced in the text; None for no limit.
+        position_bins: also measure the loss by position in this many bins. These records, of kind
+            `positions`, are only passed to `on_record`.
         query_chunk: queries computed at once, for a model with a KV cache.
-        batch_tokens: tokens of short segments computed at once; by default 8,192 on a CPU and 32,768 on a GPU. Like
-            `query_chunk`, this affects memory and speed, not results.
-        vocab_size: the ids of the tokens that are read must be below it, and below the size of the model's own
-            vocabulary, if known.
-        device: where batches are sent; by default the device of the model's first parameter. The model is not moved.
-        progress: show tokens/s and the time left on standard error: a changing line on a terminal, otherwise one line
-            per result.
-        pos_emb, seed, train_length: copied to the records. A model of this project knows its own pos_emb. Mode
-            `blockwise` takes the block size from train_length.
+        batch_tokens: tokens of short segments computed at once; by default 8,192 on a CPU and
+            32,768 on a GPU. Like `query_chunk`, this affects memory and speed, not results.
+        vocab_size: the ids of the tokens that are read must be below it, and below the size of the
+            model's own vocabulary, if known.
+        device: where batches are sent; by default the device of the model's first parameter. The
+            model is not moved.
+        progress: show tokens/s and the time left on standard error: a changing line on a terminal,
+            otherwise one line per result.
+        pos_emb, seed, train_length: copied to the records. A model of this project knows its own
+            pos_emb. Mode `blockwise` takes the block size from train_length.
         on_record: called with each record once it is measured.
 
     Returns:
-        One record per protocol, mode and length, in this order. The loss is summed in float64. A length without
-        positions (e.g. `learned` beyond its table) has a record with a `note` and without a loss.
+        One record per protocol, mode and length, in this order. The loss is summed in float64. A
+        length without positions (e.g. `learned` beyond its table) has a record with a `note` and
+        without a loss.
 
     Raises:
         UserError: for an invalid argument, before anything is computed.
     """
     decoder = as_decoder(model)
-    vocab_size = min((size for size in (vocab_size, decoder.vocab_size) if size is not None), default=None)
+    vocab_size = min(
+        (size for size in (vocab_size, decoder.vocab_size) if size is not None), default=None
+    )
     pos_emb = decoder.pos_emb if pos_emb is None else pos_emb
     text = as_text(tokens)
     sizes = {"token_budget": token_budget, "position_bins": position_bins}
@@ -324,7 +364,9 @@ def evaluate_extrapolation(
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")
     provenance = Provenance(pos_emb=pos_emb, seed=seed, train_length=train_length)
-    tasks = plan_extrapolation(text, lengths, modes, protocols, token_budget, provenance, position_bins)
+    tasks = plan_extrapolation(
+        text, lengths, modes, protocols, token_budget, provenance, position_bins
+    )
     text.check_ids(vocab_size)
     records = run_eval_tasks(
         model,
@@ -339,7 +381,9 @@ def evaluate_extrapolation(
 
 
 def unique_lengths(lengths: Iterable[int]) -> list[int]:
-    """The lengths without duplicates. Raises UserError if there are none, or one is below 1 or not an integer."""
+    """The lengths without duplicates. Raises UserError if there are none, or one is below 1 or not
+    an integer.
+    """
     unique: dict[int, None] = {}  # as an ordered set
     for length in lengths:
         if not isinstance(length, Real) or not 1 <= length < math.inf or length != int(length):

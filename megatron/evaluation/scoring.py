@@ -1,10 +1,11 @@
 """The loss of every scored token, in memory that grows linearly with the length.
 
-Each segment is read in chunks of queries through the KV cache, so no tensor is length x length. Logits are computed for
-`LOGIT_POSITIONS` positions at a time, so no tensor is length x vocabulary. As in training, the softmax covers the
-padded vocabulary.
+Each segment is read in chunks of queries through the KV cache, so no tensor is length x length.
+Logits are computed for `LOGIT_POSITIONS` positions at a time, so no tensor is length x vocabulary.
+As in training, the softmax covers the padded vocabulary.
 
-Legend: b batch (segments), s positions, c positions of a chunk, n tokens of the stream, e hidden size.
+Legend: b batch (segments), s positions, c positions of a chunk, n tokens of the stream, e hidden
+size.
 """
 
 import math
@@ -30,8 +31,9 @@ LOGIT_POSITIONS = 1024
 
 @dataclass(frozen=True)
 class HiddenChunk:
-    """Hidden states `[b, c, e]` of consecutive segments and positions, of which `segment` and `position` are the first.
-    `text`, int64 `[b, length + 1]`, contains these segments and the token after each.
+    """Hidden states `[b, c, e]` of consecutive segments and positions, of which `segment` and
+    `position` are the first. `text`, int64 `[b, length + 1]`, contains these segments and the token
+    after each.
     """
 
     segment: int
@@ -42,8 +44,9 @@ class HiddenChunk:
 
 @dataclass(frozen=True)
 class LossChunk:
-    """Losses `[b, s]` in nats (float32; float64 for a float64 model) of consecutive segments and positions, of which
-    `segment` and `position` are the first. A position predicts the token after it.
+    """Losses `[b, s]` in nats (float32; float64 for a float64 model) of consecutive segments and
+    positions, of which `segment` and `position` are the first. A position predicts the token after
+    it.
     """
 
     segment: int
@@ -72,8 +75,8 @@ class SegmentReader:
         mode: AttentionMode = DEFAULT_MODE,
         bos: int | None = None,
     ) -> Iterator[HiddenChunk]:
-        """The hidden states of segments of `tokens` `[n]`, in order. All chunks of a batch of segments precede the next
-        batch. Raises what the model raises, e.g. PositionsExceeded.
+        """The hidden states of segments of `tokens` `[n]`, in order. All chunks of a batch of
+        segments precede the next batch. Raises what the model raises, e.g. PositionsExceeded.
 
         mode: for texts of the segments' length.
         bos: the token that replaces the first one of each segment; None: no token.
@@ -102,19 +105,29 @@ class SegmentReader:
         mode: AttentionMode = DEFAULT_MODE,
         bos: int | None = None,
     ) -> Iterator[LossChunk]:
-        """The losses of the scored tokens, as they are computed. Arguments and exceptions as for `hidden_states`."""
+        """The losses of the scored tokens, as they are computed. Arguments and exceptions as for
+        `hidden_states`.
+        """
         for chunk in self.hidden_states(tokens, segments, mode, bos):
             end = chunk.position + chunk.hidden.shape[1]
             if end <= segments.first:
                 continue
             first = max(chunk.position, segments.first)
-            hidden, targets = chunk.hidden[:, first - chunk.position :], chunk.text[:, first + 1 : end + 1]
+            hidden, targets = (
+                chunk.hidden[:, first - chunk.position :],
+                chunk.text[:, first + 1 : end + 1],
+            )
             yield LossChunk(chunk.segment, first, token_losses(self.decoder, hidden, targets))
 
 
 def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy `[b, s]` in nats for int64 targets `[b, s]` and hidden states `[b, s, e]`, in at least float32."""
-    hidden_parts, target_parts = hidden.flatten(0, 1).split(LOGIT_POSITIONS), targets.flatten().split(LOGIT_POSITIONS)
+    """Cross-entropy `[b, s]` in nats for int64 targets `[b, s]` and hidden states `[b, s, e]`, in
+    at least float32.
+    """
+    hidden_parts, target_parts = (
+        hidden.flatten(0, 1).split(LOGIT_POSITIONS),
+        targets.flatten().split(LOGIT_POSITIONS),
+    )
     parts = zip(hidden_parts, target_parts, strict=True)
     losses = [loss.token_losses(decoder.logits(positions), labels) for positions, labels in parts]
     return torch.cat(losses).view(targets.shape)
@@ -123,15 +136,18 @@ def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
 def _in_one_document(documents: IntArray, segments: Segments) -> bool:
     """Whether all scored tokens are in one of the documents that begin at these positions."""
     first, last = min(segments.starts) + segments.first + 1, max(segments.starts) + segments.length
-    return bool(np.searchsorted(documents, first, side="right") == np.searchsorted(documents, last, side="right"))
+    return bool(
+        np.searchsorted(documents, first, side="right")
+        == np.searchsorted(documents, last, side="right")
+    )
 
 
 class LossAccumulator:
-    """Sums the losses of segments of a text, by document and by position; by segment if documents are not known, or if
-    all scored tokens are in one document.
+    """Sums the losses of segments of a text, by document and by position; by segment if documents
+    are not known, or if all scored tokens are in one document.
 
-    All sums are float64 on the CPU. Each of several ranks adds the losses of its share of the segments
-    (`Segments.shard`); then the sums of all ranks must be added up.
+    All sums are float64 on the CPU. Each of several ranks adds the losses of its share of the
+    segments (`Segments.shard`); then the sums of all ranks must be added up.
     """
 
     def __init__(self, text: Text, segments: Segments, rank: int = 0, world_size: int = 1):
@@ -196,20 +212,25 @@ class LossAccumulator:
         group = np.arange(len(counts))
         if len(counts) > most:
             middle = np.cumsum(counts) - counts / 2
-            group = np.unique((middle * most / counts.sum()).astype(np.int64), return_inverse=True)[1]
+            group = np.unique((middle * most / counts.sum()).astype(np.int64), return_inverse=True)[
+                1
+            ]
         tokens = np.bincount(group, counts).astype(np.int64)
         means = np.bincount(group, losses) / tokens
         return {"tokens": tokens.tolist(), "losses": [float(f"{mean:.7g}") for mean in means]}
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits of all scored tokens divided by the bytes of their text; None if the bytes are not known."""
+        """Bits of all scored tokens divided by the bytes of their text; None if the bytes are not
+        known.
+        """
         if self._token_bytes is None or not int(self.bytes):
             return None
         return float(self.losses.sum()) / math.log(2) / int(self.bytes)
 
     def by_position(self, bins: int) -> tuple[list[int], list[float], list[int]]:
-        """(edges, mean losses in nats, counts) of the scored positions in at most `bins` bins of about equal size.
+        """(edges, mean losses in nats, counts) of the scored positions in at most `bins` bins of
+        about equal size.
 
         Bin i covers the positions `edges[i]` to `edges[i + 1] - 1`.
         """

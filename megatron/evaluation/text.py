@@ -1,4 +1,6 @@
-"""The text that models are evaluated on: a token stream, its document boundaries and its size in bytes."""
+"""The text that models are evaluated on: a token stream, its document boundaries and its size in
+bytes.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,12 +29,16 @@ class Text:
 
     Attributes:
         tokens: int64 `[n]`, or a stream of n tokens that reads its files only where it is indexed.
-        documents: int64 `[documents + 1]`, the start of each document, followed by n; None if not known.
-        token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not known.
+        documents: int64 `[documents + 1]`, the start of each document, followed by n; None if not
+            known.
+        token_bytes: int64 `[vocabulary]`, the number of UTF-8 bytes of each token; None if not
+            known.
         corpus: its name.
-        tokenizer_is_known: whether the data name their tokenizer, so that the tokens determine `token_bytes`.
+        tokenizer_is_known: whether the data name their tokenizer, so that the tokens determine
+            `token_bytes`.
         source: where it is from, for error messages; None if not known.
-        bos: the token that replaces the first one of each segment, which is only context; None: no token.
+        bos: the token that replaces the first one of each segment, which is only context; None: no
+            token.
     """
 
     tokens: Tensor | TokenStream
@@ -44,9 +50,11 @@ class Text:
     bos: int | None = None
     _read: dict[bytes, "_Read"] = field(default_factory=dict, repr=False, compare=False)
 
-    def plan(self, protocol: Protocol, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
-        """The segments that the protocol scores at each length. Raises UserError, which names the source and its size,
-        if there are none.
+    def plan(
+        self, protocol: Protocol, lengths: Sequence[int], token_budget: int | None
+    ) -> list[Segments]:
+        """The segments that the protocol scores at each length. Raises UserError, which names the
+        source and its size, if there are none.
         """
         try:
             return protocol.plan(len(self.tokens), lengths, token_budget)
@@ -55,16 +63,22 @@ class Text:
 
     def error(self, problem: str) -> UserError:
         """An error that names the source of this text and its size."""
-        return UserError(problem if self.source is None else f"{self.source} ({len(self.tokens):,} tokens): {problem}")
+        return UserError(
+            problem
+            if self.source is None
+            else f"{self.source} ({len(self.tokens):,} tokens): {problem}"
+        )
 
     def digest(self, segments: Segments) -> str:
-        """16 hexadecimal digits that identify what is scored: the tokens that are read, the segments, `bos`, and the
-        number of bytes of the tokens.
+        """16 hexadecimal digits that identify what is scored: the tokens that are read, the
+        segments, `bos`, and the number of bytes of the tokens.
         """
         starts = np.asarray(segments.starts, dtype=np.int64)
         digest = self._read_digest(_merged(np.unique(starts), segments.length + 1))
         digest.update(starts.tobytes())
-        digest.update(repr((segments.length, segments.first, self.token_bytes is not None)).encode())
+        digest.update(
+            repr((segments.length, segments.first, self.token_bytes is not None)).encode()
+        )
         if self.bos is not None:
             digest.update(f"bos {self.bos}".encode())
         if self.token_bytes is not None and not self.tokenizer_is_known:
@@ -96,14 +110,18 @@ class Text:
         return self._read[key].digest.copy()
 
     def check_ids(self, vocab_size: int | None) -> None:
-        """Raises UserError if a token of the segments passed to `digest` is negative or not below `vocab_size`."""
+        """Raises UserError if a token of the segments passed to `digest` is negative or not below
+        `vocab_size`.
+        """
         for read in self._read.values():
             bos = read.low if self.bos is None else self.bos
             check_range(min(read.low, bos), max(read.high, bos), vocab_size)
 
 
 class PlannedText(Text):
-    """The size of a text, to check whether a measurement is possible. Its tokens are a tensor without data."""
+    """The size of a text, to check whether a measurement is possible. Its tokens are a tensor
+    without data.
+    """
 
     def digest(self, segments: Segments) -> str:
         """An empty string."""
@@ -119,7 +137,9 @@ class _Read(NamedTuple):
 
 
 def _merged(starts: IntArray, length: int) -> IntArray:
-    """The union of the spans of `length` positions at sorted `starts`, as disjoint spans (first, end) `[spans, 2]`."""
+    """The union of the spans of `length` positions at sorted `starts`, as disjoint spans (first,
+    end) `[spans, 2]`.
+    """
     new = np.concatenate(([True], starts[1:] > starts[:-1] + length))
     last = np.concatenate((new[1:], [True]))
     return np.stack((starts[new], starts[last] + length), axis=1)
@@ -130,25 +150,40 @@ def as_text(tokens: Tensor | IntArray | Sequence[int] | Text) -> Text:
     if isinstance(tokens, Text):
         return tokens
     stream = torch.as_tensor(tokens)
-    if stream.dim() != 1 or stream.is_floating_point() or stream.is_complex() or stream.dtype == torch.bool:
-        raise UserError(f"tokens must be a vector of integers, not {stream.dtype} of shape {tuple(stream.shape)}")
+    if (
+        stream.dim() != 1
+        or stream.is_floating_point()
+        or stream.is_complex()
+        or stream.dtype == torch.bool
+    ):
+        raise UserError(
+            f"tokens must be a vector of integers, not {stream.dtype} of shape "
+            f"{tuple(stream.shape)}"
+        )
     return Text(stream.to("cpu", torch.int64))
 
 
 def check_range(low: int, high: int, vocab_size: int | None) -> None:
-    """Raises UserError if the smallest id is negative or, with `vocab_size`, the largest one is not below it."""
+    """Raises UserError if the smallest id is negative or, with `vocab_size`, the largest one is not
+    below it.
+    """
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         invalid = low if low < 0 else high
         limit = f" of {vocab_size:,}" if vocab_size is not None else ""
         raise UserError(
-            f"token id {invalid} is outside the vocabulary{limit}: the text was tokenized with another tokenizer"
+            f"token id {invalid} is outside the vocabulary{limit}: the text was tokenized with "
+            "another tokenizer"
         )
 
 
-def evaluation_text(config: Config, tokenizer: Tokenizer | None = None, part: str = "valid") -> Text:
-    """The configured documents of a part (`valid` or `test`), concatenated. Their tokens are read when they are used.
+def evaluation_text(
+    config: Config, tokenizer: Tokenizer | None = None, part: str = "valid"
+) -> Text:
+    """The configured documents of a part (`valid` or `test`), concatenated. Their tokens are read
+    when they are used.
 
-    tokenizer: that of the text, for bits per byte. Raises UserError if the data were built with another one.
+    tokenizer: that of the text, for bits per byte. Raises UserError if the data were built with
+        another one.
     """
     prefixes, _ = evaluation_corpora(config, part)
     is_known = False
@@ -158,18 +193,29 @@ def evaluation_text(config: Config, tokenizer: Tokenizer | None = None, part: st
         is_known, token_bytes = all(known), tokenizer.byte_lengths()
     tokens, lengths = evaluation_stream(config, part)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
-    return Text(tokens, offsets, token_bytes, corpus_name(prefixes, part), is_known, text_source(config, part))
+    return Text(
+        tokens,
+        offsets,
+        token_bytes,
+        corpus_name(prefixes, part),
+        is_known,
+        text_source(config, part),
+    )
 
 
 def text_source(config: Config, part: str = "valid") -> str:
     """The files of a part, and the split that selects it from them."""
     prefixes, split = evaluation_corpora(config, part)
-    return visible(", ".join(prefixes)) + ("" if split is None else f", {part} part of split {split}")
+    return visible(", ".join(prefixes)) + (
+        "" if split is None else f", {part} part of split {split}"
+    )
 
 
 def corpus_name(prefixes: Sequence[str], part: str = "valid") -> str:
-    """The file names without `_text_document`; several are joined by +. A very long name is shortened. The name of the
-    test split says so.
+    """The file names without `_text_document`; several are joined by +. A very long name is
+    shortened. The name of the test split says so.
     """
-    names = (Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes)
+    names = (
+        Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes
+    )
     return visible("+".join(names))[:300] + (" (test split)" if part == "test" else "")

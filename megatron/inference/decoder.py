@@ -1,8 +1,9 @@
 """A common interface to causal language models, for evaluation and generation.
 
-A decoder computes hidden states from tokens, and logits from hidden states. Logits are the largest tensor of a language
-model; this way they can be computed for a few positions at a time. A decoder declares what else it supports: `cached`
-(a KV cache, so that a long text is fed in chunks), and which attention modes it supports.
+A decoder computes hidden states from tokens, and logits from hidden states. Logits are the largest
+tensor of a language model; this way they can be computed for a few positions at a time. A decoder
+declares what else it supports: `cached` (a KV cache, so that a long text is fed in chunks), and
+which attention modes it supports.
 
 Legend: b batch, s new tokens, e hidden size, v padded vocabulary.
 """
@@ -27,7 +28,8 @@ from megatron.utils.errors import UserError
 
 # The backends for modes that `attend_in_mode` computes.
 MODE_BACKENDS = ("auto", "chunked", "reference")
-# The RoPE types of transformers whose angles depend on the length of the text ("su": Phi-3's first name of longrope).
+# The RoPE types of transformers whose angles depend on the length of the text ("su": Phi-3's first
+# name of longrope).
 LENGTH_DEPENDENT_ROPE = re.compile(r"dynamic|longrope|^su$")
 
 PROBE_TOKENS = 8  # of the short text from which it is learned how a transformers model can be read
@@ -52,17 +54,23 @@ class Decoder(Protocol):
 
     @property
     def complete_segments(self) -> str | None:
-        """Why a transformers model reads complete segments, not chunks through a KV cache; None if it does not."""
-
-    def new_cache(self, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
-        """An empty cache for rows of up to `max_length` tokens (None: any) in a mode; None if not `cached`."""
-
-    def unsupported_reason(self, mode: AttentionMode) -> str | None:
-        """Why `hidden` does not support this mode, as a complete sentence part after the mode's name; None if it
-        does.
+        """Why a transformers model reads complete segments, not chunks through a KV cache; None if
+        it does not.
         """
 
-    def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
+    def new_cache(self, max_length: int | None, mode: AttentionMode = DEFAULT_MODE) -> Any:
+        """An empty cache for rows of up to `max_length` tokens (None: any) in a mode; None if not
+        `cached`.
+        """
+
+    def unsupported_reason(self, mode: AttentionMode) -> str | None:
+        """Why `hidden` does not support this mode, as a complete sentence part after the mode's
+        name; None if it does.
+        """
+
+    def hidden(
+        self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE
+    ) -> Tensor:
         """Hidden states `[b, s, e]` of int64 tokens `[b, s]`, which follow those in the cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -70,12 +78,14 @@ class Decoder(Protocol):
 
 
 def as_decoder(model: Callable[[Tensor], Any]) -> Decoder:
-    """The decoder for a model of this project, a transformers model, or any callable from int64 tokens `[b, s]` to
-    logits `[b, s, v]` (or to an object with `.logits`).
+    """The decoder for a model of this project, a transformers model, or any callable from int64
+    tokens `[b, s]` to logits `[b, s, v]` (or to an object with `.logits`).
     """
     if all(hasattr(model, name) for name in ("new_cache", "hidden", "logits")):
         return NativeDecoder(model)
-    transformers = sys.modules.get("transformers")  # already imported if the model is from transformers
+    transformers = sys.modules.get(
+        "transformers"
+    )  # already imported if the model is from transformers
     if transformers is not None:
         inner: Any = model
         while inner is not None and not isinstance(inner, transformers.PreTrainedModel):
@@ -86,7 +96,9 @@ def as_decoder(model: Callable[[Tensor], Any]) -> Decoder:
 
 
 def _wrapped(model: Any) -> nn.Module | None:
-    """The module in a wrapper such as DataParallel or the result of torch.compile; None if there is none."""
+    """The module in a wrapper such as DataParallel or the result of torch.compile; None if there is
+    none.
+    """
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) else None
 
@@ -104,15 +116,17 @@ class NativeDecoder:
         self.logits = model.logits
         self.vocab_size: int | None = model.settings.padded_vocab_size
         self._config: ModelConfig = model.settings.config
-        self.pos_emb: str | None = describe_method(self._config.pos_emb, self._config.positional_options)
+        self.pos_emb: str | None = describe_method(
+            self._config.pos_emb, self._config.positional_options
+        )
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
         return unsupported_reason(mode, self.methods, self._config)
 
 
 class CallableDecoder:
-    """A callable that needs the complete text. It has no cache, and supports windows or blocks only if the callable has
-    an argument `window` or `block`, a number of tokens.
+    """A callable that needs the complete text. It has no cache, and supports windows or blocks only
+    if the callable has an argument `window` or `block`, a number of tokens.
     """
 
     cached = False
@@ -135,11 +149,20 @@ class CallableDecoder:
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
         if mode != AttentionMode(mode.span) or mode.span.sinks:
-            return f"needs a model of this project, and {_name(self._model)} is none; use full, window@W or blockwise@L"
+            return (
+                f"needs a model of this project, and {_name(self._model)} is none; use full, "
+                "window@W or blockwise@L"
+            )
         missing = sorted(_span_sizes(mode.span).keys() - self._arguments)
-        return f"needs a model with a `{missing[0]}` argument; {_name(self._model)} has none" if missing else None
+        return (
+            f"needs a model with a `{missing[0]}` argument; {_name(self._model)} has none"
+            if missing
+            else None
+        )
 
-    def hidden(self, tokens: Tensor, cache: None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, cache: None = None, mode: AttentionMode = DEFAULT_MODE
+    ) -> Tensor:
         logits = _logits(self._model, tokens, **_span_sizes(mode.span))
         if not self._is_causal and tokens.shape[1] > 1:
             check_causal(self._model, tokens[:1], _name(self._model))
@@ -151,41 +174,57 @@ class CallableDecoder:
 
 
 class TransformersDecoder:
-    """A causal model of the transformers library. It is cached if its `forward` has a cache argument, it has no other
-    state, its angles do not depend on the length of the text (RoPE types `dynamic` and `longrope`), and two chunks of a
-    short text have the same logits as one pass.
+    """A causal model of the transformers library. It is cached if its `forward` has a cache
+    argument, it has no other state, its angles do not depend on the length of the text (RoPE types
+    `dynamic` and `longrope`), and two chunks of a short text have the same logits as one pass.
 
-    The first text of each length shows whether the model has positions for it. If it fails, `hidden` raises
-    PositionsExceeded.
+    The first text of each length shows whether the model has positions for it. If it fails,
+    `hidden` raises PositionsExceeded.
     """
 
     methods: Sequence[PositionalMethod] = ()
 
     def __init__(self, model: Any, inner: Any):
-        """inner: the model in the wrapper `model` (peft, DataParallel, torch.compile), or the model itself."""
+        """inner: the model in the wrapper `model` (peft, DataParallel, torch.compile), or the model
+        itself.
+        """
         self._model, self._inner = model, inner
         self.vocab_size: int | None = inner.get_input_embeddings().num_embeddings
         config = inner.config
         if config.is_encoder_decoder:
             raise UserError(
-                f"{type(inner).__name__} has an encoder and a decoder; evaluate a causal language model instead"
+                f"{type(inner).__name__} has an encoder and a decoder; evaluate a causal language "
+                "model instead"
             )
-        self._length_dependent = any(LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config))
+        self._length_dependent = any(
+            LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config)
+        )
         self._arguments = set(inspect.signature(inner.forward).parameters)
         # `cache` since transformers 5.
         names = [name for name in ("cache", "past_key_values") if name in self._arguments]
-        self._cache_argument = None if not names or getattr(inner, "_is_stateful", False) else names[0]
+        self._cache_argument = (
+            None if not names or getattr(inner, "_is_stateful", False) else names[0]
+        )
         method = getattr(config, "positional_method", None)  # an exported model of this project
-        self.pos_emb = None if method is None else describe_method(method, config.positional_options or {})
-        self._has_virtual_tokens = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+        self.pos_emb = (
+            None if method is None else describe_method(method, config.positional_options or {})
+        )
+        self._has_virtual_tokens = getattr(
+            getattr(model, "active_peft_config", None), "is_prompt_learning", False
+        )
         self._longest = PROBE_TOKENS  # of the texts that were read
 
     @cached_property
     def complete_segments(self) -> str | None:
         """See `Decoder`. Learned from a short text. Raises UserError if the model is not causal."""
         assert self.vocab_size is not None
-        middle = self.vocab_size // 2  # special tokens, such as padding, are at the ends of vocabularies
-        tokens = torch.arange(middle, middle + PROBE_TOKENS, device=model_device(self._model))[None] % self.vocab_size
+        middle = (
+            self.vocab_size // 2
+        )  # special tokens, such as padding, are at the ends of vocabularies
+        tokens = (
+            torch.arange(middle, middle + PROBE_TOKENS, device=model_device(self._model))[None]
+            % self.vocab_size
+        )
         with inference(self._model), self._short_window():
             check_causal(self._forward, tokens, type(self._inner).__name__)
             if self._length_dependent:
@@ -197,15 +236,21 @@ class TransformersDecoder:
             expected = self._forward(tokens)
             try:
                 cache = self._empty_cache()
-                chunks = [self._forward(chunk, cache) for chunk in tokens.split(PROBE_TOKENS // 2, dim=1)]
+                chunks = [
+                    self._forward(chunk, cache) for chunk in tokens.split(PROBE_TOKENS // 2, dim=1)
+                ]
             except Exception as error:  # of any kind, from the model's own code
                 return f"its KV cache fails: {type(error).__name__}"
-            return "its KV cache changes its logits" if _differ(expected, torch.cat(chunks, dim=1), 0.5) else None
+            return (
+                "its KV cache changes its logits"
+                if _differ(expected, torch.cat(chunks, dim=1), 0.5)
+                else None
+            )
 
     @contextmanager
     def _short_window(self) -> Iterator[None]:
-        """Shorten a sliding window in the block, so that the cache of a short text drops keys. Some models, such as
-        Moshi, attend to all keys, but their cache keeps only a window.
+        """Shorten a sliding window in the block, so that the cache of a short text drops keys. Some
+        models, such as Moshi, attend to all keys, but their cache keeps only a window.
         """
         config = self._inner.config.get_text_config()
         window = getattr(config, "sliding_window", None)
@@ -236,7 +281,9 @@ class TransformersDecoder:
         return _logits(model, tokens, **keywords)
 
     def _without_virtual_tokens(self, tokens: Tensor, **keywords: Any) -> Tensor:
-        """The logits of a model with prompt tuning, without those of the virtual tokens before the text."""
+        """The logits of a model with prompt tuning, without those of the virtual tokens before the
+        text.
+        """
         logits: Tensor = self._model(tokens, **keywords).logits
         return logits[:, -tokens.shape[1] :]
 
@@ -244,9 +291,14 @@ class TransformersDecoder:
         return self._empty_cache() if self.cached else None
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
-        own = getattr(self._inner.config, "inference_mode", None)  # of an exported model of this project
+        own = getattr(
+            self._inner.config, "inference_mode", None
+        )  # of an exported model of this project
         if own not in (None, "full"):
-            return f"is not possible: the model was loaded with inference_mode {own}; load it with inference_mode=None"
+            return (
+                f"is not possible: the model was loaded with inference_mode {own}; load it with "
+                "inference_mode=None"
+            )
         if mode == DEFAULT_MODE:
             return None
         name = "a `block` argument" if mode.span.block is not None else "a `window` argument"
@@ -254,7 +306,9 @@ class TransformersDecoder:
             name = "this project's attention (convert it: kerple convert from-hf)"
         return f"needs a model with {name}; {type(self._inner).__name__} has none"
 
-    def hidden(self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE
+    ) -> Tensor:
         end = tokens.shape[1] + (cache.get_seq_length() if cache is not None else 0)
         if not self.cached and self._length_dependent:
             # Dynamic angles stay those of the longest text until a short one resets them.
@@ -269,7 +323,8 @@ class TransformersDecoder:
         except (IndexError, RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise PositionsExceeded(
-                f"{type(self._inner).__name__} cannot read {end:,} tokens: {type(error).__name__}: {reason}"
+                f"{type(self._inner).__name__} cannot read {end:,} tokens: {type(error).__name__}: "
+                f"{reason}"
             ) from error
         self._longest = end
         return logits
@@ -279,8 +334,8 @@ class TransformersDecoder:
 
 
 class _CheckedLookups(TorchDispatchMode):
-    """Raises IndexError for an index beyond the end of a tensor before it is looked up. On a GPU, the lookup would make
-    the device unusable for the rest of the process.
+    """Raises IndexError for an index beyond the end of a tensor before it is looked up. On a GPU,
+    the lookup would make the device unusable for the rest of the process.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,11 +344,17 @@ class _CheckedLookups(TorchDispatchMode):
             lookups = [(args[1], len(args[0]))]
         elif func.overloadpacket in (aten.gather, aten.index_select):
             lookups = [(args[2], args[0].shape[args[1]])]
-        elif func.overloadpacket is aten.index and all(i is None or i.dtype == torch.int64 for i in args[1]):
-            lookups = [(i, size) for i, size in zip(args[1], args[0].shape, strict=False) if i is not None]
+        elif func.overloadpacket is aten.index and all(
+            i is None or i.dtype == torch.int64 for i in args[1]
+        ):
+            lookups = [
+                (i, size) for i, size in zip(args[1], args[0].shape, strict=False) if i is not None
+            ]
         for index, size in lookups:
             if index.numel() and int(index.max()) >= size:
-                raise IndexError(f"index {int(index.max())} is beyond the end of a table of {size} positions")
+                raise IndexError(
+                    f"index {int(index.max())} is beyond the end of a table of {size} positions"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -304,25 +365,30 @@ def check_causal(model: Callable[..., Any], tokens: Tensor, name: str) -> None:
     before, after = (_logits(model, text)[:, :-1] for text in (tokens, changed))
     if _differ(before, after, 0.75):
         raise UserError(
-            f"{name} is not causal: the last token of a text changes its logits at earlier tokens; evaluate a "
-            "causal language model (in transformers, some models need is_decoder=True)"
+            f"{name} is not causal: the last token of a text changes its logits at earlier tokens; "
+            "evaluate a causal language model (in transformers, some models need is_decoder=True)"
         )
 
 
 def _differ(first: Tensor, second: Tensor, power: float) -> bool:
-    """Whether logits differ by more than their rounding error, the dtype's `eps` to this power times the largest."""
+    """Whether logits differ by more than their rounding error, the dtype's `eps` to this power
+    times the largest.
+    """
     eps: float = torch.finfo(torch.result_type(first, 1.0)).eps
     return bool((first - second).abs().max() > eps**power * first.abs().max())
 
 
 def _logits(model: Callable[..., Any], tokens: Tensor, **keywords: Any) -> Tensor:
-    """The logits of a model. Raises TypeError if their shape is not that of the tokens and the vocabulary."""
+    """The logits of a model. Raises TypeError if their shape is not that of the tokens and the
+    vocabulary.
+    """
     output = model(tokens, **keywords)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
         actual = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(
-            f"the model must return logits [batch, seq, vocabulary] for tokens {tuple(tokens.shape)}, not {actual}"
+            "the model must return logits [batch, seq, vocabulary] for tokens "
+            f"{tuple(tokens.shape)}, not {actual}"
         )
     return logits
 
@@ -332,30 +398,42 @@ def _name(model: Callable[..., Any]) -> str:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The RoPE types in the configuration of a transformers model, which can have one for each type of layers."""
+    """The RoPE types in the configuration of a transformers model, which can have one for each type
+    of layers.
+    """
     config = config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(entry.get("rope_type", entry.get("type"))) for entry in (parameters, *by_layer_type)}
+    return {
+        str(entry.get("rope_type", entry.get("type"))) for entry in (parameters, *by_layer_type)
+    }
 
 
-def unsupported_reason(mode: AttentionMode, methods: Sequence[PositionalMethod], config: ModelConfig) -> str | None:
-    """Why a model of this project does not support a mode, and what to do instead, as the rest of a sentence about the
-    mode; None if it does.
+def unsupported_reason(
+    mode: AttentionMode, methods: Sequence[PositionalMethod], config: ModelConfig
+) -> str | None:
+    """Why a model of this project does not support a mode, and what to do instead, as the rest of a
+    sentence about the mode; None if it does.
     """
     backend = config.attention_backend
     reason = mode.unsupported_by(methods, config.windows, config.pos_emb)
     if reason is None and backend not in MODE_BACKENDS and any(map(mode.is_explicit, methods)):
         return (
-            f"is not supported by attention-backend {backend}: it is computed in chunks of queries; use "
-            f"attention-backend {' or '.join(MODE_BACKENDS)}"
+            f"is not supported by attention-backend {backend}: it is computed in chunks of "
+            f"queries; use attention-backend {' or '.join(MODE_BACKENDS)}"
         )
     return reason
 
 
 def _span_sizes(span: Span) -> dict[str, int]:
     """The span's sizes that are set, by name."""
-    return {name: size for name, size in (("window", span.window), ("block", span.block)) if size is not None}
+    return {
+        name: size
+        for name, size in (("window", span.window), ("block", span.block))
+        if size is not None
+    }
 
 
 def model_device(model: Any) -> torch.device:
@@ -366,8 +444,14 @@ def model_device(model: Any) -> torch.device:
 
 @contextmanager
 def inference(model: Any) -> Iterator[None]:
-    """Disable gradients and dropout in the block; afterwards restore every submodule's training mode."""
-    training = [module for module in model.modules() if module.training] if isinstance(model, nn.Module) else []
+    """Disable gradients and dropout in the block; afterwards restore every submodule's training
+    mode.
+    """
+    training = (
+        [module for module in model.modules() if module.training]
+        if isinstance(model, nn.Module)
+        else []
+    )
     if training:
         model.eval()
     try:

@@ -1,9 +1,11 @@
-"""Text generation in batches, with a KV cache or by recomputing the prefix; both give the same tokens.
+"""Text generation in batches, with a KV cache or by recomputing the prefix; both give the same
+tokens.
 
-All rows of a batch start at position 0 and have the same number of tokens, whatever the length of their prompts: each
-step feeds one token per row, and a row that is still within its prompt takes its next token from there instead of
-sampling it. So there is no padding, and a row's result does not depend on the other rows, except in modes that depend
-on the length (`linear` and `dynamic-ntk`): it is that of the longest text. Each row samples from its own random stream.
+All rows of a batch start at position 0 and have the same number of tokens, whatever the length of
+their prompts: each step feeds one token per row, and a row that is still within its prompt takes
+its next token from there instead of sampling it. So there is no padding, and a row's result does
+not depend on the other rows, except in modes that depend on the length (`linear` and
+`dynamic-ntk`): it is that of the longest text. Each row samples from its own random stream.
 
 Legend: b batch, v vocabulary.
 """
@@ -24,7 +26,9 @@ from megatron.inference.decoder import Decoder, NativeDecoder, as_decoder, infer
 from megatron.utils.errors import UserError
 
 PROMPT_CHUNK = 512
-_ALLOCATED_TOKENS = 1 << 16  # a cache for more tokens is not allocated at once: texts usually end earlier
+_ALLOCATED_TOKENS = (
+    1 << 16
+)  # a cache for more tokens is not allocated at once: texts usually end earlier
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,10 @@ class Sampling:
     Attributes:
         temperature: divides the logits; 0 chooses the most probable token (greedy).
         top_k: sample from the k most probable tokens; 0: from all.
-        top_p: then sample from the smallest set of tokens whose total probability is at least top_p (nucleus sampling,
-            Holtzman et al. 2020); 0 and 1: from all.
-        vocab_size: ids at and above it pad the vocabulary and are never chosen; None: there is no padding.
+        top_p: then sample from the smallest set of tokens whose total probability is at least top_p
+            (nucleus sampling, Holtzman et al. 2020); 0 and 1: from all.
+        vocab_size: ids at and above it pad the vocabulary and are never chosen; None: there is no
+            padding.
     """
 
     temperature: float = 0.0
@@ -55,8 +60,8 @@ class Sampling:
             raise UserError(f"vocab_size must be at least 1, not {self.vocab_size}")
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Float64 probabilities `[b, k]` of the remaining tokens and their ids `[b, k]`, from logits `[b, v]`. Requires
-        a temperature above 0.
+        """Float64 probabilities `[b, k]` of the remaining tokens and their ids `[b, k]`, from
+        logits `[b, v]`. Requires a temperature above 0.
         """
         logits = logits[:, : self.vocab_size].double()
         nucleus = 0 < self.top_p < 1
@@ -68,7 +73,9 @@ class Sampling:
         else:
             ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
         # Subtract the largest logit first, so that a very small temperature does not overflow.
-        probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / self.temperature).softmax(dim=-1)
+        probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / self.temperature).softmax(
+            dim=-1
+        )
         if nucleus:
             before = probabilities.cumsum(dim=-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
@@ -76,19 +83,25 @@ class Sampling:
         return probabilities, ids
 
     def choose(self, logits: Tensor, generators: Sequence[np.random.Generator]) -> list[int]:
-        """One token id per row of logits `[b, v]`. Each row draws one number from its own generator. Raises UserError
-        if a logit is NaN or the largest one is infinite.
+        """One token id per row of logits `[b, v]`. Each row draws one number from its own
+        generator. Raises UserError if a logit is NaN or the largest one is infinite.
         """
         if not logits[:, : self.vocab_size].amax(dim=-1).isfinite().all():
-            raise UserError("the model's logits are NaN or infinite: the checkpoint is damaged, or its values overflow")
+            raise UserError(
+                "the model's logits are NaN or infinite: the checkpoint is damaged, or its values "
+                "overflow"
+            )
         if self.temperature == 0:
             greedy: list[int] = logits[:, : self.vocab_size].argmax(dim=-1).tolist()
             return greedy
         probabilities, ids = self.probabilities(logits)
         draws = torch.tensor(
-            [generator.random() for generator in generators], dtype=torch.float64, device=logits.device
+            [generator.random() for generator in generators],
+            dtype=torch.float64,
+            device=logits.device,
         )
-        # Inverse of the cumulative distribution. If rounding leaves its end below 1, the last possible token is chosen.
+        # Inverse of the cumulative distribution. If rounding leaves its end below 1, the last
+        # possible token is chosen.
         chosen = (probabilities.cumsum(dim=-1) <= draws[:, None]).sum(dim=-1)
         indices = torch.arange(probabilities.shape[1], device=probabilities.device)
         last = torch.where(probabilities > 0, indices, 0).amax(dim=-1)
@@ -102,8 +115,8 @@ class Generation:
 
     Attributes:
         tokens: the new tokens, without a final end-of-document token.
-        finished: whether the text ended with end-of-document. Otherwise it was cut off, by `maximum_tokens` or for the
-            reason in `message`.
+        finished: whether the text ended with end-of-document. Otherwise it was cut off, by
+            `maximum_tokens` or for the reason in `message`.
         duration_seconds: from the start of its batch to its last token.
     """
 
@@ -130,27 +143,31 @@ def generate(
     mode: AttentionMode = DEFAULT_MODE,
     on_generation: Callable[[int, Generation], None] | None = None,
 ) -> list[Generation]:
-    """Continue each prompt by at most `maximum_tokens` tokens; returns the results in the order of the prompts.
+    """Continue each prompt by at most `maximum_tokens` tokens; returns the results in the order of
+    the prompts.
 
-    Only the positional method limits the length: rows that reach the end of a `learned` table stop with a message.
+    Only the positional method limits the length: rows that reach the end of a `learned` table stop
+    with a message.
 
     Args:
-        model: a model of this project; with `recompute` also any callable from int64 tokens `[b, s]` to logits
-            `[b, s, v]`.
+        model: a model of this project; with `recompute` also any callable from int64 tokens
+            `[b, s]` to logits `[b, s, v]`.
         prompts: token ids, at least one each (for an empty prompt, the end-of-document token).
         temperature, top_k, top_p: see `Sampling`.
         seed: row i samples from a random stream of (seed, i), independent of the other rows.
-        eod: the end-of-document token. A row that generates it is finished; None: no token ends a row.
-        vocab_size: ids at and above it, which pad the vocabulary, are never sampled, and rejected in prompts.
+        eod: the end-of-document token. A row that generates it is finished; None: no token ends a
+            row.
+        vocab_size: ids at and above it, which pad the vocabulary, are never sampled, and rejected
+            in prompts.
         batch_size: largest number of rows computed at once.
         recompute: recompute the whole prefix for each token instead of using a cache.
-        mode: how the model attends, for texts of the longest prompt and `maximum_tokens` more. With a window (and
-            sinks), the cache keeps only the tokens that later queries attend to.
+        mode: how the model attends, for texts of the longest prompt and `maximum_tokens` more. With
+            a window (and sinks), the cache keeps only the tokens that later queries attend to.
         on_generation: called with a prompt's index and result as soon as it is complete.
 
     Raises:
-        UserError: for invalid arguments, a mode that the model does not support, or a model without a KV cache if
-            `recompute` is False.
+        UserError: for invalid arguments, a mode that the model does not support, or a model without
+            a KV cache if `recompute` is False.
     """
     # Arguments and prompts.
     sampling = Sampling(temperature, top_k, top_p, vocab_size)
@@ -161,22 +178,27 @@ def generate(
         raise UserError(f"seed must be 0 or more, not {seed}")
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise UserError(f"prompt {index} is empty: to generate without a prompt, pass the end-of-document token")
+            raise UserError(
+                f"prompt {index} is empty: to generate without a prompt, pass the end-of-document "
+                "token"
+            )
         invalid = min(prompt) if min(prompt) < 0 else max(prompt)
         if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
-            raise UserError(f"prompt {index} contains token id {invalid}, which is outside the vocabulary")
+            raise UserError(
+                f"prompt {index} contains token id {invalid}, which is outside the vocabulary"
+            )
 
     # What the model supports.
     decoder = as_decoder(model)
     if not recompute and not isinstance(decoder, NativeDecoder):
         raise UserError(
-            f"{type(model).__name__} is not a model of this project, so its KV cache cannot be used: "
-            "generate with recompute"
+            f"{type(model).__name__} is not a model of this project, so its KV cache cannot be "
+            "used: generate with recompute"
         )
     if not recompute and not decoder.cached:
         raise UserError(
-            f"pos_emb {decoder.pos_emb}: its angles change with the length of the text, so keys cannot be cached: "
-            "generate with recompute"
+            f"pos_emb {decoder.pos_emb}: its angles change with the length of the text, so keys "
+            "cannot be cached: generate with recompute"
         )
     reason = decoder.unsupported_reason(mode)
     if reason is not None:
@@ -187,8 +209,13 @@ def generate(
     results: dict[int, Generation] = {}
     with inference(model):
         for indices in _batches(prompts, batch_size, maximum_tokens):
-            rows = [_Row(index, list(prompts[index]), np.random.default_rng([seed, index])) for index in indices]
-            logits = _NextTokenLogits(decoder, rows, maximum_tokens, model_device(model), recompute, mode)
+            rows = [
+                _Row(index, list(prompts[index]), np.random.default_rng([seed, index]))
+                for index in indices
+            ]
+            logits = _NextTokenLogits(
+                decoder, rows, maximum_tokens, model_device(model), recompute, mode
+            )
             for index, generation in _continue(logits, rows, sampling, maximum_tokens, eod):
                 results[index] = generation
                 if on_generation is not None:
@@ -210,13 +237,18 @@ class _Row:
         return self.text[len(self.prompt) :]
 
 
-def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: int) -> Iterator[list[int]]:
-    """Indices of prompts of similar length. A batch needs one more step per token by which its longest prompt exceeds
-    its shortest; this is limited to the number of generated tokens.
+def _batches(
+    prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: int
+) -> Iterator[list[int]]:
+    """Indices of prompts of similar length. A batch needs one more step per token by which its
+    longest prompt exceeds its shortest; this is limited to the number of generated tokens.
     """
     batch: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-        if batch and (len(batch) == batch_size or len(prompts[index]) - len(prompts[batch[0]]) > maximum_tokens):
+        if batch and (
+            len(batch) == batch_size
+            or len(prompts[index]) - len(prompts[batch[0]]) > maximum_tokens
+        ):
             yield batch
             batch = []
         batch.append(index)
@@ -225,14 +257,22 @@ def _batches(prompts: Sequence[Sequence[int]], batch_size: int, maximum_tokens: 
 
 
 def _continue(
-    logits: "_NextTokenLogits", rows: list[_Row], sampling: Sampling, maximum_tokens: int, eod: int | None
+    logits: "_NextTokenLogits",
+    rows: list[_Row],
+    sampling: Sampling,
+    maximum_tokens: int,
+    eod: int | None,
 ) -> Iterator[tuple[int, Generation]]:
     """Continue the rows of one batch. Yields (index, result) when a row is complete."""
     start = time.perf_counter()
 
-    def result(row: _Row, *, finished: bool = False, message: str | None = None) -> tuple[int, Generation]:
+    def result(
+        row: _Row, *, finished: bool = False, message: str | None = None
+    ) -> tuple[int, Generation]:
         tokens = row.generated[:-1] if finished else row.generated
-        return row.index, Generation(row.prompt, tokens, finished, message, time.perf_counter() - start)
+        return row.index, Generation(
+            row.prompt, tokens, finished, message, time.perf_counter() - start
+        )
 
     while rows:
         length = min(len(row.text) for row in rows)
@@ -276,14 +316,18 @@ class _NextTokenLogits:
         self._device = device
         # The last generated token is never fed.
         max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
-        allocated = max_length if max_length <= _ALLOCATED_TOKENS else None  # otherwise the cache grows
+        allocated = (
+            max_length if max_length <= _ALLOCATED_TOKENS else None
+        )  # otherwise the cache grows
         self._mode = mode
         self._cache = None if recompute else decoder.new_cache(allocated, self._mode)
         self._cached = 0
 
     def after(self, rows: list[_Row], length: int) -> Tensor:
         """Logits `[b, v]` after the first `length` tokens of each row."""
-        tokens = torch.tensor([row.text[self._cached : length] for row in rows], device=self._device)
+        tokens = torch.tensor(
+            [row.text[self._cached : length] for row in rows], device=self._device
+        )
         if self._cache is None:
             return self._decoder.logits(self._decoder.hidden(tokens, None, self._mode)[:, -1])
         for chunk in tokens.split(PROMPT_CHUNK, dim=1):

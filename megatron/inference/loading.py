@@ -8,7 +8,13 @@ import torch
 
 from megatron.checkpoint.configuration import checkpoint_config, trained_tokenizer
 from megatron.checkpoint.directory import find_valid_step, looks_like_checkpoint
-from megatron.checkpoint.layers import check_sizes, embedding_rows, load_layers, open_layers, weight_layers
+from megatron.checkpoint.layers import (
+    check_sizes,
+    embedding_rows,
+    load_layers,
+    open_layers,
+    weight_layers,
+)
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -25,21 +31,23 @@ def load_model(
 ) -> tuple[GPT, Config]:
     """Load a checkpoint's model, in evaluation mode, and its configuration.
 
-    The model maps int64 tokens [batch, seq] to logits [batch, seq, padded vocabulary]. It is trainable.
+    The model maps int64 tokens [batch, seq] to logits [batch, seq, padded vocabulary]. It is
+    trainable.
 
     Args:
-        directory: contains `latest` and global_stepN, as this project or the KERPLE release writes them, of any
-            tensor-parallel size; or hf:ORG/NAME[@REVISION], a model on the Hugging Face hub of a family in
-            docs/huggingface.md.
+        directory: contains `latest` and global_stepN, as this project or the KERPLE release writes
+            them, of any tensor-parallel size; or hf:ORG/NAME[@REVISION], a model on the Hugging
+            Face hub of a family in docs/huggingface.md.
         iteration: the checkpoint to load; default: the one `latest` names.
-        overrides: configuration keys to change, such as {"attention_backend": "reference"}; mappings are merged with
-            those of the checkpoint, and nested keys have dots. An external positional method needs
-            {"pos_emb_module": ...}, because a checkpoint's configuration cannot name code to run.
+        overrides: configuration keys to change, such as {"attention_backend": "reference"};
+            mappings are merged with those of the checkpoint, and nested keys have dots. An external
+            positional method needs {"pos_emb_module": ...}, because a checkpoint's configuration
+            cannot name code to run.
         fallback: if the checkpoint is damaged, print a message and load the newest valid one.
 
     Raises:
-        UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not have the sizes in
-            its configuration.
+        UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not
+            have the sizes in its configuration.
     """
     if not looks_like_checkpoint(directory):
         from megatron.convert.hub import local_checkpoint  # imports all converters

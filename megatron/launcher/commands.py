@@ -1,7 +1,9 @@
-"""The command lines that start the ranks: of each rank, of srun and mpirun, and of pdsh and what it runs on a host.
+"""The command lines that start the ranks: of each rank, of srun and mpirun, and of pdsh and what it
+runs on a host.
 
-A value on a command line is visible to every user of a host, so secrets are never put there: srun and mpirun receive
-the names of variables only, and pdsh, which has no other way to pass variables, does not receive secrets.
+A value on a command line is visible to every user of a host, so secrets are never put there: srun
+and mpirun receive the names of variables only, and pdsh, which has no other way to pass variables,
+does not receive secrets.
 """
 
 import contextlib
@@ -24,9 +26,9 @@ from megatron.utils.secrets import contains_secret, is_secret_name
 
 # Variables that have the same meaning on every host. srun passes all variables.
 FORWARDED_PREFIXES = (
-    "CUDA_", "CUBLAS_", "CUDNN_", "DS_", "FI_", "GLOO_", "HF_", "HUGGINGFACE_", "KERPLE_", "KMP_", "LD_LIBRARY_PATH",
-    "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH", "TP_",
-    "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
+    "CUDA_", "CUBLAS_", "CUDNN_", "DS_", "FI_", "GLOO_", "HF_", "HUGGINGFACE_", "KERPLE_", "KMP_",
+    "LD_LIBRARY_PATH", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TENSORBOARD_",
+    "TOKENIZERS_", "TORCH", "TP_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
 )  # fmt: skip
 NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "OMP_DISPLAY_ENV")
 
@@ -44,16 +46,26 @@ def reserved_port() -> Iterator[int]:
 
 
 def rank_command(config: Config, program: Sequence[str], options: Sequence[str]) -> list[str]:
-    """The command of every rank. It contains the configuration, so the hosts need not read the files.
+    """The command of every rank. It contains the configuration, so the hosts need not read the
+    files.
 
     Args:
         program: an absolute path of a script, and words that precede its options.
     """
-    return [sys.executable, "-u", *program, MERGED_CONFIG_OPTION, node.encode(config.to_flat()), *options]
+    return [
+        sys.executable,
+        "-u",
+        *program,
+        MERGED_CONFIG_OPTION,
+        node.encode(config.to_flat()),
+        *options,
+    ]
 
 
 def local_environment(resources: Resources, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of ranks on this machine, derived from `environment`. Prints a number of threads that it sets."""
+    """The environment of ranks on this machine, derived from `environment`. Prints a number of
+    threads that it sets.
+    """
     result = dict(environment)
     (slots,) = resources.slots.values()
     result["CUDA_VISIBLE_DEVICES"] = "" if resources.on_cpu else ",".join(map(str, slots))
@@ -62,51 +74,66 @@ def local_environment(resources: Resources, environment: Mapping[str, str]) -> d
         if resources.world_size > 1 and "OMP_NUM_THREADS" not in result:
             threads = node.threads_per_process(resources.world_size)
             result["OMP_NUM_THREADS"] = str(threads)
-            print(f"deepy: {threads} thread(s) per process (OMP_NUM_THREADS is not set)", flush=True)
+            print(
+                f"deepy: {threads} thread(s) per process (OMP_NUM_THREADS is not set)", flush=True
+            )
     return result
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the ranks on other hosts receive: those with one of the prefixes above, and those of the file
-    `.deepspeed_env` (lines NAME=VALUE) in the home or working directory, or of the file that DS_ENV_FILE names.
-    As in a shell, $NAME and ${NAME} in a value are replaced, except within single quotes.
+    """The variables that the ranks on other hosts receive: those with one of the prefixes above,
+    and those of the file `.deepspeed_env` (lines NAME=VALUE) in the home or working directory, or
+    of the file that DS_ENV_FILE names. As in a shell, $NAME and ${NAME} in a value are replaced,
+    except within single quotes.
 
-    Raises UserError if a line of the file is not NAME=VALUE or names a variable that is not set, or if the file that
-    DS_ENV_FILE names cannot be read.
+    Raises UserError if a line of the file is not NAME=VALUE or names a variable that is not set, or
+    if the file that DS_ENV_FILE names cannot be read.
     """
-    names = [name for name in environment if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED]
+    names = [
+        name
+        for name in environment
+        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
+    ]
     variables = {name: environment[name] for name in names}
     name = environment.get("DS_ENV_FILE")
     files = [(folder / (name or ".deepspeed_env")).resolve() for folder in (Path.home(), Path())]
-    paths = [path for path in dict.fromkeys(files) if path.is_file()]  # once, because $NAME may be the variable itself
+    paths = [
+        path for path in dict.fromkeys(files) if path.is_file()
+    ]  # once, because $NAME may be the variable itself
     if name and not paths:
-        raise UserError(f"DS_ENV_FILE is {name}, but there is no such file; create it, or unset the variable")
+        raise UserError(
+            f"DS_ENV_FILE is {name}, but there is no such file; create it, or unset the variable"
+        )
     for path in paths:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8"
-            raise UserError(f"{path}: {reason}; it must be a text file with one NAME=VALUE per line") from error
+            raise UserError(
+                f"{path}: {reason}; it must be a text file with one NAME=VALUE per line"
+            ) from error
         for number, line in enumerate(lines, start=1):
             text = line.strip().removeprefix("export ")
             if not text or text.startswith("#"):
                 continue
             name, equals, value = text.partition("=")
             if not equals or not name.strip().isidentifier():
-                raise UserError(f"{path}:{number}: not NAME=VALUE; correct or remove the line")  # it may be a secret
+                raise UserError(
+                    f"{path}:{number}: not NAME=VALUE; correct or remove the line"
+                )  # it may be a secret
             try:
                 variables[name.strip()] = _shell_value(value.strip(), {**environment, **variables})
             except KeyError as error:  # a part of a secret, perhaps
                 raise UserError(
-                    f"{path}: the value of {name.strip()} has a $ before the name of a variable that is not set; set "
-                    "it, or put the value in single quotes"
+                    f"{path}: the value of {name.strip()} has a $ before the name of a variable "
+                    "that is not set; set it, or put the value in single quotes"
                 ) from error
     return variables
 
 
 def _shell_value(text: str, variables: Mapping[str, str]) -> str:
-    """`text` without a pair of quotes around it, and, unless these are single quotes, with the values of $NAME and
-    ${NAME}. Raises KeyError if there is no such variable.
+    """`text` without a pair of quotes around it, and, unless these are single quotes, with the
+    values of $NAME and ${NAME}. Raises KeyError if there is no such variable.
     """
     quote = text[0] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else ""
     text = text.removeprefix(quote).removesuffix(quote)
@@ -117,21 +144,31 @@ def _shell_value(text: str, variables: Mapping[str, str]) -> str:
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """The variables that are not secrets, and the names of those that are."""
-    names = [name for name, value in variables.items() if is_secret_name(name) or contains_secret(value)]
+    names = [
+        name for name, value in variables.items() if is_secret_name(name) or contains_secret(value)
+    ]
     return {name: value for name, value in variables.items() if name not in names}, names
 
 
-def job_command(config: Config, resources: Resources, variables: Sequence[str], command: Sequence[str]) -> list[str]:
+def job_command(
+    config: Config, resources: Resources, variables: Sequence[str], command: Sequence[str]
+) -> list[str]:
     """The command line of srun or mpirun that starts `command` as every rank.
 
     Args:
-        variables: names of the variables that mpirun passes on from its own environment. srun passes all.
+        variables: names of the variables that mpirun passes on from its own environment. srun
+            passes all.
     """
     launcher = config.launcher
     hosts, ranks = resources.hosts, resources.world_size
     per_host = len(resources.slots[hosts[0]])
     if launcher.launcher == "slurm":
-        words = ["srun", f"--ntasks={ranks}", f"--nodes={len(hosts)}", f"--ntasks-per-node={per_host}"]
+        words = [
+            "srun",
+            f"--ntasks={ranks}",
+            f"--nodes={len(hosts)}",
+            f"--ntasks-per-node={per_host}",
+        ]
         words += [f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=1", "--export=ALL"]
         if launcher.num_gpus is not None and os.environ.get("DS_ACCELERATOR") != "cpu":
             words.append(f"--gpus-per-node={launcher.num_gpus}")
@@ -139,7 +176,8 @@ def job_command(config: Config, resources: Resources, variables: Sequence[str], 
         words += [f"{option}={value}" for option, value in options.items() if value is not None]
     else:
         slots = ",".join(f"{host}:{len(indices)}" for host, indices in resources.slots.items())
-        # mpirun binds each process to one core by default, together with its threads and data workers.
+        # mpirun binds each process to one core by default, together with its threads and data
+        # workers.
         words = ["mpirun", "-n", str(ranks), "-host", slots, "--bind-to", "none"]
         for name in variables:
             words += ["-x", name]
@@ -161,30 +199,40 @@ def pdsh_command(hosts: Sequence[str], remote: str) -> list[str]:
     return ["pdsh", "-S", "-f", str(len(hosts)), "-w", ",".join(hosts), remote]
 
 
-def node_command(nodes: Sequence[Node], pid_file: str, command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """The shell command that pdsh runs on every host. pdsh replaces %n in it with the index of the host.
+def node_command(
+    nodes: Sequence[Node], pid_file: str, command: Sequence[str], variables: Mapping[str, str]
+) -> str:
+    """The shell command that pdsh runs on every host. pdsh replaces %n in it with the index of the
+    host.
 
     It works in sh, csh and fish. With `exec`, ssh exits with the status of node.py.
 
     Args:
-        pid_file: the path prefix of a file where node.py stores its process id; the index is appended.
+        pid_file: the path prefix of a file where node.py stores its process id; the index is
+            appended.
     """
     assignments = [f"{name}={value}" for name, value in variables.items()]
     start = (
-        f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*assignments, sys.executable, '-u', node.__file__])}"
+        f"cd {shlex.quote(os.getcwd())} && exec env "
+        f"{shlex.join([*assignments, sys.executable, '-u', node.__file__])}"
     )
-    end = shlex.join([node.encode([dataclasses.asdict(each) for each in nodes]), pid_file, *command])
+    end = shlex.join(
+        [node.encode([dataclasses.asdict(each) for each in nodes]), pid_file, *command]
+    )
     escaped = [text.replace("%", "%%") for text in (start, end)]
     return " %n ".join(escaped)
 
 
 def signal_command(pid_file: str, name: str) -> str:
-    """The shell command that sends a signal to the node.py that `node_command` started on a host, if it still runs.
+    """The shell command that sends a signal to the node.py that `node_command` started on a host,
+    if it still runs.
 
-    If node.py was killed, another process may have its id: it gets no signal, and the file is removed.
+    If node.py was killed, another process may have its id: it gets no signal, and the file is
+    removed.
     """
     script = (
         f'file={pid_file}%n; pid=`cat $file 2> /dev/null`; test -n "$pid" || exit 0; '
-        f"if grep -Fqs {pid_file} /proc/$pid/cmdline; then kill -s {name} $pid; else rm -f $file; fi"
+        f"if grep -Fqs {pid_file} /proc/$pid/cmdline; then kill -s {name} $pid; else rm -f $file; "
+        "fi"
     )
     return f"sh -c {shlex.quote(script)}"

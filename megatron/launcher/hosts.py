@@ -1,6 +1,8 @@
-"""Starts the ranks of several hosts with pdsh, srun or mpirun, forwards signals, and reports a host that failed.
+"""Starts the ranks of several hosts with pdsh, srun or mpirun, forwards signals, and reports a host
+that failed.
 
-srun and mpirun start every rank. pdsh starts node.py on every host, which starts the ranks of that host.
+srun and mpirun start every rank. pdsh starts node.py on every host, which starts the ranks of that
+host.
 """
 
 import contextlib
@@ -31,61 +33,87 @@ from megatron.utils.errors import UserError
 from megatron.utils.processes import signal_without_parent
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-# Seconds until the ranks of other hosts are killed after a host failed. Most lose the connection and end earlier.
+# Seconds until the ranks of other hosts are killed after a host failed. Most lose the connection
+# and end earlier.
 _SECONDS_AFTER_FAILURE = 60
 _SECONDS_TO_KILL = 15
 _NODE_FAILURE = re.compile(r": (error: rank \d+ on \S+ (?:was killed|exited) .*)")
 _PDSH_STATUS = re.compile(r"pdsh@[^:]+: ([^:]+): ssh exited with exit code (\d+)")
 _SSH_FAILED = 255
-# "srun: error: node-2: task 1: Killed", "srun: error: node-1: tasks 0-3: Segmentation fault (core dumped)"
-_SRUN_FAILURE = re.compile(r"srun: error: ([^:\s]+): tasks? (\d+)[-,\d]*: (.*?)(?: \(core dumped\))?$")
+# "srun: error: node-2: task 1: Killed", "srun: error: node-1: tasks 0-3: Segmentation fault (core
+# dumped)"
+_SRUN_FAILURE = re.compile(
+    r"srun: error: ([^:\s]+): tasks? (\d+)[-,\d]*: (.*?)(?: \(core dumped\))?$"
+)
 # "mpirun noticed that process rank 1 with PID 4711 on node node-2 exited on signal 9 (Killed)."
-_MPI_FAILURE = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+_MPI_FAILURE = re.compile(
+    r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)"
+)
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 
 
-def check_hosts(hosts: Sequence[str], directory: str, files: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Check over ssh that every host has the working directory and the files; returns the first host's address.
+def check_hosts(
+    hosts: Sequence[str], directory: str, files: Sequence[str], environment: Mapping[str, str]
+) -> str:
+    """Check over ssh that every host has the working directory and the files; returns the first
+    host's address.
 
     Raises UserError with one line for each host that does not, or if ssh is not installed.
     """
     if shutil.which(SSH[0]) is None:
-        raise UserError("ssh is not installed here; install it, or set no_ssh_check: true if mpirun does not need it")
+        raise UserError(
+            "ssh is not installed here; install it, or set no_ssh_check: true if mpirun does not "
+            "need it"
+        )
     missing = "missing: "
-    tests = [f"test -e {shlex.quote(path)} || echo {missing}{shlex.quote(path)}" for path in (directory, *files)]
+    tests = [
+        f"test -e {shlex.quote(path)} || echo {missing}{shlex.quote(path)}"
+        for path in (directory, *files)
+    ]
     script = f"sh -c {shlex.quote('; '.join([*tests, 'hostname -I 2> /dev/null || echo']))}"
     options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
 
     def check(host: str) -> tuple[str, str]:
         """(IP address, problem); one of them is empty."""
         command = [*SSH, *options, host, script]
-        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+        process = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
         lines = process.stdout.splitlines()
         paths = [line.removeprefix(missing) for line in lines if line.startswith(missing)]
         if paths:
             return "", f"there is no {', '.join(paths)}"
         if process.returncode or not lines:
-            return "", (process.stderr.strip().splitlines() or [f"ssh exited with status {process.returncode}"])[-1]
+            return "", (
+                process.stderr.strip().splitlines()
+                or [f"ssh exited with status {process.returncode}"]
+            )[-1]
         return (lines[-1].split() or [host])[0], ""
 
     with ThreadPoolExecutor(max_workers=32) as pool:
         results = list(pool.map(check, hosts))
-    problems = [f"  {host}: {problem}" for host, (_, problem) in zip(hosts, results, strict=True) if problem]
+    problems = [
+        f"  {host}: {problem}" for host, (_, problem) in zip(hosts, results, strict=True) if problem
+    ]
     if problems:
-        raise UserError(
-            "\n".join([f"{len(problems)} of {len(hosts)} host(s) of the hostfile cannot be used:", *problems])
-            + "\nEvery host must accept ssh without a password, and have this project, its Python environment and the "
-            "working directory at the same paths (docs/clusters.md); no_ssh_check: true skips this check"
+        heading = f"{len(problems)} of {len(hosts)} host(s) of the hostfile cannot be used:"
+        advice = (
+            "Every host must accept ssh without a password, and have this project, its Python "
+            "environment and the working directory at the same paths (docs/clusters.md); "
+            "no_ssh_check: true skips this check"
         )
+        raise UserError("\n".join([heading, *problems, advice]))
     return results[0][0]
 
 
 def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) -> int:
-    """Run srun or mpirun, and return its exit status; 128 + N if signal N killed it or the rank that failed first.
+    """Run srun or mpirun, and return its exit status; 128 + N if signal N killed it or the rank
+    that failed first.
 
-    The first of `stop_signals` is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks; they save
-    and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the ranks. If this process is
-    killed, they pass LAUNCHER_DIED on to the ranks. Must be called in the main thread.
+    The first of `stop_signals` is forwarded as SIGUSR1, which srun and mpirun pass on to the ranks;
+    they save and exit. The second one is forwarded as SIGTERM, on which srun and mpirun kill the
+    ranks. If this process is killed, they pass LAUNCHER_DIED on to the ranks. Must be called in the
+    main thread.
     """
     # In a new session, so that a signal from the terminal reaches only this process.
     process = subprocess.Popen(
@@ -122,7 +150,9 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
         status = process.wait()
     copier.join(timeout=5)  # another process may keep the pipe open
     if failure is not None and failure.signal is not None and not stopping:
-        print(describe_signal(failure.rank, failure.host, failure.signal), file=sys.stderr, flush=True)
+        print(
+            describe_signal(failure.rank, failure.host, failure.signal), file=sys.stderr, flush=True
+        )
         return 128 + failure.signal  # srun returns the status of a rank that it has killed
     return exit_status_of(status)
 
@@ -136,25 +166,32 @@ class Failure(NamedTuple):
 
 
 def parse_failure(line: str) -> Failure | None:
-    """The failure of a rank in a line of srun or mpirun; None if there is none, or if the rank only noticed that
-    another one has ended.
+    """The failure of a rank in a line of srun or mpirun; None if there is none, or if the rank only
+    noticed that another one has ended.
     """
     if match := _MPI_FAILURE.search(line):
         return Failure(int(match[1]), match[2], int(match[3]))
-    if not (match := _SRUN_FAILURE.match(line)) or match[3] == f"Exited with exit code {STATUS_OF_LOST_CONNECTION}":
+    if (
+        not (match := _SRUN_FAILURE.match(line))
+        or match[3] == f"Exited with exit code {STATUS_OF_LOST_CONNECTION}"
+    ):
         return None
     return Failure(int(match[2]), match[1], _SIGNALS.get(match[3]))
 
 
 def run_pdsh(
-    nodes: Sequence[Node], command: Sequence[str], variables: Mapping[str, str], environment: Mapping[str, str]
+    nodes: Sequence[Node],
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    environment: Mapping[str, str],
 ) -> int:
-    """Run `command` once per rank on the hosts `nodes`, and return the largest exit status of the hosts.
+    """Run `command` once per rank on the hosts `nodes`, and return the largest exit status of the
+    hosts.
 
-    The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one kills
-    them. If a host fails, the ranks of the others are killed after a minute. The last line names the rank that was
-    killed, or the host that was lost. If this process is killed, so is pdsh; its connections end, and the ranks save
-    and exit. Must be called in the main thread.
+    The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second
+    one kills them. If a host fails, the ranks of the others are killed after a minute. The last
+    line names the rank that was killed, or the host that was lost. If this process is killed, so is
+    pdsh; its connections end, and the ranks save and exit. Must be called in the main thread.
 
     Args:
         variables: environment variables of the ranks.
@@ -164,7 +201,10 @@ def run_pdsh(
     hosts = [str(node.host) for node in nodes]
     pid_file = f"/tmp/deepy-{secrets.token_hex(8)}."  # node.py appends the index of its host
     # Without keep-alive messages, ssh would not notice for a long time that a host has lost power.
-    options = f"-o ServerAliveInterval=15 -o ServerAliveCountMax=4 {environment.get('PDSH_SSH_ARGS_APPEND', '')}"
+    options = (
+        "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 "
+        f"{environment.get('PDSH_SSH_ARGS_APPEND', '')}"
+    )
     environment = {**environment, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": options.strip()}
     failed: list[str] = []
     reasons: list[str] = []
@@ -176,7 +216,14 @@ def run_pdsh(
         command = pdsh_command(hosts, signal_command(pid_file, name))
         null = subprocess.DEVNULL
         senders.append(
-            subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null, start_new_session=True)
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdin=null,
+                stdout=null,
+                stderr=null,
+                start_new_session=True,
+            )
         )
 
     def end_connections() -> None:
@@ -186,12 +233,17 @@ def run_pdsh(
     def stop(again: bool) -> None:
         send(KILL_SIGNAL.name.removeprefix("SIG") if again else "TERM")
         if again:
-            # A host that cannot be reached, or has not started node.py yet. It stops when its connection ends.
+            # A host that cannot be reached, or has not started node.py yet. It stops when its
+            # connection ends.
             timers.append(threading.Timer(_SECONDS_TO_KILL, end_connections))
             timers[-1].start()
 
     def end_other_hosts() -> None:
-        print(f"killing the ranks that still run, because {failed[0]} failed", file=sys.stderr, flush=True)
+        print(
+            f"killing the ranks that still run, because {failed[0]} failed",
+            file=sys.stderr,
+            flush=True,
+        )
         stop(again=True)
 
     # Start pdsh, and read from its messages which host failed, and why.
@@ -215,8 +267,13 @@ def run_pdsh(
                 failed.append(match[1])
                 if len(failed) == 1:
                     timers[0].start()
-                if int(match[2]) == _SSH_FAILED:  # otherwise node.py on this host has printed the reason
-                    reasons.append(f"error: the ssh connection to {match[1]} was lost, or its processes were killed")
+                if (
+                    int(match[2]) == _SSH_FAILED
+                ):  # otherwise node.py on this host has printed the reason
+                    reasons.append(
+                        f"error: the ssh connection to {match[1]} was lost, or its processes were "
+                        "killed"
+                    )
                     lost = True
             else:
                 with contextlib.suppress(OSError):
@@ -235,7 +292,9 @@ def run_pdsh(
 
 @contextlib.contextmanager
 def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]:
-    """Within the block, the first stop signal calls `stop(False)`, and every further one `stop(True)`."""
+    """Within the block, the first stop signal calls `stop(False)`, and every further one
+    `stop(True)`.
+    """
     received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
@@ -245,7 +304,11 @@ def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]
         name, again = signal.Signals(number).name, len(received) > 1
         asked = f": asked {ranks} process(es) to save and exit; repeat to kill them"
         with contextlib.suppress(OSError):
-            print(name + (" again: killing all processes" if again else asked), file=sys.stderr, flush=True)
+            print(
+                name + (" again: killing all processes" if again else asked),
+                file=sys.stderr,
+                flush=True,
+            )
         stop(again)
 
     previous = {number: signal.signal(number, handle) for number in stop_signals()}

@@ -26,18 +26,22 @@ from megatron.launcher.script_arguments import print_notices
 from megatron.utils.command_line import extract_overrides
 from megatron.utils.errors import UserError
 
-USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
+USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...]
+                       [options of the script]
 
-Start SCRIPT once per GPU (without a GPU: on the CPU), on this machine or on the hosts of a hostfile.
+Start SCRIPT once per GPU (without a GPU: on the CPU), on this machine or on the hosts of a
+hostfile.
 
   SCRIPT.py             train.py, evaluate.py (or eval.py), generate.py, or a script that uses
                         megatron.launcher.script_arguments
   -d, --conf-dir DIR    folder of the configuration files
-  a.yml b.yml ...       configuration files to merge; .yml may be omitted; a later file overrides an earlier one
+  a.yml b.yml ...       configuration files to merge; .yml may be omitted; a later file overrides an
+                        earlier one
   --set key=value ...   override keys (nested ones with dots: optimizer.params.lr=1e-3); repeatable
   -H, --hostfile FILE, --wandb-group NAME, --wandb-team NAME, --wandb-run-name NAME
                         the same as --set hostfile=FILE, wandb_group=NAME ...
-  options of the script the first other option and everything after it (python SCRIPT.py --help lists them)
+  options of the script the first other option and everything after it (python SCRIPT.py --help
+                        lists them)
 
 All keys: configs/neox_arguments.md; its section Launcher has those for processes and nodes."""
 
@@ -48,7 +52,9 @@ _CONF_DIR = re.compile(r"-d(=?(?P<short>.+))?|--conf[-_]dir(=(?P<long>.+))?", re
 
 @dataclass(frozen=True)
 class DeepyArguments:
-    """The parsed command line of deepy.py. `program`: the absolute path of the script, and words before its options."""
+    """The parsed command line of deepy.py. `program`: the absolute path of the script, and words
+    before its options.
+    """
 
     program: list[str]
     files: list[str]
@@ -58,7 +64,8 @@ class DeepyArguments:
 
 
 def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> DeepyArguments | None:
-    """Parse the words after `deepy.py`, without the script if `program` is given; None for -h or --help.
+    """Parse the words after `deepy.py`, without the script if `program` is given; None for -h or
+    --help.
 
     Raises UserError if the script does not exist or no configuration file is given.
     """
@@ -79,21 +86,30 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
         elif words:
             config_dir = words.pop(0)
         else:
-            raise UserError(f"{word} is the last word; it must be followed by the folder of the configuration files")
+            raise UserError(
+                f"{word} is the last word; it must be followed by the folder of the configuration "
+                "files"
+            )
     if not files and {"-h", "--help"} & set(words):
         return None
     if not files:
         name = Path(program[0]).name if len(program) == 1 else program[-1]
-        raise UserError(f"no configuration files were given for {name}; they come before the other options")
+        raise UserError(
+            f"no configuration files were given for {name}; they come before the other options"
+        )
     return DeepyArguments(list(program), files, config_dir, overrides, list(words))
 
 
 def _find_script(name: str) -> Path:
-    """The absolute path of a script in the working directory or next to deepy.py. Raises UserError."""
+    """The absolute path of a script in the working directory or next to deepy.py.
+    Raises UserError.
+    """
     for folder in (Path(), Path(__file__).resolve().parents[2]):
         if (folder / name).is_file():
             return (folder / name).absolute()
-    raise UserError(f"{name}: no such script; the first word after deepy.py is the script, such as train.py")
+    raise UserError(
+        f"{name}: no such script; the first word after deepy.py is the script, such as train.py"
+    )
 
 
 def main(
@@ -104,12 +120,13 @@ def main(
     """Run deepy.py with these command-line arguments, and return the exit status of the script.
 
     Args:
-        check_script: receives the program, the configuration, the options of the script and the number of processes. It
-            raises UserError, or exits, if the script would reject them, and returns the prefixes of the datasets that
-            every host needs.
+        check_script: receives the program, the configuration, the options of the script and the
+            number of processes. It raises UserError, or exits, if the script would reject them, and
+            returns the prefixes of the datasets that every host needs.
         program: what to start instead of the script that the first word names (see `rank_command`).
 
-    Raises UserError, before anything is started, if the configuration is wrong or does not fit this machine.
+    Raises UserError, before anything is started, if the configuration is wrong or does not fit this
+    machine.
     """
     arguments = parse_command_line(words, program)
     if arguments is None:
@@ -122,7 +139,9 @@ def main(
     on_other_hosts = uses_other_hosts(config, resources)
     if on_other_hosts:
         check_launcher(config, resources)
-    prefixes = check_script(arguments.program, config, arguments.script_options, resources.world_size)
+    prefixes = check_script(
+        arguments.program, config, arguments.script_options, resources.world_size
+    )
     if not on_other_hosts:
         for prefix in prefixes:
             find_files(prefix)
@@ -134,11 +153,15 @@ def main(
         (slots,) = resources.slots.values()
         address = config.launcher.master_addr or "127.0.0.1"
         node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port)
-        return run_node(node, rank_command(config, arguments.program, arguments.script_options), environment)
+        return run_node(
+            node, rank_command(config, arguments.program, arguments.script_options), environment
+        )
 
 
 def _reject_started_ranks(config: Config) -> None:
-    """Raises UserError if srun or mpirun has started several processes: each would start all ranks."""
+    """Raises UserError if srun or mpirun has started several processes: each would
+    start all ranks.
+    """
     launcher = config.launcher
     started_by = (
         ("slurm", launcher.deepspeed_slurm, "SLURM_STEP_NUM_TASKS"),
@@ -148,8 +171,9 @@ def _reject_started_ranks(config: Config) -> None:
         processes = int(os.environ.get(variable, "1"))
         if (is_set or launcher.launcher == name) and processes > 1:
             raise UserError(
-                f"launcher {name}: each of the {processes} processes would start all ranks; start the script itself, "
-                "such as train.py, without deepy.py or kerple train (docs/clusters.md)"
+                f"launcher {name}: each of the {processes} processes would start all ranks; start "
+                "the script itself, such as train.py, without deepy.py or kerple train "
+                "(docs/clusters.md)"
             )
 
 
@@ -158,16 +182,23 @@ def _run_on_other_hosts(
 ) -> int:
     """Start the ranks with config.launcher.launcher and wait for them; returns the exit status.
 
-    Raises UserError, before anything is started, if a host cannot be reached or lacks the project or a dataset.
+    Raises UserError, before anything is started, if a host cannot be reached or lacks the project
+    or a dataset.
     """
     launcher = config.launcher
     variables = forwarded_variables(os.environ)
     # Slurm starts the ranks itself, and so does an MPI library within a Slurm job.
-    needs_ssh = launcher.launcher == "pdsh" or (launcher.launcher != "slurm" and "SLURM_JOB_ID" not in os.environ)
+    needs_ssh = launcher.launcher == "pdsh" or (
+        launcher.launcher != "slurm" and "SLURM_JOB_ID" not in os.environ
+    )
     first_address = None
     if needs_ssh and not launcher.no_ssh_check:
         files = [sys.executable, arguments.program[0]]
-        files += [str(path.absolute()) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+        files += [
+            str(path.absolute())
+            for prefix in prefixes
+            for path in (bin_path(prefix), idx_path(prefix))
+        ]
         first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
     address = launcher.master_addr or first_address or resources.hosts[0]
     port = launcher.master_port or DEFAULT_PORT
@@ -176,8 +207,9 @@ def _run_on_other_hosts(
         variables, names = split_secrets(variables)
         if names:
             print(
-                f"deepy: not passed to other hosts, because pdsh would show them in the list of processes: "
-                f"{', '.join(names)}; set them on the hosts themselves (docs/clusters.md)",
+                "deepy: not passed to other hosts, because pdsh would show them in the list of "
+                f"processes: {', '.join(names)}; set them on the hosts themselves "
+                "(docs/clusters.md)",
                 flush=True,
             )
         return run_pdsh(make_nodes(resources, address, port), command, variables, os.environ)

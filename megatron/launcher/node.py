@@ -1,11 +1,12 @@
 """Starts the ranks of one host, forwards signals to them, and reports the rank that failed.
 
-deepy.py calls `run_node` for the ranks of this machine. For several hosts, pdsh starts this file on each of them:
+deepy.py calls `run_node` for the ranks of this machine. For several hosts, pdsh starts this file on
+each of them:
 
     python node.py INDEX NODES PID_FILE_PREFIX COMMAND OF A RANK
 
-It imports only the standard library, so it starts in a fraction of a second and does not depend on the working
-directory.
+It imports only the standard library, so it starts in a fraction of a second and does not depend on
+the working directory.
 """
 
 import base64
@@ -26,12 +27,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# The process id of deepy.py or node.py, in the environment of its ranks. A rank stops when this is not its parent.
+# The process id of deepy.py or node.py, in the environment of its ranks. A rank stops when this is
+# not its parent.
 LAUNCHER_VARIABLE = "LAUNCHER_PID"
 # deepy.py sends it to node.py on the other hosts.
 KILL_SIGNAL = signal.SIGUSR2
-# A rank prints its own message before it exits with one of these: a UserError, the loss of the connection to another
-# rank, or an unexpected error (megatron/utils/command_line.py).
+# A rank prints its own message before it exits with one of these: a UserError, the loss of the
+# connection to another rank, or an unexpected error (megatron/utils/command_line.py).
 EXPLAINED_STATUSES = (2, 3, 70)
 STATUS_OF_LOST_CONNECTION = 3
 # Usual causes of signals that nobody sent on purpose.
@@ -42,7 +44,8 @@ _MEANINGS: dict[int, str] = {
     signal.SIGBUS: "a file was truncated while it was read, or /dev/shm is full",
     signal.SIGTERM: "a user or the scheduler stopped it",
 }
-# Seconds after a rank has failed in which the others can print their own messages. They can no longer save.
+# Seconds after a rank has failed in which the others can print their own messages. They can no
+# longer save.
 _SECONDS_AFTER_FAILURE = 10
 _SECONDS_TO_SAVE = 300
 
@@ -69,7 +72,9 @@ class Node:
     master_port: int
 
     def variables(self, index: int) -> dict[str, str]:
-        """What torch.distributed and DeepSpeed read from the environment of the process `index` of this host."""
+        """What torch.distributed and DeepSpeed read from the environment of the process `index` of
+        this host.
+        """
         return {
             "RANK": str(self.first_rank + index),
             "LOCAL_RANK": str(index),
@@ -81,8 +86,8 @@ class Node:
 
 
 def encode(value: Any) -> str:
-    """A JSON value as one word that is safe in any shell: letters, digits, `-`, `_` and `=`. It is compressed, because
-    Linux limits a word to 128 KiB.
+    """A JSON value as one word that is safe in any shell: letters, digits, `-`, `_` and `=`. It is
+    compressed, because Linux limits a word to 128 KiB.
     """
     text = json.dumps(value, separators=(",", ":"))
     return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
@@ -94,7 +99,8 @@ def decode(word: str) -> Any:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """SIGTERM, SIGINT, SIGUSR1 (a batch system's warning) and, unless nohup has set it to be ignored, SIGHUP.
+    """SIGTERM, SIGINT, SIGUSR1 (a batch system's warning) and, unless nohup has set it to be
+    ignored, SIGHUP.
 
     A shell may send SIGHUP several times, so it never counts as the second signal.
     """
@@ -111,10 +117,11 @@ def run_node(
 ) -> int:
     """Run one process per rank until all have ended. Must be called in the main thread.
 
-    The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second one, or
-    KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds, and the last line says why. If
-    `connected` returns False, no one can stop the ranks or read their output any longer, so they are asked to save and
-    exit. If no one can send the second signal any longer, they are killed after five minutes.
+    The first of `stop_signals` is forwarded to all ranks as SIGTERM; they save and exit. The second
+    one, or KILL_SIGNAL, kills them. If a rank fails, the others are killed after ten seconds, and
+    the last line says why. If `connected` returns False, no one can stop the ranks or read their
+    output any longer, so they are asked to save and exit. If no one can send the second signal any
+    longer, they are killed after five minutes.
 
     Args:
         environment: of the ranks, without the variables of `Node.variables`.
@@ -125,7 +132,9 @@ def run_node(
         The exit status of the rank that failed first (128 + N if signal N killed it), or 0.
     """
     ranks = _Ranks(node, connected)
-    previous_handlers = {number: signal.signal(number, ranks.receive) for number in (*stop_signals(), KILL_SIGNAL)}
+    previous_handlers = {
+        number: signal.signal(number, ranks.receive) for number in (*stop_signals(), KILL_SIGNAL)
+    }
     try:
         ranks.start(command, environment, streams)
         while ranks.running:
@@ -152,20 +161,34 @@ class _Ranks:
         self.handled = 0  # how many of them
         self.stopping = self.killed = False
         self.kill_at = math.inf  # time.monotonic()
-        self.failures: list[tuple[int, int]] = []  # (rank, exit status or -signal), without ranks that were killed here
+        self.failures: list[
+            tuple[int, int]
+        ] = []  # (rank, exit status or -signal), without ranks that were killed here
         self.status = 0  # of the first rank that failed
 
     def receive(self, number: int, _frame: object) -> None:
         if not (self.received and number == signal.SIGHUP):
             self.received.append(signal.Signals(number).name)
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], streams: Streams) -> None:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], streams: Streams
+    ) -> None:
         stdin, stdout, stderr = streams
         for index in range(len(self.node.slots)):
-            variables = {**environment, **self.node.variables(index), LAUNCHER_VARIABLE: str(os.getpid())}
-            # In a session of its own, a rank does not receive Ctrl-C, which would end its data workers at once.
+            variables = {
+                **environment,
+                **self.node.variables(index),
+                LAUNCHER_VARIABLE: str(os.getpid()),
+            }
+            # In a session of its own, a rank does not receive Ctrl-C, which would end its data
+            # workers at once.
             self.running[self.node.first_rank + index] = subprocess.Popen(
-                command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
+                command,
+                env=variables,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
             )
 
     def kill(self) -> None:
@@ -184,11 +207,15 @@ class _Ranks:
         elif is_new or not (self.stopping or self.connected is None or self.connected()):
             self.stopping = True
             if self.received and self.node.host is None:
-                asked = f"asked {len(self.running)} process(es) to save and exit; repeat to kill them"
+                asked = (
+                    f"asked {len(self.running)} process(es) to save and exit; repeat to kill them"
+                )
                 _report(self.node, f"{self.received[0]}: {asked}")
             for process in self.running.values():
                 process.terminate()
-        if self.stopping and not (os.getppid() == self.parent if self.connected is None else self.connected()):
+        if self.stopping and not (
+            os.getppid() == self.parent if self.connected is None else self.connected()
+        ):
             self.kill_within(_SECONDS_TO_SAVE)
 
     def note_failures(self) -> None:
@@ -207,7 +234,9 @@ class _Ranks:
 
     def kill_late(self) -> None:
         if self.running and time.monotonic() > self.kill_at:
-            _report(self.node, f"killing rank {', '.join(map(str, self.running))}, which did not exit")
+            _report(
+                self.node, f"killing rank {', '.join(map(str, self.running))}, which did not exit"
+            )
             self.kill()
             self.kill_at = math.inf
 
@@ -223,8 +252,8 @@ class _Ranks:
 
 
 def _ended(running: Mapping[int, "subprocess.Popen[bytes]"]) -> list[tuple[int, int]]:
-    """(rank, exit status or -signal) of the ranks that have ended. If several have ended at about the same time, the
-    one that a signal killed is the cause, and comes first.
+    """(rank, exit status or -signal) of the ranks that have ended. If several have ended at about
+    the same time, the one that a signal killed is the cause, and comes first.
     """
     codes = {rank: process.poll() for rank, process in running.items()}
     ended = [(rank, code) for rank, code in codes.items() if code is not None]
@@ -268,8 +297,8 @@ def _print(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        # The terminal or connection is closed. The text stays in the buffer, and the exit status would be 120 if it
-        # could not be written at the end either.
+        # The terminal or connection is closed. The text stays in the buffer, and the exit status
+        # would be 120 if it could not be written at the end either.
         with open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), sys.stderr.fileno())
 
@@ -281,13 +310,17 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _standard_input_is_open() -> bool:
-    """False once the other end of the ssh connection is closed. pdsh sends nothing, and keeps it open."""
+    """False once the other end of the ssh connection is closed. pdsh sends nothing, and keeps it
+    open.
+    """
     readable, _, _ = select.select([0], [], [], 0)
     return not readable or os.read(0, 1) != b""
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy the ranks' output. If the connection is lost, they can still print and therefore save."""
+    """Copy the ranks' output. If the connection is lost, they can still print and
+    therefore save.
+    """
     while data := os.read(source, 1 << 16):
         with contextlib.suppress(OSError):
             os.write(target, data)

@@ -1,4 +1,6 @@
-"""A process that is one rank: its variables under Slurm and MPI, and what it does when its launcher stops or dies."""
+"""A process that is one rank: its variables under Slurm and MPI, and what it does when its launcher
+stops or dies.
+"""
 
 import os
 import re
@@ -23,11 +25,12 @@ _MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_CO
 
 
 def set_rank_variables(config: Config, environment: MutableMapping[str, str]) -> None:
-    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's or MPI's variables.
+    """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's or MPI's
+    variables.
 
-    Does nothing if RANK is set already, as it is by deepy.py, if the configuration names neither Slurm nor MPI, or if
-    there is only one process, which needs no port. With Slurm, rank 0 is on the first node of the step. Raises
-    UserError if the address of rank 0 is unknown.
+    Does nothing if RANK is set already, as it is by deepy.py, if the configuration names neither
+    Slurm nor MPI, or if there is only one process, which needs no port. With Slurm, rank 0 is on
+    the first node of the step. Raises UserError if the address of rank 0 is unknown.
     """
     launcher = config.launcher
     if "RANK" in environment:
@@ -47,23 +50,31 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
         if address is None and names is _SLURM_VARIABLES and "SLURM_STEP_NODELIST" in environment:
             address = first_host(environment["SLURM_STEP_NODELIST"])
         if address is None:
-            raise UserError(f"{world_size} processes, but the address of rank 0 is unknown; set master_addr")
-        environment.update(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address)
+            raise UserError(
+                f"{world_size} processes, but the address of rank 0 is unknown; set master_addr"
+            )
+        environment.update(
+            RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address
+        )
         port = slurm_port(environment) if names is _SLURM_VARIABLES else DEFAULT_PORT
-        environment["MASTER_PORT"] = str(launcher.master_port or environment.get("MASTER_PORT", port))
+        environment["MASTER_PORT"] = str(
+            launcher.master_port or environment.get("MASTER_PORT", port)
+        )
         return
 
 
 def slurm_port(environment: Mapping[str, str]) -> int:
-    """A port for the ranks of a Slurm job step, from 29500 to 32498: steps that share a node usually have different
-    ones. Linux assigns none of them to other sockets by default.
+    """A port for the ranks of a Slurm job step, from 29500 to 32498: steps that share a node
+    usually have different ones. Linux assigns none of them to other sockets by default.
     """
     job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return DEFAULT_PORT + (17 * job + step) % 2999
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: gpu-[03-05,9],cpu-1 -> gpu-03, rack[1-2]node[01-16] -> rack1node01."""
+    """The first host of a Slurm node list: gpu-[03-05,9],cpu-1 -> gpu-03, rack[1-2]node[01-16] ->
+    rack1node01.
+    """
     match = re.match(r"([^,\[]|\[[^\]]*\])+", nodelist)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0]) if match else nodelist
 
@@ -75,18 +86,20 @@ def _kill_this_rank() -> None:
 
 
 def follow_launcher() -> None:
-    """Stop like after SIGTERM when SIGUSR1 or LAUNCHER_DIED arrives, or when the process that started this one has
-    ended. In the latter two cases, no one can stop the run any more, so SIGKILL follows after five minutes.
+    """Stop like after SIGTERM when SIGUSR1 or LAUNCHER_DIED arrives, or when the process that
+    started this one has ended. In the latter two cases, no one can stop the run any more, so
+    SIGKILL follows after five minutes.
 
-    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. If deepy.py, node.py, or the daemon
-    of Slurm or Open MPI on this host is killed, nothing else would end its ranks.
+    srun and mpirun forward SIGUSR1, but kill all ranks when they receive SIGTERM. If deepy.py,
+    node.py, or the daemon of Slurm or Open MPI on this host is killed, nothing else would end its
+    ranks.
     """
     if threading.current_thread() is not threading.main_thread():
         return
     launcher = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
-    # The interpreter writes the number of every signal that has a handler to the pipe, even if the main thread never
-    # gets to run the handler because it waits for another rank.
+    # The interpreter writes the number of every signal that has a handler to the pipe, even if the
+    # main thread never gets to run the handler because it waits for another rank.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

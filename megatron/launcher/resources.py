@@ -42,7 +42,10 @@ class Resources:
             cpu = ", on the CPU" if self.on_cpu else ""
             return f"{processes} on {len(self.hosts)} host(s) of {self.hostfile}{cpu}"
         if self.on_cpu:
-            return f"{processes} on the CPU ({_reason_for_cpu()}; num_gpus sets the number of processes)"
+            return (
+                f"{processes} on the CPU ({_reason_for_cpu()}; num_gpus sets the number of "
+                "processes)"
+            )
         return f"{processes} on GPU {', '.join(map(str, self.slots['localhost']))} of this machine"
 
 
@@ -52,12 +55,18 @@ def find_resources(config: Config) -> Resources:
     hostfile = launcher.hostfile
     default = os.environ.get("DLTS_HOSTFILE", DEFAULT_HOSTFILE)
     if hostfile is None and default != DEFAULT_HOSTFILE and not Path(default).is_file():
-        raise UserError(f"DLTS_HOSTFILE is {default}, but there is no such file; unset the variable, or set hostfile")
+        raise UserError(
+            f"DLTS_HOSTFILE is {default}, but there is no such file; unset the variable, or set "
+            "hostfile"
+        )
     if hostfile is None and Path(default).is_file():
         hostfile = default
     needs_hostfile = launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh"
     if hostfile == MOCK_HOSTFILE and not needs_hostfile and not Path(hostfile).exists():
-        print(f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does", flush=True)
+        print(
+            f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does",
+            flush=True,
+        )
         hostfile = None
     if hostfile is not None:
         resources = _resources_of_hostfile(config, hostfile)
@@ -77,7 +86,9 @@ def find_resources(config: Config) -> Resources:
 
 
 def uses_other_hosts(config: Config, resources: Resources) -> bool:
-    """True if `launcher` must start the ranks: there are several hosts, or one that is not this machine."""
+    """True if `launcher` must start the ranks: there are several hosts, or one that is not this
+    machine.
+    """
     if resources.hostfile is None:
         return False
     launcher = config.launcher
@@ -92,25 +103,29 @@ def check_launcher(config: Config, resources: Resources) -> None:
     if shutil.which(program) is None:
         alternatives = ", ".join(name for name in PROGRAMS if name != launcher)
         raise UserError(
-            f"launcher {launcher} is not installed here ({program} is not found); install it, or set launcher "
-            f"to one of {alternatives}"
+            f"launcher {launcher} is not installed here ({program} is not found); install it, or "
+            f"set launcher to one of {alternatives}"
         )
     if launcher == "pdsh":
         return
     for host, slots in resources.slots.items():
         if slots != list(range(len(slots))):
             raise UserError(
-                f"launcher {launcher} cannot select slots {', '.join(map(str, slots))} of {host}, only the first ones; "
-                "change include or exclude, or use launcher pdsh"
+                f"launcher {launcher} cannot select slots {', '.join(map(str, slots))} of {host}, "
+                "only the first ones; change include or exclude, or use launcher pdsh"
             )
     counts = {host: len(slots) for host, slots in resources.slots.items()}
     if launcher != "openmpi" and len(set(counts.values())) > 1:
         text = ", ".join(f"{host} has {count}" for host, count in counts.items())
-        raise UserError(f"launcher {launcher} needs the same number of slots on every host, but {text}")
+        raise UserError(
+            f"launcher {launcher} needs the same number of slots on every host, but {text}"
+        )
 
 
 def _is_this_machine(host: str) -> bool:
-    """True if the host's address is one of this machine, or if the name has no address but is this machine's."""
+    """True if the host's address is one of this machine, or if the name has no address but is this
+    machine's.
+    """
     try:
         with socket.socket() as probe:
             probe.bind((socket.gethostbyname(host), 0))
@@ -120,14 +135,17 @@ def _is_this_machine(host: str) -> bool:
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """Host -> number of slots, in the order of the file: one `HOST slots=N` per line, # starts a comment.
+    """Host -> number of slots, in the order of the file: one `HOST slots=N` per line, # starts a
+    comment.
 
     Raises UserError if the file cannot be read, or a line is wrong.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"hostfile {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+        raise UserError(
+            f"hostfile {path}: {getattr(error, 'strerror', None) or 'not a text file'}"
+        ) from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         line = line.partition("#")[0].strip()
@@ -135,13 +153,18 @@ def read_hostfile(path: str) -> dict[str, int]:
             continue
         match = re.fullmatch(r"(\S+)\s+slots\s*=\s*([1-9]\d*)", line)
         if match is None:
-            raise UserError(f"hostfile {path}, line {number}: expected HOST slots=N with N >= 1, not {line!r}")
+            raise UserError(
+                f"hostfile {path}, line {number}: expected HOST slots=N with N >= 1, not {line!r}"
+            )
         if not re.fullmatch(r"[A-Za-z0-9_.@:][A-Za-z0-9_.@:-]*", match[1]):
             raise UserError(
-                f"hostfile {path}, line {number}: {match[1]!r} is not the name of one host; use a line per host"
+                f"hostfile {path}, line {number}: {match[1]!r} is not the name of one host; use a "
+                "line per host"
             )
         if match[1] in hosts:
-            raise UserError(f"hostfile {path}, line {number}: {match[1]} was listed before; add up its slots")
+            raise UserError(
+                f"hostfile {path}, line {number}: {match[1]} was listed before; add up its slots"
+            )
         hosts[match[1]] = int(match[2])
     if not hosts:
         raise UserError(f"hostfile {path} lists no host; expected one HOST slots=N per line")
@@ -153,22 +176,27 @@ def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
     pool = read_hostfile(hostfile)
     slots = _select({host: list(range(count)) for host, count in pool.items()}, config, hostfile)
     if launcher.num_nodes > len(slots):
-        raise UserError(f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)")
+        raise UserError(
+            f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)"
+        )
     if launcher.num_nodes > 0:
         slots = dict(list(slots.items())[: launcher.num_nodes])
     if launcher.num_gpus is not None:
-        too_small = [host for host, host_slots in slots.items() if len(host_slots) < launcher.num_gpus]
+        too_small = [
+            host for host, host_slots in slots.items() if len(host_slots) < launcher.num_gpus
+        ]
         if too_small:
             raise UserError(
-                f"num_gpus is {launcher.num_gpus}, but {', '.join(too_small)} has fewer slots in {hostfile}"
+                f"num_gpus is {launcher.num_gpus}, but {', '.join(too_small)} has fewer slots in "
+                f"{hostfile}"
             )
         slots = {host: host_slots[: launcher.num_gpus] for host, host_slots in slots.items()}
     return Resources(slots, hostfile, on_cpu=False)
 
 
 def _on_this_machine(resources: Resources) -> Resources:
-    """The GPUs that slots of a hostfile stand for on this machine: slot i is the i-th visible one. Without a GPU, they
-    are processes on the CPU. Raises UserError if there are fewer GPUs.
+    """The GPUs that slots of a hostfile stand for on this machine: slot i is the i-th visible one.
+    Without a GPU, they are processes on the CPU. Raises UserError if there are fewer GPUs.
     """
     gpus = visible_gpus()
     if gpus is None:
@@ -176,8 +204,9 @@ def _on_this_machine(resources: Resources) -> Resources:
     ((host, slots),) = resources.slots.items()
     if slots[-1] >= len(gpus):
         raise UserError(
-            f"hostfile {resources.hostfile}: slot {slots[-1]} of {host} is not available, because only {len(gpus)} "
-            "GPU(s) are visible here (slots start at 0); lower slots or num_gpus, or change CUDA_VISIBLE_DEVICES"
+            f"hostfile {resources.hostfile}: slot {slots[-1]} of {host} is not available, because "
+            f"only {len(gpus)} GPU(s) are visible here (slots start at 0); lower slots or "
+            "num_gpus, or change CUDA_VISIBLE_DEVICES"
         )
     return dataclasses.replace(resources, slots={host: [gpus[slot] for slot in slots]})
 
@@ -185,7 +214,8 @@ def _on_this_machine(resources: Resources) -> Resources:
 def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[str, list[int]]:
     """The slots that include and exclude leave: HOST[:SLOT,SLOT...] joined by @, as in DeepSpeed.
 
-    Raises UserError if a host or slot is not in `slots`, which came from `source`, or if none is left.
+    Raises UserError if a host or slot is not in `slots`, which came from `source`, or if none is
+    left.
     """
     name = "include" if config.launcher.include else "exclude"
     text = config.launcher.include or config.launcher.exclude
@@ -195,10 +225,14 @@ def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[st
     for word in text.split("@"):
         host, _, indices = word.strip().partition(":")
         if host not in slots:
-            raise UserError(f"{name}: {host!r} is not a host of {source}, which has {', '.join(slots)}")
+            raise UserError(
+                f"{name}: {host!r} is not a host of {source}, which has {', '.join(slots)}"
+            )
         for index in indices.split(",") if indices else map(str, slots[host]):
             if index.strip() not in map(str, slots[host]):
-                raise UserError(f"{name}: {host} has no slot {index!r} in {source}, only {slots[host]}")
+                raise UserError(
+                    f"{name}: {host} has no slot {index!r} in {source}, only {slots[host]}"
+                )
             named[host].add(int(index))
     kept = {}
     for host, all_slots in slots.items():
@@ -214,22 +248,30 @@ def _resources_of_this_machine(config: Config) -> Resources:
     gpus = visible_gpus()
     if gpus is None:
         if launcher.include or launcher.exclude:
-            raise UserError(f"include and exclude select GPUs, but {_reason_for_cpu()}; use num_gpus")
+            raise UserError(
+                f"include and exclude select GPUs, but {_reason_for_cpu()}; use num_gpus"
+            )
         return Resources({"localhost": list(range(launcher.num_gpus or 1))}, None, on_cpu=True)
     gpus = _select({"localhost": gpus}, config, "this machine")["localhost"]
     if launcher.num_gpus is not None:
         if launcher.num_gpus > len(gpus):
-            raise UserError(f"num_gpus is {launcher.num_gpus}, but only {len(gpus)} GPU(s) are visible here")
+            raise UserError(
+                f"num_gpus is {launcher.num_gpus}, but only {len(gpus)} GPU(s) are visible here"
+            )
         gpus = gpus[: launcher.num_gpus]
     return Resources({"localhost": gpus}, None, on_cpu=False)
 
 
 def _reason_for_cpu() -> str:
-    return "DS_ACCELERATOR is cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "no GPU was found"
+    return (
+        "DS_ACCELERATOR is cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "no GPU was found"
+    )
 
 
 def visible_gpus() -> list[int] | None:
-    """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None to use the CPU."""
+    """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None to use the
+    CPU.
+    """
     import torch
 
     from megatron.utils.environment import use_gpus
@@ -243,6 +285,6 @@ def visible_gpus() -> list[int] | None:
         return [int(index) for index in visible.split(",")]
     except ValueError:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES is {visible}, but deepy.py and sweeps accept only GPU indices, such as 0,1; use "
-            "indices, or start the script without deepy.py on one GPU"
+            f"CUDA_VISIBLE_DEVICES is {visible}, but deepy.py and sweeps accept only GPU indices, "
+            "such as 0,1; use indices, or start the script without deepy.py on one GPU"
         ) from None

@@ -1,7 +1,8 @@
 """The command line of a script that deepy.py starts, such as train.py.
 
-    SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]     as a user writes it
-    SCRIPT --neox-config WORD [options of the script]                                 as deepy.py starts it
+    SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]     as a user
+    writes it SCRIPT --neox-config WORD [options of the script]                                 as
+    deepy.py starts it
 
 WORD is the merged configuration, so the started processes do not read the files again.
 """
@@ -15,7 +16,12 @@ from collections.abc import Callable, Sequence
 from megatron.config import Config, load_config
 from megatron.launcher.node import decode
 from megatron.launcher.rank import follow_launcher, set_rank_variables
-from megatron.utils.command_line import OptionParser, add_key_options, extract_overrides, path_option
+from megatron.utils.command_line import (
+    OptionParser,
+    add_key_options,
+    extract_overrides,
+    path_option,
+)
 from megatron.utils.errors import UserError
 
 MERGED_CONFIG_OPTION = "--neox-config"
@@ -28,21 +34,24 @@ def parse_arguments(
 ) -> tuple[Config, argparse.Namespace]:
     """Read the command line of a script: returns the configuration and the parsed options.
 
-    Rank 0 prints which keys are ignored or overridden. If Slurm or MPI started this process, the environment variables
-    that torch.distributed reads are set from theirs.
+    Rank 0 prints which keys are ignored or overridden. If Slurm or MPI started this process, the
+    environment variables that torch.distributed reads are set from theirs.
 
     Args:
         argv: the words after the script's name; by default those of this process.
         add_options: adds the script's own options to the parser.
 
-    Raises UserError if the configuration is wrong. (An invalid option prints the usage and exits with status 2.)
+    Raises UserError if the configuration is wrong. (An invalid option prints the usage and exits
+    with status 2.)
     """
     overrides, words = extract_overrides(sys.argv[1:] if argv is None else argv)
     parser = make_parser(description, add_options)
     options = parser.parse_intermixed_args(words)
     if options.neox_config is not None:
         if options.files or overrides:
-            raise UserError(f"{MERGED_CONFIG_OPTION} is a complete configuration; remove the files and --set")
+            raise UserError(
+                f"{MERGED_CONFIG_OPTION} is a complete configuration; remove the files and --set"
+            )
         reject_config_options(options)
         config = decode_config(options.neox_config)
     else:
@@ -58,23 +67,37 @@ def parse_arguments(
 
 
 def become_rank(config: Config, *, started_by_deepy: bool = False) -> None:
-    """If a launcher has started several processes, set the variables of this rank, and stop it with its launcher."""
+    """If a launcher has started several processes, set the variables of this rank, and stop it with
+    its launcher.
+    """
     set_rank_variables(config, os.environ)
     if started_by_deepy or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         follow_launcher()
 
 
 def make_parser(
-    description: str, add_options: Callable[[argparse.ArgumentParser], None] | None = None, prog: str | None = None
+    description: str,
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
+    prog: str | None = None,
 ) -> OptionParser:
     """The parser of a script's command line without the words that `extract_overrides` removes."""
     parser = OptionParser(prog=prog, description=description)
-    parser.add_argument("files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted")
-    parser.add_argument("-d", "--conf-dir", type=path_option, metavar="DIR", help="folder of the configuration files")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE.yml", help="configuration files; .yml may be omitted"
+    )
+    parser.add_argument(
+        "-d",
+        "--conf-dir",
+        type=path_option,
+        metavar="DIR",
+        help="folder of the configuration files",
+    )
     add_key_options(parser)
     parser.add_argument(MERGED_CONFIG_OPTION, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--fallback", action="store_true", help="if the checkpoint is damaged, load the newest intact one"
+        "--fallback",
+        action="store_true",
+        help="if the checkpoint is damaged, load the newest intact one",
     )
     # Some launchers add this option; the rank itself is read from the environment.
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
@@ -84,12 +107,13 @@ def make_parser(
 
 
 def reject_config_options(options: argparse.Namespace) -> None:
-    """Raises UserError if the options of a script that deepy.py starts contain -d, which deepy.py itself reads before
-    the first option of the script.
+    """Raises UserError if the options of a script that deepy.py starts contain -d, which deepy.py
+    itself reads before the first option of the script.
     """
     if options.conf_dir:
         raise UserError(
-            "-d comes directly after the script or the configuration files; move it before the other options"
+            "-d comes directly after the script or the configuration files; move it before the "
+            "other options"
         )
 
 
@@ -104,5 +128,7 @@ def decode_config(word: str) -> Config:
     try:
         flat = decode(word)
     except (zlib.error, ValueError) as error:
-        raise UserError(f"{MERGED_CONFIG_OPTION}: not written by deepy.py; give configuration files instead") from error
+        raise UserError(
+            f"{MERGED_CONFIG_OPTION}: not written by deepy.py; give configuration files instead"
+        ) from error
     return Config.from_flat(flat, source=MERGED_CONFIG_OPTION)

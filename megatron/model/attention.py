@@ -1,7 +1,8 @@
-"""The attention layer of a block, and the key-value cache for incremental decoding and chunked evaluation.
+"""The attention layer of a block, and the key-value cache for incremental decoding and chunked
+evaluation.
 
-Legend: b batch, s query length (new tokens), t key length (cached tokens in a cache), h heads of this rank, g heads of
-keys and values of this rank, n one of both, d head size, e hidden size.
+Legend: b batch, s query length (new tokens), t key length (cached tokens in a cache), h heads of
+this rank, g heads of keys and values of this rank, n one of both, d head size, e hidden size.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +41,13 @@ from megatron.utils.errors import UserError
 
 
 class LayerCache:
-    """The states of one layer, `[b, n, t, size]` each: keys (stored after rotation), values, and with a decay its
-    prefix sums.
+    """The states of one layer, `[b, n, t, size]` each: keys (stored after rotation), values, and
+    with a decay its prefix sums.
 
-    Buffers are allocated for `max_length` tokens if that is given. Otherwise they double in size whenever they are
-    full, so appending a token costs amortized constant time. With a `window`, keys that no later query sees are
-    dropped, and the buffers have at most two windows plus the new tokens. With `sinks`, the first tokens of the text
-    are kept as well.
+    Buffers are allocated for `max_length` tokens if that is given. Otherwise they double in size
+    whenever they are full, so appending a token costs amortized constant time. With a `window`,
+    keys that no later query sees are dropped, and the buffers have at most two windows plus the new
+    tokens. With `sinks`, the first tokens of the text are kept as well.
     """
 
     def __init__(self, max_length: int | None = None, window: int | None = None, sinks: int = 0):
@@ -59,9 +60,9 @@ class LayerCache:
         self._buffers: list[Tensor] = []  # [b, n, capacity, size] each
 
     def append(self, *states: Tensor) -> list[Tensor]:
-        """Append states `[b, n, s, size]`, the same kinds in each call; return all of them, `[b, n, t + s, size]`, as
-        views of the buffers. With a window, t is at most `sinks` + `window` - 1. If there are sinks and tokens after
-        them were dropped, they are copies.
+        """Append states `[b, n, s, size]`, the same kinds in each call; return all of them,
+        `[b, n, t + s, size]`, as views of the buffers. With a window, t is at most `sinks` +
+        `window` - 1. If there are sinks and tokens after them were dropped, they are copies.
         """
         new = states[0].shape[2]
         first = 0 if self.window is None else max(0, self._stored - self.window + 1)
@@ -84,7 +85,11 @@ class LayerCache:
             missing_sinks = self.sinks - (self._sinks[0].shape[2] if self._sinks else 0)
             if missing_sinks > 0:
                 more = [part[:, :, :missing_sinks] for part in states]
-                pairs = zip(self._sinks, more, strict=True) if self._sinks else ((part,) for part in more)
+                pairs = (
+                    zip(self._sinks, more, strict=True)
+                    if self._sinks
+                    else ((part,) for part in more)
+                )
                 self._sinks = [torch.cat(parts, dim=2) for parts in pairs]
             dropped = self.length - (end - first)  # the position of the first recent token
             if dropped:
@@ -102,7 +107,9 @@ class LayerCache:
 
 
 class KVCache:
-    """The key-value cache for incremental decoding and chunked evaluation: one `LayerCache` per block."""
+    """The key-value cache for incremental decoding and chunked evaluation: one `LayerCache` per
+    block.
+    """
 
     def __init__(self, spans: Sequence[Span], max_length: int | None = None):
         """spans: the keys that the queries of each block attend to."""
@@ -123,8 +130,8 @@ class KVCache:
 class _SplitHeads(torch.autograd.Function):
     """`[b, s, 3 h d]` -> query, key and value `[b, h, s, d]`.
 
-    GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are adjacent. The backward
-    pass copies nothing if attention wrote the gradients in this layout.
+    GPT-NeoX groups the rows of query_key_value by head: each head's query, key and value are
+    adjacent. The backward pass copies nothing if attention wrote the gradients in this layout.
     """
 
     @staticmethod
@@ -143,19 +150,27 @@ class _SplitHeads(torch.autograd.Function):
             is_packed = layouts == [(strides, index * head_size) for index in range(3)]
             if is_packed and len({grad.untyped_storage()._cdata for grad in grads}) == 1:
                 return query.as_strided((batch, length, row), (length * row, row, 1)), None
-        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=3).view(batch, length, row), None
+        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=3).view(
+            batch, length, row
+        ), None
 
 
-def split_heads(qkv: Tensor, head_size: int, queries_per_key: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, for h = g * `queries_per_key`.
+def split_heads(
+    qkv: Tensor, head_size: int, queries_per_key: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, for h = g *
+    `queries_per_key`.
 
-    Rows of query_key_value are grouped by key head: the queries that share a key, the key, and its value. With one
-    query per key, this is GPT-NeoX's layout. With more, GPT-NeoX has all queries of a tensor-parallel rank, then its
-    keys, then its values, so that its layout depends on the number of ranks.
+    Rows of query_key_value are grouped by key head: the queries that share a key, the key, and its
+    value. With one query per key, this is GPT-NeoX's layout. With more, GPT-NeoX has all queries of
+    a tensor-parallel rank, then its keys, then its values, so that its layout depends on the number
+    of ranks.
     """
     if queries_per_key == 1:
         return cast(tuple[Tensor, Tensor, Tensor], _SplitHeads.apply(qkv, head_size))
-    groups = qkv.unflatten(-1, (-1, queries_per_key + 2, head_size)).transpose(1, 2)  # [b, g, s, h / g + 2, d]
+    groups = qkv.unflatten(-1, (-1, queries_per_key + 2, head_size)).transpose(
+        1, 2
+    )  # [b, g, s, h / g + 2, d]
     query, key, value = groups.split((queries_per_key, 1, 1), dim=3)
     return query.transpose(2, 3).flatten(1, 2), key.squeeze(3), value.squeeze(3)
 
@@ -163,8 +178,9 @@ def split_heads(qkv: Tensor, head_size: int, queries_per_key: int = 1) -> tuple[
 class SelfAttention(nn.Module):
     """Causal self-attention with a positional method.
 
-    With fewer heads of keys than of queries, consecutive query heads share a key head (grouped-query attention, arXiv
-    2305.13245). With a window, a query attends to the last `window` keys in every call.
+    With fewer heads of keys than of queries, consecutive query heads share a key head
+    (grouped-query attention, arXiv 2305.13245). With a window, a query attends to the last `window`
+    keys in every call.
     """
 
     def __init__(self, settings: ModelSettings, positional: PositionalMethod, layer: int = 0):
@@ -172,7 +188,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         config, tp = settings.config, settings.tp
         hidden, bias = config.hidden_size, config.use_bias_in_attn_linear
-        queries, keys = (heads * config.head_size for heads in (config.num_attention_heads, config.num_kv_heads))
+        queries, keys = (
+            heads * config.head_size for heads in (config.num_attention_heads, config.num_kv_heads)
+        )
         self.head_size, self.num_heads = config.head_size, config.num_attention_heads
         self.queries_per_key = config.num_attention_heads // config.num_kv_heads
         self.window = config.windows[layer]
@@ -204,17 +222,23 @@ class SelfAttention(nn.Module):
         tables: PositionTables | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are computed if None.
+        """`[b, s, e] -> [b, s, e]`. With a cache, the tokens follow the cached ones. `tables` are
+        computed if None.
 
-        documents: a query attends only to keys of its own document; without a cache and in the default mode.
+        documents: a query attends only to keys of its own document; without a cache and in the
+            default mode.
         """
         decay = None
         if self.decays:
             decay = sum_head_gradients(self.rpe.decay(hidden), self.tp)[:, self.local_heads]
-        return self.dense(self.context(self.query_key_value(hidden), cache, mode, tables, decay, documents))
+        return self.dense(
+            self.context(self.query_key_value(hidden), cache, mode, tables, decay, documents)
+        )
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, before rotation."""
+        """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, before
+        rotation.
+        """
         query, key, value = split_heads(qkv, self.head_size, self.queries_per_key)
         if self.normalizes:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -229,8 +253,8 @@ class SelfAttention(nn.Module):
         decay: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. decay: `[b, h, s]`, if the positional method
-        has it.
+        """The heads' outputs, `[b, s, (h + 2 g) d] -> [b, s, h d]`. decay: `[b, h, s]`, if the
+        positional method has it.
         """
         # Queries, keys and values. Logit scaling needs the queries' positions in the text.
         span = mode.span.within(self.window)
@@ -291,9 +315,12 @@ class SelfAttention(nn.Module):
         )
         return self.attention(call).transpose(1, 2).flatten(2)
 
-    def position_tables(self, length: int, states: Tensor, mode: AttentionMode = DEFAULT_MODE) -> PositionTables:
-        """Tables over the distances in a text of `length` tokens, of this rank's heads, on the device of the states
-        `[b, ..., s, e or d]`. All layers that share a positional method can share its tables.
+    def position_tables(
+        self, length: int, states: Tensor, mode: AttentionMode = DEFAULT_MODE
+    ) -> PositionTables:
+        """Tables over the distances in a text of `length` tokens, of this rank's heads, on the
+        device of the states `[b, ..., s, e or d]`. All layers that share a positional method can
+        share its tables.
         """
         device, method = states.device, getattr(self, "rpe", None)
         if method is not None and mode.is_explicit(method):
@@ -301,8 +328,12 @@ class SelfAttention(nn.Module):
         span = mode.span.within(self.window)
         max_kv_len = span.max_kv_len(length)
         if method is not None and "modify_scores" in method.hooks:
-            distances = max_kv_len if mode.distance_map is None or method.shift_invariant else length
-            return PositionTables(scores=score_table(method, distances, device, distance_map=mode.distance_map))
+            distances = (
+                max_kv_len if mode.distance_map is None or method.shift_invariant else length
+            )
+            return PositionTables(
+                scores=score_table(method, distances, device, distance_map=mode.distance_map)
+            )
 
         # This rank's heads of the tables, and of their jacobians if the backend uses them.
         heads = self.local_heads.stop - self.local_heads.start
@@ -313,15 +344,27 @@ class SelfAttention(nn.Module):
         if method is not None:
             bias, weight = self._tables(max_kv_len, device, mode)
             tables = replace(tables, bias=bias, weight=weight)
-            if is_fused and torch.is_grad_enabled() and mode.distance_map is None and not self.bf16_distances:
-                bias_jacobian, weight_jacobian = map(self._local_jacobian, jacobians(method, max_kv_len, device))
-                tables = replace(tables, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian)
+            if (
+                is_fused
+                and torch.is_grad_enabled()
+                and mode.distance_map is None
+                and not self.bf16_distances
+            ):
+                bias_jacobian, weight_jacobian = map(
+                    self._local_jacobian, jacobians(method, max_kv_len, device)
+                )
+                tables = replace(
+                    tables, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian
+                )
         return prepare_tables(tables, heads, max_kv_len, device) if is_fused else tables
 
     def _local_jacobian(self, jacobian: TableJacobian | None) -> TableJacobian | None:
         if jacobian is None:
             return None
-        coefficients, directions = self._local(jacobian.coefficients), jacobian.directions[self.local_heads]
+        coefficients, directions = (
+            self._local(jacobian.coefficients),
+            jacobian.directions[self.local_heads],
+        )
         return replace(jacobian, coefficients=coefficients, directions=directions)
 
     def _tables(
@@ -340,18 +383,25 @@ class SelfAttention(nn.Module):
             if table is not None and len(table) != self.num_heads:
                 method = type(self.positional).__name__
                 raise UserError(
-                    f"{method}.{name} returned {list(table.shape)} for {end - first} distances; it must return "
-                    f"[heads, distances], with {self.num_heads} heads"
+                    f"{method}.{name} returned {list(table.shape)} for {end - first} distances; it "
+                    f"must return [heads, distances], with {self.num_heads} heads"
                 )
-        return None if bias is None else self._local(bias), None if weight is None else self._local(weight)
+        return None if bias is None else self._local(bias), None if weight is None else self._local(
+            weight
+        )
 
     def _local(self, values: Tensor) -> Tensor:
-        """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from replicated parameters."""
+        """The rows of this rank's heads, from values `[h, ...]` of all heads, computed from
+        replicated parameters.
+        """
         return sum_head_gradients(values, self.tp)[self.local_heads]
 
 
-def describe_backends(model: nn.Module, device: torch.device, dtype: torch.dtype, *, documents: bool = False) -> str:
-    """The attention backends of the layers and why they were chosen; empty for a pipeline stage without layers.
+def describe_backends(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, *, documents: bool = False
+) -> str:
+    """The attention backends of the layers and why they were chosen; empty for a pipeline stage
+    without layers.
 
     documents: see `describe_choice`.
     """

@@ -1,7 +1,9 @@
-"""Triton kernels for the parts of a transformer block between its matrix products; `fused_block.py` calls them.
+"""Triton kernels for the parts of a transformer block between its matrix products; `fused_block.py`
+calls them.
 
-They compute in float32 and round only what they store. Gradients of vectors (norm weights, biases) are sums over rows:
-each program adds up the rows it handles, and `sum_rows_kernel` adds up the programs' sums, so the order is fixed.
+They compute in float32 and round only what they store. Gradients of vectors (norm weights, biases)
+are sums over rows: each program adds up the rows it handles, and `sum_rows_kernel` adds up the
+programs' sums, so the order is fixed.
 
 Legend: n rows (tokens), e columns (hidden size, or 4 times that in the MLP), p programs.
 """
@@ -9,7 +11,8 @@ Legend: n rows (tokens), e columns (hidden size, or 4 times that in the MLP), p 
 import triton
 import triton.language as tl
 
-# Rows and columns of a tile of `activation_backward_kernel`, and columns of a program of the other kernels.
+# Rows and columns of a tile of `activation_backward_kernel`, and columns of a program of the other
+# kernels.
 TILE_ROWS, TILE_COLUMNS, COLUMNS = 16, 128, 1024
 # Programs that add up rows: a few for each multiprocessor of a GPU.
 PROGRAMS = 528
@@ -24,7 +27,8 @@ def activate(x, ACTIVATION: tl.constexpr):
         normal = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
         return x * normal, normal + x * INVERSE_SQRT_2_PI * tl.exp(-0.5 * x * x)
     elif ACTIVATION == "gelu_tanh":
-        # 0.5 (1 + tanh(z)) = sigmoid(2 z). Tensors are on the left of constants, as Triton's interpreter requires.
+        # 0.5 (1 + tanh(z)) = sigmoid(2 z). Tensors are on the left of constants, as Triton's
+        # interpreter requires.
         sigmoid = 1.0 / (1.0 + tl.exp((x + 0.044715 * x * x * x) * -TANH_FACTOR))
         slope = (1.0 + 3.0 * 0.044715 * x * x) * TANH_FACTOR
         return x * sigmoid, sigmoid + x * sigmoid * (1.0 - sigmoid) * slope
@@ -41,8 +45,9 @@ def norm_kernel(
     hidden, update, update_bias, weight, bias, new_hidden, normed, stats, size, eps,
     RMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of new_hidden = hidden + update + update_bias, of normed = norm(new_hidden), and of its stats `[n, 2]`:
-    mean and inverse standard deviation. Without an update (None), new_hidden is hidden and not stored.
+    """A row of new_hidden = hidden + update + update_bias, of normed = norm(new_hidden), and of its
+    stats `[n, 2]`: mean and inverse standard deviation. Without an update (None), new_hidden is
+    hidden and not stored.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -73,8 +78,9 @@ def norm_backward_kernel(
     grad_normed, grad_hidden, hidden, weight, bias, stats, grad_input, normed, sums, rows, size,
     RMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the norm's input plus that of the residual, grad_hidden (None: zero); the recomputed output of
-    the norm; and sums `[p, 3, e]` over each program's rows: the gradients of weight, bias and the update's bias.
+    """The gradient of the norm's input plus that of the residual, grad_hidden (None: zero); the
+    recomputed output of the norm; and sums `[p, 3, e]` over each program's rows: the gradients of
+    weight, bias and the update's bias.
     """
     # Sums over the rows of this program, kept in registers.
     column = tl.arange(0, BLOCK)
@@ -140,8 +146,8 @@ def activation_backward_kernel(
     x, bias, grad, y, sums, rows, size,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Replaces the gradient of y = activation(x + bias) with that of x, and recomputes y. Computes sums `[p, e]` over
-    each program's rows: the gradient of the bias.
+    """Replaces the gradient of y = activation(x + bias) with that of x, and recomputes y. Computes
+    sums `[p, e]` over each program's rows: the gradient of the bias.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     b = tl.zeros([1, COLUMNS], tl.float32)
@@ -152,7 +158,9 @@ def activation_backward_kernel(
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < size)
         offsets = row.to(tl.int64) * size + column
-        value, slope = activate(tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) + b, ACTIVATION)
+        value, slope = activate(
+            tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) + b, ACTIVATION
+        )
         dx = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32) * slope
         tl.store(y + offsets, value.to(y.dtype.element_ty), mask=inside)
         tl.store(grad + offsets, dx.to(grad.dtype.element_ty), mask=inside)
@@ -162,7 +170,9 @@ def activation_backward_kernel(
 
 @triton.jit
 def gated_kernel(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of a row of y = activation(gate) * up `[n, e]`, for x = [gate, up] `[n, 2 e]`."""
+    """BLOCK columns of a row of y = activation(gate) * up `[n, e]`, for x = [gate, up]
+    `[n, 2 e]`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -174,7 +184,9 @@ def gated_kernel(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gated_backward_kernel(x, grad, y, grad_x, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK columns of a row of the gradient of x, from that of y; recomputes y. For x and y see `gated_kernel`."""
+    """BLOCK columns of a row of the gradient of x, from that of y; recomputes y. For x and y see
+    `gated_kernel`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -183,8 +195,14 @@ def gated_backward_kernel(x, grad, y, grad_x, size, ACTIVATION: tl.constexpr, BL
     dy = tl.load(grad + row * size + column, mask=inside, other=0.0).to(tl.float32)
     value, slope = activate(gate, ACTIVATION)
     tl.store(y + row * size + column, (value * up).to(y.dtype.element_ty), mask=inside)
-    tl.store(grad_x + row * 2 * size + column, (dy * up * slope).to(grad_x.dtype.element_ty), mask=inside)
-    tl.store(grad_x + row * 2 * size + size + column, (dy * value).to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(
+        grad_x + row * 2 * size + column, (dy * up * slope).to(grad_x.dtype.element_ty), mask=inside
+    )
+    tl.store(
+        grad_x + row * 2 * size + size + column,
+        (dy * value).to(grad_x.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit

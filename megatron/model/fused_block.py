@@ -1,15 +1,18 @@
-"""Transformer blocks on a GPU in training: fewer kernels, less memory traffic and fewer saved activations.
+"""Transformer blocks on a GPU in training: fewer kernels, less memory traffic and fewer saved
+activations.
 
-Kernels compute everything between two matrix products at once: residual, bias and norm, or bias and activation. Each
-function below ends with a matrix product, whose input it does not save: the backward pass recomputes the output of the
-norm or of the activation with the gradient of its input, in one kernel. So a block saves 10 hidden states `[b, s, e]`
-(with e as unit: two residuals, query, key, value, attention's output, and 4 before the activation) instead of 16. In a
-gated MLP, the two products with the norm's output are one, with the matrices concatenated.
+Kernels compute everything between two matrix products at once: residual, bias and norm, or bias and
+activation. Each function below ends with a matrix product, whose input it does not save: the
+backward pass recomputes the output of the norm or of the activation with the gradient of its input,
+in one kernel. So a block saves 10 hidden states `[b, s, e]` (with e as unit: two residuals, query,
+key, value, attention's output, and 4 before the activation) instead of 16. In a gated MLP, the two
+products with the norm's output are one, with the matrices concatenated.
 
-Vectors added to the residual are added by the next norm: blocks are run with `run_blocks`, which passes the last
-update of a block to the next one.
+Vectors added to the residual are added by the next norm: blocks are run with `run_blocks`, which
+passes the last update of a block to the next one.
 
-Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output features, f features in the MLP.
+Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output features, f features in
+the MLP.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +54,11 @@ def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
         return False
     weight = cast(Tensor, block.attention.dense.weight)
     # ZeRO 3 gathers parameters only during the call of their module.
-    if weight.dtype != hidden.dtype or hasattr(weight, "ds_id") or torch.is_autocast_enabled("cuda"):
+    if (
+        weight.dtype != hidden.dtype
+        or hasattr(weight, "ds_id")
+        or torch.is_autocast_enabled("cuda")
+    ):
         return False
     return uses_kernels(hidden.device, hidden.dtype, hidden.shape[-1])
 
@@ -63,9 +70,12 @@ def uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) -> 
     return unavailable_reason(Requirements(device=device)) is None
 
 
-def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the kernels for blocks like this one with PyTorch operations, for a few tokens. Returns why the kernels
-    must not be used on a device; None if they may be, or are not used there anyway. Waits for the device.
+def kernel_failure(
+    block: "TransformerBlock", device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Compare the kernels for blocks like this one with PyTorch operations, for a few tokens.
+    Returns why the kernels must not be used on a device; None if they may be, or are not used there
+    anyway. Waits for the device.
     """
     # What the block has, as the kernels' arguments.
     norm = cast(nn.LayerNorm | nn.RMSNorm, block.input_layernorm)
@@ -98,7 +108,17 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
         update_bias, weight, bias, linear, inner_bias, last = vectors
         norm_arguments = (weight, None if norm_bias is None else bias)
         residual, inner = _NormLinear.apply(
-            *(hidden, update, update_bias, *norm_arguments, linear, inner_bias if gated else None, epsilon, rms, None)
+            *(
+                hidden,
+                update,
+                update_bias,
+                *norm_arguments,
+                linear,
+                inner_bias if gated else None,
+                epsilon,
+                rms,
+                None,
+            )
         )
         if gated:
             return residual, _GatedLinear.apply(inner, last, mlp.activation_name, None)
@@ -113,7 +133,9 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
         if rms:
             normed = F.rms_norm(residual, (size,), weight, epsilon)
         else:
-            normed = F.layer_norm(residual, (size,), weight, None if norm_bias is None else bias, epsilon)
+            normed = F.layer_norm(
+                residual, (size,), weight, None if norm_bias is None else bias, epsilon
+            )
         inner = normed @ linear.T + (inner_bias if mlp_bias else 0)
         if gated:
             gate, up = inner.chunk(2, dim=-1)
@@ -134,7 +156,10 @@ def kernel_failure(block: "TransformerBlock", device: torch.device, dtype: torch
         if result is not None and exact is not None:
             relative = ((result.float() - exact).norm() / exact.norm()).item()
             if not relative <= MAX_ERROR[dtype]:  # also for NaN
-                return f"a result has a relative error of {relative:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+                return (
+                    f"a result has a relative error of {relative:.1e}, more than "
+                    f"{MAX_ERROR[dtype]:.0e}"
+                )
     return None
 
 
@@ -144,7 +169,9 @@ def _values_and_gradients(
 ) -> list[Tensor | None]:
     leaves = [value.detach().requires_grad_() for value in values]
     outputs = function(*leaves)
-    gradients = torch.autograd.grad(outputs, leaves, [output.detach() for output in outputs], allow_unused=True)
+    gradients = torch.autograd.grad(
+        outputs, leaves, [output.detach() for output in outputs], allow_unused=True
+    )
     return [*(output.detach() for output in outputs), *gradients]
 
 
@@ -154,7 +181,9 @@ def run_blocks(
     tables: Sequence[PositionTables | None],
     documents: Documents | None = None,
 ) -> Tensor:
-    """`[b, s, e] -> [b, s, e]` through several blocks that `supports` accepts; tables: one for each block."""
+    """`[b, s, e] -> [b, s, e]` through several blocks that `supports` accepts; tables: one for each
+    block.
+    """
     flat, update = hidden.flatten(0, 1), None
     for block, table in zip(blocks, tables, strict=True):
         flat, update = _run_block(block, flat, update, hidden.shape, table, documents)
@@ -174,21 +203,32 @@ def _run_block(
     mlp: Any = block.mlp
     group = tensor_parallel_group(attention.tp)
     projection = attention.query_key_value
-    hidden, qkv = _norm_linear(hidden, update, block.input_layernorm, projection.weight, projection.bias, group)
-    context = attention.context(qkv.view(*shape[:2], -1), None, DEFAULT_MODE, tables, documents=documents).flatten(0, 1)
-    attended = _dropped(block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias)
+    hidden, qkv = _norm_linear(
+        hidden, update, block.input_layernorm, projection.weight, projection.bias, group
+    )
+    context = attention.context(
+        qkv.view(*shape[:2], -1), None, DEFAULT_MODE, tables, documents=documents
+    ).flatten(0, 1)
+    attended = _dropped(
+        block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias
+    )
     update = None if block.parallel_residual else attended
     norm = block.post_attention_layernorm
     if isinstance(block.mlp, GatedMLP):
         weight = torch.cat((mlp.w1.weight, mlp.w3.weight))
         bias = None if mlp.w1.bias is None else torch.cat((mlp.w1.bias, mlp.w3.bias))
         hidden, inner = _norm_linear(hidden, update, norm, weight, bias, group)
-        states, bias = _GatedLinear.apply(inner, mlp.w2.weight, mlp.activation_name, group), mlp.w2.bias
+        states, bias = (
+            _GatedLinear.apply(inner, mlp.w2.weight, mlp.activation_name, group),
+            mlp.w2.bias,
+        )
     else:
         hidden, inner = _norm_linear(hidden, update, norm, mlp.dense_h_to_4h.weight, None, group)
         arguments = (mlp.dense_h_to_4h.bias, mlp.dense_4h_to_h.weight, mlp.activation_name, group)
         states, bias = _ActivationLinear.apply(inner, *arguments), mlp.dense_4h_to_h.bias
-    return (_added(hidden, attended) if block.parallel_residual else hidden), _dropped(block, states, bias)
+    return (_added(hidden, attended) if block.parallel_residual else hidden), _dropped(
+        block, states, bias
+    )
 
 
 def _added(hidden: Tensor, update: Update | None) -> Tensor:
@@ -243,7 +283,18 @@ class _NormLinear(torch.autograd.Function):
         normed, stats = torch.empty_like(hidden), hidden.new_empty(rows, 2, dtype=torch.float32)
         with torch.cuda.device_of(hidden):
             kernels.norm_kernel[(rows,)](
-                *(hidden, update, update_bias, norm_weight, norm_bias, new_hidden, normed, stats, size, eps),
+                *(
+                    hidden,
+                    update,
+                    update_bias,
+                    norm_weight,
+                    norm_bias,
+                    new_hidden,
+                    normed,
+                    stats,
+                    size,
+                    eps,
+                ),
                 **row_options(size, rms, hidden.dtype),
             )
         ctx.save_for_backward(new_hidden, norm_weight, norm_bias, weight, stats)
@@ -258,7 +309,9 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_hidden: Tensor | None, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_hidden: Tensor | None, grad_output: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, norm_weight, norm_bias, weight, stats = ctx.saved_tensors
         kernels = _kernels()
         rows, size = hidden.shape
@@ -290,20 +343,28 @@ class _NormLinear(torch.autograd.Function):
 
 
 class _ActivationLinear(torch.autograd.Function):
-    """activation(x + bias) and a linear layer without bias, `[n, f] -> [n, e]`. With a group, the layer is
-    row-parallel: its partial outputs are summed.
+    """activation(x + bias) and a linear layer without bias, `[n, f] -> [n, e]`. With a group, the
+    layer is row-parallel: its partial outputs are summed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, activation: str, group: dist.ProcessGroup | None
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        activation: str,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         kernels = _kernels()
         rows, size = x.shape
         activated = torch.empty_like(x)
         with torch.cuda.device_of(x):
             kernels.activation_kernel[(rows, -(-size // kernels.COLUMNS))](
-                *(x, bias, activated, size), ACTIVATION=activation, BLOCK=kernels.COLUMNS, num_warps=4
+                *(x, bias, activated, size),
+                ACTIVATION=activation,
+                BLOCK=kernels.COLUMNS,
+                num_warps=4,
             )
         ctx.save_for_backward(x, bias, weight)
         ctx.activation = activation
@@ -316,7 +377,10 @@ class _ActivationLinear(torch.autograd.Function):
         kernels = _kernels()
         rows, size = x.shape
         grad_output = grad_output.contiguous()
-        grad_x, activated = grad_output @ weight, torch.empty_like(x)  # the kernel overwrites grad_x
+        grad_x, activated = (
+            grad_output @ weight,
+            torch.empty_like(x),
+        )  # the kernel overwrites grad_x
         tiles = -(-size // kernels.TILE_COLUMNS)
         programs = max(1, min(-(-rows // kernels.TILE_ROWS), 2 * kernels.PROGRAMS // tiles))
         sums = x.new_empty(programs, size, dtype=torch.float32)
@@ -333,12 +397,14 @@ class _ActivationLinear(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """activation(gate) * up and a linear layer without bias, from [gate, up] `[n, 2 f] -> [n, e]`. With a group, the
-    layer is row-parallel: its partial outputs are summed.
+    """activation(gate) * up and a linear layer without bias, from [gate, up] `[n, 2 f] -> [n, e]`.
+    With a group, the layer is row-parallel: its partial outputs are summed.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, activation: str, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, activation: str, group: dist.ProcessGroup | None
+    ) -> Tensor:
         kernels = _kernels()
         rows, size = len(x), x.shape[1] // 2
         gated = x.new_empty(rows, size)
@@ -361,7 +427,10 @@ class _GatedLinear(torch.autograd.Function):
         gated, grad_x = torch.empty_like(grad_gated), torch.empty_like(x)
         with torch.cuda.device_of(x):
             kernels.gated_backward_kernel[(rows, -(-size // kernels.COLUMNS))](
-                *(x, grad_gated, gated, grad_x, size), ACTIVATION=ctx.activation, BLOCK=kernels.COLUMNS, num_warps=4
+                *(x, grad_gated, gated, grad_x, size),
+                ACTIVATION=ctx.activation,
+                BLOCK=kernels.COLUMNS,
+                num_warps=4,
             )
         return grad_x, grad_output.T @ gated, None, None
 
@@ -393,18 +462,26 @@ def _sum_rows(sums: Tensor, dtype: torch.dtype) -> Tensor:
     total = sums.new_empty(sums.shape[1:], dtype=dtype)
     with torch.cuda.device_of(sums):
         kernels.sum_rows_kernel[(-(-total.numel() // kernels.TILE_COLUMNS),)](
-            *(sums, total, len(sums), total.numel()), BLOCK=kernels.TILE_COLUMNS, ROWS=kernels.TILE_ROWS, num_warps=4
+            *(sums, total, len(sums), total.numel()),
+            BLOCK=kernels.TILE_COLUMNS,
+            ROWS=kernels.TILE_ROWS,
+            num_warps=4,
         )
     return total
 
 
 def row_options(size: int, rms: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """Constants of the norm's kernels for rows of this size and dtype. Each thread has 16 elements, more only in long
-    rows, but 8 in the longest float32 rows, which would spill registers otherwise.
+    """Constants of the norm's kernels for rows of this size and dtype. Each thread has 16 elements,
+    more only in long rows, but 8 in the longest float32 rows, which would spill registers
+    otherwise.
     """
     block = 1 << (size - 1).bit_length()
     longest = 32 if dtype == torch.float32 else 16
-    return {"RMS": rms, "BLOCK": block, "num_warps": longest if block > 4096 else max(4, block // 512)}
+    return {
+        "RMS": rms,
+        "BLOCK": block,
+        "num_warps": longest if block > 4096 else max(4, block // 512),
+    }
 
 
 def _kernels() -> ModuleType:

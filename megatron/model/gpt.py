@@ -1,8 +1,9 @@
 """The GPT model, from the embedding to the loss.
 
-The layers have GPT-NeoX's indices: 0 embedding, 2 ... L+1 blocks, L+3 final norm, L+4 output. The indices 1 and L+2 are
-functions without parameters in GPT-NeoX, and unused here. `GPT` runs the layers as a plain sequence, `pipeline.py` as
-stages of DeepSpeed's pipeline (with identities at 1 and L+2). Parameter names are those of GPT-NeoX's checkpoints.
+The layers have GPT-NeoX's indices: 0 embedding, 2 ... L+1 blocks, L+3 final norm, L+4 output. The
+indices 1 and L+2 are functions without parameters in GPT-NeoX, and unused here. `GPT` runs the
+layers as a plain sequence, `pipeline.py` as stages of DeepSpeed's pipeline (with identities at 1
+and L+2). Parameter names are those of GPT-NeoX's checkpoints.
 
 Legend: b batch, s tokens, e hidden size, v padded vocabulary.
 """
@@ -24,15 +25,20 @@ from megatron.model import fused_block
 from megatron.model.attention import KVCache, LayerCache, SelfAttention
 from megatron.model.layers import make_mlp, make_norm
 from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
-from megatron.model.parallel import column_linear, gather_vocabulary, tensor_parallel_group, vocab_embedding
+from megatron.model.parallel import (
+    column_linear,
+    gather_vocabulary,
+    tensor_parallel_group,
+    vocab_embedding,
+)
 from megatron.model.settings import ModelSettings
 
 
 class TransformerBlock(nn.Module):
     """Layers 2 ... L+1: pre-norm attention and MLP, `[b, s, e] -> [b, s, e]`.
 
-    The residuals are sequential, or parallel as in GPT-J: attention and MLP then read the same input. In training on a
-    GPU, `fused_block.py` computes the same with fewer kernels.
+    The residuals are sequential, or parallel as in GPT-J: attention and MLP then read the same
+    input. In training on a GPU, `fused_block.py` computes the same with fewer kernels.
     """
 
     def __init__(self, settings: ModelSettings, positional: PositionalMethod, layer: int = 0):
@@ -55,7 +61,9 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         if cache is None and mode == DEFAULT_MODE and fused_block.supports(self, hidden):
             return fused_block.run_blocks([self], hidden, [tables], documents)
-        attended = self.dropout(self.attention(self.input_layernorm(hidden), cache, mode, tables, documents))
+        attended = self.dropout(
+            self.attention(self.input_layernorm(hidden), cache, mode, tables, documents)
+        )
         if self.parallel_residual:
             return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         hidden = hidden + attended
@@ -63,17 +71,23 @@ class TransformerBlock(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Layer 0: token embeddings, plus position embeddings for absolute methods; int64 `[b, s] -> [b, s, e]`."""
+    """Layer 0: token embeddings, plus position embeddings for absolute methods; int64
+    `[b, s] -> [b, s, e]`.
+    """
 
     def __init__(self, settings: ModelSettings, positional: PositionalMethod):
         super().__init__()
-        self.word_embeddings = vocab_embedding(settings.padded_vocab_size, settings.config.hidden_size, tp=settings.tp)
+        self.word_embeddings = vocab_embedding(
+            settings.padded_vocab_size, settings.config.hidden_size, tp=settings.tp
+        )
         self.embeds = "embed" in positional.hooks
         if self.embeds:
             self.position_embeddings = positional
         self.dropout = nn.Dropout(settings.config.hidden_dropout)
 
-    def forward(self, tokens: Tensor, offset: int = 0, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, offset: int = 0, documents: Documents | None = None
+    ) -> Tensor:
         """`offset`: the position of the first token. In documents, positions start at 0."""
         hidden = self.word_embeddings(tokens)
         if self.embeds:
@@ -98,22 +112,28 @@ class FinalNorm(nn.Module):
 
 
 class VocabularyLinear(nn.Linear):
-    """`[..., e] -> [..., v]`; with labels `[n]`: hidden states `[n, e]` -> the sum of the tokens' losses.
+    """`[..., e] -> [..., v]`; with labels `[n]`: hidden states `[n, e]` -> the sum of the tokens'
+    losses.
 
-    The loss is computed inside a call of this module because ZeRO 3 gathers the weight only during that call.
+    The loss is computed inside a call of this module because ZeRO 3 gathers the weight only during
+    that call.
     """
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         if labels is None:
             return super().forward(hidden)
         return linear_cross_entropy(hidden, self.weight, labels, mask)
 
 
 class Output(nn.Module):
-    """Layer L+4: the projection to the vocabulary, `[b, s, e] -> [b, s, v / tensor-parallel size]`, without bias.
+    """Layer L+4: the projection to the vocabulary, `[b, s, e] -> [b, s, v / tensor-parallel size]`,
+    without bias.
 
     Attributes:
-        in_loss: return the hidden states unchanged, for a pipeline whose loss function calls `loss`.
+        in_loss: return the hidden states unchanged, for a pipeline whose loss function calls
+            `loss`.
     """
 
     def __init__(self, settings: ModelSettings):
@@ -133,14 +153,17 @@ class Output(nn.Module):
         return hidden if self.in_loss else self.final_linear(hidden)
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Mean over the tokens of the cross entropy in nats times the weight (default: 1): hidden `[b, s, e]`, labels
-        int64 `[b, s]`, weights float `[b, s]`. Large logits are computed in chunks, as are all logits under tensor
-        parallelism (see `loss.py`).
+        """Mean over the tokens of the cross entropy in nats times the weight (default: 1): hidden
+        `[b, s, e]`, labels int64 `[b, s]`, weights float `[b, s]`. Large logits are computed in
+        chunks, as are all logits under tensor parallelism (see `loss.py`).
         """
         weight = cast(nn.Parameter, self.final_linear.weight)
-        # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its full shape.
+        # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its full
+        # shape.
         vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
-        if self.tp.size == 1 and not needs_chunks(hidden.device, hidden.dtype, labels.numel(), vocabulary):
+        if self.tp.size == 1 and not needs_chunks(
+            hidden.device, hidden.dtype, labels.numel(), vocabulary
+        ):
             return mean_loss(self.final_linear(hidden), labels, weights)
         flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
         flat_weights = None if weights is None else weights.flatten()
@@ -161,7 +184,8 @@ class Output(nn.Module):
 def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module]]:
     """Layer index -> a function that builds the layer.
 
-    Layers built in one process share one instance of the positional method, unless the method is per layer.
+    Layers built in one process share one instance of the positional method, unless the method is
+    per layer.
     """
     config, methods = settings.config, list[PositionalMethod]()
 
@@ -174,14 +198,18 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
     last = config.num_layers
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
     for layer in range(last):
-        factories[layer + 2] = partial(lambda layer: TransformerBlock(settings, positional(layer), layer), layer)
+        factories[layer + 2] = partial(
+            lambda layer: TransformerBlock(settings, positional(layer), layer), layer
+        )
     factories[last + 3] = lambda: FinalNorm(settings)
     factories[last + 4] = lambda: Output(settings)
     return factories
 
 
 def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMethod]:
-    """Layer index -> positional method, for the given layers. A shared method is listed once, at its first layer."""
+    """Layer index -> positional method, for the given layers. A shared method is listed once, at
+    its first layer.
+    """
     methods: dict[int, PositionalMethod] = {}
     for index, layer in layers.items():
         for _, method in outermost(layer):
@@ -192,7 +220,9 @@ def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMeth
 
 @contextmanager
 def text_length(methods: Iterable[PositionalMethod], length: int) -> Iterator[None]:
-    """In the block, the methods read texts of `length` tokens (see `PositionalMethod.begin_text`)."""
+    """In the block, the methods read texts of `length` tokens (see
+    `PositionalMethod.begin_text`).
+    """
     methods = list(methods)
     for method in methods:
         method.begin_text(length)
@@ -206,13 +236,16 @@ def text_length(methods: Iterable[PositionalMethod], length: int) -> Iterator[No
 class GPT(nn.Module):
     """A decoder-only language model as a plain sequence of layers.
 
-    Submodules are named by their layer index, as in DeepSpeed's PipelineModule, so both have the same parameter names.
+    Submodules are named by their layer index, as in DeepSpeed's PipelineModule, so both have the
+    same parameter names.
 
     forward: int64 tokens `[b, s]` -> logits `[b, s, v]`.
     """
 
     def __init__(self, settings: ModelSettings, *, checkpoint_every: int = 0):
-        """checkpoint_every: recompute activations in the backward pass, in groups of this many blocks; 0: never."""
+        """checkpoint_every: recompute activations in the backward pass, in groups of this many
+        blocks; 0: never.
+        """
         super().__init__()
         self.settings = settings
         self.trained_tokenizer: str | None = None  # its fingerprint, if the checkpoint names it
@@ -228,7 +261,10 @@ class GPT(nn.Module):
 
     @property
     def blocks(self) -> list[TransformerBlock]:
-        return [cast(TransformerBlock, self.get_submodule(str(2 + i))) for i in range(self.settings.config.num_layers)]
+        return [
+            cast(TransformerBlock, self.get_submodule(str(2 + i)))
+            for i in range(self.settings.config.num_layers)
+        ]
 
     @property
     def output(self) -> Output:
@@ -242,11 +278,15 @@ class GPT(nn.Module):
         """Layer index -> its positional method; one entry if the layers share the method."""
         return positional_methods(self.layers())
 
-    def new_cache(self, max_length: int | None = None, mode: AttentionMode = DEFAULT_MODE) -> KVCache:
-        """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once if it is given. With
-        a window, it drops keys that no later query attends to.
+    def new_cache(
+        self, max_length: int | None = None, mode: AttentionMode = DEFAULT_MODE
+    ) -> KVCache:
+        """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once
+        if it is given. With a window, it drops keys that no later query attends to.
         """
-        return KVCache([mode.span.within(window) for window in self.settings.config.windows], max_length)
+        return KVCache(
+            [mode.span.within(window) for window in self.settings.config.windows], max_length
+        )
 
     def hidden(
         self,
@@ -255,12 +295,13 @@ class GPT(nn.Module):
         mode: AttentionMode = DEFAULT_MODE,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached ones.
+        """Hidden states after the final norm, `[b, s, e]`. With a cache, `tokens` follow the cached
+        ones.
 
         Args:
             mode: how every layer attends. A cache must be that of `new_cache` for the same mode.
-            documents: the documents of the tokens, without a cache and in the default mode. A token attends only to its
-                own document, in which positions start at 0.
+            documents: the documents of the tokens, without a cache and in the default mode. A token
+                attends only to its own document, in which positions start at 0.
         """
         start = cache.length if cache is not None else 0
         hidden = self.embedding(tokens, offset=start, documents=documents)
@@ -268,11 +309,20 @@ class GPT(nn.Module):
         tables = self.shared_tables(hidden, start + tokens.shape[1], mode)
         if cache is not None or mode != DEFAULT_MODE:
             for index, block in enumerate(blocks):
-                hidden = block(hidden, cache.layers[index] if cache is not None else None, mode, tables[index])
+                hidden = block(
+                    hidden, cache.layers[index] if cache is not None else None, mode, tables[index]
+                )
         elif self.checkpoint_every and self.training and torch.is_grad_enabled():
             for first in range(0, len(blocks), self.checkpoint_every):
                 group = slice(first, first + self.checkpoint_every)
-                hidden = checkpoint(_run_blocks, blocks[group], hidden, tables[group], documents, use_reentrant=False)
+                hidden = checkpoint(
+                    _run_blocks,
+                    blocks[group],
+                    hidden,
+                    tables[group],
+                    documents,
+                    use_reentrant=False,
+                )
         else:
             hidden = _run_blocks(blocks, hidden, tables, documents)
         return self.get_submodule(str(self.settings.config.num_layers + 3))(hidden)
@@ -280,15 +330,17 @@ class GPT(nn.Module):
     def shared_tables(
         self, hidden: Tensor, length: int, mode: AttentionMode = DEFAULT_MODE
     ) -> list[PositionTables | None]:
-        """The tables of each layer for a text of `length` tokens. Layers with the same window share them; None: the
-        layer must compute its own, in its call.
+        """The tables of each layer for a text of `length` tokens. Layers with the same window share
+        them; None: the layer must compute its own, in its call.
         """
         layers = [block.attention for block in self.blocks]
         method = getattr(layers[0], "rpe", None)
         if method is None or any(layer.rpe is not method for layer in layers):
             return [None] * len(layers)
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
-            return [None] * len(layers)  # ZeRO 3 gathers the method's parameters only during a layer's call
+            return [None] * len(
+                layers
+            )  # ZeRO 3 gathers the method's parameters only during a layer's call
         tables: dict[int | None, PositionTables | None] = {}
         for layer in layers:
             if layer.window not in tables:
@@ -299,14 +351,21 @@ class GPT(nn.Module):
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""
         return gather_vocabulary(self.output(hidden), self.settings.tp)
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: KVCache | None = None, mode: AttentionMode = DEFAULT_MODE
+    ) -> Tensor:
         return self.logits(self.hidden(tokens, cache, mode))
 
     def loss(
-        self, tokens: Tensor, labels: Tensor, weights: Tensor | None = None, *, documents: Documents | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        *,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Mean over the tokens of the cross entropy in nats times the weight (default: 1); labels int64 `[b, s]`,
-        weights float `[b, s]`. documents: see `hidden`.
+        """Mean over the tokens of the cross entropy in nats times the weight (default: 1); labels
+        int64 `[b, s]`, weights float `[b, s]`. documents: see `hidden`.
         """
         return self.output.loss(self.hidden(tokens, documents=documents), labels, weights)
 

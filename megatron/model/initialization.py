@@ -1,11 +1,12 @@
 """Initial weights, identical in every parallel layout.
 
-Each parameter is drawn at full size from a generator seeded by (seed, layer index, parameter name), then sliced for
-the tensor-parallel rank. One process, a pipeline and a tensor-parallel group therefore start from the same weights, and
-adding a parameter does not change the others.
+Each parameter is drawn at full size from a generator seeded by (seed, layer index, parameter name),
+then sliced for the tensor-parallel rank. One process, a pipeline and a tensor-parallel group
+therefore start from the same weights, and adding a parameter does not change the others.
 
-The initializers are GPT-NeoX's: `init_method` for embeddings and the projections that read the residual stream,
-`output_layer_init_method` for those that write to it. Norms start at one, biases at zero.
+The initializers are GPT-NeoX's: `init_method` for embeddings and the projections that read the
+residual stream, `output_layer_init_method` for those that write to it. Norms start at one, biases
+at zero.
 """
 
 import hashlib
@@ -27,11 +28,13 @@ RESIDUAL_WRITERS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight", "mlp.w
 
 
 def initializer(name: str, *, std: float, num_layers: int, hidden_size: int) -> Initializer:
-    """The initializer called `name` in GPT-NeoX's configuration: it fills a tensor from a generator.
+    """The initializer called `name` in GPT-NeoX's configuration: it fills a tensor from a
+    generator.
 
-    `std` is `init_method_std`. small_init is that of "Transformers without Tears" (sqrt(2 / 5d)), wang_init that of
-    Ben Wang's mesh-transformer-jax (2 / (L sqrt(d))). orthogonal has the gain sqrt(2), scaled_orthogonal sqrt(2 / L),
-    where L is the number of layers and d the hidden size. Raises ValueError for an unknown name.
+    `std` is `init_method_std`. small_init is that of "Transformers without Tears" (sqrt(2 / 5d)),
+    wang_init that of Ben Wang's mesh-transformer-jax (2 / (L sqrt(d))). orthogonal has the gain
+    sqrt(2), scaled_orthogonal sqrt(2 / L), where L is the number of layers and d the hidden size.
+    Raises ValueError for an unknown name.
     """
 
     def normal(scale: float) -> Initializer:
@@ -53,7 +56,9 @@ def initializer(name: str, *, std: float, num_layers: int, hidden_size: int) -> 
         "wang_init": normal(2.0 / (num_layers * math.sqrt(hidden_size))),
     }
     if name not in initializers:
-        raise ValueError(f"initializer {name!r} is unknown; choose one of {', '.join(initializers)}")
+        raise ValueError(
+            f"initializer {name!r} is unknown; choose one of {', '.join(initializers)}"
+        )
     return initializers[name]
 
 
@@ -73,13 +78,16 @@ def initialize(
     output_init_method: str,
     std: float,
 ) -> None:
-    """Fill the parameters of the given layers in place. The values do not depend on which layers are given.
+    """Fill the parameters of the given layers in place. The values do not depend on which layers
+    are given.
 
     A positional method fills its own parameters (`reset_parameters`).
     """
     # One initializer for the projections that write to the residual stream, one for the rest.
     config = settings.config
-    make = partial(initializer, std=std, num_layers=config.num_layers, hidden_size=config.hidden_size)
+    make = partial(
+        initializer, std=std, num_layers=config.num_layers, hidden_size=config.hidden_size
+    )
     fill_reader, fill_writer = make(init_method), make(output_init_method)
     for index, layer in layers.items():
         if index == config.num_layers + 4 and not config.no_weight_tying:
@@ -88,8 +96,8 @@ def initialize(
         # Positional methods fill their own parameters, which the loop below leaves alone.
         positional_ids: set[int] = set()
         for name, method in outermost(layer):
-            # A shared method is part of every block. Its generator does not depend on the block, so that every pipeline
-            # stage draws the same values.
+            # A shared method is part of every block. Its generator does not depend on the block, so
+            # that every pipeline stage draws the same values.
             key = (-1, "positional") if method.shared else (index, name)
             method.reset_parameters(generator_for(seed, *key))
             positional_ids.update(id(parameter) for parameter in method.parameters())

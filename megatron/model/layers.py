@@ -30,14 +30,18 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}
 def make_norm(config: "ModelConfig") -> nn.Module:
     """The configured norm layer over the hidden size. An RMS norm has no bias."""
     if config.norm == "layernorm":
-        return nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon, bias=config.use_bias_in_norms)
+        return nn.LayerNorm(
+            config.hidden_size, eps=config.norm_epsilon, bias=config.use_bias_in_norms
+        )
     return nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
 
 
 class HeadNorm(nn.Module):
-    """The configured norm over the dimensions of each head, `[b, h, s, d] -> [b, h, s, d]`, for queries or keys.
+    """The configured norm over the dimensions of each head, `[b, h, s, d] -> [b, h, s, d]`, for
+    queries or keys.
 
-    All heads share the parameters. Each tensor-parallel rank has a copy, and computes the gradient of its own heads.
+    All heads share the parameters. Each tensor-parallel rank has a copy, and computes the gradient
+    of its own heads.
     """
 
     def __init__(self, settings: ModelSettings):

@@ -1,14 +1,17 @@
 """Cross entropy of the next token, and a memory-saving version fused with the output projection.
 
-`linear_cross_entropy` processes a chunk of tokens at a time. The forward pass already computes the gradients with
-respect to the hidden states and the weight, so each chunk's logits are computed only once; the backward pass scales
-them. Under tensor parallelism each rank holds a slice of the vocabulary: the ranks merge the log-sum-exp and the label
-logit of each token, and at the end the gradient of the hidden states.
+`linear_cross_entropy` processes a chunk of tokens at a time. The forward pass already computes the
+gradients with respect to the hidden states and the weight, so each chunk's logits are computed only
+once; the backward pass scales them. Under tensor parallelism each rank holds a slice of the
+vocabulary: the ranks merge the log-sum-exp and the label logit of each token, and at the end the
+gradient of the hidden states.
 
-On a GPU, the kernel in `loss_kernel.py` reads the logits once and overwrites them with their gradient. This is all the
-memory traffic between the matrix products, and chunks can be large. Elsewhere PyTorch operations do the same.
+On a GPU, the kernel in `loss_kernel.py` reads the logits once and overwrites them with their
+gradient. This is all the memory traffic between the matrix products, and chunks can be large.
+Elsewhere PyTorch operations do the same.
 
-Legend: b batch, s tokens of a sequence, n tokens, e hidden size, v vocabulary (of this rank), c tokens of a chunk.
+Legend: b batch, s tokens of a sequence, n tokens, e hidden size, v vocabulary (of this rank), c
+tokens of a chunk.
 """
 
 from typing import Any
@@ -25,16 +28,20 @@ from kerple.attention.self_check import MAX_ERROR, describe, wrong_result
 
 # Devices on which the kernel runs; Triton's interpreter also runs it on a CPU, slowly, for tests.
 KERNEL_DEVICES = ["cuda"]
-# Bytes of a chunk's logits for the kernel. Every chunk after the first reads and writes the weight's gradient once
-# more, so this is large: the 162M recipe (1.6 GiB of logits) has one chunk. A chunk has a multiple of 128 tokens.
+# Bytes of a chunk's logits for the kernel. Every chunk after the first reads and writes the
+# weight's gradient once more, so this is large: the 162M recipe (1.6 GiB of logits) has one chunk.
+# A chunk has a multiple of 128 tokens.
 KERNEL_CHUNK_BYTES, KERNEL_ROWS = 2**31, 128
-# Logits of a chunk without the kernel. On a CPU, chunks that fit into the caches are faster than larger ones, but
-# a chunk needs at least CPU_MIN_ROWS tokens, because it reads the weight and updates its entire gradient.
+# Logits of a chunk without the kernel. On a CPU, chunks that fit into the caches are faster than
+# larger ones, but a chunk needs at least CPU_MIN_ROWS tokens, because it reads the weight and
+# updates its entire gradient.
 CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, CPU_MIN_ROWS = 2**26, 2**21, 256
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of each token in nats, `[b, s]`, in at least float32, from logits `[b, s, v]`."""
+    """Cross entropy of each token in nats, `[b, s]`, in at least float32, from logits
+    `[b, s, v]`.
+    """
     flat_logits, flat_labels = logits.flatten(0, -2), labels.flatten()
     if not torch.is_grad_enabled() and _uses_kernel(logits.device, logits.dtype):
         lse, label_logits = _statistics(flat_logits.contiguous(), flat_labels)
@@ -44,13 +51,17 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Mean over the tokens of the cross entropy in nats times the weight (float `[b, s]`; default: 1); a scalar."""
+    """Mean over the tokens of the cross entropy in nats times the weight (float `[b, s]`; default:
+    1); a scalar.
+    """
     losses = token_losses(logits, labels)
     return losses.mean() if weights is None else (losses * weights).mean()
 
 
 def needs_chunks(device: torch.device, dtype: torch.dtype, tokens: int, vocabulary: int) -> bool:
-    """Whether `linear_cross_entropy` is better than `mean_loss` of all logits, which has no overhead per chunk."""
+    """Whether `linear_cross_entropy` is better than `mean_loss` of all logits, which has no
+    overhead per chunk.
+    """
     return _uses_kernel(device, dtype) or tokens > chunk_rows(device, dtype, vocabulary)
 
 
@@ -77,9 +88,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of mask * cross entropy in nats over the tokens; a float32 scalar.
 
-    hidden `[n, e]`, weight `[v, e]`, labels int64 `[n]`, mask float `[n]` without gradient, or None for all ones. With
-    a process group, `weight` is this rank's slice of the vocabulary, which starts at token `first_token`. rows: tokens
-    of a chunk, `chunk_rows` by default.
+    hidden `[n, e]`, weight `[v, e]`, labels int64 `[n]`, mask float `[n]` without gradient, or None
+    for all ones. With a process group, `weight` is this rank's slice of the vocabulary, which
+    starts at token `first_token`. rows: tokens of a chunk, `chunk_rows` by default.
     """
     rows = chunk_rows(hidden.device, hidden.dtype, len(weight)) if rows is None else rows
     if not torch.is_grad_enabled():  # the function below would compute gradients
@@ -102,7 +113,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Which gradients to compute. The loop fills them, as the logits are not kept for backward.
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         needs_grad = hidden_needs_grad or weight_needs_grad
-        cross_entropy = _kernel_cross_entropy if _uses_kernel(hidden.device, hidden.dtype) else _torch_cross_entropy
+        cross_entropy = (
+            _kernel_cross_entropy
+            if _uses_kernel(hidden.device, hidden.dtype)
+            else _torch_cross_entropy
+        )
         losses, hidden_grads = [], []
         weight_grad: Tensor | None = None
         for start in range(0, len(hidden), rows):
@@ -110,7 +125,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             states = hidden[start : start + rows]
             chunk_mask = None if mask is None else mask[start : start + rows]
             chunk_losses, logits_grad = cross_entropy(
-                states @ weight.T, labels[start : start + rows], chunk_mask, first_token, group, needs_grad
+                states @ weight.T,
+                labels[start : start + rows],
+                chunk_mask,
+                first_token,
+                group,
+                needs_grad,
             )
             losses.append(chunk_losses if chunk_mask is None else chunk_losses * chunk_mask)
             if logits_grad is None:
@@ -151,7 +171,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right, float32 and in place; total is None for zeros."""
     # `out_dtype` needs an NVIDIA GPU and half-precision inputs.
-    if left.device.type == "cuda" and left.dtype != torch.float32 and _uses_kernel(left.device, left.dtype):
+    if (
+        left.device.type == "cuda"
+        and left.dtype != torch.float32
+        and _uses_kernel(left.device, left.dtype)
+    ):
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
@@ -166,7 +190,9 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _merge(lse: Tensor, label_logits: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp and the label logits `[c]` of all ranks, from those of their slices of the vocabulary."""
+    """The log-sum-exp and the label logits `[c]` of all ranks, from those of their slices of the
+    vocabulary.
+    """
     maximum = lse.clone()
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([(lse - maximum).exp(), label_logits])
@@ -182,9 +208,12 @@ def _torch_cross_entropy(
     group: dist.ProcessGroup | None,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses `[c]` of logits `[c, v]`, and the gradient of mask * loss with respect to the logits, if needed."""
+    """The losses `[c]` of logits `[c, v]`, and the gradient of mask * loss with respect to the
+    logits, if needed.
+    """
     logits = logits.float()
-    # A label outside this rank's slice is replaced by an arbitrary one in it, with its contribution zeroed.
+    # A label outside this rank's slice is replaced by an arbitrary one in it, with its contribution
+    # zeroed.
     local_labels = labels[:, None] - first_token
     is_local = ((local_labels >= 0) & (local_labels < logits.shape[1])).to(logits.dtype)
     local_labels = local_labels.clamp(0, logits.shape[1] - 1)
@@ -211,16 +240,25 @@ def _kernel_cross_entropy(
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Like `_torch_cross_entropy`, but the gradient overwrites the logits."""
-    lse, label_logits = _statistics(logits, labels, mask, first_token, gradient=needs_grad and group is None)
+    lse, label_logits = _statistics(
+        logits, labels, mask, first_token, gradient=needs_grad and group is None
+    )
     if group is not None:
         lse, label_logits = _merge(lse, label_logits, group)
         if needs_grad:
-            _launch(logits, labels, mask, lse, label_logits, first_token, merged=True, gradient=True)
+            _launch(
+                logits, labels, mask, lse, label_logits, first_token, merged=True, gradient=True
+            )
     return lse - label_logits, logits if needs_grad else None
 
 
 def _statistics(
-    logits: Tensor, labels: Tensor, mask: Tensor | None = None, first_token: int = 0, *, gradient: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None = None,
+    first_token: int = 0,
+    *,
+    gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The log-sum-exp and the label logits `[c]` of `[c, v]`, both float32."""
     lse, label_logits = logits.new_empty(2, len(logits), dtype=torch.float32)
@@ -260,15 +298,18 @@ def _uses_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Compare the loss of three chunks with PyTorch operations in float64. Returns why the kernel must not be used on a
-    device; None if it may be, or is not used there anyway. Waits for the device.
+    """Compare the loss of three chunks with PyTorch operations in float64. Returns why the kernel
+    must not be used on a device; None if it may be, or is not used there anyway. Waits for the
+    device.
     """
     if not _uses_kernel(device, dtype):
         return None
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
         values = [torch.randn(size, 16, generator=generator, device="cpu") for size in (8, 9200)]
-        hidden, weight = (value.to(device, dtype).requires_grad_() for value in (values[0], values[1] / 4))
+        hidden, weight = (
+            value.to(device, dtype).requires_grad_() for value in (values[0], values[1] / 4)
+        )
         labels, mask = 1000 * torch.arange(8, device=device), torch.arange(1, 9, device=device) / 4
         if type(hidden) is not Tensor:  # a FakeTensor has no values
             return None
@@ -284,6 +325,8 @@ def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
         loss = (losses * mask).sum()
         expected = (loss, *torch.autograd.grad(loss, exact))
     errors = {}
-    for name, result, reference in zip(("result", "hidden states", "weight"), actual, expected, strict=True):
+    for name, result, reference in zip(
+        ("result", "hidden states", "weight"), actual, expected, strict=True
+    ):
         errors[name] = ((result.double() - reference).norm() / reference.norm()).item()
     return wrong_result(errors, dtype)

@@ -1,8 +1,9 @@
-"""Linear and embedding layers for tensor parallelism: torch's on one rank, megatron-core's on several.
+"""Linear and embedding layers for tensor parallelism: torch's on one rank, megatron-core's on
+several.
 
-Both kinds have the same parameter names, and the same shapes up to the slice, so checkpoints and the rest of the model
-treat them alike. megatron-core is imported only if the model is tensor parallel: a model on one rank then needs neither
-megatron-core nor a process group.
+Both kinds have the same parameter names, and the same shapes up to the slice, so checkpoints and
+the rest of the model treat them alike. megatron-core is imported only if the model is tensor
+parallel: a model on one rank then needs neither megatron-core nor a process group.
 """
 
 from typing import Any
@@ -15,21 +16,27 @@ from megatron.model.settings import TensorParallel
 from megatron.utils.environment import check_version
 
 
-def column_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
-    """`[..., input_size] -> [..., output_size / tp.size]`: the output features are split over the ranks."""
+def column_linear(
+    input_size: int, output_size: int, *, bias: bool, tp: TensorParallel
+) -> nn.Module:
+    """`[..., input_size] -> [..., output_size / tp.size]`: the output features are split over the
+    ranks.
+    """
     if tp.size == 1:
         return nn.Linear(input_size, output_size, bias=bias)
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    layer = ColumnParallelLinear(input_size, output_size, bias=bias, gather_output=False, **_core_options(tp))
+    layer = ColumnParallelLinear(
+        input_size, output_size, bias=bias, gather_output=False, **_core_options(tp)
+    )
     for parameter in layer.parameters():
         _mark_partition(parameter, 0)
     return _with_one_output(layer)
 
 
 def row_linear(input_size: int, output_size: int, *, bias: bool, tp: TensorParallel) -> nn.Module:
-    """`[..., input_size / tp.size] -> [..., output_size]`: the input features are split over the ranks, the partial
-    outputs are summed.
+    """`[..., input_size / tp.size] -> [..., output_size]`: the input features are split over the
+    ranks, the partial outputs are summed.
     """
     if tp.size == 1:
         return nn.Linear(input_size, output_size, bias=bias)
@@ -57,8 +64,9 @@ def vocab_embedding(vocab_size: int, hidden_size: int, *, tp: TensorParallel) ->
 def sum_head_gradients(table: Tensor, tp: TensorParallel) -> Tensor:
     """Identity whose gradient is summed over the tensor-parallel group.
 
-    Every rank computes a table of all heads, `[h, length]`, from replicated parameters, but uses only the rows of its
-    own heads. The sum of the ranks' gradients is therefore the full gradient of the parameters.
+    Every rank computes a table of all heads, `[h, length]`, from replicated parameters, but uses
+    only the rows of its own heads. The sum of the ranks' gradients is therefore the full gradient
+    of the parameters.
     """
     if tp.size == 1:
         return table
@@ -68,7 +76,9 @@ def sum_head_gradients(table: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def gather_vocabulary(logits: Tensor, tp: TensorParallel) -> Tensor:
-    """`[..., v / tp.size] -> [..., v]`, without gradients. (megatron-core's function allocates GPU memory.)"""
+    """`[..., v / tp.size] -> [..., v]`, without gradients. (megatron-core's function allocates GPU
+    memory.)
+    """
     if tp.size == 1:
         return logits
     slices = [torch.empty_like(logits) for _ in range(tp.size)]
@@ -109,7 +119,8 @@ def _core_options(tp: TensorParallel) -> dict[str, Any]:
 
     config = ModelParallelConfig(
         tensor_model_parallel_size=tp.size,
-        # Weights are created on the CPU, filled by `initialization.py`, and moved with the rest of the model.
+        # Weights are created on the CPU, filled by `initialization.py`, and moved with the rest of
+        # the model.
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -123,13 +134,19 @@ def _skip(tensor: Tensor) -> None:
 
 
 def _mark_partition(parameter: nn.Parameter, dim: int) -> None:
-    # megatron-core sets these attributes only when it initializes the weight itself. DeepSpeed's gradient norm and our
-    # checkpoints read them.
-    for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+    # megatron-core sets these attributes only when it initializes the weight itself. DeepSpeed's
+    # gradient norm and our checkpoints read them.
+    for name, value in (
+        ("tensor_model_parallel", True),
+        ("partition_dim", dim),
+        ("partition_stride", 1),
+    ):
         setattr(parameter, name, value)
 
 
 def _with_one_output(layer: nn.Module) -> nn.Module:
-    """megatron-core's linear layers return (output, bias); make the layer return the output, as nn.Linear does."""
+    """megatron-core's linear layers return (output, bias); make the layer return the output, as
+    nn.Linear does.
+    """
     layer.register_forward_hook(lambda module, args, output: output[0])
     return layer

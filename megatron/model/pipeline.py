@@ -1,9 +1,9 @@
 """The GPT model as stages of DeepSpeed's pipeline.
 
-Layers, their indices and their names are those of `gpt.py`. This module handles the parameters that several stages
-share: the shared positional method, and the embedding if it is tied to the output. Each stage has a copy. The copies
-start from the same values and get the gradients of their own layers; these are summed over the stages before the
-optimizer's step, so the copies stay identical.
+Layers, their indices and their names are those of `gpt.py`. This module handles the parameters that
+several stages share: the shared positional method, and the embedding if it is tied to the output.
+Each stage has a copy. The copies start from the same values and get the gradients of their own
+layers; these are summed over the stages before the optimizer's step, so the copies stay identical.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kerple.attention import Documents
-from megatron.model.gpt import Embedding, Output, TransformerBlock, layer_factories, positional_methods
+from megatron.model.gpt import (
+    Embedding,
+    Output,
+    TransformerBlock,
+    layer_factories,
+    positional_methods,
+)
 from megatron.model.settings import ModelSettings
 
 
@@ -40,9 +46,10 @@ def _identity(hidden: Tensor) -> Tensor:
 class GPTPipeline(PipelineModule):
     """This rank's stage of the model.
 
-    Labels are tuples (labels int64 `[b, s]`, weights float `[b, s]`). The loss function includes the output layer, so
-    that it can compute the logits in chunks: the output of DeepSpeed's last stage is the final hidden states. If inputs
-    are tuples (tokens, document ids int64 `[b, s]`), the stages pass the ids on, beside the hidden states.
+    Labels are tuples (labels int64 `[b, s]`, weights float `[b, s]`). The loss function includes
+    the output layer, so that it can compute the logits in chunks: the output of DeepSpeed's last
+    stage is the final hidden states. If inputs are tuples (tokens, document ids int64 `[b, s]`),
+    the stages pass the ids on, beside the hidden states.
     """
 
     def __init__(
@@ -53,8 +60,8 @@ class GPTPipeline(PipelineModule):
         partition_method: str,
         checkpoint_every: int = 0,
     ):
-        """topology: a DeepSpeed PipeModelDataParallelTopology. partition_method: DeepSpeed's, such as "parameters" or
-        "type:TransformerBlock". checkpoint_every: as for `GPT`.
+        """topology: a DeepSpeed PipeModelDataParallelTopology. partition_method: DeepSpeed's, such
+        as "parameters" or "type:TransformerBlock". checkpoint_every: as for `GPT`.
         """
         factories, num_layers = layer_factories(settings), settings.config.num_layers
         specs: list[object] = []
@@ -83,9 +90,14 @@ class GPTPipeline(PipelineModule):
         self._shared = self._find_shared()
 
     def _split_documents(
-        self, layer: nn.Module, inputs: tuple[Tensor | tuple[Tensor, Tensor]], options: dict[str, Any]
+        self,
+        layer: nn.Module,
+        inputs: tuple[Tensor | tuple[Tensor, Tensor]],
+        options: dict[str, Any],
     ) -> tuple[tuple[Tensor], dict[str, Any]] | None:
-        """Turn ids in the input of a layer into its argument `documents`. Layers after the blocks need none."""
+        """Turn ids in the input of a layer into its argument `documents`. Layers after the blocks
+        need none.
+        """
         if not isinstance(inputs[0], tuple):
             return None
         states, ids = inputs[0]
@@ -95,7 +107,9 @@ class GPTPipeline(PipelineModule):
             self._documents = Documents(ids)  # all layers of this stage share it
         return (states,), {"documents": self._documents}
 
-    def _append_ids(self, layer: nn.Module, inputs: Any, options: dict[str, Any], states: Tensor) -> Any:
+    def _append_ids(
+        self, layer: nn.Module, inputs: Any, options: dict[str, Any], states: Tensor
+    ) -> Any:
         return (states, options["documents"].ids) if "documents" in options else None
 
     @property
@@ -112,17 +126,23 @@ class GPTPipeline(PipelineModule):
         return self.output.loss(hidden, *labels)
 
     def of_all_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Merge the stages' values by name, in the order of the stages. All ranks must call it together."""
+        """Merge the stages' values by name, in the order of the stages. All ranks must call it
+        together.
+        """
         stages: list[dict[str, Tensor]] = [{}] * self.num_stages
         dist.all_gather_object(stages, values, group=self._grid.get_pipe_parallel_group())
         return {name: value for stage in stages for name, value in stage.items()}
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup | None]]:
-        """DeepSpeed calls this to sum the gradients of shared parameters after the backward passes of a batch."""
+        """DeepSpeed calls this to sum the gradients of shared parameters after the backward passes
+        of a batch.
+        """
         return self._shared
 
     def synchronize_shared(self) -> None:
-        """Copy the first stage's values to all stages: a loaded checkpoint has one value of each shared parameter."""
+        """Copy the first stage's values to all stages: a loaded checkpoint has one value of each
+        shared parameter.
+        """
         for parameter, group in self._shared:
             assert group is not None  # this stage is in the groups of its own parameters
             with torch.no_grad():
@@ -138,7 +158,8 @@ class GPTPipeline(PipelineModule):
         for method in positional_methods(layers).values():
             if method.shared and "embed" not in method.hooks:
                 parameters.extend(method.parameters())
-        # A stage with only the final norm or the output has no block, so it has no copy and is not in the group.
+        # A stage with only the final norm or the output has no block, so it has no copy and is not
+        # in the group.
         counts = [0] * self.num_stages
         dist.all_gather_object(counts, len(parameters), group=pipe_group)
         block_stages = [stage for stage, count in enumerate(counts) if count]
@@ -150,7 +171,9 @@ class GPTPipeline(PipelineModule):
         if not self.settings.config.no_weight_tying:
             group = self._group_of_stages([0, self.num_stages - 1])
             if 0 in layers:
-                shared.append((cast(Embedding, layers[0]).word_embeddings.get_parameter("weight"), group))
+                shared.append(
+                    (cast(Embedding, layers[0]).word_embeddings.get_parameter("weight"), group)
+                )
             elif self.output is not None:
                 weight = self.output.final_linear.get_parameter("weight")
                 self._mark_replicated(weight, True)
@@ -162,8 +185,8 @@ class GPTPipeline(PipelineModule):
         parameter.ds_pipe_replicated = replicated  # type: ignore[attr-defined]  # DeepSpeed reads this attribute
 
     def _group_of_stages(self, stages: list[int]) -> dist.ProcessGroup | None:
-        """The process group of these stages for this rank's data-parallel and tensor-parallel position; None if this
-        rank is not in it.
+        """The process group of these stages for this rank's data-parallel and tensor-parallel
+        position; None if this rank is not in it.
 
         torch.distributed requires that all ranks create all groups.
         """

@@ -1,4 +1,6 @@
-"""What a model is built from: the configuration's model section, this rank's place, and the padded vocabulary."""
+"""What a model is built from: the configuration's model section, this rank's place, and the padded
+vocabulary.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +13,9 @@ if TYPE_CHECKING:  # GPU benchmarks run without pydantic
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank's place in the tensor-parallel group. The process group itself is in megatron-core's parallel_state."""
+    """This rank's place in the tensor-parallel group. The process group itself is in
+    megatron-core's parallel_state.
+    """
 
     size: int = 1
     rank: int = 0
@@ -27,7 +31,9 @@ ONE_RANK = TensorParallel()
 
 @dataclass(frozen=True)
 class Layout:
-    """The parallel sizes, and this rank's pipeline stage, data-parallel rank and tensor-parallel rank."""
+    """The parallel sizes, and this rank's pipeline stage, data-parallel rank and tensor-parallel
+    rank.
+    """
 
     rank: int
     world_size: int
@@ -51,13 +57,15 @@ class Layout:
     def describe(self) -> str:
         return (
             f"{self.world_size} rank{'s' * (self.world_size > 1)} on {self.device.type}: "
-            f"data parallel {self.data_size}, pipeline {self.pipeline_size}, tensor parallel {self.tensor_size}"
+            f"data parallel {self.data_size}, pipeline {self.pipeline_size}, tensor parallel "
+            f"{self.tensor_size}"
         )
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a model on one rank. Sizes are those of the full model, not of a tensor-parallel slice.
+    """Settings of a model on one rank. Sizes are those of the full model, not of a tensor-parallel
+    slice.
 
     Attributes:
         padded_vocab_size: rows of the embedding; the key of this name in `config` may be unset.

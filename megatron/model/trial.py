@@ -1,5 +1,5 @@
-"""One step of a model on a short random text, on a CPU: whether its positional method runs in a dtype, and which of its
-values and gradients are not finite.
+"""One step of a model on a short random text, on a CPU: whether its positional method runs in a
+dtype, and which of its values and gradients are not finite.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ MAX_LENGTH, MAX_LAYERS, MAX_HEAD_SIZE, VOCABULARY = 32, 8, 16, 64
 
 
 def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
-    """Compute the loss and all gradients in `dtype`, and return what is not finite of the positional method: values of
-    its bias or weight, or else gradients of its parameters.
+    """Compute the loss and all gradients in `dtype`, and return what is not finite of the
+    positional method: values of its bias or weight, or else gradients of its parameters.
 
-    The model is that of the configuration, but for a small vocabulary, at most 8 layers, and heads of size 16 at most,
-    so that it fits into the memory of any machine. Exceptions of the positional method are not caught.
+    The model is that of the configuration, but for a small vocabulary, at most 8 layers, and heads
+    of size 16 at most, so that it fits into the memory of any machine. Exceptions of the positional
+    method are not caught.
     """
     changes = {
         "num_layers": min(config.num_layers, MAX_LAYERS),
@@ -67,7 +68,8 @@ def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
 def not_finite(pos_emb: str, names: Sequence[str]) -> str:
     """The cause of what `trial_step` has found."""
     return (
-        f"{', '.join(names)} of pos_emb {pos_emb} is not finite even at the initial parameters. Usually the reason is "
-        "distance 0, where a logarithm is infinite, and sqrt and powers below 1 have an infinite derivative: keep "
-        "their arguments above 0 (see docs/adding-a-method.md)"
+        f"{', '.join(names)} of pos_emb {pos_emb} is not finite even at the initial parameters. "
+        "Usually the reason is distance 0, where a logarithm is infinite, and sqrt and powers "
+        "below 1 have an infinite derivative: keep their arguments above 0 (see "
+        "docs/adding-a-method.md)"
     )

@@ -1,1 +1,3 @@
-"""The optimizers, from torch and other libraries: how they are built, and which state a checkpoint has."""
+"""The optimizers, from torch and other libraries: how they are built, and which state a checkpoint
+has.
+"""

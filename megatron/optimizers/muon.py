@@ -8,10 +8,12 @@ from torch.optim import AdamW, Muon, Optimizer
 
 
 class MuonWithAdam(Optimizer):
-    """torch's Muon for the parameter groups with the key "matrices", and torch's AdamW for the others.
+    """torch's Muon for the parameter groups with the key "matrices", and torch's AdamW for the
+    others.
 
-    Muon's steps are scaled to the size of Adam's ("match_rms_adamw", https://arxiv.org/abs/2502.16982, section 2.2), so
-    both use the same learning rate and weight decay. The parts share the groups and the state of this optimizer.
+    Muon's steps are scaled to the size of Adam's ("match_rms_adamw",
+    https://arxiv.org/abs/2502.16982, section 2.2), so both use the same learning rate and weight
+    decay. The parts share the groups and the state of this optimizer.
     """
 
     def __init__(
@@ -30,7 +32,13 @@ class MuonWithAdam(Optimizer):
         self._parts: list[Optimizer] = []
         if matrices:
             self._parts.append(
-                Muon(matrices, lr=lr, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
+                Muon(
+                    matrices,
+                    lr=lr,
+                    momentum=momentum,
+                    nesterov=nesterov,
+                    adjust_lr_fn="match_rms_adamw",
+                )
             )
         if others:
             self._parts.append(AdamW(others, lr=lr, betas=betas, eps=eps, fused=True))

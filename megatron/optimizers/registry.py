@@ -1,11 +1,13 @@
-"""Registry of optimizers: which ones the configuration accepts, and how they are built and checkpointed.
+"""Registry of optimizers: which ones the configuration accepts, and how they are built and
+checkpointed.
 
-To add an optimizer, add its name to `OptimizerType`, an entry to `OPTIMIZERS`, and new parameters to the configuration
-schema. The config schema, training and checkpoints read this module. It imports torch only when an optimizer is built,
-because the config must load without torch.
+To add an optimizer, add its name to `OptimizerType`, an entry to `OPTIMIZERS`, and new parameters
+to the configuration schema. The config schema, training and checkpoints read this module. It
+imports torch only when an optimizer is built, because the config must load without torch.
 
-The state of most optimizers has one element per element of the parameter, so it can be partitioned and resharded like
-the parameter; for the others, see `whole_parameters.py`. The step count is stored separately, see `get_step`.
+The state of most optimizers has one element per element of the parameter, so it can be partitioned
+and resharded like the parameter; for the others, see `whole_parameters.py`. The step count is
+stored separately, see `get_step`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-# Values of GPT-NeoX's `optimizer.type`, in lower case, and two that it does not have: muon and adafactor.
+# Values of GPT-NeoX's `optimizer.type`, in lower case, and two that it does not have: muon and
+# adafactor.
 OptimizerType = Literal["adam", "adamw", "lion", "sgd", "muon", "adafactor"]
 # adam8bit is Adam with `use_bnb_optimizer`.
 OptimizerName = OptimizerType | Literal["adam8bit"]
@@ -35,14 +38,16 @@ Groups = list[dict[str, Any]]  # PyTorch's parameter groups
 class OptimizerSpec:
     """An entry of the registry.
 
-    build(groups, params) returns the optimizer and a description for the log; `params` are the complete parameters. It
-    raises UserError if a required package is not installed.
-    defaults: the values of the parameters that the YAML file does not set; other parameters are not accepted.
-    state_tensors: names of the per-parameter state tensors, which start at zero. A parameter need not have all of them.
-    whole_parameters: the update or its state needs each parameter in one piece, with its shape. `whole_parameters.py`
-        assigns each parameter to a rank.
-    separates_matrices: the groups must have the weight matrices of transformer blocks apart from other parameters, with
-        the key "matrices".
+    build(groups, params) returns the optimizer and a description for the log; `params` are the
+    complete parameters. It raises UserError if a required package is not installed.
+    defaults: the values of the parameters that the YAML file does not set; other parameters are not
+        accepted.
+    state_tensors: names of the per-parameter state tensors, which start at zero. A parameter need
+        not have all of them.
+    whole_parameters: the update or its state needs each parameter in one piece, with its shape.
+        `whole_parameters.py` assigns each parameter to a rank.
+    separates_matrices: the groups must have the weight matrices of transformer blocks apart from
+        other parameters, with the key "matrices".
     """
 
     build: Callable[[Groups, Mapping[str, Any]], tuple[Optimizer, str]]
@@ -53,7 +58,9 @@ class OptimizerSpec:
 
 
 def _build_adam(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
-    """Adam. GPT-NeoX decouples the weight decay for both `Adam` and `AdamW` unless adam_w_mode is false."""
+    """Adam. GPT-NeoX decouples the weight decay for both `Adam` and `AdamW` unless adam_w_mode is
+    false.
+    """
     import torch
 
     lr, betas, eps = params["lr"], params["betas"], params["eps"]
@@ -62,10 +69,12 @@ def _build_adam(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, s
             from apex.optimizers import FusedAdam
         except ImportError as error:
             raise UserError(
-                "optimizer.params.apex: NVIDIA apex is not installed. Build it from source (`apex` on PyPI is an "
-                "unrelated package), or remove this key to use PyTorch's fused Adam"
+                "optimizer.params.apex: NVIDIA apex is not installed. Build it from source (`apex` "
+                "on PyPI is an unrelated package), or remove this key to use PyTorch's fused Adam"
             ) from error
-        return FusedAdam(groups, adam_w_mode=params["adam_w_mode"], lr=lr, betas=betas, eps=eps), "apex FusedAdam"
+        return FusedAdam(
+            groups, adam_w_mode=params["adam_w_mode"], lr=lr, betas=betas, eps=eps
+        ), "apex FusedAdam"
     optimizer_class = torch.optim.AdamW if params["adam_w_mode"] else torch.optim.Adam
     optimizer = optimizer_class(groups, lr=lr, betas=betas, eps=eps, fused=True)
     return optimizer, f"torch {optimizer_class.__name__}, fused"
@@ -76,7 +85,9 @@ def _build_lion(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, s
     from lion_pytorch import Lion
 
     # The library rejects lr=0 as an argument, but not in a group.
-    return Lion([{**group, "lr": params["lr"]} for group in groups], betas=params["betas"]), "lion-pytorch Lion"
+    return Lion(
+        [{**group, "lr": params["lr"]} for group in groups], betas=params["betas"]
+    ), "lion-pytorch Lion"
 
 
 def _build_sgd(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
@@ -84,7 +95,8 @@ def _build_sgd(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, st
     import torch
 
     momentum, nesterov = params["momentum"], params["nesterov"]
-    # Not fused: if the first step is skipped, the fused implementation leaves the momentum uninitialized.
+    # Not fused: if the first step is skipped, the fused implementation leaves the momentum
+    # uninitialized.
     optimizer = torch.optim.SGD(groups, lr=params["lr"], momentum=momentum, nesterov=nesterov)
     return optimizer, f"torch SGD, momentum {momentum:g}{' (Nesterov)' if nesterov else ''}"
 
@@ -93,21 +105,26 @@ def _build_muon(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, s
     from megatron.optimizers.muon import MuonWithAdam
 
     return MuonWithAdam(groups, **params), (
-        "torch Muon for the weight matrices of the blocks, with the learning rate scaled to the size of Adam's steps; "
-        "torch AdamW, fused, for all other parameters"
+        "torch Muon for the weight matrices of the blocks, with the learning rate scaled to the "
+        "size of Adam's steps; torch AdamW, fused, for all other parameters"
     )
 
 
 def _build_adafactor(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
-    """Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235), with decoupled weight decay."""
+    """Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235), with decoupled weight
+    decay.
+    """
     import torch
 
     return torch.optim.Adafactor(groups, lr=params["lr"]), "torch Adafactor"
 
 
 def _build_adam8bit(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
-    """8-bit Adam (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861), with decoupled weight decay."""
-    # Without a kernel for 4-bit matrices, which we do not use, importing the library prints a warning.
+    """8-bit Adam (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861), with decoupled weight
+    decay.
+    """
+    # Without a kernel for 4-bit matrices, which we do not use, importing the library prints a
+    # warning.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from bitsandbytes.optim import Adam8bit
@@ -118,7 +135,10 @@ def _build_adam8bit(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimize
         ) from error
     check_version("bitsandbytes")  # initialize_state and state_shape name its state
     optimizer = Adam8bit(groups, lr=params["lr"], betas=params["betas"], eps=params["eps"])
-    return optimizer, "bitsandbytes Adam8bit; the state of parameters with fewer than 4,096 elements is float32"
+    return (
+        optimizer,
+        "bitsandbytes Adam8bit; the state of parameters with fewer than 4,096 elements is float32",
+    )
 
 
 _BLOCK = 256  # elements of a parameter with one scale in bitsandbytes' 8-bit state
@@ -169,18 +189,22 @@ def optimizer_setting(name: OptimizerName) -> str:
     return "use_bnb_optimizer" if name == "adam8bit" else f"optimizer.type {name}"
 
 
-def build_optimizer(name: OptimizerName, groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
-    """Build the optimizer `name` with `params` over its defaults; returns it and a description for the log."""
+def build_optimizer(
+    name: OptimizerName, groups: Groups, params: Mapping[str, Any]
+) -> tuple[Optimizer, str]:
+    """Build the optimizer `name` with `params` over its defaults; returns it and a description for
+    the log.
+    """
     spec = OPTIMIZERS[name]
     return spec.build(groups, {**spec.defaults, **params})
 
 
 def get_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int:
-    """Steps that `parameter` of parameter group `group` has received; 0 before the first step, and for optimizers that
-    do not count them (Lion, SGD, Muon).
+    """Steps that `parameter` of parameter group `group` has received; 0 before the first step, and
+    for optimizers that do not count them (Lion, SGD, Muon).
 
-    torch and bitsandbytes count per parameter, in `optimizer.state[parameter]["step"]`; apex counts per group, in
-    `group["step"]`.
+    torch and bitsandbytes count per parameter, in `optimizer.state[parameter]["step"]`; apex counts
+    per group, in `group["step"]`.
     """
     return int(optimizer.state.get(parameter, {}).get("step", group.get("step", 0)))
 
@@ -200,11 +224,14 @@ def set_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, ste
         optimizer.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)
 
 
-def initialize_state(optimizer: Optimizer, parameter: Tensor, state_tensors: Sequence[str]) -> dict[str, Any]:
+def initialize_state(
+    optimizer: Optimizer, parameter: Tensor, state_tensors: Sequence[str]
+) -> dict[str, Any]:
     """The state of `parameter`, with those of `state_tensors` that it lacks created as zeros.
 
-    The libraries create the state at the first step, which is after a checkpoint is loaded. bitsandbytes creates it
-    here too: its dtype depends on the size of the parameter, and it has the table from codes to numbers.
+    The libraries create the state at the first step, which is after a checkpoint is loaded.
+    bitsandbytes creates it here too: its dtype depends on the size of the parameter, and it has the
+    table from codes to numbers.
     """
     state = optimizer.state[parameter]
     if not state and hasattr(optimizer, "init_state"):
@@ -219,9 +246,9 @@ def initialize_state(optimizer: Optimizer, parameter: Tensor, state_tensors: Seq
 
 
 def state_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the state tensor `name` of a parameter of this shape. Adafactor stores the mean squares of the rows and
-    columns of a matrix, and bitsandbytes one scale per block of the flattened parameter; all other tensors have the
-    parameter's shape.
+    """Shape of the state tensor `name` of a parameter of this shape. Adafactor stores the mean
+    squares of the rows and columns of a matrix, and bitsandbytes one scale per block of the
+    flattened parameter; all other tensors have the parameter's shape.
     """
     if name in ("absmax1", "absmax2"):
         return (-(-math.prod(shape) // _BLOCK),)

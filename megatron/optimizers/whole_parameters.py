@@ -1,11 +1,13 @@
-"""Optimizers that update whole parameters, for parameters that tensor parallelism and ZeRO split over ranks.
+"""Optimizers that update whole parameters, for parameters that tensor parallelism and ZeRO split
+over ranks.
 
-Each split parameter has an owner, the rank that has most of it. For a step, the other ranks send their fragments of the
-weights and gradients to the owner. It updates the whole parameter with the library's optimizer and sends the fragments
-of the weights back. The state of a parameter is on its owner, in one piece, and does not depend on the layout.
+Each split parameter has an owner, the rank that has most of it. For a step, the other ranks send
+their fragments of the weights and gradients to the owner. It updates the whole parameter with the
+library's optimizer and sends the fragments of the weights back. The state of a parameter is on its
+owner, in one piece, and does not depend on the layout.
 
-This is independent of how DeepSpeed partitions, clips and converts weights and gradients: DeepSpeed calls `step` with
-fragments of float32 weights and their gradients, as for every other optimizer.
+This is independent of how DeepSpeed partitions, clips and converts weights and gradients: DeepSpeed
+calls `step` with fragments of float32 weights and their gradients, as for every other optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Elements of split parameters that all ranks exchange at once. Each needs about 16 bytes on its owner meanwhile.
+# Elements of split parameters that all ranks exchange at once. Each needs about 16 bytes on its
+# owner meanwhile.
 EXCHANGED_AT_ONCE = 2**27
 
 
@@ -42,11 +45,16 @@ class Fragment:
     offset: int
 
     def of(self, state: Tensor) -> Tensor:
-        """The fragment's view of a state tensor of `key`, flattened. A tensor that does not have the parameter's shape
-        (see `state_shape`) is returned whole; the optimizer does not work on fragments.
+        """The fragment's view of a state tensor of `key`, flattened. A tensor that does not have
+        the parameter's shape (see `state_shape`) is returned whole; the optimizer does not work on
+        fragments.
         """
         flat = state.detach().view(-1)
-        return flat if flat.numel() != self.key.numel() else flat.narrow(0, self.offset, self.master.numel())
+        return (
+            flat
+            if flat.numel() != self.key.numel()
+            else flat.narrow(0, self.offset, self.master.numel())
+        )
 
     def gradient(self) -> Tensor:
         """The fragment of the gradient of `key`, flattened."""
@@ -75,8 +83,8 @@ class _Parameter:
         pieces: group rank -> its piece.
         owner: the group rank that updates the parameter.
         fragment: this rank's, if it has one.
-        weight: on the owner, the parameter of the library's optimizer. If the parameter is split, it is a single number
-            with the strides 0 (see `_placeholder`), except during a step.
+        weight: on the owner, the parameter of the library's optimizer. If the parameter is split,
+            it is a single number with the strides 0 (see `_placeholder`), except during a step.
     """
 
     pieces: dict[int, _Piece]
@@ -91,7 +99,11 @@ class _Parameter:
     @property
     def slices(self) -> int:
         """Number of tensor-parallel slices."""
-        return 1 if self.first.split_dim is None else 1 + max(piece.tensor_rank for piece in self.pieces.values())
+        return (
+            1
+            if self.first.split_dim is None
+            else 1 + max(piece.tensor_rank for piece in self.pieces.values())
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -102,10 +114,12 @@ class _Parameter:
 
 
 class WholeParameterOptimizer(Optimizer):
-    """Lets an optimizer of whole parameters update the fragments of parameters that DeepSpeed's optimizers have.
+    """Lets an optimizer of whole parameters update the fragments of parameters that DeepSpeed's
+    optimizers have.
 
-    It has the parameter groups of `inner`, which DeepSpeed modifies, and no state. `inner` has a parameter for each
-    whole parameter that this rank owns, and their state. Its options are copied from the groups at each step.
+    It has the parameter groups of `inner`, which DeepSpeed modifies, and no state. `inner` has a
+    parameter for each whole parameter that this rank owns, and their state. Its options are copied
+    from the groups at each step.
     """
 
     def __init__(self, inner: Optimizer):
@@ -126,17 +140,21 @@ class WholeParameterOptimizer(Optimizer):
         tensor_rank: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Assign an owner to each parameter. Until then, `step` does nothing. A collective of `group`.
+        """Assign an owner to each parameter. Until then, `step` does nothing. A collective of
+        `group`.
 
         fragments: parameter name -> this rank's fragment.
-        tensors: those that DeepSpeed updates, in the same order on all ranks; they contain the fragments.
-        split_dims: parameter name -> the dimension that tensor parallelism splits. Other parameters have a copy on each
-            tensor-parallel rank.
+        tensors: those that DeepSpeed updates, in the same order on all ranks; they contain the
+            fragments.
+        split_dims: parameter name -> the dimension that tensor parallelism splits. Other parameters
+            have a copy on each tensor-parallel rank.
         group: the ranks that together have one copy of the weights; None if it is this rank alone.
         """
         # The ranks that together have the parameters, and what DeepSpeed calls the tensors here.
         self._group = group
-        self._rank, self._size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self._rank, self._size = (
+            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        )
         self._device = tensors[0].device
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
 
@@ -163,7 +181,10 @@ class WholeParameterOptimizer(Optimizer):
         owned = [0] * self._size  # elements
         for (name, _), by_rank in copies.items():
             largest = max(piece.size for piece in by_rank.values())
-            owner = min((rank for rank, piece in by_rank.items() if piece.size == largest), key=owned.__getitem__)
+            owner = min(
+                (rank for rank, piece in by_rank.items() if piece.size == largest),
+                key=owned.__getitem__,
+            )
             fragment = fragments[name] if self._rank in by_rank else None
             parameter = _Parameter(by_rank, owner, fragment)
             owned[owner] += parameter.shape.numel()
@@ -179,17 +200,28 @@ class WholeParameterOptimizer(Optimizer):
     @property
     def num_exchanged(self) -> int:
         """Elements that the ranks of `group` exchange in each step."""
-        return sum(parameter.shape.numel() for parameter in self._parameters if len(parameter.pieces) > 1)
+        return sum(
+            parameter.shape.numel() for parameter in self._parameters if len(parameter.pieces) > 1
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the parameters in the tensors of the groups that have gradients. A collective of `group`."""
+        """Update the parameters in the tensors of the groups that have gradients. A collective of
+        `group`.
+        """
         for outer, inner in self._groups:
             inner.update({name: value for name, value in outer.items() if name != "params"})
         # ZeRO calls this once for each group of parameters.
-        tensors = [tensor for group in self.param_groups for tensor in group["params"] if tensor.grad is not None]
+        tensors = [
+            tensor
+            for group in self.param_groups
+            for tensor in group["params"]
+            if tensor.grad is not None
+        ]
         numbers = {self._numbers.get(id(tensor)) for tensor in tensors}
-        parameters = [parameter for parameter in self._parameters if parameter.first.tensor_number in numbers]
+        parameters = [
+            parameter for parameter in self._parameters if parameter.first.tensor_number in numbers
+        ]
         whole = [parameter for parameter in parameters if len(parameter.pieces) == 1]
         for parameter in whole:
             if parameter.weight is not None and parameter.fragment is not None:
@@ -213,27 +245,41 @@ class WholeParameterOptimizer(Optimizer):
             weight.grad, weight.data = None, _placeholder(weight, weight.shape)
 
     def owned(self, *, with_weights: bool) -> dict[str, Fragment]:
-        """Parameter name -> the whole, unsliced parameter, of those that this rank owns. The state is in `inner`.
+        """Parameter name -> the whole, unsliced parameter, of those that this rank owns. The state
+        is in `inner`.
 
-        with_weights: gather the weights of split parameters, which is a collective of `group`. Otherwise only the size
-        of their `master` is defined.
+        with_weights: gather the weights of split parameters, which is a collective of `group`.
+        Otherwise only the size of their `master` is defined.
         """
-        weights = {id(parameter): parameter.weight for parameter in self._parameters if parameter.weight is not None}
+        weights = {
+            id(parameter): parameter.weight
+            for parameter in self._parameters
+            if parameter.weight is not None
+        }
         for batch in _batches(self._parameters) if with_weights else ():
             mine = [parameter for parameter in batch if parameter.weight is not None]
-            for parameter, weight in zip(mine, self._to_owners(batch, lambda part: part.master), strict=True):
+            for parameter, weight in zip(
+                mine, self._to_owners(batch, lambda part: part.master), strict=True
+            ):
                 weights[id(parameter)] = weight
         inner_groups = {id(outer): inner for outer, inner in self._groups}
         fragments = {}
         for parameter in self._parameters:
             if parameter.weight is not None and parameter.fragment is not None:
-                group, master = inner_groups[id(parameter.fragment.group)], weights[id(parameter)].view(-1)
+                group, master = (
+                    inner_groups[id(parameter.fragment.group)],
+                    weights[id(parameter)].view(-1),
+                )
                 whole = Fragment(parameter.shape, 0, master, group, parameter.weight, 0)
                 fragments[parameter.first.name] = whole
         return fragments
 
-    def _to_owners(self, batch: Sequence[_Parameter], read: Callable[[Fragment], Tensor]) -> list[Tensor]:
-        """The whole tensors of the parameters of `batch` that this rank owns, from the fragments of all ranks."""
+    def _to_owners(
+        self, batch: Sequence[_Parameter], read: Callable[[Fragment], Tensor]
+    ) -> list[Tensor]:
+        """The whole tensors of the parameters of `batch` that this rank owns, from the fragments of
+        all ranks.
+        """
         sent: list[list[Tensor]] = [[] for _ in range(self._size)]
         sizes: list[list[int]] = [[] for _ in range(self._size)]
         for parameter in batch:
@@ -250,7 +296,9 @@ class WholeParameterOptimizer(Optimizer):
                 for rank, view in _views(parameter, slices):
                     view.copy_(next(received[rank]))
                 dim = parameter.first.split_dim or 0
-                tensors.append(torch.cat(slices.unbind(), dim) if parameter.slices > 1 else slices[0])
+                tensors.append(
+                    torch.cat(slices.unbind(), dim) if parameter.slices > 1 else slices[0]
+                )
         return tensors
 
     def _from_owners(self, batch: Sequence[_Parameter]) -> None:
@@ -272,13 +320,21 @@ class WholeParameterOptimizer(Optimizer):
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[Iterator[Tensor]]:
         """Send flat tensors to each rank, and receive tensors of the given sizes from each rank."""
-        outgoing = torch.cat([torch.empty(0, device=self._device), *(tensor for row in sent for tensor in row)])
+        outgoing = torch.cat(
+            [torch.empty(0, device=self._device), *(tensor for row in sent for tensor in row)]
+        )
         totals = [sum(row) for row in sizes]
         incoming = torch.empty(sum(totals), device=self._device)
         dist.all_to_all_single(
-            incoming, outgoing, totals, [sum(tensor.numel() for tensor in row) for row in sent], group=self._group
+            incoming,
+            outgoing,
+            totals,
+            [sum(tensor.numel() for tensor in row) for row in sent],
+            group=self._group,
         )
-        return [iter(part.split(row)) for part, row in zip(incoming.split(totals), sizes, strict=True)]
+        return [
+            iter(part.split(row)) for part, row in zip(incoming.split(totals), sizes, strict=True)
+        ]
 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
@@ -287,7 +343,9 @@ def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _views(parameter: _Parameter, slices: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Group rank and flat view of its piece in `slices`, [tensor-parallel rank, *shape of a slice]."""
+    """Group rank and flat view of its piece in `slices`, [tensor-parallel rank, *shape
+    of a slice].
+    """
     flat = slices.view(len(slices), -1)
     for rank, piece in parameter.pieces.items():
         row = 0 if piece.split_dim is None else piece.tensor_rank
@@ -295,7 +353,9 @@ def _views(parameter: _Parameter, slices: Tensor) -> Iterator[tuple[int, Tensor]
 
 
 def _batches(parameters: Sequence[_Parameter]) -> Iterator[list[_Parameter]]:
-    """The split ones of `parameters`, in batches of at most EXCHANGED_AT_ONCE elements or one parameter."""
+    """The split ones of `parameters`, in batches of at most EXCHANGED_AT_ONCE elements or one
+    parameter.
+    """
     batch: list[_Parameter] = []
     elements = 0
     for parameter in parameters:

@@ -1,1 +1,3 @@
-"""Figures of weights: biases, weights and effective lengths of checkpoints and positional methods."""
+"""Figures of weights: biases, weights and effective lengths of checkpoints and
+positional methods.
+"""

@@ -1,5 +1,5 @@
-"""Figures of the weights of a checkpoint: bias and weight by distance (KERPLE, Figures 2 to 4), effective lengths
-(KERPLE, Figure 6), and the scores and biases of one query (DAPE, Figure 1).
+"""Figures of the weights of a checkpoint: bias and weight by distance (KERPLE, Figures 2 to 4),
+effective lengths (KERPLE, Figure 6), and the scores and biases of one query (DAPE, Figure 1).
 
 Legend: h heads, n distances or keys.
 """
@@ -48,25 +48,29 @@ from megatron.reporting.style import (
 )
 from megatron.utils.errors import UserError
 
-# exp(bias) is the factor that the bias contributes to the softmax; below this bias it is close to 0.
+# exp(bias) is the factor that the bias contributes to the softmax; below this bias it is close to
+# 0.
 LOWEST_BIAS_SHOWN = -10.0
 MAX_LAYERS = 12
 MAX_ADAPTIVE_HEADS = 3
 MAX_ADAPTIVE_LENGTH = 8192
 
-# -- bias and weight by distance --------------------------------------------------------------------------------------
+# -- bias and weight by distance
+# --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DistanceTable:
-    """Bias and weight by distance of the positional method of a checkpoint, or of one of its layers.
+    """Bias and weight by distance of the positional method of a checkpoint, or of one of its
+    layers.
 
     Attributes:
         label: "layer 3", or "all layers" if the layers share the method.
-        bias: float32 [h, n], added to the scores, for distances from 0; None if the method has none.
+        bias: float32 [h, n], added to the scores, for distances from 0; None if the method has
+            none.
         weight: float32 [h, n], multiplies the scores; None if the method has none.
-        effective_lengths: int64 [h], the smallest distance with a bias below -2, or LIMIT if there is none; None
-            without a bias.
+        effective_lengths: int64 [h], the smallest distance with a bias below -2, or LIMIT if there
+            is none; None without a bias.
     """
 
     pos_emb: str
@@ -80,8 +84,9 @@ class DistanceTable:
 def distance_tables(
     directory: str | Path, iteration: int | None = None, *, num_distances: int = 16_384
 ) -> list[DistanceTable]:
-    """The tables of a checkpoint for distances 0 to `num_distances` - 1, empty if its method has neither bias nor
-    weight. Only the positional parameters are read. Raises CheckpointError if the checkpoint cannot be read.
+    """The tables of a checkpoint for distances 0 to `num_distances` - 1, empty if its method has
+    neither bias nor weight. Only the positional parameters are read. Raises CheckpointError if the
+    checkpoint cannot be read.
     """
     step = find_step(directory, iteration)
     config = checkpoint_config(step)
@@ -94,35 +99,50 @@ def distance_tables(
                 label,
                 bias=method.bias(distances) if "bias" in method.hooks else None,
                 weight=method.weight(distances) if "weight" in method.hooks else None,
-                effective_lengths=method.effective_length(LIMIT) if "bias" in method.hooks else None,
+                effective_lengths=method.effective_length(LIMIT)
+                if "bias" in method.hooks
+                else None,
             )
             tables.append(table)
     return tables
 
 
-def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) -> list[ReportFigure]:
-    """A figure of the bias and one of the weight, if the method has them; one panel per layer if the layers differ.
+def distance_figures(
+    tables: Sequence[DistanceTable], *, model: str, name: str
+) -> list[ReportFigure]:
+    """A figure of the bias and one of the weight, if the method has them; one panel per layer if
+    the layers differ.
 
     Args:
         model: description of the model, for the titles.
         name: part of the file names.
     """
     figures = []
-    quantities: tuple[tuple[Literal["bias", "weight"], str], ...] = (("bias", "bias"), ("weight", "score weight"))
+    quantities: tuple[tuple[Literal["bias", "weight"], str], ...] = (
+        ("bias", "bias"),
+        ("weight", "score weight"),
+    )
     for quantity, long_name in quantities:
-        panels = [(table, getattr(table, quantity)) for table in tables if getattr(table, quantity) is not None]
+        panels = [
+            (table, getattr(table, quantity))
+            for table in tables
+            if getattr(table, quantity) is not None
+        ]
         if not panels:
             continue
         num_layers, panels = len(panels), panels[:MAX_LAYERS]
         shown = [(table.label, values) for table, values in panels]
         caption = (
-            f"The {long_name} of each head by distance (KERPLE, Figures 2 to 4). Dark lines: heads with the steepest "
-            "decrease; light lines: flattest heads."
+            f"The {long_name} of each head by distance (KERPLE, Figures 2 to 4). Dark lines: heads "
+            "with the steepest decrease; light lines: flattest heads."
         )
         if len(panels) == 1:
             caption += " The second panel has a logarithmic distance axis"
             if quantity == "bias":
-                caption += f" and shows biases above {LOWEST_BIAS_SHOWN:g}; lower ones leave almost no attention"
+                caption += (
+                    f" and shows biases above {LOWEST_BIAS_SHOWN:g}; lower ones leave almost no "
+                    "attention"
+                )
             caption += "."
         elif num_layers > len(panels):
             caption += f" The first {len(panels)} of {num_layers} layers."
@@ -139,8 +159,8 @@ def distance_figures(tables: Sequence[DistanceTable], *, model: str, name: str) 
 def distance_plot(
     quantity: Literal["bias", "weight"], layers: Sequence[tuple[str, Tensor]], style: Style = SCREEN
 ) -> Figure:
-    """Values by distance. A single layer has a second panel, with a logarithmic distance axis; the heads of several
-    layers have no legend, because their order differs.
+    """Values by distance. A single layer has a second panel, with a logarithmic distance axis; the
+    heads of several layers have no legend, because their order differs.
 
     Args:
         layers: (label, values float32 [h, n] at distances from 0).
@@ -155,9 +175,13 @@ def distance_plot(
         if quantity == "bias":
             panels[1].set_ylim(LOWEST_BIAS_SHOWN, -0.02 * LOWEST_BIAS_SHOWN)
         lines = {line.get_label(): line for line in panels[0].lines}
-        legend_above(figure, style, [lines[f"head {number}"] for number in range(1, len(lines) + 1)])
+        legend_above(
+            figure, style, [lines[f"head {number}"] for number in range(1, len(lines) + 1)]
+        )
     else:
-        figure, panels = new_figure(style, len(layers), style.columns(min(4, len(layers))), sharex=True)
+        figure, panels = new_figure(
+            style, len(layers), style.columns(min(4, len(layers))), sharex=True
+        )
         for axes, (label, values) in zip(panels, layers, strict=True):
             _plot_heads(axes, values)
             axes.set_title(label, loc="left")
@@ -182,13 +206,16 @@ def _plot_heads(axes: Axes, values: Tensor) -> None:
 
 
 def _symlog_distance(axes: Axes, base: int = 10) -> None:
-    """A distance axis that is linear from 0 to 1 and logarithmic from there, with ticks at the powers of `base`."""
+    """A distance axis that is linear from 0 to 1 and logarithmic from there, with ticks at the
+    powers of `base`.
+    """
     axes.set_xscale("symlog", linthresh=1)
     axes.xaxis.set_major_locator(SymmetricalLogLocator(base=base, linthresh=1))
     thousands(axes)
 
 
-# -- effective lengths ------------------------------------------------------------------------------------------------
+# -- effective lengths
+# ------------------------------------------------------------------------------------------------
 
 
 def effective_length_figure(
@@ -203,9 +230,10 @@ def effective_length_figure(
     return ReportFigure(
         slug("effective-lengths", name),
         f"Effective lengths: {model}",
-        "Share of heads whose effective length is at most the value on the x axis (KERPLE, Figure 6: number). The "
-        "effective length of a head is the smallest distance with a bias below -2. If a line ends below 1, the "
-        f"effective lengths of the remaining heads are larger than {LIMIT:,} tokens.",
+        "Share of heads whose effective length is at most the value on the x axis (KERPLE, Figure "
+        "6: number). The effective length of a head is the smallest distance with a bias below -2. "
+        "If a line ends below 1, the effective lengths of the remaining heads are larger than "
+        f"{LIMIT:,} tokens.",
         partial(effective_length_plot, lengths, numbers),
     )
 
@@ -229,7 +257,8 @@ def effective_length_plot(
     return figure
 
 
-# -- scores and biases of one query (DAPE) ----------------------------------------------------------------------------
+# -- scores and biases of one query (DAPE)
+# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -251,7 +280,8 @@ class QueryScores:
 
 @torch.no_grad()
 def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
-    """A, B and f(A, B) of the last of the tokens (int64 [n]) in the first layer of a model with DAPE.
+    """A, B and f(A, B) of the last of the tokens (int64 [n]) in the first layer of a model with
+    DAPE.
 
     f(A, B) is what `modify_scores` adds to A, minus B if the variant also adds B.
     """
@@ -259,7 +289,9 @@ def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
     method = attention.rpe
     assert isinstance(method, Adaptive)
     outputs: list[Tensor] = []
-    hook = attention.query_key_value.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    hook = attention.query_key_value.register_forward_hook(
+        lambda module, inputs, output: outputs.append(output)
+    )
     try:
         model.hidden(tokens[None])
     finally:
@@ -267,7 +299,10 @@ def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
     query, key, _ = attention.heads(outputs[0])
     positions = torch.arange(len(tokens))
     query, key = method.rotate(query, key, positions, positions)
-    query, key = query[0].float(), key[0].repeat_interleave(attention.queries_per_key, dim=0).float()  # [h, n, d]
+    query, key = (
+        query[0].float(),
+        key[0].repeat_interleave(attention.queries_per_key, dim=0).float(),
+    )  # [h, n, d]
     key = key[:, Span(window=attention.window).first_key(len(tokens) - 1) :]
     length = key.shape[1]
     scores = (query[:, -1:] @ key.transpose(-1, -2) * attention.head_size**-0.5)[None]
@@ -287,18 +322,25 @@ def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
 
 def adaptive_figure(scores: QueryScores, *, model: str, name: str) -> ReportFigure:
     """DAPE's Figure 1: a row for each of A, B and f(A, B), a column for each of the first heads."""
-    rows = [("A: scores", scores.scores), ("B: static bias", scores.static), ("f(A, B): DAPE", scores.adapted)]
+    rows = [
+        ("A: scores", scores.scores),
+        ("B: static bias", scores.static),
+        ("f(A, B): DAPE", scores.adapted),
+    ]
     shown = [(label, values) for label, values in rows if values is not None]
     return ReportFigure(
         slug("adaptive", name),
         f"Scores and biases of one query: {model}",
-        f"Attention scores of the query at position {scores.position:,} (DAPE, Figure 1): A, the scaled dot products "
-        "of query and keys; B, the static bias; f(A, B), the output of DAPE's network.",
+        f"Attention scores of the query at position {scores.position:,} (DAPE, Figure 1): A, the "
+        "scaled dot products of query and keys; B, the static bias; f(A, B), the output of DAPE's "
+        "network.",
         partial(adaptive_plot, shown, scores.position),
     )
 
 
-def adaptive_plot(rows: Sequence[tuple[str, Tensor]], position: int, style: Style = SCREEN) -> Figure:
+def adaptive_plot(
+    rows: Sequence[tuple[str, Tensor]], position: int, style: Style = SCREEN
+) -> Figure:
     """Labels and values `[h, n]` as rows, heads as columns. position: of the query."""
     num_heads, length = rows[0][1].shape
     keys = range(position + 1 - length, position + 1)
@@ -307,7 +349,9 @@ def adaptive_plot(rows: Sequence[tuple[str, Tensor]], position: int, style: Styl
     for index, axes in enumerate(panels):
         (label, values), head = rows[index // columns], index % columns
         line = values[head].cpu().numpy()
-        axes.plot(keys, line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096)
+        axes.plot(
+            keys, line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096
+        )
         axes.set_xlim(keys.start, max(keys.start + 1, position))
         axes.locator_params(axis="x", nbins=3)
         thousands(axes)
@@ -323,8 +367,9 @@ def adaptive_plot(rows: Sequence[tuple[str, Tensor]], position: int, style: Styl
 def checkpoint_adaptive_figure(
     directory: str | Path, iteration: int | None = None, *, model: str, name: str
 ) -> ReportFigure | None:
-    """`adaptive_figure` of a checkpoint's first layer, for a query at position 8,192 (as in the paper), or at 16 times
-    the training length if that is less, of the validation text of its configuration. None if its method is not DAPE.
+    """`adaptive_figure` of a checkpoint's first layer, for a query at position 8,192 (as in the
+    paper), or at 16 times the training length if that is less, of the validation text of its
+    configuration. None if its method is not DAPE.
 
     Raises UserError if the checkpoint or its text cannot be read.
     """
@@ -337,22 +382,26 @@ def checkpoint_adaptive_figure(
     return adaptive_figure(query_scores(gpt, tokens[:length]), model=model, name=name)
 
 
-# -- all figures of a report -------------------------------------------------------------------------------------------
+# -- all figures of a report
+# -------------------------------------------------------------------------------------------
 
 
 def add_weight_figures(sources: Sources) -> None:
-    """Add the figures of biases, weights and DAPE's scores to `sources.weight_figures`, those of effective lengths to
-    `sources.length_figures`, and what is left out to `sources.notes`. Raises UserError.
+    """Add the figures of biases, weights and DAPE's scores to `sources.weight_figures`, those of
+    effective lengths to `sources.length_figures`, and what is left out to `sources.notes`. Raises
+    UserError.
 
     They show the checkpoint with the lowest seed for each method and setting in the records, then
-    `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they come from the
-    records if available.
+    `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they
+    come from the records if available.
     """
     # Effective lengths in the records, by the fingerprint of the weights.
     recorded_lengths = {}
     for record in sources.records:
         if record["kind"] == "effective_length":
-            recorded_lengths[fingerprint_of(record)] = list(itertools.chain(*record["effective_lengths"]))
+            recorded_lengths[fingerprint_of(record)] = list(
+                itertools.chain(*record["effective_lengths"])
+            )
 
     # The extrapolation record with the lowest seed, for each setting and method.
     weight_figures, length_figures = sources.weight_figures, sources.length_figures
@@ -363,7 +412,9 @@ def add_weight_figures(sources: Sources) -> None:
         if record["kind"] == "extrapolation":
             key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
             longest[key] = max(record["length"], longest.get(key, 2))
-            if key not in lowest_seeds or (record.get("seed") or 0) < (lowest_seeds[key].get("seed") or 0):
+            if key not in lowest_seeds or (record.get("seed") or 0) < (
+                lowest_seeds[key].get("seed") or 0
+            ):
                 lowest_seeds[key] = record
 
     # Plot its checkpoint, unless that is missing or has changed since the evaluation.
@@ -380,11 +431,13 @@ def add_weight_figures(sources: Sources) -> None:
                 path = _checkpoint_folder(path)
                 if weights_fingerprint(find_step(path, iteration)) != measured:
                     raise UserError(
-                        f"{path}: iteration {iteration} has other weights than those that were evaluated (fingerprint "
-                        f"{measured}); evaluate it again"
+                        f"{path}: iteration {iteration} has other weights than those that were "
+                        f"evaluated (fingerprint {measured}); evaluate it again"
                     )
                 figure_name = f"{setting.name}-{slug(pos_emb).lower()}"
-                adaptive = checkpoint_adaptive_figure(path, iteration, model=model, name=figure_name)
+                adaptive = checkpoint_adaptive_figure(
+                    path, iteration, model=model, name=figure_name
+                )
                 tables = distance_tables(path, iteration, num_distances=longest[setting, pos_emb])
             except (UserError, OSError) as error:
                 sources.notes.append(f"No kernels are plotted for {model}: {error}.")
@@ -402,7 +455,9 @@ def add_weight_figures(sources: Sources) -> None:
     numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
     for setting, by_method in lengths.items():
         model = corpus_name(setting.corpus)
-        length_figures.append(effective_length_figure(by_method, numbers, model=model, name=setting.name))
+        length_figures.append(
+            effective_length_figure(by_method, numbers, model=model, name=setting.name)
+        )
 
     # The checkpoints that the user named. A missing kernel is an error here.
     named_lengths: dict[str, list[int]] = {}
@@ -420,7 +475,8 @@ def add_weight_figures(sources: Sources) -> None:
         tables = distance_tables(folder)
         if not tables:
             raise UserError(
-                f"{folder}: its positional method is not a function of the distance, so it has no kernel to plot"
+                f"{folder}: its positional method is not a function of the distance, so it has no "
+                "kernel to plot"
             )
         model = f"{display_name(Method(tables[0].pos_emb))}, {label}"
         weight_figures += distance_figures(tables, model=model, name=label)
@@ -428,16 +484,22 @@ def add_weight_figures(sources: Sources) -> None:
             named_lengths[model] = head_lengths
     if named_lengths:
         numbers = {label: number for number, label in enumerate(named_lengths)}
-        figure = effective_length_figure(named_lengths, numbers, model="given checkpoints", name="named")
+        figure = effective_length_figure(
+            named_lengths, numbers, model="given checkpoints", name="named"
+        )
         length_figures.append(figure)
 
 
 def _checkpoint_folder(path: str | Path) -> Path:
-    """The folder itself, or the checkpoint that evaluation has made of a Hugging Face folder. Raises UserError."""
+    """The folder itself, or the checkpoint that evaluation has made of a Hugging Face folder.
+    Raises UserError.
+    """
     return Path(path) if looks_like_checkpoint(path) else local_checkpoint(path, lambda line: None)
 
 
 def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
     """The effective lengths of all heads, of all layers if the layers differ."""
-    lengths = [table.effective_lengths.tolist() for table in tables if table.effective_lengths is not None]
+    lengths = [
+        table.effective_lengths.tolist() for table in tables if table.effective_lengths is not None
+    ]
     return list(itertools.chain(*lengths))

@@ -1,1 +1,3 @@
-"""Preparation of training data: corpora, downloads, readers of documents, and preprocessing to `.bin/.idx`."""
+"""Preparation of training data: corpora, downloads, readers of documents, and preprocessing to
+`.bin/.idx`.
+"""

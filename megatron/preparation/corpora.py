@@ -1,4 +1,6 @@
-"""Corpora that are not files: documents in memory (Python's standard library), and datasets of the Hugging Face hub."""
+"""Corpora that are not files: documents in memory (Python's standard library), and datasets of the
+Hugging Face hub.
+"""
 
 import hashlib
 import json
@@ -12,9 +14,10 @@ from megatron.data.splits import split_spans
 from megatron.preparation.readers import START, ChunkSource, ReadPosition, TextChunk
 from megatron.utils.errors import UserError, first_line, import_package
 
-# Tests are as large as everything else together and some interpreters come without them. Installed packages are not
-# part of the standard library. `encodings` is mostly tables of characters, `pydoc_data` prose: their losses are so
-# different that a sample of the corpus would need many more documents for the same standard error.
+# Tests are as large as everything else together and some interpreters come without them. Installed
+# packages are not part of the standard library. `encodings` is mostly tables of characters,
+# `pydoc_data` prose: their losses are so different that a sample of the corpus would need many more
+# documents for the same standard error.
 _EXCLUDED_FOLDERS = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("encodings", "pydoc_data"),
@@ -27,9 +30,9 @@ _HUB_CHUNK_BYTES = 1 << 20
 
 
 def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, text) of consecutive pieces of a source file, each of about `limit` bytes at most,
-    or of a single longer line. Pieces begin at top-level statements after a blank line if possible, otherwise at any
-    line. Pieces without text are left out.
+    """(number of the first line, text) of consecutive pieces of a source file, each of about
+    `limit` bytes at most, or of a single longer line. Pieces begin at top-level statements after a
+    blank line if possible, otherwise at any line. Pieces without text are left out.
     """
     lines = content.splitlines(keepends=True)
     starts = [0]  # index of the first line of each piece
@@ -48,7 +51,9 @@ def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[in
 
 
 class DocumentCorpus(ChunkSource):
-    """Documents in memory: pairs of a name and a UTF-8 text. Documents are read when first needed."""
+    """Documents in memory: pairs of a name and a UTF-8 text. Documents are read when
+    first needed.
+    """
 
     @cached_property
     def documents(self) -> list[tuple[str, bytes]]:
@@ -72,7 +77,9 @@ class DocumentCorpus(ChunkSource):
 
 
 def first_training_texts(documents: Sequence[tuple[str, bytes]], split: str) -> list[str]:
-    """Return the documents to train a tokenizer on: the first ones of the training split, about `TOKENIZER_BYTES`."""
+    """Return the documents to train a tokenizer on: the first ones of the training split, about
+    `TOKENIZER_BYTES`.
+    """
     spans = split_spans(split, len(documents))
     assert spans[0] is not None
     texts, size = [], 0
@@ -95,9 +102,10 @@ def documents_checksum(documents: Iterable[tuple[str, bytes]]) -> str:
 class StdlibCorpus(DocumentCorpus):
     """The Python sources of the running interpreter's standard library, in pieces.
 
-    A document is a piece of a file of about PIECE_BYTES at most, so that no file dominates a part of the corpus. Pieces
-    are ordered by a hash of their names: a split cuts the corpus in this order, and in alphabetical order validation
-    and test would consist of a few modules (the last twentieth is `xml` to `zipfile`).
+    A document is a piece of a file of about PIECE_BYTES at most, so that no file dominates a part
+    of the corpus. Pieces are ordered by a hash of their names: a split cuts the corpus in this
+    order, and in alphabetical order validation and test would consist of a few modules (the last
+    twentieth is `xml` to `zipfile`).
 
     Attributes:
         documents: name (file:line) and content of each piece.
@@ -106,7 +114,10 @@ class StdlibCorpus(DocumentCorpus):
     def __init__(self) -> None:
         self.root = Path(sysconfig.get_paths()["stdlib"])
         if not self.documents:
-            raise UserError(f"{self.root} contains no Python sources: this interpreter is installed without them")
+            raise UserError(
+                f"{self.root} contains no Python sources: this interpreter is installed without "
+                "them"
+            )
 
     def _read(self) -> list[tuple[str, bytes]]:
         documents: list[tuple[str, bytes]] = []
@@ -119,7 +130,9 @@ class StdlibCorpus(DocumentCorpus):
                 content.decode("utf-8")
             except UnicodeDecodeError:
                 continue  # the text must be UTF-8
-            documents += [(f"{relative.as_posix()}:{line}", piece) for line, piece in source_pieces(content)]
+            documents += [
+                (f"{relative.as_posix()}:{line}", piece) for line, piece in source_pieces(content)
+            ]
         return sorted(documents, key=lambda document: hashlib.sha256(document[0].encode()).digest())
 
     def identity(self) -> str:
@@ -136,12 +149,16 @@ class HubCorpus(ChunkSource):
         config: its configuration, if it has several.
         columns: columns to read. The first one must exist.
 
-    Raises UserError if `datasets` is not installed, the dataset, split or column does not exist, or there is no
-    connection.
+    Raises UserError if `datasets` is not installed, the dataset, split or column does not exist, or
+    there is no connection.
     """
 
     def __init__(
-        self, name: str, config: str | None = None, split: str = "train", columns: Sequence[str] = ("text", "meta")
+        self,
+        name: str,
+        config: str | None = None,
+        split: str = "train",
+        columns: Sequence[str] = ("text", "meta"),
     ):
         datasets = import_package("datasets", "data", f"--hf {name}")
         self.name = name
@@ -150,13 +167,18 @@ class HubCorpus(ChunkSource):
             builder = datasets.load_dataset_builder(name, config)
             dataset = builder.as_streaming_dataset(split=split)
         except Exception as error:  # the package raises many types of exceptions
-            raise UserError(f"cannot open the Hugging Face dataset {name}: {first_line(error)}") from error
+            raise UserError(
+                f"cannot open the Hugging Face dataset {name}: {first_line(error)}"
+            ) from error
 
         # Read only the columns in use.
         present = dataset.column_names
         if present is not None:
             if columns[0] not in present:
-                raise UserError(f"{self._source} has no column {columns[0]!r}; its columns: {', '.join(present)}")
+                raise UserError(
+                    f"{self._source} has no column {columns[0]!r}; its columns: "
+                    f"{', '.join(present)}"
+                )
             dataset = dataset.select_columns([column for column in columns if column in present])
         self._dataset = dataset
 
@@ -168,7 +190,9 @@ class HubCorpus(ChunkSource):
         ]
 
         # The base path of a dataset on the hub contains its revision.
-        identity = json.dumps([name, config, split, list(columns), builder.base_path, versions], default=str)
+        identity = json.dumps(
+            [name, config, split, list(columns), builder.base_path, versions], default=str
+        )
         self._identity = hashlib.sha256(identity.encode()).hexdigest()
 
         # The size is for progress, and may be unknown.
@@ -179,7 +203,9 @@ class HubCorpus(ChunkSource):
         return self._identity
 
     def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
-        """Yield rows as JSON lines. Positions count rows. Raises UserError if the connection breaks."""
+        """Yield rows as JSON lines. Positions count rows. Raises UserError if the connection
+        breaks.
+        """
         lines: list[bytes] = []
         size, rows, first_row = 0, start.chunk, start.chunk + 1
         self.position = start

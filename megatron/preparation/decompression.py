@@ -10,7 +10,8 @@ from megatron.utils.errors import UserError, import_package
 
 # Bytes read at a time. Chunk boundaries, and with them the meaning of a ReadPosition, depend on it.
 BLOCK = 1 << 20
-# The largest window of the format, that of `zstd --long=31`, which Reddit's dumps use. Content fills it gradually.
+# The largest window of the format, that of `zstd --long=31`, which Reddit's dumps use. Content
+# fills it gradually.
 _MAX_WINDOW = 1 << 31
 # Bytes to decompress at a time. These expand to at most 32 MB and 1 MB.
 _ZSTANDARD_BYTES = 1 << 10
@@ -20,9 +21,9 @@ _XZ_BYTES = 1 << 7
 def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
     """Return a stream of the decompressed content, or `raw` if `suffix` names no compression.
 
-    Raises UserError if the package zstandard is not installed and, while reading, if a Zstandard or xz file is
-    truncated or there is not enough memory. For other damage, reading raises the exceptions of gzip, and ValueError for
-    Zstandard and xz.
+    Raises UserError if the package zstandard is not installed and, while reading, if a Zstandard or
+    xz file is truncated or there is not enough memory. For other damage, reading raises the
+    exceptions of gzip, and ValueError for Zstandard and xz.
     """
     if suffix in (".gz", ".tgz"):
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -59,7 +60,8 @@ def _blocks(
             except Exception as error:  # each library has its own
                 if isinstance(error, MemoryError) or "not enough memory" in str(error):
                     raise UserError(
-                        f"{source}: there is not enough memory to decompress it (up to 2 GiB for zstd --long=31)"
+                        f"{source}: there is not enough memory to decompress it (up to 2 GiB for "
+                        "zstd --long=31)"
                     ) from error
                 raise ValueError(str(error)) from error
             yield content

@@ -1,4 +1,6 @@
-"""Parses chunks of input into documents. Runs in the worker processes, so it must not import torch."""
+"""Parses chunks of input into documents. Runs in the worker processes, so it must not
+import torch.
+"""
 
 import codecs
 import importlib.util
@@ -22,8 +24,10 @@ class DocumentOptions:
     """How documents are read from chunks.
 
     Attributes:
-        keys: keys of the JSON objects; the text of each becomes a dataset. Plain texts are an error with several keys.
-        subset: keep only documents with this meta.pile_set_name. Documents without that field are kept.
+        keys: keys of the JSON objects; the text of each becomes a dataset. Plain texts are an error
+            with several keys.
+        subset: keep only documents with this meta.pile_set_name. Documents without that field are
+            kept.
         append_eod: end every document with the end-of-document token.
         ftfy: repair broken Unicode with the package ftfy.
         skip_bad: skip and count unreadable documents instead of failing.
@@ -39,7 +43,9 @@ class DocumentOptions:
 
     def __post_init__(self) -> None:
         if self.ftfy and importlib.util.find_spec("ftfy") is None:
-            raise UserError("--ftfy needs the package ftfy, which is not installed: pip install ftfy")
+            raise UserError(
+                "--ftfy needs the package ftfy, which is not installed: pip install ftfy"
+            )
 
 
 @dataclass
@@ -78,7 +84,10 @@ class BadDocument(Exception):
 
 
 def parse_documents(
-    chunk: TextChunk, options: DocumentOptions, skipped: SkippedDocuments, reserved: str | None = None
+    chunk: TextChunk,
+    options: DocumentOptions,
+    skipped: SkippedDocuments,
+    reserved: str | None = None,
 ) -> Iterator[list[str]]:
     """Yield the texts of each document of a chunk, one per key; record the others in `skipped`.
 
@@ -102,15 +111,20 @@ def parse_documents(
             yield texts
 
 
-def read_texts(chunks: Iterable[TextChunk], options: DocumentOptions, skipped: SkippedDocuments) -> Iterator[str]:
-    """Yield every text of every document, and count the skipped ones. Raises what `parse_documents` raises."""
+def read_texts(
+    chunks: Iterable[TextChunk], options: DocumentOptions, skipped: SkippedDocuments
+) -> Iterator[str]:
+    """Yield every text of every document, and count the skipped ones. Raises what `parse_documents`
+    raises.
+    """
     for chunk in chunks:
         for texts in parse_documents(chunk, options, skipped):
             yield from texts
 
 
 def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """Yield the first line of each record in a chunk, and a function that parses it or raises BadDocument.
+    """Yield the first line of each record in a chunk, and a function that parses it or raises
+    BadDocument.
 
     The function must be called before the next record is requested.
     """
@@ -123,7 +137,10 @@ def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
         except BadDocument as error:
             raise UserError(f"{chunk.source}: {error}") from error
         for value in values:
-            yield 1, partial(lambda value: value, value)  # lm-dataformat writes the whole list on one line
+            yield (
+                1,
+                partial(lambda value: value, value),
+            )  # lm-dataformat writes the whole list on one line
         return
     # A view, because a copy of a very long line would be in memory a second time.
     content = chunk.take_content()
@@ -165,7 +182,9 @@ def _parse_json(content: list[memoryview]) -> Any:
 
 
 def _texts(value: object, options: DocumentOptions, skipped: SkippedDocuments) -> list[str] | None:
-    """The text of each key of a document; None, recorded in `skipped`, if it belongs to another subset."""
+    """The text of each key of a document; None, recorded in `skipped`, if it belongs to another
+    subset.
+    """
     if isinstance(value, str) and len(options.keys) == 1:
         return [_checked_text(value, options)]
     if not isinstance(value, dict):
@@ -196,12 +215,15 @@ def _check_reserved(texts: Sequence[str], reserved: str | None) -> None:
     for text in texts:
         if reserved is not None and reserved in text:
             raise BadDocument(
-                f"character {text.index(reserved)} is {reserved!r}, which ends a document with this tokenizer"
+                f"character {text.index(reserved)} is {reserved!r}, which ends a document with "
+                "this tokenizer"
             )
 
 
 def _checked_text(text: str, options: DocumentOptions) -> str:
-    """Return the text, repaired if options.ftfy. Raises BadDocument if it cannot be encoded as UTF-8."""
+    """Return the text, repaired if options.ftfy. Raises BadDocument if it cannot be encoded as
+    UTF-8.
+    """
     if options.ftfy:
         import ftfy
 

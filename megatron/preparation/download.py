@@ -1,4 +1,6 @@
-"""Downloads of files: from the Hugging Face hub with `huggingface_hub`, from other servers with `pooch`."""
+"""Downloads of files: from the Hugging Face hub with `huggingface_hub`, from other servers with
+`pooch`.
+"""
 
 import hashlib
 import json
@@ -24,18 +26,20 @@ _HUB_DATASET = re.compile(r"https://huggingface\.co/datasets/([^/]+/[^/]+)/resol
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download `url` to `folder` under its own name, unless it is there already. Returns the path of the file.
+    """Download `url` to `folder` under its own name, unless it is there already. Returns the path
+    of the file.
 
-    A file gets its name when it is complete. `NAME.source.json` has the hash of its URL and `file_sample` of the file,
-    so that a file of the same name from another URL, or one that was damaged later, is not used without notice; the
-    user's own files have none. Broken connections are retried. A retry, and a later process, continue with the missing
-    part if the server supports that and the file is the same.
+    A file gets its name when it is complete. `NAME.source.json` has the hash of its URL and
+    `file_sample` of the file, so that a file of the same name from another URL, or one that was
+    damaged later, is not used without notice; the user's own files have none. Broken connections
+    are retried. A retry, and a later process, continue with the missing part if the server supports
+    that and the file is the same.
 
     Args:
         url: http:// or https://. A fragment `#sha256=<64 hexadecimal digits>` is verified.
 
-    Raises UserError if the URL is invalid, the file cannot be downloaded or written, the checksum is wrong, or `url`
-    has none and the file is there from another URL or has changed.
+    Raises UserError if the URL is invalid, the file cannot be downloaded or written, the checksum
+    is wrong, or `url` has none and the file is there from another URL or has changed.
     """
     address, checksum = _split_checksum(url)
     shown = visible(redact_url(address))
@@ -45,14 +49,22 @@ def download(url: str, folder: Path) -> Path:
     with write_errors(path):
         if path.exists():
             if checksum is not None and pooch.file_hash(str(path)) != checksum:
-                raise UserError(f"{path} exists, but its SHA-256 is not {checksum}; remove it to download it again")
+                raise UserError(
+                    f"{path} exists, but its SHA-256 is not {checksum}; remove it to download it "
+                    "again"
+                )
             if checksum is None and source.exists():
                 complete = {**record, "sample": file_sample(path)}
-                # Without a sample, it was complete when the process was killed, or is from an earlier version.
-                if read_file(source) not in (json.dumps(record).encode(), json.dumps(complete).encode()):
+                # Without a sample, it was complete when the process was killed, or is from an
+                # earlier version.
+                if read_file(source) not in (
+                    json.dumps(record).encode(),
+                    json.dumps(complete).encode(),
+                ):
                     raise UserError(
-                        f"{path} was downloaded from another URL than {shown}, or has changed since; remove it to "
-                        "download it again, or append #sha256=... to the URL if it is the right file"
+                        f"{path} was downloaded from another URL than {shown}, or has changed "
+                        "since; remove it to download it again, or append #sha256=... to the URL "
+                        "if it is the right file"
                     )
             print(f"{path}: already downloaded")
             return path
@@ -72,7 +84,9 @@ def download(url: str, folder: Path) -> Path:
 
 
 def file_name(url: str) -> str:
-    """Return the name that `download` gives the file. Raises UserError if the URL is invalid or names no file."""
+    """Return the name that `download` gives the file. Raises UserError if the URL is invalid or
+    names no file.
+    """
     address = _split_checksum(url)[0]
     name = PurePosixPath(unquote(urlsplit(address).path)).name
     if name in ("", ".", "..") or not name.isprintable():
@@ -81,7 +95,9 @@ def file_name(url: str) -> str:
 
 
 def redact_url(address: str) -> str:
-    """Return a URL for messages: without the password, and without the query, which may contain a key."""
+    """Return a URL for messages: without the password, and without the query, which may contain a
+    key.
+    """
     parts = urlsplit(address)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
@@ -91,22 +107,28 @@ def _fetch(address: str, checksum: str | None, path: Path) -> None:
     if (match := _HUB_DATASET.fullmatch(address.partition("?")[0])) and checksum is None:
         repository, revision, name = match[1], unquote(match[2]), unquote(match[3])
         if "/" not in name:
-            hf_hub_download(repository, name, repo_type="dataset", revision=revision, local_dir=path.parent)
+            hf_hub_download(
+                repository, name, repo_type="dataset", revision=revision, local_dir=path.parent
+            )
             return
     pooch.get_logger().setLevel("WARNING")  # its other messages contain the query of the URL
     registry = {path.name: None if checksum is None else f"sha256:{checksum}"}
-    files = pooch.create(path.parent, "", registry=registry, urls={path.name: address}, retry_if_failed=RETRIES)
+    files = pooch.create(
+        path.parent, "", registry=registry, urls={path.name: address}, retry_if_failed=RETRIES
+    )
     busy = f"{path}: another process downloads it; wait until it ends"
     with Lock(path.with_name(f".{path.name}.lock"), busy):
         files.fetch(path.name, downloader=_ResumingDownloader(path))
 
 
 class _ResumingDownloader:
-    """A downloader of `pooch` that keeps the received part of a file, `.NAME.part`, when the connection breaks.
+    """A downloader of `pooch` that keeps the received part of a file, `.NAME.part`, when the
+    connection breaks.
 
-    `.NAME.part.json` has the URL's hash and what identifies the version of the file on the server (its ETag, or else
-    its time of modification). The next call requests the rest of the same version, with the HTTP headers Range and
-    If-Range; a server that has another one, or does not support them, sends the whole file.
+    `.NAME.part.json` has the URL's hash and what identifies the version of the file on the server
+    (its ETag, or else its time of modification). The next call requests the rest of the same
+    version, with the HTTP headers Range and If-Range; a server that has another one, or does not
+    support them, sends the whole file.
     """
 
     def __init__(self, path: Path):
@@ -114,7 +136,8 @@ class _ResumingDownloader:
         self._state = path.with_name(f".{path.name}.part.json")
 
     def __call__(self, url: str, output_file: str, files: Any) -> None:
-        # A server may send a compressed body only if the request allows it; then its size and checksum would differ.
+        # A server may send a compressed body only if the request allows it; then its size and
+        # checksum would differ.
         headers = {"Accept-Encoding": "identity"}
         url_hash = hashlib.sha256(url.encode()).hexdigest()
         version = self._version(url_hash)
@@ -132,14 +155,24 @@ class _ResumingDownloader:
                     stream.truncate(0)
                     self._state.write_text(json.dumps({"url": url_hash, "version": served}))
                 elif response.status_code == 206:
-                    # A server may ignore If-Range. pooch tries again after a ValueError, from the beginning.
-                    begin = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]
+                    # A server may ignore If-Range. pooch tries again after a ValueError, from the
+                    # beginning.
+                    begin = (
+                        response.headers.get("Content-Range", "")
+                        .removeprefix("bytes ")
+                        .partition("-")[0]
+                    )
                     if served != version or begin != str(stream.tell()):
                         self._state.unlink(missing_ok=True)
-                        raise ValueError("the file changed on the server after a part of it was received")
+                        raise ValueError(
+                            "the file changed on the server after a part of it was received"
+                        )
 
             request = pooch.HTTPDownloader(
-                progressbar=sys.stderr.isatty(), chunk_size=_BLOCK, headers=headers, hooks={"response": start}
+                progressbar=sys.stderr.isatty(),
+                chunk_size=_BLOCK,
+                headers=headers,
+                hooks={"response": start},
             )
             try:
                 request(url, stream, files)
@@ -166,7 +199,9 @@ class _ResumingDownloader:
 
 
 def _split_checksum(url: str) -> tuple[str, str | None]:
-    """Return the URL without its fragment, with non-ASCII characters quoted, and the checksum in the fragment."""
+    """Return the URL without its fragment, with non-ASCII characters quoted, and the checksum in
+    the fragment.
+    """
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 (raises ValueError for an invalid port)
@@ -181,5 +216,7 @@ def _split_checksum(url: str) -> tuple[str, str | None]:
         return address, None
     match = _CHECKSUM.fullmatch(parts.fragment)
     if match is None:
-        raise UserError(f"{redact_url(url)}: the part after # must be sha256= and 64 hexadecimal digits")
+        raise UserError(
+            f"{redact_url(url)}: the part after # must be sha256= and 64 hexadecimal digits"
+        )
     return address, match.group(1).lower()

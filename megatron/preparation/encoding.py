@@ -1,4 +1,5 @@
-"""Tokenizes documents, in several processes if requested. Results are returned in the order of the input.
+"""Tokenizes documents, in several processes if requested. Results are returned in the order of the
+input.
 
 Worker processes import this module, so it must not import torch.
 """
@@ -50,10 +51,14 @@ class EncodedDocuments:
     skipped: SkippedDocuments = field(default_factory=SkippedDocuments)
 
 
-def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: DocumentOptions) -> EncodedDocuments:
-    """Parse and tokenize chunks. Memory for a long text is bounded by that of the text and of its ids.
+def encode_chunks(
+    chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: DocumentOptions
+) -> EncodedDocuments:
+    """Parse and tokenize chunks. Memory for a long text is bounded by that of the text and of its
+    ids.
 
-    Raises UserError if a document is unreadable and options.skip_bad is False, or has more than 2^31 - 1 tokens.
+    Raises UserError if a document is unreadable and options.skip_bad is False, or has more than
+    2^31 - 1 tokens.
     """
     # Parse all documents of the chunks.
     encoded = EncodedDocuments()
@@ -84,7 +89,10 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
                 tokens += eod
                 lengths.append((len(tokens) - start) // dtype.itemsize)
         if lengths and max(lengths) > _MAX_LENGTH:
-            raise UserError(f"a document has {max(lengths):,} tokens, but an .idx stores at most {_MAX_LENGTH:,}")
+            raise UserError(
+                f"a document has {max(lengths):,} tokens, but an .idx stores at most "
+                f"{_MAX_LENGTH:,}"
+            )
 
         # Special tokens that the text itself contained.
         array = np.frombuffer(tokens, dtype=dtype)
@@ -103,7 +111,9 @@ def encode_chunks(chunks: Sequence[TextChunk], tokenizer: Tokenizer, options: Do
 
 
 def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[int]]]:
-    """Yield the ids of each text, in pieces. If one is long, removes each from the list before it is tokenized."""
+    """Yield the ids of each text, in pieces. If one is long, removes each from the list before it
+    is tokenized.
+    """
     if any(len(text) > _LONG_TEXT for text in texts):
         texts.reverse()
         while texts:
@@ -144,8 +154,9 @@ def encode_in_order(
     options: DocumentOptions,
     workers: int,
 ) -> Iterator[tuple[WorkItem, EncodedDocuments]]:
-    """Yield every item with its encoded documents, in order. The number of items in memory is bounded. With one worker,
-    everything runs in this process, with `tokenizer`, which `tokenizer_files.build()` has returned.
+    """Yield every item with its encoded documents, in order. The number of items in memory is
+    bounded. With one worker, everything runs in this process, with `tokenizer`, which
+    `tokenizer_files.build()` has returned.
 
     Raises UserError if `encode_chunks` raises it, or if a worker process was killed.
     """
@@ -169,8 +180,8 @@ def encode_in_order(
             yield oldest, future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker process died, most likely because the machine is out of memory; use fewer --workers or shorter "
-            "documents"
+            "a worker process died, most likely because the machine is out of memory; use fewer "
+            "--workers or shorter documents"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)

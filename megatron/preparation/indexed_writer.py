@@ -34,7 +34,9 @@ _BLOCK = 1 << 22  # tokens in memory at a time while the result is read back
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What `IndexedWriter.finalize` wrote: these fields of the manifest. largest_id: -1 if the .bin is empty."""
+    """What `IndexedWriter.finalize` wrote: these fields of the manifest. largest_id: -1 if the .bin
+    is empty.
+    """
 
     dtype: str
     documents: int
@@ -47,8 +49,8 @@ class WrittenFiles:
 
 @dataclass(frozen=True)
 class WriterState:
-    """A state of the output that has been synced to disk. `checksum` and `lengths_checksum` are the CRC-32 of the .bin
-    and of the file with the sequence lengths up to there.
+    """A state of the output that has been synced to disk. `checksum` and `lengths_checksum` are the
+    CRC-32 of the .bin and of the file with the sequence lengths up to there.
     """
 
     documents: int = 0
@@ -60,9 +62,10 @@ class WriterState:
 class IndexedWriter:
     """Appends documents, one sequence each, to `PREFIX.bin` and `PREFIX.idx`. A context manager.
 
-    The final names appear only in `finish` (or `publish`). Memory use does not grow with the corpus, because sequence
-    lengths go to a temporary file. Leaving the context without `finish` or `close` removes the temporary files. Files
-    left by a killed process are overwritten or resumed. Only one process can write a prefix at a time.
+    The final names appear only in `finish` (or `publish`). Memory use does not grow with the
+    corpus, because sequence lengths go to a temporary file. Leaving the context without `finish` or
+    `close` removes the temporary files. Files left by a killed process are overwritten or resumed.
+    Only one process can write a prefix at a time.
 
     Args:
         vocab_size: determines the dtype of the ids.
@@ -81,7 +84,8 @@ class IndexedWriter:
         self._bin, self._idx, self._lengths = _partial_files(prefix)
         self._lock = Lock(
             f"{prefix}.partial.lock",
-            f"another process is writing {prefix}.bin; wait for it to finish, or choose another prefix",
+            f"another process is writing {prefix}.bin; wait for it to finish, or choose another "
+            "prefix",
         )
         self._lock.acquire()
         try:
@@ -92,7 +96,9 @@ class IndexedWriter:
             self._lengths_stream.truncate(lengths_size)
         except OSError as error:
             self._lock.release()
-            raise UserError(f"cannot write {error.filename or self._bin}: {error.strerror}") from error
+            raise UserError(
+                f"cannot write {error.filename or self._bin}: {error.strerror}"
+            ) from error
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -101,8 +107,8 @@ class IndexedWriter:
         self.discard()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their concatenated ids, `self.dtype` [sum of lengths], and the tokens in each, [documents].
-        Raises UserError if the disk is full.
+        """Append documents: their concatenated ids, `self.dtype` [sum of lengths], and the tokens
+        in each, [documents]. Raises UserError if the disk is full.
         """
         content = np.ascontiguousarray(tokens).data  # not tobytes(), which copies
         lengths_content = np.ascontiguousarray(lengths, dtype="<i4").data
@@ -115,7 +121,9 @@ class IndexedWriter:
         self.tokens += len(tokens)
 
     def commit(self) -> WriterState:
-        """Sync all added documents to disk, so that a writer created with the returned state resumes after them."""
+        """Sync all added documents to disk, so that a writer created with the returned state
+        resumes after them.
+        """
         with write_errors(bin_path(self.prefix)):
             for stream in (self._bin_stream, self._lengths_stream):
                 stream.flush()
@@ -125,8 +133,8 @@ class IndexedWriter:
     def finalize(self) -> WrittenFiles:
         """Write the .idx and read both files back. Call `publish` next.
 
-        Raises UserError if there are no tokens, the disk is full, the content read back differs from what was written,
-        or an id exceeds the vocabulary.
+        Raises UserError if there are no tokens, the disk is full, the content read back differs
+        from what was written, or an id exceeds the vocabulary.
         """
         # Lengths, offsets in bytes, and document boundaries, in the order of the .idx format.
         if self.tokens == 0:
@@ -134,19 +142,36 @@ class IndexedWriter:
         self.commit()
         with write_errors(idx_path(self.prefix)):
             with open(self._idx, "wb") as stream:
-                stream.write(HEADER.pack(MAGIC, VERSION, ID_TYPE_CODES[self.dtype], self.documents, self.documents + 1))
+                stream.write(
+                    HEADER.pack(
+                        MAGIC,
+                        VERSION,
+                        ID_TYPE_CODES[self.dtype],
+                        self.documents,
+                        self.documents + 1,
+                    )
+                )
                 for lengths in self._read_lengths():
                     stream.write(lengths.tobytes())
                 offset = 0
                 for lengths in self._read_lengths():
                     ends = offset + np.cumsum(lengths, dtype="<i8")
-                    stream.write((np.concatenate(([offset], ends[:-1])) * self.dtype.itemsize).astype("<i8").tobytes())
+                    stream.write(
+                        (np.concatenate(([offset], ends[:-1])) * self.dtype.itemsize)
+                        .astype("<i8")
+                        .tobytes()
+                    )
                     offset = int(ends[-1])
                 for start in range(0, self.documents + 1, _BLOCK):
-                    stream.write(np.arange(start, min(start + _BLOCK, self.documents + 1), dtype="<i8").tobytes())
+                    stream.write(
+                        np.arange(
+                            start, min(start + _BLOCK, self.documents + 1), dtype="<i8"
+                        ).tobytes()
+                    )
                 stream.flush()
                 os.fsync(stream.fileno())
-            # Read both files back, and compare the counts, the checksum and the largest id with what was added.
+            # Read both files back, and compare the counts, the checksum and the largest id with
+            # what was added.
             files = open_indexed_files(self._bin.with_suffix(""))
             checksum, tokens, largest, digest = 0, 0, -1, hashlib.sha256()
             with open(self._bin, "rb") as stream:
@@ -163,13 +188,14 @@ class IndexedWriter:
             if (files.documents, tokens, checksum, lengths_checksum) != written:
                 self.discard()
                 raise UserError(
-                    f"{self.prefix}.bin reads back differently from what was written ({tokens:,} of {self.tokens:,} "
-                    "tokens), so the output was discarded; check the disk and the file system"
+                    f"{self.prefix}.bin reads back differently from what was written ({tokens:,} "
+                    f"of {self.tokens:,} tokens), so the output was discarded; check the disk and "
+                    "the file system"
                 )
             if largest >= self.vocab_size:
                 raise UserError(
-                    f"{self.prefix}.bin has token id {largest}, but the largest id of the vocabulary is "
-                    f"{self.vocab_size - 1}"
+                    f"{self.prefix}.bin has token id {largest}, but the largest id of the "
+                    f"vocabulary is {self.vocab_size - 1}"
                 )
             return WrittenFiles(
                 self.dtype.name,
@@ -189,7 +215,9 @@ class IndexedWriter:
         return written
 
     def close(self) -> None:
-        """Close the files and keep the temporary ones, for `publish` or for another writer to resume."""
+        """Close the files and keep the temporary ones, for `publish` or for another writer to
+        resume.
+        """
         if self._closed:
             return
         self._closed = True
@@ -212,7 +240,9 @@ class IndexedWriter:
 
 
 def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:
-    """Whether the temporary files of an earlier writer are long enough for everything committed in `state`."""
+    """Whether the temporary files of an earlier writer are long enough for everything committed in
+    `state`.
+    """
     binary, _, lengths = _partial_files(prefix)
     bin_size, lengths_size = _committed_sizes(state, id_type_for(vocab_size))
     committed = ((binary, bin_size), (lengths, lengths_size))
@@ -220,8 +250,8 @@ def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> boo
 
 
 def is_intact(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:
-    """Whether the temporary files of an earlier writer still contain what was committed in `state`. Reads all of it.
-    Raises UserError if a file cannot be read.
+    """Whether the temporary files of an earlier writer still contain what was committed in `state`.
+    Reads all of it. Raises UserError if a file cannot be read.
     """
     binary, _, lengths = _partial_files(prefix)
     bin_size, lengths_size = _committed_sizes(state, id_type_for(vocab_size))
@@ -240,7 +270,8 @@ def _crc32(path: Path, size: int) -> int:
 
 
 def publish(prefix: str | Path) -> None:
-    """Rename finalized files to their final names, the .idx last. Can be repeated if it was killed halfway.
+    """Rename finalized files to their final names, the .idx last. Can be repeated if it was killed
+    halfway.
 
     At any moment the pair under the final names is the old one, the new one, or incomplete.
 

@@ -4,15 +4,16 @@
     .json                    the same, or a single JSON list (lm-dataformat's JSONArchive)
     .txt .md .rst .tex       one document; also .text, .markdown and names without extension
     .parquet                 a table, one document per row (needs pyarrow)
-    .tar .zip                members of the types above except .parquet, in archive order; no archives inside archives
-    .gz .zst .xz             compression of any of the above except .zip and .parquet
+    .tar .zip                members of the types above except .parquet, in archive order; no
+    archives inside archives .gz .zst .xz             compression of any of the above except .zip
+    and .parquet
 
-In folders and archives, hidden files, files in hidden folders and unfinished archives of lm-dataformat are skipped. In
-folders, files of other types, those named README and those that preprocessing writes are skipped as well, and counted
-in the log.
+In folders and archives, hidden files, files in hidden folders and unfinished archives of
+lm-dataformat are skipped. In folders, files of other types, those named README and those that
+preprocessing writes are skipped as well, and counted in the log.
 
-With `suffixes` (for trees of source code), files with these extensions, also compressed, are one document each; hidden
-files and others are skipped.
+With `suffixes` (for trees of source code), files with these extensions, also compressed, are one
+document each; hidden files and others are skipped.
 """
 
 import hashlib
@@ -37,17 +38,26 @@ _FORMATS = {
 }
 ARCHIVE_FORMATS = ("tar", "zip")
 _COMPRESSIONS = (".gz", ".zst", ".xz")
-_SEEKABLE_FORMATS = ("zip", "parquet")  # reading these needs a seekable file, so they cannot be compressed
+_SEEKABLE_FORMATS = (
+    "zip",
+    "parquet",
+)  # reading these needs a seekable file, so they cannot be compressed
 
 # lm-dataformat writes its current archive under a name that starts with this.
 _UNFINISHED = "current_chunk"
 
-READABLE = ".jsonl, .json, .txt, .md, .rst, .tex, .tar (each also .gz, .zst, .xz), .parquet and .zip"
+READABLE = (
+    ".jsonl, .json, .txt, .md, .rst, .tex, .tar (each also .gz, .zst, .xz), .parquet and .zip"
+)
 
 
 def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
-    """Return the format of a file after decompression (a value of the table above), or None if it is not supported."""
-    plain = PurePosixPath(name).with_suffix("") if name.endswith(_COMPRESSIONS) else PurePosixPath(name)
+    """Return the format of a file after decompression (a value of the table above), or None if it
+    is not supported.
+    """
+    plain = (
+        PurePosixPath(name).with_suffix("") if name.endswith(_COMPRESSIONS) else PurePosixPath(name)
+    )
     if suffixes and plain.suffix in suffixes:
         return "text"
     path = PurePosixPath(name.lower())
@@ -62,9 +72,13 @@ def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a file is skipped because of its name or its folders. path: in the input folder or the archive."""
+    """Whether a file is skipped because of its name or its folders. path: in the input folder or
+    the archive.
+    """
     plain = PurePosixPath(path)
-    return plain.name.startswith(_UNFINISHED) or any(part.startswith(".") and part != ".." for part in plain.parts)
+    return plain.name.startswith(_UNFINISHED) or any(
+        part.startswith(".") and part != ".." for part in plain.parts
+    )
 
 
 @dataclass(frozen=True)
@@ -77,16 +91,18 @@ class InputFile:
 
 
 def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[InputFile]:
-    """Return the files that `inputs` name. A folder contributes every readable file below it, sorted by path.
+    """Return the files that `inputs` name. A folder contributes every readable file below it,
+    sorted by path.
 
-    With `suffixes` the files of a folder are instead ordered by a hash of their paths: a split cuts the corpus in this
-    order, and in alphabetical order validation and test would consist of a few folders. Symbolic links are then
-    skipped.
+    With `suffixes` the files of a folder are instead ordered by a hash of their paths: a split cuts
+    the corpus in this order, and in alphabetical order validation and test would consist of a few
+    folders. Symbolic links are then skipped.
 
     Args:
         suffixes: file extensions such as ".c"; case-sensitive.
 
-    Raises UserError if a path does not exist, a file has an unsupported type, or a folder contains no readable file.
+    Raises UserError if a path does not exist, a file has an unsupported type, or a folder contains
+    no readable file.
     """
     for suffix in suffixes:
         if not suffix.startswith(".") or len(suffix) < 2 or "." in suffix[1:] or "/" in suffix:
@@ -96,33 +112,49 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
     files: list[InputFile] = []
     for name in map(str, inputs):
         if "://" in name:
-            raise UserError("an input is a URL; download the file first, for example with prepare_data.py --url")
+            raise UserError(
+                "an input is a URL; download the file first, for example with prepare_data.py --url"
+            )
         try:
             files += _files(Path(name), suffixes)
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
-            raise UserError(f"cannot read input {name}: {getattr(error, 'strerror', None) or error}") from error
+            raise UserError(
+                f"cannot read input {name}: {getattr(error, 'strerror', None) or error}"
+            ) from error
     _note(f"input: {_count(len(files))}, {readable_size(sum(file.size for file in files))}")
     return files
 
 
 def _files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
     if path.is_dir():
-        paths = [path / name for name in _select_names(str(path), _names_below(path, suffixes), suffixes)]
+        paths = [
+            path / name for name in _select_names(str(path), _names_below(path, suffixes), suffixes)
+        ]
     elif not path.exists():
         raise UserError(f"input {path} does not exist")
     elif not path.is_file():
-        raise UserError(f"input {path} is not a regular file or a folder; write its content to a file first")
+        raise UserError(
+            f"input {path} is not a regular file or a folder; write its content to a file first"
+        )
     else:
         if file_format(path.name, suffixes) is None:
-            supported = f"folders, archives, and files ending in {' or '.join(suffixes)}" if suffixes else READABLE
+            supported = (
+                f"folders, archives, and files ending in {' or '.join(suffixes)}"
+                if suffixes
+                else READABLE
+            )
             raise UserError(f"input {path} has an unsupported file type; supported: {supported}")
         paths = [path]
     statuses = [(path, path.stat()) for path in paths]
-    return [InputFile(str(path), status.st_size, str(status.st_mtime_ns)) for path, status in statuses]
+    return [
+        InputFile(str(path), status.st_size, str(status.st_mtime_ns)) for path, status in statuses
+    ]
 
 
 def _names_below(folder: Path, suffixes: Sequence[str]) -> list[str]:
-    """The relative paths of all regular files below a folder. Raises OSError if a folder cannot be read."""
+    """The relative paths of all regular files below a folder. Raises OSError if a folder cannot be
+    read.
+    """
 
     def fail(error: OSError) -> None:
         raise UserError(f"cannot read input {error.filename}: {error.strerror}") from error
@@ -137,7 +169,9 @@ def _names_below(folder: Path, suffixes: Sequence[str]) -> list[str]:
             else:
                 other += 1
     if other:
-        _note(f"{folder}: skipped {other:,} links to folders, broken links, pipes, sockets or devices")
+        _note(
+            f"{folder}: skipped {other:,} links to folders, broken links, pipes, sockets or devices"
+        )
     return names
 
 
@@ -153,8 +187,12 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     """Select the files to read among the names below a folder, in reading order."""
     # A tree of files with these suffixes is shuffled by hash, any other folder sorted.
     if suffixes:
-        selected = [name for name in names if file_format(name, suffixes) == "text" and not is_hidden(name)]
-        selected.sort(key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
+        selected = [
+            name for name in names if file_format(name, suffixes) == "text" and not is_hidden(name)
+        ]
+        selected.sort(
+            key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        )
         expected = f"whose name ends in {' or '.join(suffixes)}"
     else:
         present = set(names)
@@ -176,8 +214,13 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     # Name what was skipped.
     if not selected:
         raise UserError(f"{folder} contains no file {expected}")
-    skipped = Counter(PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected))
+    skipped = Counter(
+        PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected)
+    )
     if skipped:
         types = ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common(10))
-        _note(f"{folder}: skipped {_count(skipped.total())}: hidden, named README or of other types ({types})")
+        _note(
+            f"{folder}: skipped {_count(skipped.total())}: hidden, named README or of other types "
+            f"({types})"
+        )
     return selected

@@ -25,8 +25,8 @@ DOCUMENTS = 100  # in memory at a time
 def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     """Concatenate the documents of all `prefixes` as `output`.
 
-    Raises UserError if there are fewer than two datasets, two are the same, the output is one of them, their
-    tokenizers differ, or the tokens of one are not those that its manifest describes.
+    Raises UserError if there are fewer than two datasets, two are the same, the output is one of
+    them, their tokenizers differ, or the tokens of one are not those that its manifest describes.
     """
     if len(prefixes) < 2:
         raise UserError("merging needs at least two datasets")
@@ -38,7 +38,8 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     if bin_path(output).resolve() in paths:
         raise UserError(f"{output} is one of the inputs; choose another output")
 
-    # The vocabulary. If it is unknown, it is one that is stored in a type that all sources fit into.
+    # The vocabulary. If it is unknown, it is one that is stored in a type that all sources fit
+    # into.
     manifests = _manifests(sources)
     has_manifests = len(manifests) == len(sources)
     if has_manifests:
@@ -64,7 +65,9 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
 
     # The manifest of the result, if all sources have one.
     if has_manifests:
-        text_bytes = [manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None]
+        text_bytes = [
+            manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None
+        ]
         combined = replace(
             manifests[0],
             **asdict(written),
@@ -83,7 +86,10 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
 def _open_documents(prefix: str) -> IndexedFiles:
     files = open_indexed_files(Path(prefix).absolute())
     if not np.array_equal(files.document_index, np.arange(files.sequences + 1)):
-        raise UserError(f"{prefix} has documents of several sequences; only one sequence per document is supported")
+        raise UserError(
+            f"{prefix} has documents of several sequences; only one sequence per document is "
+            "supported"
+        )
     return files
 
 

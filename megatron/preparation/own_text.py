@@ -11,7 +11,8 @@ from megatron.preparation.readers import FileCorpus
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress, readable_size
 
-# No document is longer than this share of the text, so that every split has several, even of a single book.
+# No document is longer than this share of the text, so that every split has several, even of a
+# single book.
 LARGEST_SHARE = 0.01
 MIN_DOCUMENT_BYTES = 4000
 # About 25,600 tokens for training, which `kerple init` requires.
@@ -27,8 +28,9 @@ _VERSION = 1  # increase this when the documents change
 class OwnText(DocumentCorpus):
     """All documents of input files, in memory, ordered by a hash of their contents.
 
-    Training, validation and test are consecutive ranges in this order, so each is a random sample of the documents.
-    Longer documents than `LARGEST_SHARE` of the text are divided, after blank lines if possible.
+    Training, validation and test are consecutive ranges in this order, so each is a random sample
+    of the documents. Longer documents than `LARGEST_SHARE` of the text are divided, after blank
+    lines if possible.
 
     Args:
         limit_mb: use only the first `limit_mb` MB of documents in this order; None: all.
@@ -68,14 +70,22 @@ class OwnText(DocumentCorpus):
         used_size = min(size, self._limit)
         documents = _pieces(texts, max(MIN_DOCUMENT_BYTES, int(used_size * LARGEST_SHARE)))
         if not documents:
-            raise UserError(f"there is no text in {', '.join(file.name for file in self.files.files[:3])}")
-        named = sorted(((hashlib.sha256(text).hexdigest(), text) for text in documents), key=lambda item: item[0])
+            raise UserError(
+                f"there is no text in {', '.join(file.name for file in self.files.files[:3])}"
+            )
+        named = sorted(
+            ((hashlib.sha256(text).hexdigest(), text) for text in documents),
+            key=lambda item: item[0],
+        )
         sizes_before = itertools.accumulate((len(text) for _, text in named), initial=0)
-        named = [item for item, before in zip(named, sizes_before, strict=False) if before < self._limit]
+        named = [
+            item for item, before in zip(named, sizes_before, strict=False) if before < self._limit
+        ]
         if used_size < ENOUGH_BYTES:
             print(
-                f"note: {readable_size(int(used_size))} of text in {len(named):,} documents is too little for "
-                f"training, validation and test: `kerple init` needs about {readable_size(ENOUGH_BYTES)}"
+                f"note: {readable_size(int(used_size))} of text in {len(named):,} documents is too "
+                "little for training, validation and test: `kerple init` needs about "
+                f"{readable_size(ENOUGH_BYTES)}"
             )
         return named
 
@@ -93,5 +103,7 @@ def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:
         pieces += len(parts)
         documents += parts
     if divided:
-        print(f"documents of more than {limit:,} bytes: {divided:,}, divided into {pieces:,} pieces")
+        print(
+            f"documents of more than {limit:,} bytes: {divided:,}, divided into {pieces:,} pieces"
+        )
     return documents

@@ -1,4 +1,6 @@
-"""Prepares a dataset by name, for prepare_data.py: from its source to DIR/NAME/NAME_text_document.bin/.idx."""
+"""Prepares a dataset by name, for prepare_data.py: from its source to
+DIR/NAME/NAME_text_document.bin/.idx.
+"""
 
 import json
 import os
@@ -40,13 +42,17 @@ class KnownDataset:
     url: str | None = None
 
 
-# The key of the texts in this project's recipes and in GPT-NeoX. It is part of the name of the output.
+# The key of the texts in this project's recipes and in GPT-NeoX. It is part of the name of the
+# output.
 _TEXT = "text"
 
 _SOURCE_OPTIONS = (
-    "--from FILE-OR-FOLDER, --url URL[#sha256=...] to download, or --hf NAME to stream from the Hugging Face hub"
+    "--from FILE-OR-FOLDER, --url URL[#sha256=...] to download, or --hf NAME to stream from the "
+    "Hugging Face hub"
 )
-_PILE_SHARDS = "shards of the Pile (jsonl.zst with meta.pile_set_name, of which {subset} is selected)"
+_PILE_SHARDS = (
+    "shards of the Pile (jsonl.zst with meta.pile_set_name, of which {subset} is selected)"
+)
 _HOSTS_GONE = "the Pile's own download hosts no longer exist"
 
 KNOWN_DATASETS = {
@@ -58,8 +64,8 @@ KNOWN_DATASETS = {
     ),
     "github": KnownDataset(
         "Github",
-        f"{_PILE_SHARDS.format(subset='Github')}; {_HOSTS_GONE}; or any tree of source files, e.g. an extracted "
-        "release of the Linux kernel with --suffixes .c,.h",
+        f"{_PILE_SHARDS.format(subset='Github')}; {_HOSTS_GONE}; or any tree of source files, e.g. "
+        "an extracted release of the Linux kernel with --suffixes .c,.h",
     ),
     "arxiv": KnownDataset("ArXiv", f"{_PILE_SHARDS.format(subset='ArXiv')}; {_HOSTS_GONE}"),
     "pile": KnownDataset(None, f"shards of the Pile (jsonl.zst), all subsets; {_HOSTS_GONE}"),
@@ -83,7 +89,8 @@ GPT2_FILES = (
     "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt",
 )
 
-# Increase this when the preparation steps change, so that existing datasets are not taken for new ones.
+# Increase this when the preparation steps change, so that existing datasets are not taken for new
+# ones.
 _RECIPE_VERSION = 3
 _FILES_CHANGED = "its files changed"
 _RECIPE = "prepare.json"  # in the folder of the dataset
@@ -95,10 +102,12 @@ class PrepareOptions:
 
     Attributes:
         dataset: one of DATASETS, or any other name for own text, which needs a source.
-        tokenizer_type: None trains a BPE for own text (from `sources` or `urls`) and EMBEDDED, and otherwise means
-            GPT2BPETokenizer.
-        sources, urls: files and folders to read, and files to download. Without any source, the dataset's own URL.
-        hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources` and `urls`.
+        tokenizer_type: None trains a BPE for own text (from `sources` or `urls`) and EMBEDDED, and
+            otherwise means GPT2BPETokenizer.
+        sources, urls: files and folders to read, and files to download. Without any source, the
+            dataset's own URL.
+        hub_name, hub_config, hub_split: a dataset of the Hugging Face hub, in place of `sources`
+            and `urls`.
     """
 
     dataset: str
@@ -124,8 +133,8 @@ class PrepareOptions:
 def prepare(options: PrepareOptions) -> Path:
     """Build the dataset, unless it exists and was built in the same way. Returns its prefix.
 
-    Raises UserError if the dataset is unknown or has no source, another process is preparing it, or `preprocess`
-    failed.
+    Raises UserError if the dataset is unknown or has no source, another process is preparing it, or
+    `preprocess` failed.
     """
     # The recipe: all that the tokens depend on.
     folder = options.directory / options.dataset
@@ -135,12 +144,13 @@ def prepare(options: PrepareOptions) -> Path:
     train_tokenizer = (own_text or options.dataset == EMBEDDED) and options.tokenizer_type is None
     if train_tokenizer and (options.vocab_file or options.merge_file):
         raise UserError(
-            f"--vocab-file and --merge-file need --tokenizer; without it, a BPE is trained on {options.dataset}"
+            "--vocab-file and --merge-file need --tokenizer; without it, a BPE is trained on "
+            f"{options.dataset}"
         )
     if not train_tokenizer and options.vocab_size is not None:
         raise UserError(
-            f"--vocab-size is the size of a trained BPE, but only {EMBEDDED} and your own text (--from or --url) train "
-            "one, without --tokenizer; remove it"
+            f"--vocab-size is the size of a trained BPE, but only {EMBEDDED} and your own text "
+            "(--from or --url) train one, without --tokenizer; remove it"
         )
     recipe: dict[str, object] = {
         "version": _RECIPE_VERSION,
@@ -180,19 +190,25 @@ def prepare(options: PrepareOptions) -> Path:
         return prefix
     if reason and reason != _FILES_CHANGED and not options.rebuild:
         raise UserError(
-            f"{prefix} exists, but {reason}. Models that were trained on it need it: choose another --data-dir or "
-            "name, or replace it with --force"
+            f"{prefix} exists, but {reason}. Models that were trained on it need it: choose "
+            "another --data-dir or name, or replace it with --force"
         )
 
     # The tokenizer, the tokens and the recipe must come from one run.
-    busy_message = f"another process is preparing {prefix}; wait for it to finish, or choose another --data-dir"
+    busy_message = (
+        f"another process is preparing {prefix}; wait for it to finish, or choose another "
+        "--data-dir"
+    )
     with Lock(folder / "prepare.lock", busy_message):
         if reason:
             print(f"{prefix}: rebuilt: {reason}")
         (folder / _RECIPE).unlink(missing_ok=True)
         if isinstance(source, DocumentCorpus) and train_tokenizer:
             texts = source.tokenizer_texts()
-            print(f"training a BPE tokenizer with {vocab_size} ids on {len(texts):,} documents of {options.dataset}")
+            print(
+                f"training a BPE tokenizer with {vocab_size} ids on {len(texts):,} documents of "
+                f"{options.dataset}"
+            )
             trained = train_bpe(texts, vocab_size, progress=sys.stderr.isatty())
             write_atomically(folder / "tokenizer.json", trained.to_str(pretty=True).encode())
 
@@ -228,27 +244,32 @@ def _check_source_options(options: PrepareOptions) -> None:
     # The embedded dataset takes no source.
     has_source = _has_source(options)
     if options.hub_name is None and (options.hub_config, options.hub_split) != (None, "train"):
-        raise UserError("--hf-config and --hf-split describe a dataset of the hub; name it with --hf")
+        raise UserError(
+            "--hf-config and --hf-split describe a dataset of the hub; name it with --hf"
+        )
     if options.dataset == EMBEDDED:
         if has_source or options.suffixes:
-            raise UserError(f"{options.dataset} has a fixed source; remove --from, --url, --hf and --suffixes")
+            raise UserError(
+                f"{options.dataset} has a fixed source; remove --from, --url, --hf and --suffixes"
+            )
         return
 
     # Your own text needs a valid name and a source, a known dataset one that is still available.
     known = KNOWN_DATASETS.get(options.dataset)
     if known is None and not has_source:
         raise UserError(
-            f"unknown dataset {options.dataset!r}; known: {', '.join(DATASETS)}. To prepare your own text under this "
-            f"name, pass {_SOURCE_OPTIONS}"
+            f"unknown dataset {options.dataset!r}; known: {', '.join(DATASETS)}. To prepare your "
+            f"own text under this name, pass {_SOURCE_OPTIONS}"
         )
     if known is None and not _NAME.fullmatch(options.dataset):
         raise UserError(
-            f"dataset name {options.dataset!r}: use letters, digits, '_', '-' and '.', beginning with a letter or digit"
+            f"dataset name {options.dataset!r}: use letters, digits, '_', '-' and '.', beginning "
+            "with a letter or digit"
         )
     if known is not None and not has_source and known.url is None:
         raise UserError(
-            f"{options.dataset} needs a source: pass {_SOURCE_OPTIONS}. It is available as: {known.sources}. To "
-            "prepare your own text, choose another name"
+            f"{options.dataset} needs a source: pass {_SOURCE_OPTIONS}. It is available as: "
+            f"{known.sources}. To prepare your own text, choose another name"
         )
 
     # Options that exclude each other.
@@ -261,9 +282,10 @@ def _check_source_options(options: PrepareOptions) -> None:
         for source in filter(os.path.isdir, options.sources):
             if folder.is_relative_to(Path(source).resolve()):
                 raise UserError(
-                    f"--from {source} contains the output folder {options.directory / options.dataset}, whose files "
-                    "would be read as text; choose a folder outside with --data-dir, or name the files and folders "
-                    "with the text"
+                    f"--from {source} contains the output folder "
+                    f"{options.directory / options.dataset}, whose files would be read as text; "
+                    "choose a folder outside with --data-dir, or name the files and folders with "
+                    "the text"
                 )
 
 
@@ -280,13 +302,20 @@ def _urls(options: PrepareOptions) -> tuple[str, ...]:
 
 
 def _given_tokenizer(options: PrepareOptions) -> TokenizerFiles:
-    """The tokenizer that the options name, after downloading GPT-2's files if they are needed and none are given."""
-    tokenizer_type, files = options.tokenizer_type or "GPT2BPETokenizer", (options.vocab_file, options.merge_file)
+    """The tokenizer that the options name, after downloading GPT-2's files if they are needed and
+    none are given.
+    """
+    tokenizer_type, files = (
+        options.tokenizer_type or "GPT2BPETokenizer",
+        (options.vocab_file, options.merge_file),
+    )
     if tokenizer_type == "GPT2BPETokenizer" and files == (None, None):
         try:
             vocab_file, merge_file = (str(download(url, options.directory)) for url in GPT2_FILES)
         except UserError as error:
-            raise UserError(f"{error} (to use local files, set --vocab-file and --merge-file)") from error
+            raise UserError(
+                f"{error} (to use local files, set --vocab-file and --merge-file)"
+            ) from error
         files = (vocab_file, merge_file)
     return TokenizerFiles(tokenizer_type, *files)
 
@@ -298,15 +327,24 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
     if options.hub_name is not None:
         return HubCorpus(options.hub_name, options.hub_config, options.hub_split, columns)
     if len(set(map(file_name, urls))) < len(urls):
-        raise UserError("two of the URLs have the same file name; download these files separately and pass --from")
+        raise UserError(
+            "two of the URLs have the same file name; download these files separately and pass "
+            "--from"
+        )
     try:
-        downloads = [download(url, options.directory / options.dataset / "downloads") for url in urls]
+        downloads = [
+            download(url, options.directory / options.dataset / "downloads") for url in urls
+        ]
     except UserError as error:
         if urls == options.urls or options.dataset not in KNOWN_DATASETS:
             raise
         sources = KNOWN_DATASETS[options.dataset].sources
-        raise UserError(f"{error}. To name another source, pass {_SOURCE_OPTIONS}. Known: {sources}") from error
-    files = FileCorpus(find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns)
+        raise UserError(
+            f"{error}. To name another source, pass {_SOURCE_OPTIONS}. Known: {sources}"
+        ) from error
+    files = FileCorpus(
+        find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns
+    )
     if options.dataset in KNOWN_DATASETS:
         return files
     read = DocumentOptions(keys=(options.text_key,), ftfy=options.ftfy, skip_bad=options.skip_bad)
@@ -316,8 +354,8 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
 def _rebuild_reason(
     recipe: dict[str, object], prefix: Path, tokenizer_files: TokenizerFiles, skip_bad: bool
 ) -> str | None:
-    """Return how the dataset differs from the recipe, an empty string if it does not exist, or None if it is up to
-    date.
+    """Return how the dataset differs from the recipe, an empty string if it does not exist, or None
+    if it is up to date.
     """
     try:
         present = json.loads(read_file(prefix.parent / _RECIPE))
@@ -335,7 +373,9 @@ def _rebuild_reason(
         manifest = open_indexed_files(prefix).manifest
         if manifest is None:
             return _FILES_CHANGED
-        changed = [key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)]
+        changed = [
+            key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)
+        ]
         if changed:
             return f"{', '.join(labels.get(key, key) for key in changed)} changed"
         if manifest.skipped_bad and not skip_bad:

@@ -1,8 +1,9 @@
-"""Preprocesses text into `.bin/.idx`: one process reads, several tokenize, and one writes and records its progress.
+"""Preprocesses text into `.bin/.idx`: one process reads, several tokenize, and one writes and
+records its progress.
 
-Results are written in the order of the input and a bounded number of chunks is in memory. So the output does not depend
-on the number of workers, and memory use does not depend on the size of the corpus. A killed run resumes from its
-journal.
+Results are written in the order of the input and a bounded number of chunks is in memory. So the
+output does not depend on the number of workers, and memory use does not depend on the size of the
+corpus. A killed run resumes from its journal.
 """
 
 import copy
@@ -20,11 +21,22 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron.data.indexed_dataset import Manifest, manifest_path, open_indexed_files, write_manifest
+from megatron.data.indexed_dataset import (
+    Manifest,
+    manifest_path,
+    open_indexed_files,
+    write_manifest,
+)
 from megatron.preparation.decompression import BLOCK
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments
 from megatron.preparation.encoding import encode_in_order, work_items
-from megatron.preparation.indexed_writer import IndexedWriter, WriterState, is_intact, is_resumable, publish
+from megatron.preparation.indexed_writer import (
+    IndexedWriter,
+    WriterState,
+    is_intact,
+    is_resumable,
+    publish,
+)
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
 from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
 from megatron.utils.errors import UserError, visible
@@ -47,30 +59,35 @@ def preprocess(
     workers: int = 1,
     limit_mb: float | None = None,
 ) -> dict[str, Manifest]:
-    """Tokenize `source` into `{output_prefix}_{key}_document.bin/.idx/.json` for every key in `options.keys`.
+    """Tokenize `source` into `{output_prefix}_{key}_document.bin/.idx/.json` for every key in
+    `options.keys`.
 
-    The final names appear only after the files are complete and verified. The same input gives the same bytes for any
-    number of workers. If a run ends early for any reason, a later run with the same arguments (`workers` may differ)
-    resumes after the last committed document. If the input or the options have changed, it starts from the beginning.
+    The final names appear only after the files are complete and verified. The same input gives the
+    same bytes for any number of workers. If a run ends early for any reason, a later run with the
+    same arguments (`workers` may differ) resumes after the last committed document. If the input or
+    the options have changed, it starts from the beginning.
 
     Args:
         inputs: names of the inputs, recorded in the manifest.
         names: one name per key, used in file names in place of the key.
         workers: number of tokenizing processes. With 1, everything runs in this process.
-        limit_mb: stop after the block of input (usually 1 MB) with which the text of the first key reaches this size.
+        limit_mb: stop after the block of input (usually 1 MB) with which the text of the first key
+            reaches this size.
 
     Returns:
         the manifest written for each key.
 
     Raises:
-        UserError: a file or document is unreadable (documents: unless options.skip_bad), there is no text, the disk is
-            full, a worker was killed, or another process writes the same output.
+        UserError: a file or document is unreadable (documents: unless options.skip_bad), there is
+            no text, the disk is full, a worker was killed, or another process writes the same
+            output.
         KeyboardInterrupt: with a message about what was saved.
     """
     # Missing tokenizer files fail here, not in a worker process.
     tokenizer = tokenizer_files.build()
 
-    # Everything that determines the output. How to treat bad documents is checked separately, in `_Job._resume`.
+    # Everything that determines the output. How to treat bad documents is checked separately, in
+    # `_Job._resume`.
     settings: dict[str, object] = {
         "input": source.identity(),
         "tokenizer": tokenizer.fingerprint,
@@ -106,7 +123,10 @@ def preprocess(
     special = sum(output.special for output in job.state.outputs)
     if special:
         example = tokenizer.detokenize([tokenizer.eod])
-        print(f"{special:,} special tokens in documents were recognized, such as {example!r}, which ends a document")
+        print(
+            f"{special:,} special tokens in documents were recognized, such as {example!r}, which "
+            "ends a document"
+        )
     return manifests
 
 
@@ -118,9 +138,14 @@ def summary(prefix: str | Path, manifest: Manifest) -> str:
         "of other subsets": manifest.skipped_other,
     }
     skipped = [f"{count:,} {reason}" for reason, count in counts.items() if count]
-    rate = "" if manifest.text_bytes is None else f", {manifest.text_bytes / manifest.tokens:.2f} bytes per token"
-    return f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens{rate}" + (
-        f"; skipped: {', '.join(skipped)}" if skipped else ""
+    rate = (
+        ""
+        if manifest.text_bytes is None
+        else f", {manifest.text_bytes / manifest.tokens:.2f} bytes per token"
+    )
+    return (
+        f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens{rate}"
+        + (f"; skipped: {', '.join(skipped)}" if skipped else "")
     )
 
 
@@ -136,8 +161,8 @@ class OutputState:
 
 @dataclass
 class JournalState:
-    """Everything needed to resume: the position in the source, and one output per key. There is one manifest per key
-    once all files are complete and verified and only need to be renamed.
+    """Everything needed to resume: the position in the source, and one output per key. There is one
+    manifest per key once all files are complete and verified and only need to be renamed.
     """
 
     position: ReadPosition
@@ -161,8 +186,9 @@ _JOURNAL = TypeAdapter(JournalContent)
 class Journal:
     """The journal of one output, and the lock on that output. A context manager.
 
-    `OUTPUT_PREFIX.progress.json` is replaced atomically, and only after everything it describes is on disk. Its first
-    line is the SHA-256 of the rest, so that no edited or damaged journal is resumed.
+    `OUTPUT_PREFIX.progress.json` is replaced atomically, and only after everything it describes is
+    on disk. Its first line is the SHA-256 of the rest, so that no edited or damaged journal is
+    resumed.
 
     Args:
         settings: JSON values that determine the output. A journal with other settings is ignored.
@@ -173,7 +199,8 @@ class Journal:
         self._settings = settings
         self._lock = Lock(
             f"{output_prefix}.lock",
-            f"another process is writing {output_prefix}; wait for it to finish, or choose another prefix",
+            f"another process is writing {output_prefix}; wait for it to finish, or choose another "
+            "prefix",
         )
 
     def __enter__(self) -> "Journal":
@@ -189,7 +216,9 @@ class Journal:
         return self._path.exists()
 
     def load(self) -> JournalState | None:
-        """Load the state of an earlier run. Returns None, after printing why, if there is none with these settings."""
+        """Load the state of an earlier run. Returns None, after printing why, if there is none with
+        these settings.
+        """
         if not self.exists:
             return None
         try:
@@ -202,7 +231,10 @@ class Journal:
             return None
         if stored.work == self._settings:
             return stored.progress
-        changed = ", ".join(key for key in self._settings if stored.work.get(key) != self._settings[key]) or "version"
+        changed = (
+            ", ".join(key for key in self._settings if stored.work.get(key) != self._settings[key])
+            or "version"
+        )
         print(f"{self._path}: journal ignored: {changed} changed; starting from the beginning")
         return None
 
@@ -219,7 +251,9 @@ class Journal:
 
 @dataclass
 class _Job:
-    """One call of `preprocess`. `state` is what has been committed, by this run or an earlier one."""
+    """One call of `preprocess`. `state` is what has been committed, by this run or an
+    earlier one.
+    """
 
     journal: Journal
     name: str
@@ -236,15 +270,21 @@ class _Job:
         self.state = self._resume() or JournalState(START, 0, outputs, SkippedDocuments())
 
     def _resume(self) -> JournalState | None:
-        """Load the state of an earlier run if its files still exist, and if it skipped nothing that is an error now."""
+        """Load the state of an earlier run if its files still exist, and if it skipped nothing that
+        is an error now.
+        """
         state = self.journal.load()
         if state is None:
             return None
         if state.rejected.bad and not self.options.skip_bad:
-            print(f"{self.name}: journal ignored: the earlier run skipped bad documents; starting from the beginning")
+            print(
+                f"{self.name}: journal ignored: the earlier run skipped bad documents; starting "
+                "from the beginning"
+            )
             return None
         if state.manifests:
-            # The run was killed while renaming its files. Finish that, unless the files no longer exist.
+            # The run was killed while renaming its files. Finish that, unless the files no longer
+            # exist.
             try:
                 _publish(self.prefixes, state.manifests)
                 for prefix in self.prefixes:
@@ -258,7 +298,8 @@ class _Job:
             intact = intact and is_intact(prefix, self.tokenizer.vocab_size, output.writer)
         if not intact:
             print(
-                f"{self.name}: journal ignored: its partial files are missing or damaged; starting from the beginning"
+                f"{self.name}: journal ignored: its partial files are missing or damaged; starting "
+                "from the beginning"
             )
             return None
         print(f"{self.name}: resuming after {state.outputs[0].writer.documents:,} documents")
@@ -267,7 +308,10 @@ class _Job:
     def _has_files_of(self, state: JournalState) -> bool:
         """Whether the partial files are long enough for everything committed in `state`."""
         outputs = zip(self.prefixes, state.outputs, strict=True)
-        return all(is_resumable(prefix, self.tokenizer.vocab_size, output.writer) for prefix, output in outputs)
+        return all(
+            is_resumable(prefix, self.tokenizer.vocab_size, output.writer)
+            for prefix, output in outputs
+        )
 
     def encode(self, source: ChunkSource) -> None:
         """Tokenize the remaining input and finalize the outputs."""
@@ -277,9 +321,12 @@ class _Job:
                 writer = IndexedWriter(prefix, self.tokenizer.vocab_size, output.writer)
                 writers.append(stack.enter_context(writer))
             if self.state.position == START:
-                self.journal.remove()  # of an earlier run that is not resumed: its files are overwritten from here on
+                # The journal of an earlier run that is not resumed: its files are overwritten now.
+                self.journal.remove()
             try:
-                size = "" if source.total_bytes is None else f" of {readable_size(source.total_bytes)}"
+                size = (
+                    "" if source.total_bytes is None else f" of {readable_size(source.total_bytes)}"
+                )
                 note = f"{self.name}: tokenizing input{size} with {self.tokenizer.name}"
                 print(visible(note), file=sys.stderr, flush=True)
                 with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:
@@ -300,7 +347,9 @@ class _Job:
                     raise UserError(f"{error} ({saved})") from error
                 raise
 
-    def _write_documents(self, source: ChunkSource, writers: list[IndexedWriter], display: Progress) -> None:
+    def _write_documents(
+        self, source: ChunkSource, writers: list[IndexedWriter], display: Progress
+    ) -> None:
         # Counts ahead of `self.state`: an interruption may come between the outputs of two keys.
         current = copy.deepcopy(self.state)
         first_output = current.outputs[0]
@@ -311,8 +360,14 @@ class _Job:
         limit = math.inf if self.limit_mb is None else self.limit_mb * 1e6
 
         # An earlier run may have reached the limit without finishing.
-        items = iter(()) if first_output.text_bytes >= limit else work_items(source, self.state.position)
-        for item, encoded in encode_in_order(items, self.tokenizer, self.tokenizer_files, self.options, self.workers):
+        items = (
+            iter(())
+            if first_output.text_bytes >= limit
+            else work_items(source, self.state.position)
+        )
+        for item, encoded in encode_in_order(
+            items, self.tokenizer, self.tokenizer_files, self.options, self.workers
+        ):
             # Append to the outputs of all keys.
             for column, (writer, output) in enumerate(zip(writers, current.outputs, strict=True)):
                 writer.add(encoded.tokens[column], encoded.lengths[column])
@@ -339,15 +394,24 @@ class _Job:
         counts = sorted(rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
         subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)
         if writers[0].tokens == 0 and rejected.bad:
-            others = f", {sum(rejected.other_subsets.values()):,} are of other subsets" if subsets else ""
+            others = (
+                f", {sum(rejected.other_subsets.values()):,} are of other subsets"
+                if subsets
+                else ""
+            )
             raise UserError(
-                f"no text to write: {rejected.bad:,} documents are unreadable, {first_output.empty:,} are empty"
-                f"{others}; the first unreadable one: {rejected.examples[0]}"
+                f"no text to write: {rejected.bad:,} documents are unreadable, "
+                f"{first_output.empty:,} are empty{others}; the first unreadable one: "
+                f"{rejected.examples[0]}"
             )
         if writers[0].tokens == 0 and subsets:
-            raise UserError(f"the input has no documents of subset {self.options.subset}; its subsets: {subsets}")
+            raise UserError(
+                f"the input has no documents of subset {self.options.subset}; its subsets: "
+                f"{subsets}"
+            )
 
-        # The source may have advanced further, over input without documents. At the limit, it was not read at all.
+        # The source may have advanced further, over input without documents. At the limit, it was
+        # not read at all.
         if source.position > current.position:
             current.position, current.bytes_read = source.position, source.bytes_read
         if self.journal.exists:

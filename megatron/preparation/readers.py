@@ -1,8 +1,9 @@
-"""Reads input files into chunks: blocks of JSON lines or whole documents, with their location for error messages.
+"""Reads input files into chunks: blocks of JSON lines or whole documents, with their location for
+error messages.
 
-`input_files` defines which file name is read in which format. Archives are streamed, never extracted, so names of
-members and links that lead outside are harmless. Chunks are parsed in the worker processes, so that the single reading
-process can feed many of them.
+`input_files` defines which file name is read in which format. Archives are streamed, never
+extracted, so names of members and links that lead outside are harmless. Chunks are parsed in the
+worker processes, so that the single reading process can feed many of them.
 """
 
 import codecs
@@ -22,15 +23,21 @@ from pathlib import PurePosixPath
 from typing import BinaryIO, Literal, NamedTuple, cast
 
 from megatron.preparation.decompression import BLOCK, decompress
-from megatron.preparation.input_files import ARCHIVE_FORMATS, READABLE, InputFile, file_format, is_hidden
+from megatron.preparation.input_files import (
+    ARCHIVE_FORMATS,
+    READABLE,
+    InputFile,
+    file_format,
+    is_hidden,
+)
 from megatron.utils.errors import UserError, first_line, import_package
 from megatron.utils.files import open_file
 
 # Parquet rows per chunk. Their texts, several kilobytes each, are in memory together.
 PARQUET_ROWS = 256
 
-# Limit for one document (line, JSON list, or text) of a compressed file or archive, which may be far larger than the
-# file. A document of an uncompressed file is limited by the size of the file.
+# Limit for one document (line, JSON list, or text) of a compressed file or archive, which may be
+# far larger than the file. A document of an uncompressed file is limited by the size of the file.
 MAX_COMPRESSED_DOCUMENT = 100 << 20
 
 # Exceptions that the libraries raise for damaged files.
@@ -42,7 +49,8 @@ _DAMAGE_ERRORS = (
 
 @dataclass
 class TextChunk:
-    """A piece of input, not yet parsed. It can be parsed once, because `take_content` frees the memory.
+    """A piece of input, not yet parsed. It can be parsed once, because `take_content` frees the
+    memory.
 
     Attributes:
         source: the file, and the member of an archive.
@@ -60,13 +68,17 @@ class TextChunk:
     fraction_read: float | None = None
 
     def take_content(self) -> bytes:
-        """Return the content and remove it from the chunk, which several generators still refer to."""
+        """Return the content and remove it from the chunk, which several generators
+        still refer to.
+        """
         content, self.content = self.content, b""
         return content
 
 
 class ReadPosition(NamedTuple):
-    """A position between two chunks: the number of finished files, and of chunks (or rows) read from the next file."""
+    """A position between two chunks: the number of finished files, and of chunks (or rows) read
+    from the next file.
+    """
 
     file: int = 0
     chunk: int = 0
@@ -103,10 +115,16 @@ class FileCorpus(ChunkSource):
     Args:
         files: from `find_files`.
         suffixes: as passed to `find_files`. They also select the members of archives.
-        columns: columns to read from Parquet files; the first one must exist. JSON lines are always read completely.
+        columns: columns to read from Parquet files; the first one must exist. JSON lines are always
+            read completely.
     """
 
-    def __init__(self, files: Sequence[InputFile], suffixes: Sequence[str] = (), columns: Sequence[str] = ("text",)):
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        suffixes: Sequence[str] = (),
+        columns: Sequence[str] = ("text",),
+    ):
         self.files = list(files)
         self.total_bytes = sum(file.size for file in self.files)
         self._suffixes = tuple(suffixes)
@@ -114,12 +132,15 @@ class FileCorpus(ChunkSource):
 
     def identity(self) -> str:
         files = [[file.name, file.size, file.version] for file in self.files]
-        return hashlib.sha256(json.dumps([files, self._suffixes]).encode("utf-8", "surrogatepass")).hexdigest()
+        return hashlib.sha256(
+            json.dumps([files, self._suffixes]).encode("utf-8", "surrogatepass")
+        ).hexdigest()
 
     def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
         """Yield all chunks from `start` on.
 
-        Raises UserError if a file is damaged, truncated, or has changed since the position was recorded.
+        Raises UserError if a file is damaged, truncated, or has changed since the position was
+        recorded.
         """
         self.position = start
         finished_bytes = sum(file.size for file in self.files[: start.file])
@@ -146,14 +167,20 @@ class FileCorpus(ChunkSource):
                     fraction = chunk.fraction_read
                     yield chunk, raw.tell() if fraction is None else int(fraction * file.size)
         except NotImplementedError as error:  # for example, of a zip member
-            raise UserError(f"{file.name} cannot be read: {first_line(error)}; extract or compress it again") from error
+            raise UserError(
+                f"{file.name} cannot be read: {first_line(error)}; extract or compress it again"
+            ) from error
         except _DAMAGE_ERRORS as error:
             raise UserError(f"{file.name} is damaged or truncated: {first_line(error)}") from error
         except OSError as error:  # includes gzip's "not a gzipped file"
-            raise UserError(f"cannot read {file.name}: {error.strerror or first_line(error)}") from error
+            raise UserError(
+                f"cannot read {file.name}: {error.strerror or first_line(error)}"
+            ) from error
 
     def _stream_chunks(self, raw: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
-        """Yield the chunks of a file. `name` determines the format, `source` is the name for messages."""
+        """Yield the chunks of a file. `name` determines the format, `source` is the name for
+        messages.
+        """
         if file_format(name, self._suffixes) not in ARCHIVE_FORMATS:
             yield from self._document_chunks(raw, name, source)
             return
@@ -161,16 +188,22 @@ class FileCorpus(ChunkSource):
             member, source_of_member = PurePosixPath(path).name, f"{source}:{path}"
             if file_format(member, self._suffixes) in (*ARCHIVE_FORMATS, "parquet"):
                 raise UserError(
-                    f"{source_of_member} cannot be read inside an archive; extract the outer archive, and "
-                    "pass its files"
+                    f"{source_of_member} cannot be read inside an archive; extract the outer "
+                    "archive, and pass its files"
                 )
             yield from self._document_chunks(content, member, source_of_member, in_archive=True)
 
     def _is_wanted(self, path: str) -> bool:
-        """Hidden members are skipped, with `suffixes` also all other types; otherwise these are an error."""
-        return not is_hidden(path) and (not self._suffixes or file_format(path, self._suffixes) is not None)
+        """Hidden members are skipped, with `suffixes` also all other types; otherwise these are an
+        error.
+        """
+        return not is_hidden(path) and (
+            not self._suffixes or file_format(path, self._suffixes) is not None
+        )
 
-    def _document_chunks(self, raw: BinaryIO, name: str, source: str, in_archive: bool = False) -> Iterator[TextChunk]:
+    def _document_chunks(
+        self, raw: BinaryIO, name: str, source: str, in_archive: bool = False
+    ) -> Iterator[TextChunk]:
         format_name = file_format(name, self._suffixes)
         if format_name is None:
             raise UserError(f"{source} has an unsupported file type; supported: {READABLE}")
@@ -218,13 +251,15 @@ def archive_members(
         while block := remainder.read(BLOCK):
             if block.strip(b"\0"):
                 raise UserError(
-                    f"{source} has data after the end of its archive: it is damaged, or several archives are "
-                    "concatenated; pack it again"
+                    f"{source} has data after the end of its archive: it is damaged, or several "
+                    "archives are concatenated; pack it again"
                 )
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """A header that must be valid. `tarfile` treats a damaged or missing header as the end of the archive."""
+    """A header that must be valid. `tarfile` treats a damaged or missing header as the end of the
+    archive.
+    """
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "_StrictTarInfo":
@@ -237,7 +272,9 @@ class _StrictTarInfo(tarfile.TarInfo):
 
 
 def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"") -> bytes:
-    """Return `beginning` and the rest of the stream. Raises UserError if these are more than `limit` bytes."""
+    """Return `beginning` and the rest of the stream. Raises UserError if these are more than
+    `limit` bytes.
+    """
     content = io.BytesIO()
     content.write(beginning)
     while block := stream.read(BLOCK):
@@ -249,13 +286,17 @@ def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = 
 def _check_document_size(size: int, source: str, limit: int) -> None:
     if size > limit:
         raise UserError(
-            f"{source}: a document has more than {limit >> 20} MiB, the limit in compressed files and archives; unpack "
-            "the file, or split the document"
+            f"{source}: a document has more than {limit >> 20} MiB, the limit in compressed files "
+            "and archives; unpack the file, or split the document"
         )
 
 
-def line_chunks(stream: BinaryIO, source: str, may_be_list: bool, limit: int) -> Iterator[TextChunk]:
-    """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the file is `[`."""
+def line_chunks(
+    stream: BinaryIO, source: str, may_be_list: bool, limit: int
+) -> Iterator[TextChunk]:
+    """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the
+    file is `[`.
+    """
     pieces: list[bytes] = []  # of an incomplete line
     line = 1
     while block := stream.read(BLOCK):
@@ -286,7 +327,10 @@ def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterat
         table = pyarrow.parquet.ParquetFile(raw)
         schema = table.schema_arrow
         if columns[0] not in schema.names:
-            raise UserError(f"{source} has no column {columns[0]!r}; its columns: {', '.join(schema.names[:20])}")
+            raise UserError(
+                f"{source} has no column {columns[0]!r}; its columns: "
+                f"{', '.join(schema.names[:20])}"
+            )
         present = [name for name in columns if name in schema.names]
         for name in present:
             column_type = schema.field(name).type
@@ -295,9 +339,15 @@ def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterat
         rows = 0
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=present):
             values = batch.to_pylist()
-            lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in values)
+            lines = "".join(
+                json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in values
+            )
             first_row, rows = rows + 1, rows + len(values)
             content = lines.encode("utf-8", "surrogatepass")
-            yield TextChunk(source, "lines", first_row, content, "row", rows / table.metadata.num_rows)
+            yield TextChunk(
+                source, "lines", first_row, content, "row", rows / table.metadata.num_rows
+            )
     except pyarrow.ArrowException as error:
-        raise UserError(f"{source} is damaged or not a Parquet file: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{source} is damaged or not a Parquet file: {str(error).splitlines()[0]}"
+        ) from error

@@ -1,1 +1,3 @@
-"""Tables, figures and reports from stored evaluation results, in the layout of the KERPLE, DAPE and LEX papers."""
+"""Tables, figures and reports from stored evaluation results, in the layout of the KERPLE, DAPE and
+LEX papers.
+"""

@@ -20,7 +20,8 @@ AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 class Method:
     """A positional method and the inference mode it is evaluated in.
 
-    pos_emb: its `pos-emb` name; non-default options follow in parentheses, e.g. "dape_kerple (variant Concat)".
+    pos_emb: its `pos-emb` name; non-default options follow in parentheses, e.g. "dape_kerple
+        (variant Concat)".
     """
 
     pos_emb: str
@@ -28,13 +29,17 @@ class Method:
 
     @property
     def kind(self) -> "Method":
-        """The method without the size of a window: `window@512` becomes `window`, other modes stay."""
+        """The method without the size of a window: `window@512` becomes `window`,
+        other modes stay.
+        """
         return Method(self.pos_emb, re.sub(r"^window@\d+$", "window", self.mode))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Values are comparable if their settings are equal. model: (layers, hidden size). None: unknown."""
+    """Values are comparable if their settings are equal. model: (layers, hidden size). None:
+    unknown.
+    """
 
     corpus: str | None
     train_length: int | None
@@ -55,7 +60,9 @@ class Setting:
 def setting_of(record: AnyRecord) -> Setting:
     checkpoint = record.get("checkpoint") or {}
     model = (checkpoint["layers"], checkpoint["hidden_size"]) if checkpoint.get("layers") else None
-    return Setting(record.get("corpus"), record.get("train_length"), record.get("protocol") or "", model)
+    return Setting(
+        record.get("corpus"), record.get("train_length"), record.get("protocol") or "", model
+    )
 
 
 def method_of(record: AnyRecord) -> Method:
@@ -66,8 +73,9 @@ class Measurements:
     """The values of one quantity by setting, method, length and seed.
 
     Attributes:
-        frame: one row per record, in the order of the records, with the columns `setting`, `method`, `length`, `depth`
-            (of pass keys), `seed`, `value` (NaN if not available), `tokens`, `targets` and `note`.
+        frame: one row per record, in the order of the records, with the columns `setting`,
+            `method`, `length`, `depth` (of pass keys), `seed`, `value` (NaN if not available),
+            `tokens`, `targets` and `note`.
         settings, methods: those of the records, in their order.
         lines: pairs of setting and method: the lines of a figure.
         lengths: ascending.
@@ -92,11 +100,17 @@ class Measurements:
         return self._values.get((setting, method, length))
 
     def by_seed(self, setting: Setting, method: Method) -> DataFrame:
-        """The values with a row per length, ascending, and a column per seed; NaN if there is none."""
-        rows = self.frame[(self.frame["setting"] == setting) & (self.frame["method"] == method)].dropna(subset="value")
+        """The values with a row per length, ascending, and a column per seed; NaN if
+        there is none.
+        """
+        rows = self.frame[
+            (self.frame["setting"] == setting) & (self.frame["method"] == method)
+        ].dropna(subset="value")
         return rows.pivot(index="length", columns="seed", values="value").sort_index()
 
-    def select(self, settings: Iterable[Setting], methods: Iterable[Method] | None = None) -> "Measurements":
+    def select(
+        self, settings: Iterable[Setting], methods: Iterable[Method] | None = None
+    ) -> "Measurements":
         """The values of these settings, and of these methods only."""
         rows = self.frame["setting"].isin(list(settings))
         if methods is not None:
@@ -104,21 +118,28 @@ class Measurements:
         return Measurements(self.frame[rows])
 
     def over_depths(self) -> "Measurements":
-        """Pass keys: the mean over all depths, for each seed that has a record at every depth of its setting; NaN if
-        one of them has no value.
+        """Pass keys: the mean over all depths, for each seed that has a record at every depth of
+        its setting; NaN if one of them has no value.
         """
         depths = self.frame.groupby("setting", sort=False)["depth"].transform("nunique")
-        by_seed = self.frame.groupby(["setting", "method", "length", "seed"], sort=False, dropna=False)
+        by_seed = self.frame.groupby(
+            ["setting", "method", "length", "seed"], sort=False, dropna=False
+        )
         complete = self.frame[by_seed["depth"].transform("nunique") == depths]
-        by_seed = complete.groupby(["setting", "method", "length", "seed"], sort=False, dropna=False)
-        return Measurements(by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index())
+        by_seed = complete.groupby(
+            ["setting", "method", "length", "seed"], sort=False, dropna=False
+        )
+        return Measurements(
+            by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index()
+        )
 
 
 def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measurements:
     """The values under the key `value` of all records of this kind.
 
-    Raises UserError if two records of different weights, or of different measurements of the same weights, have the
-    same method, setting, length and seed, because it is ambiguous which one to report.
+    Raises UserError if two records of different weights, or of different measurements of the same
+    weights, have the same method, setting, length and seed, because it is ambiguous which one to
+    report.
     """
     rows: dict[tuple[object, ...], tuple[object, ...]] = {}
     sources: dict[tuple[object, ...], AnyRecord] = {}
@@ -130,17 +151,23 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
         first = sources.setdefault(key, record)
         if _weights(first) != _weights(record):
             raise UserError(
-                f"two checkpoints have results for {method.pos_emb} ({method.mode}), seed {record.get('seed')}, length "
-                f"{record['length']:,} on {setting.corpus}: {_source(first)} and {_source(record)}; omit the results "
-                "of one of them, or evaluate them again with different labels (evaluate.py --label)"
+                f"two checkpoints have results for {method.pos_emb} ({method.mode}), seed "
+                f"{record.get('seed')}, length {record['length']:,} on {setting.corpus}: "
+                f"{_source(first)} and {_source(record)}; omit the results of one of them, or "
+                "evaluate them again with different labels (evaluate.py --label)"
             )
         if first.get("measurement") != record.get("measurement"):
             raise UserError(
-                f"{_source(record)} has been evaluated twice at length {record['length']:,} on {setting.corpus} "
-                f"({method.mode}), on different tokens or in different precisions; omit the results of one evaluation"
+                f"{_source(record)} has been evaluated twice at length {record['length']:,} on "
+                f"{setting.corpus} ({method.mode}), on different tokens or in different "
+                "precisions; omit the results of one evaluation"
             )
         number = record.get(value)
-        rows[key] = (*key, math.nan if number is None else number, *map(record.get, ("tokens", "targets", "note")))
+        rows[key] = (
+            *key,
+            math.nan if number is None else number,
+            *map(record.get, ("tokens", "targets", "note")),
+        )
     columns = ["setting", "method", "length", "depth", "seed", "value", "tokens", "targets", "note"]
     return Measurements(DataFrame(list(rows.values()), columns=columns))
 
@@ -156,8 +183,8 @@ def _source(record: AnyRecord) -> str:
 
 
 def comparable_means(cells: Iterable[Series | None]) -> list[float]:
-    """The mean of each cell over its seeds; NaN if they are not those of the first cell with most seeds, because means
-    over different seeds also differ because of the seeds.
+    """The mean of each cell over its seeds; NaN if they are not those of the first cell with most
+    seeds, because means over different seeds also differ because of the seeds.
     """
     known = [cell.dropna() for cell in cells if cell is not None]
     most = max((set(cell.index) for cell in known), key=len, default=set())
@@ -169,8 +196,8 @@ def comparable_means(cells: Iterable[Series | None]) -> list[float]:
 
 
 def significantly_better(first: Series, second: Series) -> bool:
-    """Whether `first` has the lower mean over the seeds (the index) that both have, with p < ALPHA in the paired
-    two-sided t-test of KERPLE's Table 3. False with fewer than two such seeds.
+    """Whether `first` has the lower mean over the seeds (the index) that both have, with p < ALPHA
+    in the paired two-sided t-test of KERPLE's Table 3. False with fewer than two such seeds.
     """
     pairs = concat({"first": first, "second": second}, axis=1, join="inner").dropna()
     if len(pairs) < 2:

@@ -1,4 +1,6 @@
-"""Results of the Chomsky-hierarchy benchmark: a table of tasks and methods, and figures of accuracy over length."""
+"""Results of the Chomsky-hierarchy benchmark: a table of tasks and methods, and figures of accuracy
+over length.
+"""
 
 import math
 import statistics
@@ -23,44 +25,74 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         for result in results:
             if result["task"] == task:
                 scores[result["pos_emb"]].append(100 * result["score"])
-        rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(mean_cells(scores.values()))))
+        rows.append(
+            Row((TASKS[task].level, task.replace("_", " ")), tuple(mean_cells(scores.values())))
+        )
     tested = [length for length in settings.test_lengths if length > settings.train_longest]
-    step = {0: " by doubling", 1: ""}.get(settings.test_every, f" in steps of {settings.test_every}")
+    step = {0: " by doubling", 1: ""}.get(
+        settings.test_every, f" in steps of {settings.test_every}"
+    )
     note = (
         f"Accuracy in percent, averaged over the test lengths {tested[0]} to {tested[-1]}{step} "
-        f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples; "
-        f"architecture {settings.architecture})."
+        f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of "
+        f"{settings.batch} samples; architecture {settings.architecture})."
     )
-    return Table("chomsky", "Tasks of the Chomsky hierarchy", ("level", "task"), tuple(methods), tuple(rows), (note,))
+    return Table(
+        "chomsky",
+        "Tasks of the Chomsky hierarchy",
+        ("level", "task"),
+        tuple(methods),
+        tuple(rows),
+        (note,),
+    )
 
 
 def mean_cells(values: Iterable[Sequence[float]], *, standard_error: bool = False) -> list[Cell]:
-    """The mean over the seeds of each method; the highest ones are bold. standard_error: see `format_mean`."""
+    """The mean over the seeds of each method; the highest ones are bold. standard_error: see
+    `format_mean`.
+    """
     texts, means = [], []
     for seeds in values:
-        texts.append(format_mean(seeds, digits=3, standard_error=standard_error) if seeds else NOT_MEASURED)
+        texts.append(
+            format_mean(seeds, digits=3, standard_error=standard_error) if seeds else NOT_MEASURED
+        )
         means.append(statistics.fmean(seeds) if seeds else math.nan)
     return list(map(Cell, texts, best_texts(means, texts, "highest")))
 
 
-def chomsky_figure(results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN) -> Figure:
-    """A panel per task with the accuracy of each method (mean over seeds) as a function of the input length."""
+def chomsky_figure(
+    results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN
+) -> Figure:
+    """A panel per task with the accuracy of each method (mean over seeds) as a function of the
+    input length.
+    """
     tasks = tasks_of(results, TASKS)
     methods = list(dict.fromkeys(result["pos_emb"] for result in results))
-    figure, panels = new_figure(style, len(tasks), style.columns(len(tasks)), sharex=True, sharey=True)
+    figure, panels = new_figure(
+        style, len(tasks), style.columns(len(tasks)), sharex=True, sharey=True
+    )
     numbers, handles = line_numbers({method: method for method in methods}), {}
     for axes, task in zip(panels, tasks, strict=True):
         for method in methods:
-            seeds = [r["accuracies"] for r in results if (r["task"], r["pos_emb"]) == (task, method)]
+            seeds = [
+                r["accuracies"] for r in results if (r["task"], r["pos_emb"]) == (task, method)
+            ]
             if seeds:
                 lengths = [int(length) for length in seeds[0]]
-                means = [100 * statistics.fmean(seed[str(length)] for seed in seeds) for length in lengths]
+                means = [
+                    100 * statistics.fmean(seed[str(length)] for seed in seeds)
+                    for length in lengths
+                ]
                 style_kwargs = {**line_style(style, numbers[method]), "marker": None}
                 (handles[method],) = axes.plot(lengths, means, label=method, **style_kwargs)
-        axes.axhline(100 / TASKS[task].classes, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.axhline(
+            100 / TASKS[task].classes, color="#999999", linewidth=0.8, linestyle=(0, (1, 2))
+        )
         axes.set_title(task.replace("_", " "), loc="left")
         axes.set_ylim(0, 102)
-    figure.supxlabel(f"length of the input (trained up to {settings.train_longest}); dotted: random guessing")
+    figure.supxlabel(
+        f"length of the input (trained up to {settings.train_longest}); dotted: random guessing"
+    )
     figure.supylabel("accuracy (%)")
     legend_above(figure, style, list(handles.values()))
     return figure

@@ -1,4 +1,6 @@
-"""Paired differences of losses measured on the same tokens, with a standard error over documents (or segments)."""
+"""Paired differences of losses measured on the same tokens, with a standard error over documents
+(or segments).
+"""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -16,9 +18,11 @@ Key = tuple[Setting, Method, int]  # int: the length
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of two mean losses, in nats per token. stderr: over documents; None with fewer than two of them.
+    """A difference of two mean losses, in nats per token. stderr: over documents; None with fewer
+    than two of them.
 
-    Losses of several seeds are averaged first, so `stderr` reflects the choice of text, not of the seeds.
+    Losses of several seeds are averaged first, so `stderr` reflects the choice of text, not of the
+    seeds.
     """
 
     mean: float
@@ -35,7 +39,9 @@ class Difference:
 
 
 class PairedLosses:
-    """The losses of document groups (`ExtrapolationRecord.groups`) by setting, method, length and seed."""
+    """The losses of document groups (`ExtrapolationRecord.groups`) by setting, method, length and
+    seed.
+    """
 
     def __init__(self, records: Iterable[AnyRecord]):
         self._records: dict[Key, dict[int | None, AnyRecord]] = {}
@@ -54,7 +60,10 @@ class PairedLosses:
         tokens: list[int] | None = None
         for seed in records.keys() & others.keys():
             one, other = records[seed], others[seed]
-            if one["targets"] != other["targets"] or one["groups"]["tokens"] != other["groups"]["tokens"]:
+            if (
+                one["targets"] != other["targets"]
+                or one["groups"]["tokens"] != other["groups"]["tokens"]
+            ):
                 return None
             if tokens not in (None, one["groups"]["tokens"]):
                 return None
@@ -64,16 +73,22 @@ class PairedLosses:
             return None
         counts = np.array(tokens)
         sums = np.mean(differences, axis=0) * counts
-        mean = statistics.fmean(one["loss"] - others[seed]["loss"] for seed, one in records.items() if seed in others)
+        mean = statistics.fmean(
+            one["loss"] - others[seed]["loss"] for seed, one in records.items() if seed in others
+        )
         return Difference(mean, standard_error(sums, counts), len(differences))
 
-    def rows(self, rows: Sequence[tuple[tuple[str, ...], Sequence[tuple[Key, Key]]]]) -> tuple[Row, ...]:
-        """The rows of a table, from their labels and the pairs of their cells. The last label says if a row has fewer
-        seeds than others; those of a row are the fewest of its cells.
+    def rows(
+        self, rows: Sequence[tuple[tuple[str, ...], Sequence[tuple[Key, Key]]]]
+    ) -> tuple[Row, ...]:
+        """The rows of a table, from their labels and the pairs of their cells. The last label says
+        if a row has fewer seeds than others; those of a row are the fewest of its cells.
         """
         seeds = []
         for _, pairs in rows:
-            seeds.append(min((found.seeds for pair in pairs if (found := self.difference(*pair))), default=0))
+            seeds.append(
+                min((found.seeds for pair in pairs if (found := self.difference(*pair))), default=0)
+            )
         result = []
         for (labels, pairs), number in zip(rows, seeds, strict=True):
             fewer = f" ({number} seed{'s' * (number > 1)})" if 0 < number < max(seeds) else ""
@@ -90,13 +105,18 @@ class PairedLosses:
             note += " Several seeds are averaged."
         if all(difference.stderr is None for difference in found):
             return note
-        counts = {record.get("documents") for first, _ in pairs for record in self._records.get(first, {}).values()}
+        counts = {
+            record.get("documents")
+            for first, _ in pairs
+            for record in self._records.get(first, {}).values()
+        }
         unit = "documents"
         if counts <= {None, 1}:
             unit = "segments, because the text is one document" if 1 in counts else "segments"
         return (
-            f"{note} ± is the standard error over {unit}: it does not include the variation between training runs with "
-            "different seeds, so a difference of several ± does not yet show that one method is better."
+            f"{note} ± is the standard error over {unit}: it does not include the variation "
+            "between training runs with different seeds, so a difference of several ± does not yet "
+            "show that one method is better."
         )
 
     def text(self, first: Key, second: Key) -> str:

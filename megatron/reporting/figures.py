@@ -34,8 +34,11 @@ from megatron.reporting.style import (
     thousands,
 )
 
-LOG_AXIS_RATIO = 4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
-ZOOM_RATIO = 1.5  # lines within this ratio of the smallest perplexity are then shown enlarged in a second panel
+LOG_AXIS_RATIO = (
+    4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
+)
+# Lines within this ratio of the smallest perplexity are then shown enlarged in a second panel.
+ZOOM_RATIO = 1.5
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,19 @@ class ReportFigure:
         return render(self.draw, format="pdf")
 
 
-# -- perplexity by length ---------------------------------------------------------------------------------------------
+# -- perplexity by length
+# ---------------------------------------------------------------------------------------------
 
 
 def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
-    """Perplexity by length: a figure per corpus, model size, training length and protocol with a value. The methods are
-    in the order of the tables.
+    """Perplexity by length: a figure per corpus, model size, training length and protocol with a
+    value. The methods are in the order of the tables.
     """
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
-    order = {method: index for index, method in enumerate(load_published("kerple-3").ordered(map(Method, pos_embs)))}
+    order = {
+        method: index
+        for index, method in enumerate(load_published("kerple-3").ordered(map(Method, pos_embs)))
+    }
     records = sorted(records, key=lambda record: order[Method(method_of(record).pos_emb)])
     perplexities = measurements(records, "extrapolation", "perplexity")
     figures = []
@@ -85,11 +92,15 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     return figures
 
 
-def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_embs: Iterable[str] = ()) -> Figure:
-    """One line per method and a panel per mode, for one setting; a single method has one line per mode instead.
+def perplexity_plot(
+    perplexities: Measurements, style: Style = SCREEN, *, pos_embs: Iterable[str] = ()
+) -> Figure:
+    """One line per method and a panel per mode, for one setting; a single method has one line per
+    mode instead.
 
-    Bands show the spread over the seeds. If large values make the axis logarithmic, a second panel shows the lowest
-    lines on a linear axis. The legend has the order of the measurements. pos_embs: see `line_numbers`.
+    Bands show the spread over the seeds. If large values make the axis logarithmic, a second panel
+    shows the lowest lines on a linear axis. The legend has the order of the measurements. pos_embs:
+    see `line_numbers`.
     """
     # Each line has a name and a panel. With one panel, both go into the name.
     (setting,) = perplexities.settings
@@ -97,7 +108,10 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
     curves = {method: curve for method, curve in curves.items() if len(curve)}
     labels = {}
     for method in curves:
-        labels[method] = display_name(Method(method.pos_emb)), "" if method.mode == "full" else method.mode
+        labels[method] = (
+            display_name(Method(method.pos_emb)),
+            "" if method.mode == "full" else method.mode,
+        )
     title = ""
     if compares_modes(list(curves)):
         title = display_name(Method(next(iter(curves)).pos_emb))
@@ -124,10 +138,16 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
             label, line_mode = labels[method]
             if line_mode != mode:
                 continue
-            style_kwargs, x, mean = line_style(style, numbers[label]), curve.index.tolist(), curve.mean(axis=1).tolist()
+            style_kwargs, x, mean = (
+                line_style(style, numbers[label]),
+                curve.index.tolist(),
+                curve.mean(axis=1).tolist(),
+            )
             (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
             draw_band(axes, curve, style_kwargs["color"])
-    figure.supxlabel(f"sequence length (tokens){bands_label(curve.shape[1] for curve in curves.values())}")
+    figure.supxlabel(
+        f"sequence length (tokens){bands_label(curve.shape[1] for curve in curves.values())}"
+    )
     legend_above(figure, style, [handles[label] for label in numbers], title)
     return figure
 
@@ -135,11 +155,12 @@ def perplexity_plot(perplexities: Measurements, style: Style = SCREEN, *, pos_em
 def _mode_panels(
     style: Style, ranges: Mapping[str, Sequence[tuple[float, float]]]
 ) -> tuple[Figure, list[tuple[Axes, str]], int]:
-    """A figure with a panel per mode. If the lines are far apart, the perplexity axis is logarithmic and a second panel
-    shows the lowest lines on a linear axis. The other panels share their perplexity axis.
+    """A figure with a panel per mode. If the lines are far apart, the perplexity axis is
+    logarithmic and a second panel shows the lowest lines on a linear axis. The other panels share
+    their perplexity axis.
 
-    ranges: mode -> (smallest, largest perplexity) of each line. Returns the figure, the panels with their modes, and
-    the number of columns.
+    ranges: mode -> (smallest, largest perplexity) of each line. Returns the figure, the panels with
+    their modes, and the number of columns.
     """
     every = [bound for lines in ranges.values() for line in lines for bound in line]
     panels: list[tuple[str, tuple[float, float] | None]] = []  # mode, limits of the axis if zoomed
@@ -169,11 +190,14 @@ def _mode_panels(
     return figure, [(axes, mode) for axes, (mode, _) in zip(all_axes, panels, strict=True)], columns
 
 
-# -- passkey retrieval ------------------------------------------------------------------------------------------------
+# -- passkey retrieval
+# ------------------------------------------------------------------------------------------------
 
 
 def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
-    """A figure per corpus, model size and training length, with one heat map of the mean accuracy per method."""
+    """A figure per corpus, model size and training length, with one heat map of the mean accuracy
+    per method.
+    """
     accuracies = measurements(records, "passkey", "accuracy")
     figures = []
     for setting in accuracies.settings:
@@ -182,7 +206,11 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         depths = sorted(group.frame["depth"].unique())
         grids = {}
         for method in methods:
-            means = group.frame[group.frame["method"] == method].groupby(["depth", "length"])["value"].mean()
+            means = (
+                group.frame[group.frame["method"] == method]
+                .groupby(["depth", "length"])["value"]
+                .mean()
+            )
             grid = means.unstack().reindex(index=depths, columns=lengths).to_numpy(dtype=float)
             grids[display_name(method)] = 100 * grid
         trained = f"trained at {setting.train_length:,}" if setting.train_length else ""
@@ -190,8 +218,8 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         report_figure = ReportFigure(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
             f"Passkey retrieval: {setting_title(setting)}",
-            "Percentage of prompts answered with the complete pass key, by prompt length and depth of the pass key. "
-            "Crosses: not available.",
+            "Percentage of prompts answered with the complete pass key, by prompt length and depth "
+            "of the pass key. Crosses: not available.",
             partial(passkey_plot, grids, depths, lengths, ", ".join(filter(None, parts))),
         )
         figures.append(report_figure)
@@ -215,7 +243,9 @@ def passkey_plot(
         image = _heat_map(axes, style, grid)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=90)
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-    bar = figure.colorbar(image, ax=panels, label="accuracy (%)", fraction=0.04, aspect=25, pad=0.01)
+    bar = figure.colorbar(
+        image, ax=panels, label="accuracy (%)", fraction=0.04, aspect=25, pad=0.01
+    )
     bar.outline.set_visible(False)
     figure.suptitle(title, size=style.size)
     figure.supxlabel("prompt length (tokens)")
@@ -233,5 +263,13 @@ def _heat_map(axes: Axes, style: Style, grid: "np.ndarray[Any, Any]") -> Any:
         text, color = ("×", GRAY)
         if np.isfinite(accuracy):
             text, color = f"{accuracy:.0f}", "black" if accuracy > 60 else "white"
-        axes.text(column, row, text, ha="center", va="center", fontsize=0.75 * SMALL * style.size, color=color)
+        axes.text(
+            column,
+            row,
+            text,
+            ha="center",
+            va="center",
+            fontsize=0.75 * SMALL * style.size,
+            color=color,
+        )
     return image

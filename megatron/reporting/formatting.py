@@ -1,4 +1,6 @@
-"""Numbers and file names as text. Every table, figure and page formats its numbers with these functions."""
+"""Numbers and file names as text. Every table, figure and page formats its numbers with these
+functions.
+"""
 
 import hashlib
 import math
@@ -14,7 +16,9 @@ MAX_SLUG_BYTES = 120
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """The value with this many significant digits: 3.412, 101.3, 22,621. From one million on 3.200e+09. NaN: n/a."""
+    """The value with this many significant digits: 3.412, 101.3, 22,621. From one million on
+    3.200e+09. NaN: n/a.
+    """
     if not math.isfinite(value):
         return NOT_AVAILABLE if math.isnan(value) else str(value)
     if abs(value) >= 1e6:
@@ -23,17 +27,21 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def format_mean(values: Iterable[float], digits: int = 4, *, standard_error: bool = False) -> str:
-    """The mean over the seeds; for two or more seeds, `mean ± sample standard deviation` (or standard error).
+    """The mean over the seeds; for two or more seeds, `mean ± sample standard deviation` (or
+    standard error).
 
-    The deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2 ± 3.4. The deviation
-    of two values is too uncertain for this: the mean has `digits` significant digits, as without a deviation, and the
-    deviation as many decimals. NaN stands for a value that is not available and is ignored.
+    The deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2
+    ± 3.4. The deviation of two values is too uncertain for this: the mean has `digits` significant
+    digits, as without a deviation, and the deviation as many decimals. NaN stands for a value that
+    is not available and is ignored.
     """
     values = [value for value in values if not math.isnan(value)]
     if not values:
         return NOT_AVAILABLE
     mean = statistics.fmean(values)
-    deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
+    deviation = (
+        statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
+    )
     if standard_error:
         deviation /= math.sqrt(len(values))
     if deviation <= 1e-12 * abs(mean):  # rounding errors of equal values
@@ -41,7 +49,9 @@ def format_mean(values: Iterable[float], digits: int = 4, *, standard_error: boo
     if abs(mean) >= 1e6:
         return f"{format_number(mean, digits)} ± {deviation:.1e}"
     decimals = (
-        _decimals(deviation, 2) if len(values) > 2 or standard_error else _decimals(max(abs(mean), deviation), digits)
+        _decimals(deviation, 2)
+        if len(values) > 2 or standard_error
+        else _decimals(max(abs(mean), deviation), digits)
     )
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
@@ -51,8 +61,11 @@ def standard_error_of_mean(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowest", "highest"]) -> list[bool]:
-    """Whether each text of `format_mean` shows the best mean, or a number that is equal to it (or better) as printed.
+def best_texts(
+    means: Sequence[float], texts: Sequence[str], best: Literal["lowest", "highest"]
+) -> list[bool]:
+    """Whether each text of `format_mean` shows the best mean, or a number that is equal to it (or
+    better) as printed.
 
     All are False with fewer than two means. NaN stands for a mean that is not available.
     """
@@ -68,7 +81,9 @@ def best_texts(means: Sequence[float], texts: Sequence[str], best: Literal["lowe
 
 
 def format_difference(difference: float, error: float | None) -> str:
-    """A difference with its sign (none if it rounds to 0) and, if known, its standard error: +0.0123 ± 0.0041."""
+    """A difference with its sign (none if it rounds to 0) and, if known, its standard error:
+    +0.0123 ± 0.0041.
+    """
     text = f"{difference:+,.4f}"
     if float(text) == 0:
         text = "0.0000"
@@ -86,12 +101,15 @@ def format_percent(values: Iterable[float]) -> str:
 
 def _decimals(value: float, digits: int) -> int:
     """The number of decimals that shows `value` with this many significant digits."""
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])  # of the rounded value: 0.0999 is 0.10
+    exponent = int(
+        f"{value:.{digits - 1}e}".partition("e")[2]
+    )  # of the rounded value: 0.0999 is 0.10
     return max(0, digits - 1 - exponent) if value else 0
 
 
 def slug(*parts: object) -> str:
-    """The parts that are not empty, joined by hyphens; only characters that are safe in file names and HTML ids.
+    """The parts that are not empty, joined by hyphens; only characters that are safe in file names
+    and HTML ids.
 
     At most MAX_SLUG_BYTES in UTF-8: a digest replaces the end of a longer name.
     """

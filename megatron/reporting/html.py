@@ -11,7 +11,9 @@ from megatron.utils.templates import templates
 
 @dataclass(frozen=True)
 class Chapter:
-    """A section of the page: a heading with tables, figures and a list of notes. anchor: its HTML id."""
+    """A section of the page: a heading with tables, figures and a list of notes. anchor: its HTML
+    id.
+    """
 
     anchor: str
     title: str
@@ -26,7 +28,9 @@ class Chapter:
 
 
 def render_page(title: str, chapters: Sequence[Chapter]) -> str:
-    """The complete document. Empty chapters are omitted. The template `report.html.j2` escapes all text."""
+    """The complete document. Empty chapters are omitted. The template `report.html.j2` escapes all
+    text.
+    """
     environment = templates("megatron.reporting")
     environment.filters["latex"] = latex
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode("ascii")

@@ -1,4 +1,6 @@
-"""Results of the length tests of decoders: accuracy by length and by distance, as tables and a figure."""
+"""Results of the length tests of decoders: accuracy by length and by distance, as tables and a
+figure.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -27,14 +29,31 @@ Curve = dict[int, float]  # percent by length, or by the first distance of a bin
 
 
 def length_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
-    """The accuracy of each method at each test length in percent: mean and standard error over seeds."""
-    columns = {length: f"{length:,}" + "*" * (length == settings.train_longest) for length in settings.test_lengths}
-    star = "The star marks the longest training length. " if settings.train_longest in columns else ""
-    return _table("length_tests", "Length tests: accuracy by length", results, _by_length, columns, star, settings)
+    """The accuracy of each method at each test length in percent: mean and standard error over
+    seeds.
+    """
+    columns = {
+        length: f"{length:,}" + "*" * (length == settings.train_longest)
+        for length in settings.test_lengths
+    }
+    star = (
+        "The star marks the longest training length. " if settings.train_longest in columns else ""
+    )
+    return _table(
+        "length_tests",
+        "Length tests: accuracy by length",
+        results,
+        _by_length,
+        columns,
+        star,
+        settings,
+    )
 
 
 def distance_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
-    """The accuracy of each method at the longest test length in percent, by distance between key and query."""
+    """The accuracy of each method at the longest test length in percent, by distance between key
+    and query.
+    """
     first = sorted({distance for result in results for distance in _by_distance(result)})
     columns = {distance: f"{distance:,}–{2 * distance - 1:,}" for distance in first}
     title = f"Length tests: accuracy by distance at length {settings.test_lengths[-1]:,}"
@@ -54,7 +73,11 @@ def _table(
     # A section per task.
     lines: list[Row | Section] = []
     for task in tasks_of(results, LENGTH_TASKS):
-        lines.append(Section(f"{task.replace('_', ' ')} (random guessing: {100 * LENGTH_TASKS[task].guess:.1f})"))
+        lines.append(
+            Section(
+                f"{task.replace('_', ' ')} (random guessing: {100 * LENGTH_TASKS[task].guess:.1f})"
+            )
+        )
         by_method: dict[str, list[Curve]] = {}
         for result in results:
             if result["task"] == task:
@@ -63,7 +86,9 @@ def _table(
         # Mean over the seeds of each method, column by column, with the best value in bold.
         cells: dict[str, list[Cell]] = {method: [] for method in by_method}
         for column in columns:
-            values = [[seed[column] for seed in seeds if column in seed] for seeds in by_method.values()]
+            values = [
+                [seed[column] for seed in seeds if column in seed] for seeds in by_method.values()
+            ]
             for method, cell in zip(cells, mean_cells(values, standard_error=True), strict=True):
                 cells[method].append(cell)
         lines += [Row((method,), tuple(row)) for method, row in cells.items()]
@@ -71,19 +96,28 @@ def _table(
     # The number of seeds decides what the values are.
     num_seeds = len({result["seed"] for result in results})
     note += (
-        f"Accuracy in percent (decoders with {settings.num_layers} layers of {settings.hidden_size}, trained at "
-        f"lengths up to {settings.train_longest}; {settings.steps:,} steps of {settings.batch} samples; tested with "
+        f"Accuracy in percent (decoders with {settings.num_layers} layers of "
+        f"{settings.hidden_size}, trained at lengths up to {settings.train_longest}; "
+        f"{settings.steps:,} steps of {settings.batch} samples; tested with "
         f"{settings.test_samples} samples per length{', one seed' if num_seeds == 1 else ''})."
     )
-    notes = [note, *([f"Mean ± standard error over up to {num_seeds} seeds."] if num_seeds > 1 else [])]
+    notes = [
+        note,
+        *([f"Mean ± standard error over up to {num_seeds} seeds."] if num_seeds > 1 else []),
+    ]
     return Table(name, title, ("method",), tuple(columns.values()), tuple(lines), tuple(notes))
 
 
-def length_figure(results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN) -> Figure:
-    """For each task a panel of accuracy by length, and one by distance at the longest length: a line per method (mean
-    over seeds) with a band of ± one standard error.
+def length_figure(
+    results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN
+) -> Figure:
+    """For each task a panel of accuracy by length, and one by distance at the longest length: a
+    line per method (mean over seeds) with a band of ± one standard error.
     """
-    tasks, methods = tasks_of(results, LENGTH_TASKS), list(dict.fromkeys(result["pos_emb"] for result in results))
+    tasks, methods = (
+        tasks_of(results, LENGTH_TASKS),
+        list(dict.fromkeys(result["pos_emb"] for result in results)),
+    )
     columns = style.columns(2)
     figure, panels = new_figure(style, 2 * len(tasks), columns, sharey=True)
     numbers, handles = line_numbers({method: method for method in methods}), {}
@@ -91,21 +125,38 @@ def length_figure(results: Sequence[Result], settings: ExperimentSettings, style
         task, curve = tasks[index // 2], (_by_length, _by_distance)[index % 2]
         ticks: set[int] = set()
         for method in methods:
-            seeds = [curve(result) for result in results if (result["task"], result["pos_emb"]) == (task, method)]
+            seeds = [
+                curve(result)
+                for result in results
+                if (result["task"], result["pos_emb"]) == (task, method)
+            ]
             x = sorted(set().union(*seeds))
             if not x:
                 continue
             ticks |= set(x)
             values = [[seed[point] for seed in seeds if point in seed] for point in x]
-            means, style_kwargs = list(map(statistics.fmean, values)), line_style(style, numbers[method])
+            means, style_kwargs = (
+                list(map(statistics.fmean, values)),
+                line_style(style, numbers[method]),
+            )
             (handles[method],) = axes.plot(x, means, label=method, **style_kwargs)
-            fill_band(axes, x, means, [standard_error_of_mean(point) for point in values], style_kwargs["color"])
-        axes.axhline(100 * LENGTH_TASKS[task].guess, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
+            fill_band(
+                axes,
+                x,
+                means,
+                [standard_error_of_mean(point) for point in values],
+                style_kwargs["color"],
+            )
+        axes.axhline(
+            100 * LENGTH_TASKS[task].guess, color="#999999", linewidth=0.8, linestyle=(0, (1, 2))
+        )
         axes.set_ylim(0, 102)
         length_ticks(axes, style, sorted(ticks), columns)
         if curve is _by_length:
             mark_train_length(axes, style, settings.train_longest, label=False)
-        axes.set_xlabel("length" if curve is _by_length else f"distance at length {settings.test_lengths[-1]:,}")
+        axes.set_xlabel(
+            "length" if curve is _by_length else f"distance at length {settings.test_lengths[-1]:,}"
+        )
         panel_title(axes, style, columns, task.replace("_", " "))
 
     # What lines and bands are.

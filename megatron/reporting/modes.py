@@ -27,8 +27,8 @@ COLOR_RANGE = 1.0  # nats per token above the lowest loss at which colors end
 
 
 def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
-    """A table per setting with more than one mode: a row per method and mode that it supports, with its loss minus that
-    of the same method in mode full, by length.
+    """A table per setting with more than one mode: a row per method and mode that it supports, with
+    its loss minus that of the same method in mode full, by length.
     """
     losses, paired = measurements(records, "extrapolation", "loss"), PairedLosses(records)
     tables = []
@@ -40,7 +40,9 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
         for reference, mode in product(map(Method, methods), modes):
             line = setting, replace(reference, mode=mode)
             if not losses.by_seed(*line).empty:
-                pairs = [((*line, length), (setting, reference, length)) for length in selected.lengths]
+                pairs = [
+                    ((*line, length), (setting, reference, length)) for length in selected.lengths
+                ]
                 rows.append(((display_name(reference), mode), pairs))
         table = Table(
             slug("modes", setting.name).lower(),
@@ -56,8 +58,8 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
 
 
 def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
-    """A heat map per setting with more than one mode and method. The modes of a single method are the lines of its
-    figure of perplexities.
+    """A heat map per setting with more than one mode and method. The modes of a single method are
+    the lines of its figure of perplexities.
     """
     losses = measurements(records, "extrapolation", "loss")
     figures = []
@@ -68,10 +70,11 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             ReportFigure(
                 slug("modes", setting.name).lower(),
                 f"Methods and inference modes: {_title(setting)}",
-                "Loss (nats per token) by method and inference mode, a panel per length; the lowest loss is framed, "
-                "and others that are printed the same. "
-                f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. {NOT_AVAILABLE}: the method "
-                f"does not support the mode or the length; {NOT_MEASURED}: not measured.",
+                "Loss (nats per token) by method and inference mode, a panel per length; the "
+                "lowest loss is framed, and others that are printed the same. "
+                f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. "
+                f"{NOT_AVAILABLE}: the method does not support the mode or the length; "
+                f"{NOT_MEASURED}: not measured.",
                 partial(heat_map, losses.select([setting]), setting),
             )
         )
@@ -79,7 +82,9 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
 
 
 def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> Figure:
-    """A panel per length: methods by modes, colored by how far the loss is above the lowest one of the length."""
+    """A panel per length: methods by modes, colored by how far the loss is above the lowest one of
+    the length.
+    """
     # Room for the labels of rows and columns, in units of the panel's cells.
     methods = list(dict.fromkeys(method.pos_emb for method in losses.methods))
     modes = list(dict.fromkeys(method.mode for method in losses.methods))
@@ -92,7 +97,10 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
     figure, panels = new_figure(style, len(losses.lengths), columns, aspect)
     figure.set_figheight(figure.get_figheight() + 7 * style.em)  # the title and the color bar
     for axes, length in zip(panels, losses.lengths, strict=True):
-        cells = [[losses.values(setting, Method(method, mode), length) for mode in modes] for method in methods]
+        cells = [
+            [losses.values(setting, Method(method, mode), length) for mode in modes]
+            for method in methods
+        ]
         values = np.array([[_mean(cell) for cell in row] for row in cells])
         axes.set_title(f"length {length:,}", loc="left")
         axes.grid(False)
@@ -123,7 +131,9 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
             )
             if is_lowest:
                 box = (column - 0.5, row - 0.5), 1, 1
-                axes.add_patch(Rectangle(*box, fill=False, edgecolor=COLORS[1], linewidth=0.2 * style.size))
+                axes.add_patch(
+                    Rectangle(*box, fill=False, edgecolor=COLORS[1], linewidth=0.2 * style.size)
+                )
 
     # One color bar, as all panels have the same range.
     bar = figure.colorbar(
@@ -138,7 +148,9 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
     )
     bar.outline.set_visible(False)
     characters = int(style.width / style.em / CHARACTER)
-    title = textwrap.fill(f"Loss (nats per token), {_title(setting)}", characters, break_on_hyphens=False)
+    title = textwrap.fill(
+        f"Loss (nats per token), {_title(setting)}", characters, break_on_hyphens=False
+    )
     figure.suptitle(title, size=style.size)
     return figure
 

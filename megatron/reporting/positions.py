@@ -28,17 +28,21 @@ from megatron.reporting.style import (
 )
 from megatron.utils.errors import UserError
 
-MAX_POINTS = 16  # of a line of differences: adjacent bins are averaged, because single ones are noisy
-FAR = 1.0  # nats: lines with a larger median difference are left out, because the others would look alike
+MAX_POINTS = (
+    16  # of a line of differences: adjacent bins are averaged, because single ones are noisy
+)
+# Lines with a larger median difference, in nats, are left out: the others would look alike.
+FAR = 1.0
 
 PositionRecords = Mapping[int | None, AnyRecord]  # of one method, by seed
 Curves = Mapping[Method, DataFrame]  # a row per bin, indexed by its center, and a column per seed
 
 
 def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
-    """A figure per setting and length: the loss by position minus that of the first method in the order of the tables,
-    on the same text. The variation of the text, which all methods share, cancels. Methods without a difference from the
-    first one are left out; if there are only such methods, or a single one, the figure shows perplexities.
+    """A figure per setting and length: the loss by position minus that of the first method in the
+    order of the tables, on the same text. The variation of the text, which all methods share,
+    cancels. Methods without a difference from the first one are left out; if there are only such
+    methods, or a single one, the figure shows perplexities.
     """
     # Records of all seeds, by setting and length.
     records = list(records)
@@ -57,36 +61,56 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
 
         # Without differences, the methods are plotted themselves.
         what = "Perplexity"
-        notes = f" No other method has the texts, bins and seeds of {display_name(first)}." if others else ""
-        curves = {method: np.exp(curve_of(by_method[method]).clip(upper=700.0)) for method in (first, *others)}
+        notes = (
+            f" No other method has the texts, bins and seeds of {display_name(first)}."
+            if others
+            else ""
+        )
+        curves = {
+            method: np.exp(curve_of(by_method[method]).clip(upper=700.0))
+            for method in (first, *others)
+        }
         if differences:
             what = f"Loss (nats per token) minus that of {display_name(first)}"
             notes = " The differences are those on the same text; below 0 is better."
-            if (bins := -(-len(by_method[first][next(iter(by_method[first]))]["losses"]) // MAX_POINTS)) > 1:
+            if (
+                bins := -(
+                    -len(by_method[first][next(iter(by_method[first]))]["losses"]) // MAX_POINTS
+                )
+            ) > 1:
                 notes += f" Points are means of {bins} adjacent bins."
 
             # A diverged method would flatten the others, so it is only named.
-            near = {method: curve for method, curve in differences.items() if curve.mean(axis=1).abs().median() <= FAR}
+            near = {
+                method: curve
+                for method, curve in differences.items()
+                if curve.mean(axis=1).abs().median() <= FAR
+            }
             curves = near or differences
             if far := [display_name(method) for method in differences if method not in curves]:
                 notes += f" Not shown, with a median of more than {FAR:g} nat: {', '.join(far)}."
             if unpaired := [display_name(method) for method in others if method not in differences]:
-                notes += f" Not shown, measured with other texts, bins or seeds: {', '.join(unpaired)}."
+                notes += (
+                    f" Not shown, measured with other texts, bins or seeds: {', '.join(unpaired)}."
+                )
         caption = seeds_caption(curve.shape[1] for curve in curves.values()) + notes
 
         # Plotting waits until the figure is rendered.
         figure = ReportFigure(
             f"positions-{setting.name}-{length}",
-            f"{what.partition(' (')[0]} by position at length {length:,}: {corpus_name(setting.corpus)}",
-            f"{what} by position in segments of {length:,} tokens, protocol {setting.protocol} (KERPLE, Figures 5 and "
-            f"7).{caption}",
+            f"{what.partition(' (')[0]} by position at length {length:,}: "
+            f"{corpus_name(setting.corpus)}",
+            f"{what} by position in segments of {length:,} tokens, protocol {setting.protocol} "
+            f"(KERPLE, Figures 5 and 7).{caption}",
             partial(
                 position_plot,
                 _by_mode(curves),
                 length,
                 setting.train_length,
                 pos_embs=pos_embs,
-                label="perplexity" if not differences else f"loss minus that of {display_name(first)}",
+                label="perplexity"
+                if not differences
+                else f"loss minus that of {display_name(first)}",
             ),
         )
         figures.append(figure)
@@ -98,26 +122,34 @@ def _by_mode(curves: Curves) -> dict[str, Curves]:
     modes = sorted({method.mode for method in curves}, key=lambda mode: (mode != "full", mode))
     if len(modes) == 1 or len({method.pos_emb for method in curves}) == 1:
         return {"": curves}
-    return {mode: {method: curve for method, curve in curves.items() if method.mode == mode} for mode in modes}
+    return {
+        mode: {method: curve for method, curve in curves.items() if method.mode == mode}
+        for mode in modes
+    }
 
 
 def curve_of(records: PositionRecords, reference: PositionRecords | None = None) -> DataFrame:
-    """The loss by position, or the difference from the reference for the seeds that were measured on the same text in
-    the same bins: a row per bin, indexed by its center, and a column per seed.
+    """The loss by position, or the difference from the reference for the seeds that were measured
+    on the same text in the same bins: a row per bin, indexed by its center, and a column per seed.
 
     Raises UserError if the seeds have different bins.
     """
     edges = list(next(iter(records.values()))["edges"])
     if any(list(record["edges"]) != edges for record in records.values()):
         raise UserError(
-            "losses by position: the seeds of one method have different bins; evaluate them with the same options"
+            "losses by position: the seeds of one method have different bins; evaluate them with "
+            "the same options"
         )
     columns = {}
     for seed, record in records.items():
         losses = np.array(record["losses"], dtype=float)
         if reference is not None:
             other = reference.get(seed)
-            if other is None or list(other["edges"]) != edges or other["targets"] != record["targets"]:
+            if (
+                other is None
+                or list(other["edges"]) != edges
+                or other["targets"] != record["targets"]
+            ):
                 continue
             losses = losses - np.array(other["losses"], dtype=float)
         columns[seed] = losses
@@ -127,7 +159,12 @@ def curve_of(records: PositionRecords, reference: PositionRecords | None = None)
 def _smooth(curve: DataFrame) -> DataFrame:
     """The means of adjacent bins, at most MAX_POINTS, indexed by the means of their centers."""
     size = -(-len(curve) // MAX_POINTS)
-    return curve.reset_index(names="center").groupby(np.arange(len(curve)) // size).mean().set_index("center")
+    return (
+        curve.reset_index(names="center")
+        .groupby(np.arange(len(curve)) // size)
+        .mean()
+        .set_index("center")
+    )
 
 
 def position_plot(
@@ -139,7 +176,8 @@ def position_plot(
     label: str,
     pos_embs: Sequence[str] = (),
 ) -> Figure:
-    """A panel per title, in it a line per method. A mode that is the title of the panel is not repeated in the legend.
+    """A panel per title, in it a line per method. A mode that is the title of the panel is not
+    repeated in the legend.
 
     Args:
         label: of the y axis.
@@ -150,7 +188,9 @@ def position_plot(
     names = {}
     for title, curves in panels.items():
         for method in curves:
-            names[title, method] = display_name(Method(method.pos_emb) if method.mode == title else method)
+            names[title, method] = display_name(
+                Method(method.pos_emb) if method.mode == title else method
+            )
     numbers = line_numbers({name: method.pos_emb for (_, method), name in names.items()}, pos_embs)
     # The last-k protocol scores only the end of a segment.
     first = length
@@ -165,7 +205,9 @@ def position_plot(
         for method, curve in curves.items():
             name = names[title, method]
             style_kwargs = {**line_style(style, numbers[name]), "marker": None}
-            (handles[name],) = axes.plot(curve.index, curve.mean(axis=1), label=name, zorder=3, **style_kwargs)
+            (handles[name],) = axes.plot(
+                curve.index, curve.mean(axis=1), label=name, zorder=3, **style_kwargs
+            )
             draw_band(axes, curve, style_kwargs["color"])
         panel_title(axes, style, columns, title)
         thousands(axes)

@@ -1,4 +1,6 @@
-"""The results that the papers report, read from `published.yml`, and the names that the papers use."""
+"""The results that the papers report, read from `published.yml`, and the names that
+the papers use.
+"""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -28,7 +30,9 @@ CORPORA = {
 # A key of the file, `pos-emb` or `pos-emb mode`.
 MethodKey = Annotated[Method, BeforeValidator(lambda key: Method(*key.split(" ")))]
 # One value or a list of values, which must be strings, because numbers would lose trailing zeros.
-Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: value if isinstance(value, list) else [value])]
+Texts = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: value if isinstance(value, list) else [value])
+]
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Published:
     Attributes:
         methods: the paper's names, in its order. `mode`: `window` stands for any `window@W`.
         protocols: a name without a size stands for any size.
-        values: corpus -> method -> one text per entry of `lengths`, or a single text if `lengths` is empty.
+        values: corpus -> method -> one text per entry of `lengths`, or a single text if `lengths`
+            is empty.
         model: (layers, hidden size).
         note: how the paper's setting differs from ours, or what is unknown about it.
     """
@@ -58,7 +63,10 @@ class Published:
         """Whether the paper's values are comparable with this setting, apart from the corpus."""
         ours = (setting.train_length, setting.model)
         names = (setting.protocol, setting.protocol.partition("@")[0])
-        return any(name in self.protocols for name in names) and ours == (self.train_length, self.model)
+        return any(name in self.protocols for name in names) and ours == (
+            self.train_length,
+            self.model,
+        )
 
     def value(self, corpus: str | None, method: Method, length: int | None) -> str | None:
         """The text printed in the paper; None if it has none for these arguments."""
@@ -71,23 +79,35 @@ class Published:
         """The paper's name of the method; a mode that the paper does not have is appended."""
         if method.kind not in self.methods:
             plain, options = _split_options(method.pos_emb)
-            return display_name(method, self.methods.get(Method(plain), _names().get(plain, plain)) + options)
+            return display_name(
+                method, self.methods.get(Method(plain), _names().get(plain, plain)) + options
+            )
         name = self.methods[method.kind]
         return name if method.mode == method.kind.mode else f"{name}, {method.mode}"
 
     def ordered(self, methods: Iterable[Method]) -> list[Method]:
-        """The methods in the paper's order. Modes that the paper does not have follow their method; methods that it
-        does not have come last, in the given order.
+        """The methods in the paper's order. Modes that the paper does not have follow their method;
+        methods that it does not have come last, in the given order.
         """
         methods = list(methods)
         rank = {method: index for index, method in enumerate(self.methods)}
         first_rank = {method.pos_emb: index for method, index in reversed(rank.items())}
-        unlisted = list(dict.fromkeys(method.pos_emb for method in methods if method.pos_emb not in first_rank))
+        unlisted = list(
+            dict.fromkeys(method.pos_emb for method in methods if method.pos_emb not in first_rank)
+        )
 
         def key(method: Method) -> tuple[int, bool, str]:
             if method.pos_emb in unlisted:
-                return len(rank) + unlisted.index(method.pos_emb), method.mode != "full", method.mode
-            return rank.get(method.kind, first_rank[method.pos_emb]), method.kind not in rank, method.mode
+                return (
+                    len(rank) + unlisted.index(method.pos_emb),
+                    method.mode != "full",
+                    method.mode,
+                )
+            return (
+                rank.get(method.kind, first_rank[method.pos_emb]),
+                method.kind not in rank,
+                method.mode,
+            )
 
         return sorted(methods, key=key)
 
@@ -95,7 +115,9 @@ class Published:
 @cache
 def published_tables() -> dict[str, Published]:
     """All tables in `published.yml`, by name."""
-    return TypeAdapter(dict[str, Published]).validate_python(yaml.safe_load(FILE.read_text(encoding="utf-8")))
+    return TypeAdapter(dict[str, Published]).validate_python(
+        yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    )
 
 
 def load_published(name: str) -> Published:
@@ -104,7 +126,9 @@ def load_published(name: str) -> Published:
 
 
 def display_name(method: Method, name: str | None = None) -> str:
-    """The name of the method in the first table that has it, with its options and a mode other than `full`."""
+    """The name of the method in the first table that has it, with its options and a mode other than
+    `full`.
+    """
     if name is None:
         plain, options = _split_options(method.pos_emb)
         name = _names().get(plain, plain) + options
@@ -112,11 +136,13 @@ def display_name(method: Method, name: str | None = None) -> str:
 
 
 def line_numbers(labels: Mapping[str, str], pos_embs: Iterable[str] = ()) -> dict[str, int]:
-    """The number of the style of each line (see `line_style`). Methods in the papers' tables have the same number in
-    all figures. Other methods have the lowest numbers that are left, the same in all figures of a report.
+    """The number of the style of each line (see `line_style`). Methods in the papers' tables have
+    the same number in all figures. Other methods have the lowest numbers that are left, the same in
+    all figures of a report.
 
     Args:
-        labels: the label of each line -> its `pos-emb`. If a method has several lines, the first one has its number.
+        labels: the label of each line -> its `pos-emb`. If a method has several lines, the first
+            one has its number.
         pos_embs: all methods of the report.
     """
     known = list(_names())
@@ -150,7 +176,8 @@ def _names() -> dict[str, str]:
     names: dict[str, str] = {}
     for table in published_tables().values():
         for method, name in table.methods.items():
-            # LEX calls learned positions "Absolute", which elsewhere could also mean sinusoidal ones.
+            # LEX calls learned positions "Absolute", which elsewhere could also mean sinusoidal
+            # ones.
             if method.mode == "full" and name != "Absolute":
                 names.setdefault(method.pos_emb, name)
     return names

@@ -1,4 +1,6 @@
-"""The report of `kerple report` and `kerple sweep`: tables, figures and an HTML page from stored results."""
+"""The report of `kerple report` and `kerple sweep`: tables, figures and an HTML page from stored
+results.
+"""
 
 import os
 from collections.abc import Sequence
@@ -45,7 +47,10 @@ class Sources:
 
     def __post_init__(self) -> None:
         """Replace aliases of methods by their primary names."""
-        self.records = [{**record, "pos_emb": primary_name(method_of(record).pos_emb)} for record in self.records]
+        self.records = [
+            {**record, "pos_emb": primary_name(method_of(record).pos_emb)}
+            for record in self.records
+        ]
 
 
 def primary_name(pos_emb: str) -> str:
@@ -60,10 +65,11 @@ def write_report(
     title: str = TITLE,
     reference: Method = REFERENCE,
 ) -> Path:
-    """Write `report.html`, `tables/NAME.{md,tex}` and `figures/NAME.{png,pdf}`. Returns the path of `report.html`.
+    """Write `report.html`, `tables/NAME.{md,tex}` and `figures/NAME.{png,pdf}`. Returns the path of
+    `report.html`.
 
-    reference: the method that the others are compared with by a t-test. Raises UserError if there is nothing to report
-    or the folder cannot be written to.
+    reference: the method that the others are compared with by a t-test. Raises UserError if there
+    is nothing to report or the folder cannot be written to.
     """
     # The chapters in the order of the report.
     records = sources.records
@@ -83,12 +89,18 @@ def write_report(
             figures=mode_figures(records),
         ),
         Chapter("positions", "Loss by position", figures=position_figures(records)),
-        Chapter("resolution", "Attention resolution", "Higher is better.", tables=resolution_tables(records)),
+        Chapter(
+            "resolution",
+            "Attention resolution",
+            "Higher is better.",
+            tables=resolution_tables(records),
+        ),
         Chapter(
             "passkey",
             "Passkey retrieval",
-            "How often the model repeats a number hidden in a text, by text length and by the position of the number: "
-            "depth 0 is the beginning of the text, depth 1 just before the question. Higher is better.",
+            "How often the model repeats a number hidden in a text, by text length and by the "
+            "position of the number: depth 0 is the beginning of the text, depth 1 just before the "
+            "question. Higher is better.",
             tables=passkey_tables(records),
             figures=passkey_figures(records),
         ),
@@ -114,7 +126,9 @@ def write_report(
     for chapter in chapters:
         for table in chapter.tables:
             for extension, render in (("md", markdown), ("tex", latex)):
-                write_atomically(folder / "tables" / f"{table.name}.{extension}", render(table).encode())
+                write_atomically(
+                    folder / "tables" / f"{table.name}.{extension}", render(table).encode()
+                )
         for figure in chapter.figures:
             write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
             write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
@@ -125,10 +139,15 @@ def write_report(
         checkpoint = record.get("checkpoint") or {}
         if checkpoint.get("path"):
             notes.append(
-                f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed {record.get('seed')}: "
-                f"{checkpoint['path']}, iteration {checkpoint['iteration']}, fingerprint {checkpoint['fingerprint']}."
+                f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed "
+                f"{record.get('seed')}: {checkpoint['path']}, iteration {checkpoint['iteration']}, "
+                f"fingerprint {checkpoint['fingerprint']}."
             )
-    source_notes = [*dict.fromkeys(notes), *(f"Kernels of {path}." for path in sources.checkpoints), *sources.notes]
+    source_notes = [
+        *dict.fromkeys(notes),
+        *(f"Kernels of {path}." for path in sources.checkpoints),
+        *sources.notes,
+    ]
     source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
     path = folder / "report.html"
     write_atomically(path, render_page(title, [*chapters, source_chapter]).encode())

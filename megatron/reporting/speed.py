@@ -15,8 +15,8 @@ from megatron.utils.files import METRICS
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds per optimizer step of one training run. pos_emb: as in its records, with options and label. model:
-    (layers, hidden size, sequence length).
+    """The seconds per optimizer step of one training run. pos_emb: as in its records, with options
+    and label. model: (layers, hidden size, sequence length).
     """
 
     corpus: str | None
@@ -27,10 +27,11 @@ class StepTime:
 
 
 def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
-    """The step times of all checkpoints named in extrapolation records whose training log still exists.
+    """The step times of all checkpoints named in extrapolation records whose training log still
+    exists.
 
-    The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the checkpoint folder; only the
-    lines of the run that saved the checkpoint are read.
+    The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the
+    checkpoint folder; only the lines of the run that saved the checkpoint are read.
     """
     from megatron.checkpoint.configuration import checkpoint_config  # imports the model
     from megatron.checkpoint.directory import find_step, read_state_file
@@ -48,7 +49,9 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
             run = read_state_file(step).get("training", {}).get("run", "")
             folders = [Path(config.logging.log_dir)] if config.logging.log_dir else []
             folders.append(Path(path).parent / "logs")
-            log = next((folder / METRICS for folder in folders if (folder / METRICS).is_file()), None)
+            log = next(
+                (folder / METRICS for folder in folders if (folder / METRICS).is_file()), None
+            )
         except (UserError, OSError):  # OSError: the path is too long
             continue
         speed = read_log(log, run) if log else None
@@ -60,7 +63,9 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
 
 
 def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
-    """One table per model size and sequence length, with the published step times of models of the same size."""
+    """One table per model size and sequence length, with the published step times of models of the
+    same size.
+    """
     # Our times and the published ones, by model size and sequence length.
     by_model: dict[tuple[int, int, int], list[StepTime]] = {}
     for time in times:
@@ -81,18 +86,28 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
         for corpus in dict.fromkeys(time.corpus for time in group):
             cells = []
             for method in methods:
-                seconds = [time.seconds for time in group if (time.corpus, time.pos_emb) == (corpus, method.pos_emb)]
+                seconds = [
+                    time.seconds
+                    for time in group
+                    if (time.corpus, time.pos_emb) == (corpus, method.pos_emb)
+                ]
                 cells.append(Cell(format_mean(seconds) if seconds else NOT_MEASURED))
             lines += [Section(corpus_name(corpus)), Row(("sec/step",), tuple(cells))]
             texts = [paper.value(corpus, method, None) for method in methods] if paper else []
             if paper and any(texts):
                 unit = "ms/step" if paper.measure.startswith("milli") else "sec/step"
-                lines.append(Row((f"{unit}, paper",), tuple(Cell(text or "") for text in texts), published=True))
+                lines.append(
+                    Row(
+                        (f"{unit}, paper",),
+                        tuple(Cell(text or "") for text in texts),
+                        published=True,
+                    )
+                )
 
         # Say which rows are published.
         notes = [
-            "Layout: KERPLE (arXiv 2205.09921), Table 4. Medians over the training logs. They are comparable only if "
-            "the runs used the same hardware without other load."
+            "Layout: KERPLE (arXiv 2205.09921), Table 4. Medians over the training logs. They are "
+            "comparable only if the runs used the same hardware without other load."
         ]
         if paper and any(isinstance(line, Row) and line.published for line in lines):
             notes.append(f'Rows labeled "paper": {paper.source}.')

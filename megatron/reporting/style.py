@@ -17,10 +17,20 @@ from pandas import DataFrame
 
 from megatron.reporting.formatting import format_number
 
-# Okabe and Ito's palette for the color-blind; markers and line styles distinguish the lines in grayscale. The numbers
-# of colors (7) and markers (8) have no common divisor, so the first 56 combinations are different.
+# Okabe and Ito's palette for the color-blind; markers and line styles distinguish the lines in
+# grayscale. The numbers of colors (7) and markers (8) have no common divisor, so the first 56
+# combinations are different.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
-MARKERS = (("o", 0.6), ("s", 0.55), ("^", 0.65), ("D", 0.5), ("v", 0.65), ("P", 0.75), ("X", 0.75), ("*", 1.0))  # em
+MARKERS = (
+    ("o", 0.6),
+    ("s", 0.55),
+    ("^", 0.65),
+    ("D", 0.5),
+    ("v", 0.65),
+    ("P", 0.75),
+    ("X", 0.75),
+    ("*", 1.0),
+)  # em
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 GRAY = "#666666"
 
@@ -31,7 +41,9 @@ PANEL = 14.0  # the narrowest panel, in em
 
 @dataclass(frozen=True)
 class Style:
-    """width: of a figure, in inches. size: of the text, in points. dpi: pixels per inch of PNG files."""
+    """width: of a figure, in inches. size: of the text, in points. dpi: pixels per inch of PNG
+    files.
+    """
 
     width: float
     size: float = 10.0
@@ -53,28 +65,36 @@ class Style:
             "ps.fonttype": 42,
             **dict.fromkeys(("axes.labelsize", "figure.labelsize"), self.size),
             **dict.fromkeys(
-                ("axes.titlesize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), SMALL * self.size
+                ("axes.titlesize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"),
+                SMALL * self.size,
             ),
             **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), line),
-            **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.major.pad", "ytick.major.pad"), 4 * line),
+            **dict.fromkeys(
+                ("xtick.major.size", "ytick.major.size", "xtick.major.pad", "ytick.major.pad"),
+                4 * line,
+            ),
             **dict.fromkeys(("axes.labelpad", "axes.titlepad"), 0.5 * self.size),
             "lines.linewidth": 2 * line,
         }
 
     def columns(self, count: int, narrowest: float = PANEL) -> int:
-        """How many of `count` panels are side by side if each is at least `narrowest` em wide. Rows are about equally
-        long.
+        """How many of `count` panels are side by side if each is at least `narrowest` em wide. Rows
+        are about equally long.
         """
         most = max(1, min(count, int(self.width / self.em / narrowest)))
         return math.ceil(count / math.ceil(count / most)) if count else 1
 
 
-# At 5 inches, the text of a figure that a browser fits to a screen of 420 pixels is about 10 pixels high.
+# At 5 inches, the text of a figure that a browser fits to a screen of 420 pixels is about 10 pixels
+# high.
 SCREEN = Style(width=5.0, size=10.0)
 
 
-def render(draw: Callable[[Style], Figure], style: Style = SCREEN, format: Literal["png", "pdf"] = "png") -> bytes:
-    """The contents of a PNG or PDF file without version and date, so that equal results give equal files.
+def render(
+    draw: Callable[[Style], Figure], style: Style = SCREEN, format: Literal["png", "pdf"] = "png"
+) -> bytes:
+    """The contents of a PNG or PDF file without version and date, so that equal results give equal
+    files.
 
     Dollar signs in names are drawn as they are, not read as math. Long names are shortened.
     """
@@ -89,7 +109,11 @@ def render(draw: Callable[[Style], Figure], style: Style = SCREEN, format: Liter
                 if len(line) > longest:
                     lines[index] = f"{line[: longest - 1]}…"
             text.set_text("\n".join(lines))
-        figure.savefig(stream, format=format, metadata={"Software" if format == "png" else "CreationDate": None})
+        figure.savefig(
+            stream,
+            format=format,
+            metadata={"Software" if format == "png" else "CreationDate": None},
+        )
     return stream.getvalue()
 
 
@@ -99,13 +123,16 @@ def new_figure(
     """A figure with this many axes, row by row.
 
     Args:
-        aspect: height of a panel divided by its width (default: 0.62, or 0.8 if there are several columns); no panel is
-            less than 9 em high.
-        options: of `Figure.subplots`. With `sharex`, only the lowest panel of each column has tick labels.
+        aspect: height of a panel divided by its width (default: 0.62, or 0.8 if there are several
+            columns); no panel is less than 9 em high.
+        options: of `Figure.subplots`. With `sharex`, only the lowest panel of each column has tick
+            labels.
     """
     rows = math.ceil(panels / columns)
     aspect = aspect or (0.62 if columns == 1 else 0.8)
-    height = rows * (max(aspect * style.width / columns, 9 * style.em) + 1.5 * style.em) + 2 * style.em
+    height = (
+        rows * (max(aspect * style.width / columns, 9 * style.em) + 1.5 * style.em) + 2 * style.em
+    )
     figure = Figure(figsize=(style.width, height), layout="constrained", dpi=style.dpi)
     FigureCanvasAgg(figure)
     grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
@@ -133,7 +160,9 @@ def line_style(style: Style, line: int) -> dict[str, Any]:
     }
 
 
-def fill_band(axes: Axes, x: Sequence[float], mean: Sequence[float], deviation: Sequence[float], color: str) -> None:
+def fill_band(
+    axes: Axes, x: Sequence[float], mean: Sequence[float], deviation: Sequence[float], color: str
+) -> None:
     """A band of ± this deviation around a line."""
     low, high = np.subtract(mean, deviation), np.add(mean, deviation)
     axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0, zorder=2)
@@ -146,14 +175,22 @@ def draw_band(axes: Axes, values: DataFrame, color: str) -> None:
     """
     if values.shape[1] > 1:
         deviation = values.std(axis=1).fillna(0.0)
-        fill_band(axes, values.index.tolist(), values.mean(axis=1).tolist(), deviation.tolist(), color)
+        fill_band(
+            axes, values.index.tolist(), values.mean(axis=1).tolist(), deviation.tolist(), color
+        )
 
 
 def seeds_caption(numbers: Iterable[int]) -> str:
-    """What `draw_band` draws around the lines with these numbers of seeds; empty if all have one seed."""
+    """What `draw_band` draws around the lines with these numbers of seeds; empty if all have one
+    seed.
+    """
     *fewer, most = sorted(set(numbers))
     up_to = "up to " if fewer else ""
-    return f" Lines: mean; bands: ± one standard deviation, over {up_to}{most} seeds." if most > 1 else ""
+    return (
+        f" Lines: mean; bands: ± one standard deviation, over {up_to}{most} seeds."
+        if most > 1
+        else ""
+    )
 
 
 def bands_label(numbers: Iterable[int]) -> str:
@@ -164,7 +201,8 @@ def bands_label(numbers: Iterable[int]) -> str:
 
 
 def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float = 5.0) -> None:
-    """A title of one of `columns` panels that are side by side, shortened to the width of the panel.
+    """A title of one of `columns` panels that are side by side, shortened to the width of the
+    panel.
 
     margin: in em, for the labels to the left of the panel.
     """
@@ -200,7 +238,9 @@ def legend_above(figure: Figure, style: Style, handles: Sequence[Any], title: st
     longest = max((len(handle.get_label()) for handle in handles), default=0)
     columns = style.columns(len(handles), SMALL * (CHARACTER * longest + 5))
     lines = math.ceil(len(handles) / columns)
-    figure.set_figheight(figure.get_figheight() + (1.3 * SMALL * lines + (3 if title else 1)) * style.em)
+    figure.set_figheight(
+        figure.get_figheight() + (1.3 * SMALL * lines + (3 if title else 1)) * style.em
+    )
     figure.legend(
         handles=handles,
         loc="outside upper center",
@@ -215,7 +255,9 @@ def legend_above(figure: Figure, style: Style, handles: Sequence[Any], title: st
 
 
 def mark_train_length(axes: Axes, style: Style, length: int, label: bool = True) -> None:
-    axes.axvline(length, color="#888888", linewidth=0.1 * style.size, linestyle=(0, (2, 2)), zorder=1)
+    axes.axvline(
+        length, color="#888888", linewidth=0.1 * style.size, linestyle=(0, (2, 2)), zorder=1
+    )
     if label:
         axes.annotate(
             "training length",

@@ -15,21 +15,28 @@ from megatron.utils.files import write_atomically
 
 
 def write_summary(records: Sequence[AnyRecord], folder: Path) -> list[Path]:
-    """Print the tables of perplexities, attention resolutions and passkey accuracies, and write them as
-    `extrapolation.md`, with the report's figures of perplexities and inference modes as `NAME.png`.
+    """Print the tables of perplexities, attention resolutions and passkey accuracies, and write
+    them as `extrapolation.md`, with the report's figures of perplexities and inference modes as
+    `NAME.png`.
 
     Returns the paths. Raises UserError if a file cannot be written.
     """
     # The tables with their notes.
     console = Console()
-    tables = perplexity_tables(records, papers=False) + resolution_tables(records) + passkey_tables(records)
+    tables = (
+        perplexity_tables(records, papers=False)
+        + resolution_tables(records)
+        + passkey_tables(records)
+    )
     for table in tables:
         print_table(console, table)
         for note in table.notes:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
     # The files.
-    contents = {"extrapolation.md": "\n".join(markdown(table, heading="#") for table in tables).encode()}
+    contents = {
+        "extrapolation.md": "\n".join(markdown(table, heading="#") for table in tables).encode()
+    }
     for figure in perplexity_figures(records) + mode_figures(records):
         contents[f"{figure.name}.png"] = figure.png
     for name, content in contents.items():

@@ -35,7 +35,9 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Cell:
-    """best: printed bold. worse: significantly worse than the reference method, printed with a dagger."""
+    """best: printed bold. worse: significantly worse than the reference method, printed with a
+    dagger.
+    """
 
     text: str
     best: bool = False
@@ -44,7 +46,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """labels: one per label column. cells: one per value column. published: values of a paper, printed in italics."""
+    """labels: one per label column. cells: one per value column. published: values of a paper,
+    printed in italics.
+    """
 
     labels: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -94,29 +98,42 @@ def markdown(table: Table, heading: str = "##") -> str:
         return f"| {' | '.join(cells)} |"
 
     alignment = [":--"] * len(table.label_columns) + ["--:"] * len(table.columns)
-    lines = [f"{heading} {escape_markdown(table.title)}", "", line(list(map(escape_markdown, table.headers)))]
+    lines = [
+        f"{heading} {escape_markdown(table.title)}",
+        "",
+        line(list(map(escape_markdown, table.headers))),
+    ]
     lines.append(line(alignment))
     for entry in table.lines:
         if isinstance(entry, Section):
-            lines.append(line([f"**{escape_markdown(entry.title)}**", *[""] * (len(table.headers) - 1)]))
+            lines.append(
+                line([f"**{escape_markdown(entry.title)}**", *[""] * (len(table.headers) - 1)])
+            )
             continue
-        texts = [*map(escape_markdown, entry.labels), *(_marked(cell, "**") for cell in entry.cells)]
-        lines.append(line([f"*{text}*" * bool(text) for text in texts] if entry.published else texts))
+        texts = [
+            *map(escape_markdown, entry.labels),
+            *(_marked(cell, "**") for cell in entry.cells),
+        ]
+        lines.append(
+            line([f"*{text}*" * bool(text) for text in texts] if entry.published else texts)
+        )
     if table.notes:
         lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines) + "\n"
 
 
 def latex(table: Table) -> str:
-    """A compact `table` environment for a document that uses booktabs: small type, narrow columns, and deviations in
-    the smallest type.
+    """A compact `table` environment for a document that uses booktabs: small type, narrow columns,
+    and deviations in the smallest type.
     """
 
     def line(cells: Sequence[str]) -> str:
         return f"{' & '.join(cells)} \\\\"
 
     # The head. The notes are in the caption, as LaTeX tables have no footnotes.
-    caption = " ".join([rf"\textbf{{{escape_latex(table.title)}.}}", *map(escape_latex, table.notes)])
+    caption = " ".join(
+        [rf"\textbf{{{escape_latex(table.title)}.}}", *map(escape_latex, table.notes)]
+    )
     lines = [
         r"\begin{table}",
         r"\centering\footnotesize",
@@ -159,11 +176,16 @@ def escape_latex(text: str) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Escapes the characters that Markdown would read as markup: emphasis, code, links, tables, tags, entities and
-    math. Underscores inside words (`kerple_log`) are not markup, so they are kept.
+    """Escapes the characters that Markdown would read as markup: emphasis, code, links, tables,
+    tags, entities and math. Underscores inside words (`kerple_log`) are not markup, so they are
+    kept.
     """
-    return re.sub(r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)", r"\\\g<0>", text)
+    return re.sub(
+        r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)", r"\\\g<0>", text
+    )
 
 
 def _marked(cell: Cell, strong: str) -> str:
-    return f"{strong if cell.best else ''}{cell.text}{strong if cell.best else ''}{f' {DAGGER}' if cell.worse else ''}"
+    mark = strong if cell.best else ""
+    dagger = f" {DAGGER}" if cell.worse else ""
+    return f"{mark}{cell.text}{mark}{dagger}"

@@ -16,7 +16,8 @@ MAX_WIDTH = 100_000
 def print_table(console: Console, table: Table) -> None:
     """Print a table of a report.
 
-    Cells that do not fit into a terminal are wrapped between words; nothing is cut. Files and pipes have no width.
+    Cells that do not fit into a terminal are wrapped between words; nothing is cut. Files and pipes
+    have no width.
     """
     # The title of a section is a row of a single cell.
     rows: list[list[Text]] = []
@@ -31,7 +32,9 @@ def print_table(console: Console, table: Table) -> None:
             rows.append(cells)
 
     # Labels are left-aligned, the other columns right-aligned.
-    grid = RichTable(title=Text(table.title), title_justify="left", box=HORIZONTALS, padding=(0, 1, 0, 0))
+    grid = RichTable(
+        title=Text(table.title), title_justify="left", box=HORIZONTALS, padding=(0, 1, 0, 0)
+    )
     for index, header in enumerate(table.headers):
         texts = [header, *(row[index].plain for row in rows if index < len(row))]
         words = re.findall(r"± \S+|\S+", " ".join(texts))

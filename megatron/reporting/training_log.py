@@ -1,4 +1,6 @@
-"""Reading `metrics.jsonl`, to which training appends a JSON object with metrics at each logged iteration."""
+"""Reading `metrics.jsonl`, to which training appends a JSON object with metrics at each logged
+iteration.
+"""
 
 import contextlib
 import os
@@ -14,7 +16,8 @@ from megatron.utils.typed_json import Count, Float, Name, check_json, load_json
 
 MAX_LINE_BYTES = 1 << 20
 
-# The keys of a line that progress and step times need. Lines of validation losses have only the first ones.
+# The keys of a line that progress and step times need. Lines of validation losses have only the
+# first ones.
 MetricsLine = TypedDict(
     "MetricsLine",
     {
@@ -28,8 +31,8 @@ _METRICS_LINE = TypeAdapter(MetricsLine)
 
 
 def parse_metrics(line: bytes, place: str) -> MetricsLine | None:
-    """A line of metrics.jsonl; None if a killed run has left it incomplete. Raises UserError, starting with `place`, if
-    a value has a wrong type.
+    """A line of metrics.jsonl; None if a killed run has left it incomplete. Raises UserError,
+    starting with `place`, if a value has a wrong type.
     """
     try:
         value = load_json(line, place, allow_nan=True)  # of losses
@@ -53,12 +56,13 @@ def last_metrics(path: Path) -> MetricsLine | None:
 
 
 def read_log(path: Path, run: str = "") -> tuple[float, float] | None:
-    """(seconds per step, tokens per second) of a run from a `metrics.jsonl`; None if it has no steps.
+    """(seconds per step, tokens per second) of a run from a `metrics.jsonl`; None if it has no
+    steps.
 
-    run: `TrainingState.run`; empty for lines of earlier versions, which have none. Both are medians over the lines of
-    the run. Its first line includes warm-up and is skipped if there are others. Incomplete lines are skipped: the last
-    one may be being written, and killed runs may have left others. Raises UserError if the file cannot be read or a
-    value has a wrong type.
+    run: `TrainingState.run`; empty for lines of earlier versions, which have none. Both are medians
+    over the lines of the run. Its first line includes warm-up and is skipped if there are others.
+    Incomplete lines are skipped: the last one may be being written, and killed runs may have left
+    others. Raises UserError if the file cannot be read or a value has a wrong type.
     """
     seconds: list[float] = []
     rates: list[float] = []

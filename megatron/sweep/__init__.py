@@ -1,1 +1,3 @@
-"""Sweeps: experiments of many runs that one file defines. Only missing trainings and evaluations are run."""
+"""Sweeps: experiments of many runs that one file defines. Only missing trainings and evaluations
+are run.
+"""

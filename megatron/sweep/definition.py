@@ -1,4 +1,6 @@
-"""The sweep file (docs/experiments.md): base configuration, axes, and the evaluation of every run."""
+"""The sweep file (docs/experiments.md): base configuration, axes, and the evaluation
+of every run.
+"""
 
 import itertools
 import math
@@ -30,7 +32,9 @@ REQUIRED_KEYS = ("output", "base", "axes", "evaluation")
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice on an axis: its label, which names a folder, and the files and keys it adds to the configuration."""
+    """A choice on an axis: its label, which names a folder, and the files and keys it adds to the
+    configuration.
+    """
 
     label: str
     files: tuple[str, ...]
@@ -64,15 +68,18 @@ class Sweep:
         return load_config(files, self.config_dir, overrides, strict=True)
 
     def _check_axes(self, choices: tuple[Choice, ...]) -> None:
-        """Raises UserError if the choices of two axes set the same key, or one a key inside a mapping of the other."""
+        """Raises UserError if the choices of two axes set the same key, or one a key inside a
+        mapping of the other.
+        """
         pairs = itertools.combinations(zip(self.axes, choices, strict=True), 2)
         for (first_axis, first), (second_axis, second) in pairs:
             for first_key, second_key in itertools.product(first.keys, second.keys):
                 paths = canonical_path(first_key), canonical_path(second_key)
                 if all(one == other for one, other in zip(*paths, strict=False)):
                     raise UserError(
-                        f"axis {first_axis} sets {first_key}, and axis {second_axis} sets {second_key}, "
-                        "so one would override the other; set it in one of the axes only, or combine them into one axis"
+                        f"axis {first_axis} sets {first_key}, and axis {second_axis} sets "
+                        f"{second_key}, so one would override the other; set it in one of the axes "
+                        "only, or combine them into one axis"
                     )
 
 
@@ -89,9 +96,15 @@ def read_sweep(path: str | Path) -> Sweep:
     for entry in read_file(path):
         name = entry.key.replace("-", "_")
         if name in entries:
-            raise UserError(f"{entry.place}: key {entry.key!r} is {entries[name].key!r} again; remove one of them")
+            raise UserError(
+                f"{entry.place}: key {entry.key!r} is {entries[name].key!r} again; remove one of "
+                "them"
+            )
         if name not in KEYS:
-            raise UserError(f"{entry.place}: unknown key {entry.key!r}; the keys of a sweep are {', '.join(KEYS)}")
+            raise UserError(
+                f"{entry.place}: unknown key {entry.key!r}; the keys of a sweep are "
+                f"{', '.join(KEYS)}"
+            )
         value_type = KEYS[name]
         if value_type is not None and not isinstance(entry.value, value_type):
             expected = "a mapping" if value_type is dict else "a string"
@@ -99,7 +112,9 @@ def read_sweep(path: str | Path) -> Sweep:
         entries[name] = entry
     for name in REQUIRED_KEYS:
         if name not in entries:
-            raise UserError(f"{path}: key {name!r} is missing; a sweep requires {', '.join(REQUIRED_KEYS)}")
+            raise UserError(
+                f"{path}: key {name!r} is missing; a sweep requires {', '.join(REQUIRED_KEYS)}"
+            )
 
     # Axes: a run takes one choice of each, so their labels must differ.
     values = {name: entry.value for name, entry in entries.items()}
@@ -118,13 +133,20 @@ def read_sweep(path: str | Path) -> Sweep:
         labels = [choice.label for choice in axes[axis]]
         duplicate = next((label for label in labels if labels.count(label) > 1), None)
         if duplicate is not None:
-            raise UserError(f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}")
+            raise UserError(
+                f"{place} has two choices named {duplicate}; give them names: {{name: ..., ...}}"
+            )
 
     # Evaluations, one or several.
     place = entries["evaluation"].place
-    evaluations = values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
+    evaluations = (
+        values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
+    )
     if not evaluations or not all(isinstance(options, dict) for options in evaluations):
-        raise UserError(f"{place}: evaluation must be a mapping or a list of mappings, not {values['evaluation']!r}")
+        raise UserError(
+            f"{place}: evaluation must be a mapping or a list of mappings, not "
+            f"{values['evaluation']!r}"
+        )
 
     # Paths and command lines.
     _check_spellings(values.get("set", ()), f"{path}: set")
@@ -141,8 +163,15 @@ def read_sweep(path: str | Path) -> Sweep:
 
 
 def _as_yaml(value: Any) -> str:
-    """In one line, with the type of each scalar: PyYAML reads 1e-3 as a string, and so does not quote this string."""
-    options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "width": math.inf, "sort_keys": False}
+    """In one line, with the type of each scalar: PyYAML reads 1e-3 as a string, and so does not
+    quote this string.
+    """
+    options: dict[str, Any] = {
+        "default_flow_style": True,
+        "allow_unicode": True,
+        "width": math.inf,
+        "sort_keys": False,
+    }
     return yaml.safe_dump(value, default_style='"', **options)
 
 
@@ -163,13 +192,17 @@ def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
             continue
         items = [] if value is True else value if isinstance(value, list) else [value]
         if not all(isinstance(item, str | int | float) for item in items):
-            raise UserError(f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}")
+            raise UserError(
+                f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}"
+            )
         arguments += [f"--{name}", *map(str, items)]
     return tuple(arguments)
 
 
 def _parse_choice(value: Any, config_dir: Path | None, place: str) -> Choice:
-    """A file, a list of files, or a mapping of keys, in which `name` is the label and `files` lists files."""
+    """A file, a list of files, or a mapping of keys, in which `name` is the label and `files` lists
+    files.
+    """
     keys: dict[str, Any] = {}
     label = None
     if isinstance(value, dict) and value:
@@ -179,18 +212,25 @@ def _parse_choice(value: Any, config_dir: Path | None, place: str) -> Choice:
         _check_spellings(keys, place)
         for key_value in keys.values():
             if label is None and not isinstance(key_value, str | int | float):
-                raise UserError(f"{place}: cannot derive a name from {key_value!r}; name it: {{name: ..., ...}}")
+                raise UserError(
+                    f"{place}: cannot derive a name from {key_value!r}; name it: {{name: ..., ...}}"
+                )
     else:
         files = _file_list(value, place)
         if not files:
-            raise UserError(f"{place}: a choice must be a file, a list of files or a mapping of keys, not {value!r}")
+            raise UserError(
+                f"{place}: a choice must be a file, a list of files or a mapping of keys, not "
+                f"{value!r}"
+            )
         for file in files:
             find_file(file, config_dir)
     if label is None:
         label = "-".join([*(Path(file).stem for file in files), *map(str, keys.values())])
     label = str(label)
     if not re.fullmatch(r"[\w.@+=-]+", label) or label.startswith("."):
-        raise UserError(f"{place}: {label!r} is not a valid folder name; name the choice: {{name: ..., ...}}")
+        raise UserError(
+            f"{place}: {label!r} is not a valid folder name; name the choice: {{name: ..., ...}}"
+        )
     return Choice(label, files, keys)
 
 

@@ -1,8 +1,9 @@
 """The runs of a sweep and what remains to be done of each, derived from the files in its folder.
 
-The folder of a run contains `config.yml` (the merged configuration), `data.json` (what identifies the data that the
-training started with), `checkpoints/`, `logs/`, `output.log` (the output of its processes) and `evaluation/` with the
-results and `evaluated.json`, which records the weights and options that produced them.
+The folder of a run contains `config.yml` (the merged configuration), `data.json` (what identifies
+the data that the training started with), `checkpoints/`, `logs/`, `output.log` (the output of its
+processes) and `evaluation/` with the results and `evaluated.json`, which records the weights and
+options that produced them.
 """
 
 import functools
@@ -30,7 +31,13 @@ from megatron.checkpoint.directory import (
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
-from megatron.data.indexed_dataset import bin_path, file_sample, file_sha256, idx_path, read_manifest
+from megatron.data.indexed_dataset import (
+    bin_path,
+    file_sample,
+    file_sha256,
+    idx_path,
+    read_manifest,
+)
 from megatron.data.splits import dataset_prefixes
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.records import RESULTS, has_results
@@ -44,16 +51,24 @@ EVALUATED = "evaluated.json"
 PREVIOUS_RESULTS = "results.previous-{}.jsonl"  # numbered from 1
 # How the last failed training or evaluation exited; removed when the run is tried again.
 FAILED = "failed.json"
-# What identifies the datasets that the training started with, by prefix. Runs of earlier versions do not have it.
+# What identifies the datasets that the training started with, by prefix. Runs of earlier versions
+# do not have it.
 DATA = "data.json"
 MAX_JOURNAL_BYTES = 1 << 20
 # Keys for output folders, which the sweep sets.
 FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefix")
-# Keys that do not change what a run computes. They may differ between two configurations of the same run.
+# Keys that do not change what a run computes. They may differ between two configurations of the
+# same run.
 REPORTING_KEYS = {
     *FOLDER_KEYS,
     *LoggingConfig.model_fields,
-    *("log_interval", "steps_per_print", "wall_clock_breakdown", "dump_state", "keep_last_n_checkpoints"),
+    *(
+        "log_interval",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "dump_state",
+        "keep_last_n_checkpoints",
+    ),
 }
 
 
@@ -62,8 +77,9 @@ class Evaluated(TypedDict):
 
     Attributes:
         options: of the calls of evaluate.py that `results.jsonl` may have results of.
-        fingerprint, finished: how many of these calls have finished for the weights with this fingerprint. Without
-            these keys, no call has finished; evaluate.py does not measure again what is in `results.jsonl`.
+        fingerprint, finished: how many of these calls have finished for the weights with this
+            fingerprint. Without these keys, no call has finished; evaluate.py does not measure
+            again what is in `results.jsonl`.
     """
 
     options: list[list[str]]
@@ -85,7 +101,9 @@ class State(Enum):
 
 
 class Status(NamedTuple):
-    """State of a run, the iteration of its last checkpoint (0: none), and the number of iterations left to train."""
+    """State of a run, the iteration of its last checkpoint (0: none), and the number of iterations
+    left to train.
+    """
 
     state: State
     saved_iteration: int
@@ -94,7 +112,9 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run of a sweep: one combination of choices. Its state is read from its folder at every call."""
+    """A run of a sweep: one combination of choices. Its state is read from its folder at every
+    call.
+    """
 
     name: str
     folder: Path
@@ -130,19 +150,28 @@ class SweepRun:
     def num_gpus(self) -> int:
         """Number of GPUs that the run needs on a machine with GPUs."""
         parallel = self.config.parallel
-        return self.config.launcher.num_gpus or parallel.model_parallel_size * max(1, parallel.pipe_parallel_size)
+        return self.config.launcher.num_gpus or parallel.model_parallel_size * max(
+            1, parallel.pipe_parallel_size
+        )
 
     def is_trained(self) -> bool:
-        """Whether the last checkpoint is complete. Compares file sizes; the evaluation compares checksums."""
+        """Whether the last checkpoint is complete. Compares file sizes; the evaluation compares
+        checksums.
+        """
         return self._last_step.is_dir() and find_damage(self._last_step, contents=False) is None
 
     def evaluations_done(self) -> int:
-        """How many calls of evaluate.py have finished for the weights of the last checkpoint, with the current options.
+        """How many calls of evaluate.py have finished for the weights of the last checkpoint, with
+        the current options.
 
         Raises UserError if the run is not trained, or `evaluated.json` is not valid.
         """
         evaluated = self._evaluated()
-        if evaluated is None or not has_results(self.results) or not self._has_current_options(evaluated):
+        if (
+            evaluated is None
+            or not has_results(self.results)
+            or not self._has_current_options(evaluated)
+        ):
             return 0
         if evaluated.get("fingerprint") != weights_fingerprint(self._last_step):
             return 0
@@ -151,14 +180,17 @@ class SweepRun:
     def start_evaluation(self) -> tuple[str, ...]:
         """The options of the next call of evaluate.py. Records that it starts.
 
-        If `results.jsonl` may have results of options or labels that the sweep no longer has, it is renamed first.
+        If `results.jsonl` may have results of options or labels that the sweep no longer has, it is
+        renamed first.
         """
         done, evaluated = self.evaluations_done(), self._evaluated()
         started = done + 1
         if evaluated is not None and self._has_current_options(evaluated):
             started = max(started, len(evaluated["options"]))
         elif evaluated is not None and has_results(self.results):
-            previous = (self.results / PREVIOUS_RESULTS.format(number) for number in itertools.count(1))
+            previous = (
+                self.results / PREVIOUS_RESULTS.format(number) for number in itertools.count(1)
+            )
             (self.results / RESULTS).replace(next(path for path in previous if not path.exists()))
         self.results.mkdir(parents=True, exist_ok=True)
         self._write_evaluated(started, done)
@@ -177,13 +209,20 @@ class SweepRun:
         return parse_json(read_file(path, MAX_JOURNAL_BYTES), _EVALUATED, str(path))
 
     def _has_current_options(self, evaluated: Evaluated) -> bool:
-        """Whether the sweep still has all calls that the results are of. New ones may follow them."""
-        return evaluated["options"] == [list(words) for words in self.evaluation[: len(evaluated["options"])]]
+        """Whether the sweep still has all calls that the results are of. New ones may
+        follow them.
+        """
+        return evaluated["options"] == [
+            list(words) for words in self.evaluation[: len(evaluated["options"])]
+        ]
 
     def _write_evaluated(self, started: int, finished: int) -> None:
         options = [list(words) for words in self.evaluation[:started]]
         fingerprint = weights_fingerprint(self._last_step)
-        content = json.dumps({"options": options, "fingerprint": fingerprint, "finished": finished}) + "\n"
+        content = (
+            json.dumps({"options": options, "fingerprint": fingerprint, "finished": finished})
+            + "\n"
+        )
         write_atomically(self.results / EVALUATED, content.encode())
 
     def mark_failed(self, task: str, exit_status: int) -> None:
@@ -195,7 +234,9 @@ class SweepRun:
         (self.folder / FAILED).unlink(missing_ok=True)
 
     def failed_at(self) -> int | None:
-        """Modification time in ns of the record of a failure; None if the run has not failed since it was tried."""
+        """Modification time in ns of the record of a failure; None if the run has not failed since
+        it was tried.
+        """
         try:
             return (self.folder / FAILED).stat().st_mtime_ns
         except OSError:
@@ -206,7 +247,9 @@ class SweepRun:
             is_evaluated = self.evaluations_done() == len(self.evaluation)
             return Status(State.FINISHED if is_evaluated else State.EVALUATE, self.steps, 0)
         saved = iteration_of(find_step(self.checkpoints)) if has_checkpoint(self.checkpoints) else 0
-        return Status(State.RESUME if saved else State.TRAIN, saved, self.steps - min(saved, self.steps))
+        return Status(
+            State.RESUME if saved else State.TRAIN, saved, self.steps - min(saved, self.steps)
+        )
 
     def logged_iteration(self) -> int:
         """The last iteration in the metrics file: the progress of a running training."""
@@ -214,18 +257,21 @@ class SweepRun:
         return last["iteration"] if last else 0
 
     def check_folder(self) -> None:
-        """Raise UserError if the folder contains a run with another configuration, or one that was trained on other
-        data in the same place.
+        """Raise UserError if the folder contains a run with another configuration, or one that was
+        trained on other data in the same place.
         """
         path = self.folder / "config.yml"
         if not path.is_file():
             if has_checkpoint(self.checkpoints):
                 raise UserError(
-                    f"{self.folder}: contains checkpoints but no config.yml, so their configuration is unknown"
+                    f"{self.folder}: contains checkpoints but no config.yml, so their "
+                    "configuration is unknown"
                 )
             return
         stored = {entry.key: entry.value for entry in read_yaml(path)}
-        current = json.loads(json.dumps(self.config.to_flat()))  # with tuples as lists, as in the file
+        current = json.loads(
+            json.dumps(self.config.to_flat())
+        )  # with tuples as lists, as in the file
         differences = []
         for key in dict.fromkeys([*stored, *current]):
             if key not in REPORTING_KEYS and stored.get(key) != current.get(key):
@@ -233,37 +279,42 @@ class SweepRun:
                 differences.append(f"{key}: {there} in the folder, {here} in the sweep")
         if differences:
             raise UserError(
-                f"{self.folder}: contains a run with another configuration ({'; '.join(differences)}); "
-                "change the sweep's `output`, or delete that folder"
+                f"{self.folder}: contains a run with another configuration "
+                f"({'; '.join(differences)}); change the sweep's `output`, or delete that folder"
             )
         path = self.folder / DATA
         if not path.is_file() or not has_checkpoint(self.checkpoints):
             return
-        for prefix, trained in parse_json(read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path)).items():
+        for prefix, trained in parse_json(
+            read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path)
+        ).items():
             present = _identify_dataset(prefix)
             if any(present.get(name, value) != value for name, value in trained.items()):
                 raise UserError(
-                    f"{self.folder}: contains a run on other data: {prefix} has been built again since it was trained; "
-                    "restore those data, change the sweep's `output`, or delete that folder"
+                    f"{self.folder}: contains a run on other data: {prefix} has been built again "
+                    "since it was trained; restore those data, change the sweep's `output`, or "
+                    "delete that folder"
                 )
 
     def write_config(self) -> Path:
-        """Write the configuration for the processes of the run, and before its first checkpoint what identifies its
-        data.
+        """Write the configuration for the processes of the run, and before its first checkpoint
+        what identifies its data.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if not has_checkpoint(self.checkpoints):
             data = {prefix: _identify_dataset(prefix) for prefix in dataset_prefixes(self.config)}
             write_atomically(self.folder / DATA, f"{json.dumps(data, indent=1)}\n".encode())
         path = self.folder / "config.yml"
-        content = json.dumps(self.config.to_flat(), indent=1, ensure_ascii=False)  # YAML has no surrogate pairs
+        content = json.dumps(
+            self.config.to_flat(), indent=1, ensure_ascii=False
+        )  # YAML has no surrogate pairs
         write_atomically(path, f"{content}\n".encode())
         return path
 
 
 def plan(sweep: Sweep) -> list[SweepRun]:
-    """All runs of a sweep. Raises UserError for an invalid configuration, if two runs have the same one, or if a folder
-    contains another run.
+    """All runs of a sweep. Raises UserError for an invalid configuration, if two runs have the same
+    one, or if a folder contains another run.
 
     Runs that a table could not distinguish are evaluated with a `--label`.
     """
@@ -278,7 +329,11 @@ def plan(sweep: Sweep) -> list[SweepRun]:
             _check_keys(run)
         except UserError as error:
             raise UserError(f"{sweep.path}: run {name}: {error}") from error
-        folders = {"save": str(run.checkpoints), "load": str(run.checkpoints), "log_dir": str(folder / "logs")}
+        folders = {
+            "save": str(run.checkpoints),
+            "load": str(run.checkpoints),
+            "log_dir": str(folder / "logs"),
+        }
         if run.config.logging.tensorboard_dir is not None:
             folders["tensorboard_dir"] = str(folder / "tensorboard")
         runs.append(replace(run, config=run.config.updated(**folders)))
@@ -290,12 +345,13 @@ def plan(sweep: Sweep) -> list[SweepRun]:
         other = names.setdefault(json.dumps(keys, sort_keys=True), run.name)
         if other != run.name:
             raise UserError(
-                f"{sweep.path}: runs {other} and {run.name} have the same configuration; remove a choice, or "
-                "change its keys"
+                f"{sweep.path}: runs {other} and {run.name} have the same configuration; remove a "
+                "choice, or change its keys"
             )
         run.check_folder()
 
-    # Label an evaluation if nothing else distinguishes its runs in a table. The label follows one that it has.
+    # Label an evaluation if nothing else distinguishes its runs in a table. The label follows one
+    # that it has.
     for options in sweep.evaluation:
         axes = _ambiguous_axes(runs, combinations, options)
         for index, choices in enumerate(combinations):
@@ -309,37 +365,46 @@ def plan(sweep: Sweep) -> list[SweepRun]:
 
 
 def _check_keys(run: SweepRun) -> None:
-    """Raises UserError if a run has nothing to train or no valid batch size, or if it should start from another
-    checkpoint than the last one in its folder.
+    """Raises UserError if a run has nothing to train or no valid batch size, or if it should start
+    from another checkpoint than the last one in its folder.
     """
     if not run.steps:
-        raise UserError(f"train_iters is {run.config.schedule.train_iters}; set it to the number of iterations")
+        raise UserError(
+            f"train_iters is {run.config.schedule.train_iters}; set it to the number of iterations"
+        )
     run.config.batch.resolve(run.config.parallel.data_parallel_size(run.num_gpus))
     settings = run.config.checkpoint
     if settings.finetune:
         raise UserError("finetune cannot be used in a sweep; remove it, or finetune with train.py")
     if settings.iteration is not None:
-        raise UserError("iteration cannot be used in a sweep, which resumes from the last checkpoint; remove it")
+        raise UserError(
+            "iteration cannot be used in a sweep, which resumes from the last checkpoint; remove it"
+        )
     if settings.load not in (None, settings.save, str(run.checkpoints)):
         raise UserError(
-            f"load is {settings.load}, but the runs of a sweep start from scratch, and resume from their own "
-            "checkpoints; remove it (or set: {load: null})"
+            f"load is {settings.load}, but the runs of a sweep start from scratch, and resume from "
+            "their own checkpoints; remove it (or set: {load: null})"
         )
 
 
 def select(runs: Sequence[SweepRun], patterns: Sequence[str]) -> list[SweepRun]:
-    """The runs whose names match one of the shell patterns. Raises UserError if a pattern matches no run."""
+    """The runs whose names match one of the shell patterns. Raises UserError if a pattern matches
+    no run.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(run.name, pattern) for run in runs):
-            raise UserError(f"--only {pattern}: matches no run; the first one is called {runs[0].name}")
+            raise UserError(
+                f"--only {pattern}: matches no run; the first one is called {runs[0].name}"
+            )
     return [run for run in runs if any(fnmatchcase(run.name, pattern) for pattern in patterns)]
 
 
 def _ambiguous_axes(
     runs: Sequence[SweepRun], combinations: Sequence[tuple[Choice, ...]], options: Sequence[str]
 ) -> list[int]:
-    """Indices of the axes that distinguish runs whose records of an evaluation with these options have the same method,
-    model size, corpus and seed. Raises UserError that names the run if it has no data for the evaluation.
+    """Indices of the axes that distinguish runs whose records of an evaluation with these options
+    have the same method, model size, corpus and seed. Raises UserError that names the run if it has
+    no data for the evaluation.
     """
     part = next(iter(_values(options, "--split")), "valid")
     groups: dict[tuple[object, ...], list[tuple[Choice, ...]]] = {}
@@ -350,7 +415,12 @@ def _ambiguous_axes(
         except UserError as error:
             raise UserError(f"run {run.name}: {error}") from error
         size = (model.num_layers, model.hidden_size, model.seq_length)
-        identity = (evaluated_method(run.config), *size, corpus_name(corpora), run.config.training.seed)
+        identity = (
+            evaluated_method(run.config),
+            *size,
+            corpus_name(corpora),
+            run.config.training.seed,
+        )
         groups.setdefault(identity, []).append(choices)
     ambiguous = []
     for axis in range(len(combinations[0])):
@@ -369,13 +439,18 @@ def missing_data(runs: Sequence[SweepRun]) -> list[str]:
     """Prefixes of datasets that the runs need and that do not exist."""
     missing: dict[str, None] = {}  # as an ordered set
     for run in runs:
-        missing |= {prefix: None for prefix in dataset_prefixes(run.config) if not idx_path(prefix).is_file()}
+        missing |= {
+            prefix: None
+            for prefix in dataset_prefixes(run.config)
+            if not idx_path(prefix).is_file()
+        }
     return list(missing)
 
 
 def _identify_dataset(prefix: str) -> dict[str, str]:
-    """What identifies a dataset, as far as it is known: the SHA-256 of its .idx, a hash of parts of its .bin, and from
-    its manifest the SHA-256 of its .bin and the fingerprint of its tokenizer. Empty if there is no dataset.
+    """What identifies a dataset, as far as it is known: the SHA-256 of its .idx, a hash of parts of
+    its .bin, and from its manifest the SHA-256 of its .bin and the fingerprint of its tokenizer.
+    Empty if there is no dataset.
     """
     values = {}
     if (path := idx_path(prefix)).is_file():
@@ -390,5 +465,7 @@ def _identify_dataset(prefix: str) -> dict[str, str]:
 
 @functools.cache
 def _sha256(path: Path, _size: int, _modified: int) -> str:
-    """SHA-256 of a file. The size and modification time are those of the content that the cache keeps it for."""
+    """SHA-256 of a file. The size and modification time are those of the content that the cache
+    keeps it for.
+    """
     return file_sha256(path)

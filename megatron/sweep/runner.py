@@ -1,8 +1,8 @@
 """Trains and evaluates the unfinished runs of a sweep in processes, on a pool of devices.
 
-Several sweep processes, also on several hosts, can share an output folder: before a process works on a run, it claims
-the run with a lock in its folder. If a sweep process dies, its training processes save and exit. The sweep process
-that claims such a run next waits until they have exited.
+Several sweep processes, also on several hosts, can share an output folder: before a process works
+on a run, it claims the run with a lock in its folder. If a sweep process dies, its training
+processes save and exit. The sweep process that claims such a run next waits until they have exited.
 """
 
 import os
@@ -32,7 +32,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: a bat
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
-EVALUATION_SHARE = 0.1  # in the progress, an evaluation counts as this share of the run's training steps
+EVALUATION_SHARE = (
+    0.1  # in the progress, an evaluation counts as this share of the run's training steps
+)
 
 
 @dataclass
@@ -50,8 +52,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that failed: in which task, how, and the log of the process that failed. Without a log, the error is that
-    of the sweep, which cannot read or write the run's files.
+    """A run that failed: in which task, how, and the log of the process that failed. Without a log,
+    the error is that of the sweep, which cannot read or write the run's files.
     """
 
     run: SweepRun
@@ -63,22 +65,26 @@ class Failure:
 class Display:
     """Progress of a sweep: a line that changes on a terminal, lines elsewhere. A context manager.
 
-    The percentage counts training steps, and the evaluation of a run as `EVALUATION_SHARE` of its steps. The time left
-    is estimated from the pace so far.
+    The percentage counts training steps, and the evaluation of a run as `EVALUATION_SHARE` of its
+    steps. The time left is estimated from the pace so far.
     """
 
     def __init__(self, runs: Sequence[SweepRun], statuses: Sequence[Status], console: Console):
         self._total = len(runs)
         self._finished = sum(status.state is State.FINISHED for status in statuses)
         self._failed = 0
-        self._steps_left = {run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)}
+        self._steps_left = {
+            run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)
+        }
         self._done = dict.fromkeys(self._steps_left, 0.0)
         self._refreshed_at = time.monotonic()
         self._work: dict[str, float] = dict(self._steps_left)
         for run, status in zip(runs, statuses, strict=True):
             if status.state is not State.FINISHED:
                 self._work[run.name] += EVALUATION_SHARE * run.steps
-        self.progress = Progress("sweep", sum(self._work.values()), log_interval=LOG_INTERVAL, console=console)
+        self.progress = Progress(
+            "sweep", sum(self._work.values()), log_interval=LOG_INTERVAL, console=console
+        )
 
     def finished(self, run: SweepRun, how: str) -> None:
         self._finished += 1
@@ -88,7 +94,10 @@ class Display:
     def failed(self, failure: Failure) -> None:
         self._failed += 1
         self._done[failure.run.name] = self._work[failure.run.name]
-        text = f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} ({failure.error}); the sweep continues"
+        text = (
+            f"[{self._counts()}] {failure.run.name}: FAILED in {failure.task} ({failure.error}); "
+            "the sweep continues"
+        )
         if failure.log is None:
             self.progress.print(text)
             return
@@ -114,10 +123,14 @@ class Display:
             elif job.task == "evaluation":
                 self._done[run.name] = steps_left
             texts.append(text)
-        self.progress.update(sum(self._done.values()), f"{self._counts()} runs finished | {', '.join(texts)}")
+        self.progress.update(
+            sum(self._done.values()), f"{self._counts()} runs finished | {', '.join(texts)}"
+        )
 
     def _counts(self) -> str:
-        return f"{self._finished}/{self._total}" + (f", {self._failed} failed" if self._failed else "")
+        return f"{self._finished}/{self._total}" + (
+            f", {self._failed} failed" if self._failed else ""
+        )
 
 
 class Runner:
@@ -135,21 +148,25 @@ class Runner:
         self._jobs: list[Job] = []
         self._signals: list[int] = []
         self.failures: list[Failure] = []
-        # CPU runs in parallel share the cores; with a thread per core each, they would slow each other down.
+        # CPU runs in parallel share the cores; with a thread per core each, they would slow each
+        # other down.
         self._threads: int | None = None
         if len(devices) > 1 and not devices[0] and "OMP_NUM_THREADS" not in os.environ:
             self._threads = max(1, available_cores() // len(devices))
-            display.progress.print(f"{self._threads} thread(s) per run (OMP_NUM_THREADS is not set)")
+            display.progress.print(
+                f"{self._threads} thread(s) per run (OMP_NUM_THREADS is not set)"
+            )
 
     def run(self, runs: Sequence[SweepRun]) -> tuple[int | None, list[str]]:
-        """Train and evaluate the unfinished `runs` that no other sweep process works on. `failures` lists those that
-        failed here.
+        """Train and evaluate the unfinished `runs` that no other sweep process works on. `failures`
+        lists those that failed here.
 
-        After the first of STOP_SIGNALS, training processes save and exit, and this waits for them. The second signal
-        kills them.
+        After the first of STOP_SIGNALS, training processes save and exit, and this waits for them.
+        The second signal kills them.
 
         Returns:
-            the signal that stopped the sweep or None, and why runs that other processes work on were left out.
+            the signal that stopped the sweep or None, and why runs that other processes work on
+            were left out.
         """
         waiting, claimed_elsewhere = list(runs), dict[str, str]()
         by_name = {run.name: run for run in runs}
@@ -159,7 +176,9 @@ class Runner:
         try:
             while self._jobs or (waiting and not self._signals):
                 while waiting and not self._signals:
-                    count = waiting[0].num_gpus if self._free_devices and self._free_devices[0] else 1
+                    count = (
+                        waiting[0].num_gpus if self._free_devices and self._free_devices[0] else 1
+                    )
                     if len(self._free_devices) < count:
                         break
                     run = waiting.pop(0)
@@ -174,7 +193,8 @@ class Runner:
                 self._display.update(self._jobs)
                 time.sleep(POLL_INTERVAL)
                 if has_worked and not self._jobs and not waiting:
-                    # Some of the other processes may have died in the meantime: try the runs that they had claimed.
+                    # Some of the other processes may have died in the meantime: try the runs that
+                    # they had claimed.
                     waiting, has_worked = [by_name[name] for name in claimed_elsewhere], False
                     claimed_elsewhere.clear()
         finally:
@@ -183,7 +203,8 @@ class Runner:
         return (self._signals[0] if self._signals else None), list(claimed_elsewhere.values())
 
     def _claim(self, run: SweepRun, num_devices: int, failed_before: int | None) -> bool:
-        """Claim a run and make it a job. Returns False if another process has finished it, or tried it and failed.
+        """Claim a run and make it a job. Returns False if another process has finished it, or tried
+        it and failed.
 
         Raises:
             LockBusyError: another process is working on it.
@@ -192,7 +213,8 @@ class Runner:
         claim = Lock(run.folder / CLAIM, f"{run.name}: another sweep process is working on it")
         claim.acquire()
         try:
-            run.check_folder()  # a process with another sweep file may have written to it after the plan was made
+            # A process with another sweep file may have written to it after the plan was made.
+            run.check_folder()
             finished = run.status().state is State.FINISHED
         except UserError:
             claim.release()
@@ -202,21 +224,28 @@ class Runner:
             claim.release()
             return False
         if run.failed_at() not in (None, failed_before):
-            self._display.progress.print(f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}")
+            self._display.progress.print(
+                f"{run.name}: failed in another sweep process; see {run.folder / OUTPUT}"
+            )
             claim.release()
             return False
         run.forget_failure()
-        devices, self._free_devices = self._free_devices[:num_devices], self._free_devices[num_devices:]
+        devices, self._free_devices = (
+            self._free_devices[:num_devices],
+            self._free_devices[num_devices:],
+        )
         self._jobs.append(Job(run, claim, devices))
         if pids := find_processes(run.folder):
             self._display.progress.print(
-                f"{run.name}: processes of an earlier sweep are still running ({', '.join(map(str, pids))}); waiting "
-                "for them to exit"
+                f"{run.name}: processes of an earlier sweep are still running "
+                f"({', '.join(map(str, pids))}); waiting for them to exit"
             )
         return True
 
     def _advance(self, job: Job) -> None:
-        """Start the next process of a job that has none, forward a signal to its process, or handle its exit."""
+        """Start the next process of a job that has none, forward a signal to its process, or handle
+        its exit.
+        """
         if job.process is None:
             if self._signals:
                 self._remove(job)
@@ -229,13 +258,18 @@ class Runner:
             return
         exit_status = job.process.poll()
         if exit_status is None:
-            # Signals are forwarded here, not in the handler, so one that arrives while a process starts reaches it too.
+            # Signals are forwarded here, not in the handler, so one that arrives while a process
+            # starts reaches it too.
             if job.signals_sent < len(self._signals):
-                job.process.send_signal(signal.SIGTERM)  # the launcher kills its processes at the second signal
+                job.process.send_signal(
+                    signal.SIGTERM
+                )  # the launcher kills its processes at the second signal
                 job.signals_sent += 1
             return
         job.process = None
-        if self._signals:  # a training that was asked to stop exits with 0 before its last iteration
+        if (
+            self._signals
+        ):  # a training that was asked to stop exits with 0 before its last iteration
             self._remove(job)
             return
         try:
@@ -247,15 +281,20 @@ class Runner:
             self._remove(job)
 
     def _handle_exit(self, job: Job, exit_status: int) -> Failure | None:
-        """Record that the last process of a job has succeeded, and remove the job if its run is finished; or record and
-        return its failure. Raises UserError if the run's files are damaged or cannot be written.
+        """Record that the last process of a job has succeeded, and remove the job if its run is
+        finished; or record and return its failure. Raises UserError if the run's files are damaged
+        or cannot be written.
         """
         run = job.run
-        if exit_status == 0 and (run.is_trained() if job.task == "training" else has_results(run.results)):
+        if exit_status == 0 and (
+            run.is_trained() if job.task == "training" else has_results(run.results)
+        ):
             if job.task == "evaluation":
                 run.mark_evaluated()
             if run.status().state is State.FINISHED:
-                self._display.finished(run, f"in {readable_time(time.monotonic() - job.started_at)}")
+                self._display.finished(
+                    run, f"in {readable_time(time.monotonic() - job.started_at)}"
+                )
                 self._remove(job)
             return None
         run.mark_failed(job.task, exit_status)
@@ -271,7 +310,9 @@ class Runner:
         if run.is_trained():
             job.task = "evaluation"
             command = [*self._kerple, "evaluate", config, "--output", str(run.results), "--replace"]
-            command.append("--skip-unsupported")  # the sweep has checked that another run supports the mode
+            command.append(
+                "--skip-unsupported"
+            )  # the sweep has checked that another run supports the mode
             command += run.start_evaluation()
         else:
             job.task = "training"
@@ -302,8 +343,8 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a process of the run in `folder`, in its own session, appending its output to `log`.
 
-    On Linux it receives SIGTERM when this process dies. The launcher forwards it to the training processes, which save
-    and exit.
+    On Linux it receives SIGTERM when this process dies. The launcher forwards it to the training
+    processes, which save and exit.
     """
     with open(log, "ab") as stream:
         return subprocess.Popen(
@@ -322,7 +363,10 @@ def find_processes(folder: Path) -> list[int]:
     value, pids = str(folder.resolve()), []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(RUN_VARIABLE) == value:
+            if (
+                process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(RUN_VARIABLE) == value
+            ):
                 pids.append(process.pid)
         except (psutil.Error, OSError):
             continue  # it has exited, or belongs to another user

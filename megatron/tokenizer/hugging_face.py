@@ -1,4 +1,6 @@
-"""Tokenizers based on Hugging Face's `tokenizers` library: tokenizer.json files, GPT-2's vocabulary, BPE training."""
+"""Tokenizers based on Hugging Face's `tokenizers` library: tokenizer.json files, GPT-2's
+vocabulary, BPE training.
+"""
 
 import hashlib
 import json
@@ -13,7 +15,8 @@ from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, Spec
 from megatron.utils.errors import UserError, library_errors
 from megatron.utils.files import read_file
 
-# The library needs about 100 bytes of memory per token of the text it encodes, so longer texts are encoded in pieces.
+# The library needs about 100 bytes of memory per token of the text it encodes, so longer texts are
+# encoded in pieces.
 _MAX_CHARACTERS = 1 << 20
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 
@@ -22,9 +25,13 @@ MIN_VOCAB_SIZE = 257
 
 
 class _LibraryTokenizer(Tokenizer):
-    """Encodes and decodes with a `tokenizers.Tokenizer`, whose post-processor is replaced by `bos`."""
+    """Encodes and decodes with a `tokenizers.Tokenizer`, whose post-processor is
+    replaced by `bos`.
+    """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, bos: int | None = None):
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, bos: int | None = None
+    ):
         tokenizer.post_processor = None
         self._tokenizer = tokenizer
         self.eod = eod
@@ -37,7 +44,9 @@ class _LibraryTokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         with library_errors("the tokenizer cannot encode the text"):
-            ids = [token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids]
+            ids = [
+                token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids
+            ]
         return self._start + ids
 
     def pieces(self, text: str) -> Iterator[str]:
@@ -47,7 +56,10 @@ class _LibraryTokenizer(Tokenizer):
         if any(len(text) > _MAX_CHARACTERS for text in texts):
             return [self.tokenize(text) for text in texts]
         with library_errors("the tokenizer cannot encode the texts"):
-            return [self._start + encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+            return [
+                self._start + encoding.ids
+                for encoding in self._tokenizer.encode_batch_fast(list(texts))
+            ]
 
     @property
     def special_ids(self) -> list[int]:
@@ -74,14 +86,15 @@ class _LibraryTokenizer(Tokenizer):
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """A tokenizer.json file.
 
-    Documents end with `<|endoftext|>`, or else with the `eos_token` of the tokenizer_config.json in the same folder.
-    Texts start with the token that the file's post-processor puts there, as in transformers. Tokens that it appends are
-    left out, because a prompt, a context and a part of a document do not end a text.
+    Documents end with `<|endoftext|>`, or else with the `eos_token` of the tokenizer_config.json in
+    the same folder. Texts start with the token that the file's post-processor puts there, as in
+    transformers. Tokens that it appends are left out, because a prompt, a context and a part of a
+    document do not end a text.
 
     Truncation, padding and BPE dropout in the file are ignored (see `disable_effects`).
 
-    Raises UserError if the file is not a tokenizer.json, has no end-of-document token, or its post-processor does more
-    than adding a token at the start and tokens at the end.
+    Raises UserError if the file is not a tokenizer.json, has no end-of-document token, or its
+    post-processor does more than adding a token at the start and tokens at the end.
     """
 
     name = "HFTokenizer"
@@ -97,18 +110,24 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             eod = tokenizer.token_to_id(eos)
             fingerprint = hashlib.sha256(content + f"eod {eod}".encode()).hexdigest()
         if eod is None:
-            special = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+            special = sorted(
+                token.content
+                for token in tokenizer.get_added_tokens_decoder().values()
+                if token.special
+            )
             raise UserError(
-                f"{path} has no {END_OF_DOCUMENT} token, which marks the end of a document (its special tokens: "
-                f"{', '.join(special) if special else 'none'}), and no {TOKENIZER_CONFIG} in its folder names another "
-                "(eos_token); add it with add_special_tokens of the tokenizers library"
+                f"{path} has no {END_OF_DOCUMENT} token, which marks the end of a document (its "
+                f"special tokens: {', '.join(special) if special else 'none'}), and no "
+                f"{TOKENIZER_CONFIG} in its folder names another (eos_token); add it with "
+                "add_special_tokens of the tokenizers library"
             )
         super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
 
 
 def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
-    """Switch off what makes the ids depend on more than the text: training data must be neither cut nor padded, and
-    with BPE dropout, which leaves out random merges, a text would have other ids each time.
+    """Switch off what makes the ids depend on more than the text: training data must be neither cut
+    nor padded, and with BPE dropout, which leaves out random merges, a text would have other ids
+    each time.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -119,8 +138,8 @@ def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
 class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE, from its vocabulary and merges files.
 
-    Special tokens in a text are not recognized: a literal `<|endoftext|>` becomes ordinary tokens, so the text of a
-    document cannot end it.
+    Special tokens in a text are not recognized: a literal `<|endoftext|>` becomes ordinary tokens,
+    so the text of a document cannot end it.
 
     Raises UserError if the files are not GPT-2's vocabulary and merges, or do not belong together.
     """
@@ -130,25 +149,36 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     def __init__(self, vocab_file: Path, merge_file: Path):
         content = read_file(vocab_file) + b"\0" + read_file(merge_file)
         with library_errors(
-            f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its JSON of tokens and "
-            "ids; for a tokenizer.json use tokenizer-type HFTokenizer"
+            f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its "
+            "JSON of tokens and ids; for a tokenizer.json use tokenizer-type HFTokenizer"
         ):
-            tokenizer = byte_level_tokenizer(tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file)))
+            tokenizer = byte_level_tokenizer(
+                tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+            )
         vocab = tokenizer.get_vocab()
         if END_OF_DOCUMENT not in vocab:
-            raise UserError(f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256")
-        missing = [symbol for symbol in tokenizers.pre_tokenizers.ByteLevel.alphabet() if symbol not in vocab]
+            raise UserError(
+                f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256"
+            )
+        missing = [
+            symbol
+            for symbol in tokenizers.pre_tokenizers.ByteLevel.alphabet()
+            if symbol not in vocab
+        ]
         if missing:
             raise UserError(
-                f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte symbols are missing"
+                f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte "
+                "symbols are missing"
             )
         super().__init__(tokenizer, vocab[END_OF_DOCUMENT], hashlib.sha256(content).hexdigest())
 
 
 def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> int | None:
-    """The id of the token that the post-processor puts before every text; None if it puts none there.
+    """The id of the token that the post-processor puts before every text; None if it puts none
+    there.
 
-    Raises UserError if it puts several tokens there, a token without an embedding, or does not keep the text once.
+    Raises UserError if it puts several tokens there, a token without an embedding, or does not keep
+    the text once.
     """
     processor = tokenizer.post_processor
     if processor is None:
@@ -164,35 +194,43 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
     added = encoding.special_tokens_mask
     if added.count(0) != count:
         raise UserError(
-            f"{source}: its post_processor repeats or removes the text ({added.count(0)} instead of {count} tokens)"
+            f"{source}: its post_processor repeats or removes the text ({added.count(0)} instead "
+            f"of {count} tokens)"
         )
     prefix = encoding.ids[: added.index(0)]
     if len(prefix) > 1:
         raise UserError(
-            f"{source}: its post_processor puts {len(prefix)} tokens before every text; remove all but one from it"
+            f"{source}: its post_processor puts {len(prefix)} tokens before every text; remove all "
+            "but one from it"
         )
     if prefix and tokenizer.id_to_token(prefix[0]) is None:
-        raise UserError(f"{source}: its post_processor adds the id {prefix[0]}, which is not in the vocabulary")
+        raise UserError(
+            f"{source}: its post_processor adds the id {prefix[0]}, which is not in the vocabulary"
+        )
     return prefix[0] if prefix else None
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> tokenizers.Tokenizer:
-    """Train a byte-level BPE with GPT-2's splitting pattern and no normalization, so decoding is lossless.
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, progress: bool = False
+) -> tokenizers.Tokenizer:
+    """Train a byte-level BPE with GPT-2's splitting pattern and no normalization, so decoding is
+    lossless.
 
     Args:
         texts: the documents. Read once, in a streaming fashion.
-        vocab_size: number of ids, including `<|endoftext|>` (id 0) and the 256 bytes. The result is smaller if the
-            corpus runs out of pairs that occur twice.
+        vocab_size: number of ids, including `<|endoftext|>` (id 0) and the 256 bytes. The result is
+            smaller if the corpus runs out of pairs that occur twice.
         progress: show the library's progress bars on a terminal.
 
     Returns:
-        a library tokenizer. `.save(path)` writes a tokenizer.json for `tokenizer-type: HFTokenizer`. The result is
-        deterministic for the same texts in the same order.
+        a library tokenizer. `.save(path)` writes a tokenizer.json for
+        `tokenizer-type: HFTokenizer`. The result is deterministic for the same texts in the same
+        order.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(
-            f"vocabulary size {vocab_size} is too small: a byte-level BPE has the 256 bytes and {END_OF_DOCUMENT}, "
-            f"so at least {MIN_VOCAB_SIZE}"
+            f"vocabulary size {vocab_size} is too small: a byte-level BPE has the 256 bytes and "
+            f"{END_OF_DOCUMENT}, so at least {MIN_VOCAB_SIZE}"
         )
     tokenizer = byte_level_tokenizer(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
@@ -215,10 +253,11 @@ def byte_level_tokenizer(model: tokenizers.models.Model) -> tokenizers.Tokenizer
 
 
 def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Whether splitting any text between a non-space character and a space or newline leaves its ids unchanged.
+    """Whether splitting any text between a non-space character and a space or newline leaves its
+    ids unchanged.
 
-    GPT-2's pre-tokenization pattern always starts a new piece there. A normalizer, or added tokens that contain or
-    absorb white space, break this property.
+    GPT-2's pre-tokenization pattern always starts a new piece there. A normalizer, or added tokens
+    that contain or absorb white space, break this property.
     """
     settings = json.loads(tokenizer.to_str())
     pre_tokenizer = settings.get("pre_tokenizer") or {}
@@ -229,8 +268,13 @@ def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
     )
     added = settings["added_tokens"]
     space_in_added = any(re.search(r"\s", token["content"]) for token in added)
-    absorbs_space = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
-    return bool(gpt2_pattern and not (space_in_added or absorbs_space or settings.get("normalizer") is not None))
+    absorbs_space = any(
+        token["lstrip"] or token["rstrip"] or token["single_word"] for token in added
+    )
+    return bool(
+        gpt2_pattern
+        and not (space_in_added or absorbs_space or settings.get("normalizer") is not None)
+    )
 
 
 def split_text(text: str, length: int) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""SentencePiece models (the `tokenizer.model` of Llama 2, Mistral and others), with the sentencepiece library."""
+"""SentencePiece models (the `tokenizer.model` of Llama 2, Mistral and others), with the
+sentencepiece library.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,11 +14,12 @@ from megatron.utils.files import read_file
 
 
 class SPMTokenizer(Tokenizer):
-    """A SentencePiece model. Special tokens in a text are not recognized: `</s>` becomes ordinary pieces.
+    """A SentencePiece model. Special tokens in a text are not recognized: `</s>` becomes ordinary
+    pieces.
 
-    Documents end with `<|endoftext|>` as in GPT-NeoX, or else with the model's own end-of-sequence piece. A
-    tokenizer_config.json in the same folder decides whether texts start with the beginning-of-sequence piece, as it
-    does for transformers; without the file they do not.
+    Documents end with `<|endoftext|>` as in GPT-NeoX, or else with the model's own end-of-sequence
+    piece. A tokenizer_config.json in the same folder decides whether texts start with the
+    beginning-of-sequence piece, as it does for transformers; without the file they do not.
 
     Raises UserError if the file is not a SentencePiece model, or has no end-of-document piece.
     """
@@ -35,15 +38,16 @@ class SPMTokenizer(Tokenizer):
             eod = self._processor.eos_id()
         if eod < 0:
             raise UserError(
-                f"{path} has neither {END_OF_DOCUMENT} nor an end-of-sequence piece, so nothing can mark the end of a "
-                "document"
+                f"{path} has neither {END_OF_DOCUMENT} nor an end-of-sequence piece, so nothing "
+                "can mark the end of a document"
             )
         self.eod = eod
         special = SpecialTokens.next_to(path)
         if special.largest_id >= self.vocab_size:
             raise UserError(
-                f"{path} has {self.vocab_size} pieces, but tokenizer_config.json adds a token with id "
-                f"{special.largest_id}; use the model's tokenizer.json with tokenizer-type HFTokenizer"
+                f"{path} has {self.vocab_size} pieces, but tokenizer_config.json adds a token with "
+                f"id {special.largest_id}; use the model's tokenizer.json with tokenizer-type "
+                "HFTokenizer"
             )
         if special.adds_bos and self._processor.bos_id() >= 0:
             self.bos = self._processor.bos_id()

@@ -1,8 +1,8 @@
 """The configuration of DeepSpeed, derived from ours, and patches of DeepSpeed.
 
-Its keys: https://www.deepspeed.ai/docs/config-json/. Each patch names the upstream behaviour that it replaces and the
-reason. Importing this module with another version than that of `VERSIONS` is an error; compare each patch with the
-source of a new version before updating.
+Its keys: https://www.deepspeed.ai/docs/config-json/. Each patch names the upstream behaviour that
+it replaces and the reason. Importing this module with another version than that of `VERSIONS` is an
+error; compare each patch with the source of a new version before updating.
 """
 
 import difflib
@@ -34,14 +34,15 @@ check_version("deepspeed")
 def disable_shared_memory_collectives() -> None:
     """Use gloo for collectives between CPU ranks.
 
-    Upstream: `deepspeed.comm.torch.TorchBackend` compiles a C++ extension with shared-memory collectives when it is
-    created on a CPU, which requires a compiler. gloo does not.
+    Upstream: `deepspeed.comm.torch.TorchBackend` compiles a C++ extension with shared-memory
+    collectives when it is created on a CPU, which requires a compiler. gloo does not.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def global_norm(gradients: list[torch.Tensor], mpu: Any) -> torch.Tensor:
-    """L2 norm of the gradients of all ranks in the model-parallel group of `mpu`: a float32 scalar on the device.
+    """L2 norm of the gradients of all ranks in the model-parallel group of `mpu`: a float32 scalar
+    on the device.
 
     Every gradient must be passed by exactly one rank of the group. A rank may have none.
     """
@@ -61,26 +62,34 @@ class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with `PatchedBF16Optimizer` or
-        `DeviceOnlyBF16Optimizer`, and `PatchedZeroOptimizer`.
+        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with
+        `PatchedBF16Optimizer` or `DeviceOnlyBF16Optimizer`, and `PatchedZeroOptimizer`.
 
-        Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector for each of them.
+        Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector
+            for each of them.
         """
         with patch.object(bf16_optimizer, "see_memory_usage"):
             super().__init__(*args, **keywords)
         optimizer = self.optimizer
         on_device = getattr(self.basic_optimizer, "_step_supports_amp_scaling", False)
         if on_device:
-            check_parameters("torch", sys.modules["torch.optim.adam"], "adam", "grad_scale", "found_inf")
+            check_parameters(
+                "torch", sys.modules["torch.optim.adam"], "adam", "grad_scale", "found_inf"
+            )
         if type(optimizer) is BF16_Optimizer:
             optimizer.__class__ = DeviceOnlyBF16Optimizer if on_device else PatchedBF16Optimizer
-        elif type(optimizer) is DeepSpeedZeroOptimizer and optimizer.compute_grad_norm and not optimizer.cpu_offload:
+        elif (
+            type(optimizer) is DeepSpeedZeroOptimizer
+            and optimizer.compute_grad_norm
+            and not optimizer.cpu_offload
+        ):
             optimizer.__class__ = PatchedZeroOptimizer
 
     def _do_sanity_check(self) -> None:
         """Allow fp16 on a CPU.
 
-        Upstream: raises if the CPU has no fp16 instructions. PyTorch computes fp16 on such CPUs too, only slower.
+        Upstream: raises if the CPU has no fp16 instructions. PyTorch computes fp16 on such CPUs
+            too, only slower.
         """
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
@@ -90,7 +99,10 @@ class PatchedEngine(DeepSpeedEngine):
             super()._do_sanity_check()
 
     def allreduce_and_copy(
-        self, small_bucket: list[torch.Tensor], dp_group: dist.ProcessGroup, dp_world_size: float | None = None
+        self,
+        small_bucket: list[torch.Tensor],
+        dp_group: dist.ProcessGroup,
+        dp_world_size: float | None = None,
     ) -> None:
         """Average gradients over the replicas, if there are several.
 
@@ -101,13 +113,13 @@ class PatchedEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def clip_fp32_gradients(self) -> None:
-        """Clip fp32 gradients without ZeRO by the norm of the whole model, and record the norm for the log. Gradients
-        that are not finite are removed, so that the optimizer skips the step; torch's fused optimizers find out on the
-        device.
+        """Clip fp32 gradients without ZeRO by the norm of the whole model, and record the norm for
+        the log. Gradients that are not finite are removed, so that the optimizer skips the step;
+        torch's fused optimizers find out on the device.
 
-        Upstream: `deepspeed.runtime.utils.clip_grad_norm_` counts only the parameters of model-parallel rank 0, which
-        in a pipeline are those of the first stage, and discards the norm; the step is not skipped. The ZeRO and bf16
-        optimizers do none of this.
+        Upstream: `deepspeed.runtime.utils.clip_grad_norm_` counts only the parameters of
+        model-parallel rank 0, which in a pipeline are those of the first stage, and discards the
+        norm; the step is not skipped. The ZeRO and bf16 optimizers do none of this.
         """
         tensor_rank = self.mpu.get_slice_parallel_rank() if self.mpu is not None else 0
         gradients, counted = [], []
@@ -138,14 +150,16 @@ class PatchedPipelineEngine(PatchedEngine, PipelineEngine):
 class PatchedBF16Optimizer(BF16_Optimizer):
     """DeepSpeed's optimizer for bf16 weights with fp32 master weights, with few kernels.
 
-    Upstream: `update_hp_grads` launches two kernels per parameter, and the fp32 gradients are set to zero twice per
-    step. Here one call handles all parameters of a group, and the first micro-batch overwrites the fp32 gradients.
+    Upstream: `update_hp_grads` launches two kernels per parameter, and the fp32 gradients are set
+    to zero twice per step. Here one call handles all parameters of a group, and the first
+    micro-batch overwrites the fp32 gradients.
     """
 
     def backward_prologue(self) -> None:
         """Nothing: `update_hp_grads` has freed the bf16 gradients.
 
-        Upstream: sets them to zero when the backward pass reaches the output of the last stage of a pipeline, which
+        Upstream: sets them to zero when the backward pass reaches the output of the last stage of a
+            pipeline, which
         discards the gradients of the output layer: it is part of the loss.
         """
 
@@ -153,11 +167,14 @@ class PatchedBF16Optimizer(BF16_Optimizer):
     def update_hp_grads(self, clear_lp_grads: bool = False) -> None:
         """Add the bf16 gradients of a micro-batch to the fp32 ones, and free them.
 
-        torch launches one kernel for many tensors in `_foreach_copy_`, but one kernel per tensor in `_foreach_add_`,
-        because the dtypes differ.
+        torch launches one kernel for many tensors in `_foreach_copy_`, but one kernel per tensor in
+        `_foreach_add_`, because the dtypes differ.
         """
         for parameters, gradients, received in zip(
-            self.bf16_groups, self.fp32_groups_gradients, self.fp32_groups_has_gradients, strict=True
+            self.bf16_groups,
+            self.fp32_groups_gradients,
+            self.fp32_groups_has_gradients,
+            strict=True,
         ):
             first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
             later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -185,10 +202,10 @@ class PatchedBF16Optimizer(BF16_Optimizer):
 class DeviceOnlyBF16Optimizer(PatchedBF16Optimizer):
     """`PatchedBF16Optimizer` without waiting for the device.
 
-    Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not finite and to clip,
-    and `get_global_norm_of_tensors` copies a constant to the device. The device idles until the next kernels are
-    launched. Here everything happens on the device. The inner optimizer must support `found_inf` and `grad_scale`, as
-    torch's fused optimizers do.
+    Upstream: `step` reads the gradient norm on the host twice, to skip a step whose gradient is not
+    finite and to clip, and `get_global_norm_of_tensors` copies a constant to the device. The device
+    idles until the next kernels are launched. Here everything happens on the device. The inner
+    optimizer must support `found_inf` and `grad_scale`, as torch's fused optimizers do.
     """
 
     @torch.no_grad()
@@ -198,7 +215,9 @@ class DeviceOnlyBF16Optimizer(PatchedBF16Optimizer):
         overflow = ~torch.isfinite(norm)
         self._global_grad_norm = norm.masked_fill(overflow, float("inf"))
         if self.clip_grad > 0:
-            self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp(min=1.0)  # divides the gradients
+            self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp(
+                min=1.0
+            )  # divides the gradients
         for master, gradient in zip(
             self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, strict=True
         ):
@@ -211,14 +230,18 @@ class DeviceOnlyBF16Optimizer(PatchedBF16Optimizer):
 
 
 class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's optimizer of ZeRO 1 and 2, for fp16 and bf16 weights, with fewer kernels and waits for the device.
+    """DeepSpeed's optimizer of ZeRO 1 and 2, for fp16 and bf16 weights, with fewer kernels and
+    waits for the device.
 
-    Upstream waits for the device five times per step in fp16 and copies a constant from the host per parameter group.
-    Here it waits once, for the norm: dynamic loss scaling decides on the host whether to skip the step.
+    Upstream waits for the device five times per step in fp16 and copies a constant from the host
+    per parameter group. Here it waits once, for the norm: dynamic loss scaling decides on the host
+    whether to skip the step.
     """
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """Synchronize the streams on the device. Upstream: with overlap_comm, the host waits for all of them."""
+        """Synchronize the streams on the device. Upstream: with overlap_comm, the host waits for
+        all of them.
+        """
         accelerator = get_accelerator()
 
         def wait_for_reduction() -> None:
@@ -229,9 +252,13 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
             super().independent_gradient_partition_epilogue()
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Nothing: `step` skips if the norm is not finite. Upstream: about ten kernels per gradient."""
+        """Nothing: `step` skips if the norm is not finite. Upstream: about ten kernels per
+        gradient.
+        """
 
-    def _squared_norm(self, gradients: list[torch.Tensor], params: list[torch.nn.Parameter]) -> torch.Tensor:
+    def _squared_norm(
+        self, gradients: list[torch.Tensor], params: list[torch.nn.Parameter]
+    ) -> torch.Tensor:
         """The sum of the squares of a group's gradients on this rank, float32."""
         parts = [part for part in gradients if not getattr(part, "_zero_padding", False)]
         counted = []
@@ -245,11 +272,12 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
         return torch.stack(torch._foreach_norm(counted, 2, torch.float32)).square().sum()
 
     def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
-        """The norm of all groups on all ranks, times the loss scale, on the CPU, which is the only wait; infinity if it
-        is not finite.
+        """The norm of all groups on all ranks, times the loss scale, on the CPU, which is the only
+        wait; infinity if it is not finite.
 
-        Upstream: two kernels per gradient, in float64; and the ranks add up each group by itself, so stages of a
-        pipeline with different groups of parameters would wait for each other forever.
+        Upstream: two kernels per gradient, in float64; and the ranks add up each group by itself,
+        so stages of a pipeline with different groups of parameters would wait for each other
+        forever.
         """
         squared = torch.zeros((), device=self.device)
         for index, parameters in enumerate(self.params_in_partition):
@@ -261,16 +289,20 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
 
 
 def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
-    """The configuration for DeepSpeed's engine, without optimizer and learning-rate schedule, which we build ourselves.
+    """The configuration for DeepSpeed's engine, without optimizer and learning-rate schedule, which
+    we build ourselves.
 
     Raises UserError if the batch sizes do not fit `data_parallel_size` replicas.
     """
     # Batch sizes, clipping, logging and ZeRO have the same meaning as in DeepSpeed.
     micro_batch, accumulation, global_batch = config.batch.resolve(data_parallel_size)
     precision, optimizer = config.precision, config.optimizer
-    zero = {name: value for name, value in optimizer.zero.items() if name != "cpu_offload"}  # which is false
+    zero = {
+        name: value for name, value in optimizer.zero.items() if name != "cpu_offload"
+    }  # which is false
 
-    # In half precision, stage 1 does the arithmetic of stage 0 on flat tensors instead of parameter by parameter.
+    # In half precision, stage 1 does the arithmetic of stage 0 on flat tensors instead of parameter
+    # by parameter.
     stage = 1 if optimizer.zero_stage == 0 and precision.dtype != "fp32" else optimizer.zero_stage
     settings: dict[str, Any] = {
         **config.parallel.deepspeed_extra_args,
@@ -279,14 +311,18 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": optimizer.gradient_clipping,
         "zero_optimization": {"stage": stage, **zero},
-        "zero_allow_untested_optimizer": True,  # ZeRO requires it for optimizers that are not DeepSpeed's own
-        # DeepSpeed's timer would wait for the device before and after every micro-batch. Our log has its own.
+        # ZeRO requires it for optimizers that are not DeepSpeed's own.
+        "zero_allow_untested_optimizer": True,
+        # DeepSpeed's timer would wait for the device before and after every micro-batch. Our log
+        # has its own.
         "timers": {"throughput": {"enabled": False}},
     }
 
     # Keys that depend on others. Absent keys leave DeepSpeed's defaults.
     if stage == 0 and not optimizer.gradient_clipping:
-        settings["gradient_clipping"] = float("inf")  # no clipping, but DeepSpeed still computes the norm for the log
+        settings["gradient_clipping"] = float(
+            "inf"
+        )  # no clipping, but DeepSpeed still computes the norm for the log
     if precision.dtype == "fp16":
         settings["fp16"] = {
             "enabled": True,
@@ -314,20 +350,32 @@ def deepspeed_config(settings: dict[str, Any], grid: Any) -> DeepSpeedConfig:
     """
     try:
         return DeepSpeedConfig(settings, grid)
-    except (DeepSpeedConfigError, ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
+    except (
+        DeepSpeedConfigError,
+        ValueError,
+        TypeError,
+        AssertionError,
+        LookupError,
+        AttributeError,
+    ) as error:
         problem = shortened(" ".join(str(error).split()), 500)
-        raise UserError(f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}") from error
+        raise UserError(
+            f"DeepSpeed rejects zero_optimization or deepspeed_extra_args: {problem}"
+        ) from error
 
 
 def check_deepspeed(config: Config, data_parallel_size: int) -> None:
-    """Check the keys for DeepSpeed before the data are read and the model is built. Raises UserError."""
+    """Check the keys for DeepSpeed before the data are read and the model is built. Raises
+    UserError.
+    """
     fields = DeepSpeedZeroConfig.model_fields
     known = {*fields, *(field.alias for field in fields.values() if field.alias)}
     for name in config.optimizer.zero:
         if name not in known:
             nearest = ", ".join(difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0))
             raise UserError(
-                f'"zero_optimization.{shortened(name)}" is not a known key of DeepSpeed; nearest: {nearest} '
+                f'"zero_optimization.{shortened(name)}" is not a known key of DeepSpeed; nearest: '
+                f"{nearest} "
                 "(all keys: https://www.deepspeed.ai/docs/config-json/)"
             )
     grid = SimpleNamespace(get_data_parallel_world_size=lambda: data_parallel_size)
@@ -342,5 +390,7 @@ def deepspeed_curriculum(config: Config) -> dict[str, Any]:
         "min_difficulty": curriculum.min_difficulty,
         "max_difficulty": curriculum.max_difficulty,
         "schedule_type": curriculum.schedule_type,
-        "schedule_config": {name: value for name in names if (value := getattr(curriculum, name)) is not None},
+        "schedule_config": {
+            name: value for name in names if (value := getattr(curriculum, name)) is not None
+        },
     }

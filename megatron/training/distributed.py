@@ -19,11 +19,12 @@ from megatron.utils.errors import first_line
 
 
 def initialize(config: Config) -> Layout:
-    """Join the process group of the launcher, or create one for this process alone; return the layout of the ranks.
+    """Join the process group of the launcher, or create one for this process alone; return the
+    layout of the ranks.
 
-    The tensor-parallel rank varies fastest, then the data-parallel rank, then the pipeline stage, as in DeepSpeed and
-    megatron-core. Raises UserError if the number of ranks does not fit the parallel sizes, or if torch cannot use the
-    machine's GPU.
+    The tensor-parallel rank varies fastest, then the data-parallel rank, then the pipeline stage,
+    as in DeepSpeed and megatron-core. Raises UserError if the number of ranks does not fit the
+    parallel sizes, or if torch cannot use the machine's GPU.
     """
     # These imports take seconds, and most commands do not need them.
     import deepspeed
@@ -39,8 +40,9 @@ def initialize(config: Config) -> Layout:
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
             raise UserError(
-                f"{socket.gethostname()} was given local rank {local_rank}, but has {gpus} visible GPU(s); lower "
-                "its slots in the hostfile, or num_gpus (with Slurm, use --gpus-per-node and not --gpus-per-task)"
+                f"{socket.gethostname()} was given local rank {local_rank}, but has {gpus} visible "
+                "GPU(s); lower its slots in the hostfile, or num_gpus (with Slurm, use "
+                "--gpus-per-node and not --gpus-per-task)"
             )
         torch.cuda.set_device(local_rank)
 
@@ -50,16 +52,21 @@ def initialize(config: Config) -> Layout:
     if backend == "nccl" and not on_gpu:
         backend = "gloo"
         if int(os.environ.get("RANK", "0")) == 0:
-            print("distributed-backend: nccl requires a GPU, but this run is on the CPU; using gloo", flush=True)
+            print(
+                "distributed-backend: nccl requires a GPU, but this run is on the CPU; using gloo",
+                flush=True,
+            )
 
     # Without a launcher, this process is a group of its own.
     if not dist.is_initialized():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
         if missing and world_size > 1:
             raise UserError(
-                f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set; set all variables of "
-                "torch.distributed (docs/clusters.md), or unset WORLD_SIZE"
+                f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set; set all "
+                "variables of torch.distributed (docs/clusters.md), or unset WORLD_SIZE"
             )
         if missing:
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -68,18 +75,24 @@ def initialize(config: Config) -> Layout:
         elif world_size > 1:
             _check_address(os.environ["MASTER_ADDR"])
         try:
-            deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+            deepspeed.init_distributed(
+                dist_backend=backend, auto_mpi_discovery=False, verbose=False
+            )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise UserError(
-                f"{socket.gethostname()} cannot reach rank 0 at {address} ({first_line(error)}); set master_addr to an "
-                "address of the first host that all hosts can reach, and master_port to a free port"
+                f"{socket.gethostname()} cannot reach rank 0 at {address} ({first_line(error)}); "
+                "set master_addr to an address of the first host that all hosts can reach, and "
+                "master_port to a free port"
             ) from error
 
     # Divide the ranks among pipeline stages, replicas and tensor parallelism.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data_size = config.parallel.data_parallel_size(world_size)
-    pipeline_size, tensor_size = max(1, config.parallel.pipe_parallel_size), config.parallel.model_parallel_size
+    pipeline_size, tensor_size = (
+        max(1, config.parallel.pipe_parallel_size),
+        config.parallel.model_parallel_size,
+    )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_size, pipeline_model_parallel_size=pipeline_size
@@ -100,20 +113,21 @@ def initialize(config: Config) -> Layout:
 
 
 def _check_address(name: str) -> None:
-    """Raises UserError if the address of rank 0 is a name that this host does not know; torch would retry
-    for half an hour.
+    """Raises UserError if the address of rank 0 is a name that this host does not know; torch would
+    retry for half an hour.
     """
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
         raise UserError(
-            f"{socket.gethostname()} cannot find the first host, {name!r} ({error.strerror}); set master_addr to its "
-            "address or to a name that all hosts know"
+            f"{socket.gethostname()} cannot find the first host, {name!r} ({error.strerror}); set "
+            "master_addr to its address or to a name that all hosts know"
         ) from error
 
 
 def seed_everything(seed: int, layout: Layout) -> None:
-    """Seed Python, NumPy and torch, for dropout. Tensor-parallel ranks share a seed; replicas and stages differ.
+    """Seed Python, NumPy and torch, for dropout. Tensor-parallel ranks share a seed; replicas and
+    stages differ.
 
     The initial weights do not depend on these generators: see `megatron/model/initialization.py`.
     """
@@ -124,7 +138,9 @@ def seed_everything(seed: int, layout: Layout) -> None:
 
 
 def shutdown() -> None:
-    """Destroy the process groups. Otherwise they could time out at exit, and this process could not train again."""
+    """Destroy the process groups. Otherwise they could time out at exit, and this process could not
+    train again.
+    """
     import deepspeed
 
     from megatron.core import parallel_state
@@ -135,18 +151,23 @@ def shutdown() -> None:
 
 
 class DistributedSignalHandler:
-    """Records SIGTERM, SIGINT, SIGUSR1 and SIGHUP, so that all ranks stop after the same iteration. A context manager.
+    """Records SIGTERM, SIGINT, SIGUSR1 and SIGHUP, so that all ranks stop after the same iteration.
+    A context manager.
 
-    A second signal ends the process immediately, except SIGHUP: a terminal that is closed can send it twice. A rank of
-    deepy.py ignores a second SIGTERM, too: the first one may have been sent to deepy.py as well, which forwards it. To
-    end its ranks, deepy.py uses SIGKILL. A SIGHUP that is ignored, as under nohup, remains ignored.
+    A second signal ends the process immediately, except SIGHUP: a terminal that is closed can send
+    it twice. A rank of deepy.py ignores a second SIGTERM, too: the first one may have been sent to
+    deepy.py as well, which forwards it. To end its ranks, deepy.py uses SIGKILL. A SIGHUP that is
+    ignored, as under nohup, remains ignored.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._stopped_by_other_rank = False
         # LAUNCHER_PID: set by megatron/launcher/node.py.
-        self._repeatable = (signal.SIGHUP, *((signal.SIGTERM,) if "LAUNCHER_PID" in os.environ else ()))
+        self._repeatable = (
+            signal.SIGHUP,
+            *((signal.SIGTERM,) if "LAUNCHER_PID" in os.environ else ()),
+        )
         # A CPU process group: with NCCL, every rank would wait for its GPU after each iteration.
         needs_group = dist.get_world_size() > 1 and dist.get_backend() == "nccl"
         self._group = dist.new_group(backend="gloo") if needs_group else None
@@ -155,7 +176,9 @@ class DistributedSignalHandler:
     def __enter__(self) -> "DistributedSignalHandler":
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not nohup)
-        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # otherwise the launcher's signal, see `follow_launcher`
+        if (
+            signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        ):  # otherwise the launcher's signal, see `follow_launcher`
             numbers.append(signal.SIGUSR1)
         for number in numbers:
             self._previous[number] = signal.signal(number, self._handle)
@@ -169,7 +192,8 @@ class DistributedSignalHandler:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, _frame: object) -> None:
-        # deepy.py sends SIGTERM when its terminal is closed; this rank may have noticed it before and received SIGHUP.
+        # deepy.py sends SIGTERM when its terminal is closed; this rank may have noticed it before
+        # and received SIGHUP.
         if self.received not in (None, signal.SIGHUP) and number not in self._repeatable:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -177,8 +201,8 @@ class DistributedSignalHandler:
             self.received = number
 
     def received_by_any_rank(self, *, stop: bool = False) -> bool:
-        """True on all ranks if any rank has received a signal, or calls this with `stop`. A collective: call it on
-        every rank.
+        """True on all ranks if any rank has received a signal, or calls this with `stop`. A
+        collective: call it on every rank.
         """
         stops = stop or self.received is not None
         if dist.get_world_size() == 1:

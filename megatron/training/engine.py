@@ -1,6 +1,7 @@
 """The model under DeepSpeed: a training step, a validation loss, logits, and the numbers to log.
 
-DeepSpeed has one engine for a plain model (ZeRO stages 0 to 3) and one for a pipeline; `Engine` hides the difference.
+DeepSpeed has one engine for a plain model (ZeRO stages 0 to 3) and one for a pipeline; `Engine`
+hides the difference.
 
 Legend: b batch, s tokens, v padded vocabulary.
 """
@@ -19,7 +20,10 @@ from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumSched
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters, register_external_parameter
+from deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    register_external_parameter,
+)
 from torch import Tensor, nn
 
 from kerple.attention import Documents
@@ -53,16 +57,24 @@ class GPTWithLoss(GPT):
     """A GPT whose forward returns the training loss, which is what DeepSpeed's engine wraps."""
 
     def forward(  # type: ignore[override]  # DeepSpeed's engine calls forward for the loss
-        self, tokens: Tensor, labels: Tensor, mask: Tensor | None = None, *, documents: Documents | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        mask: Tensor | None = None,
+        *,
+        documents: Documents | None = None,
     ) -> Tensor:
         return self.loss(tokens, labels, mask, documents=documents)
 
 
-def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]) -> "Engine":
-    """Build and initialize the model, the optimizer and DeepSpeed's engine. `report` prints once per run.
+def build_engine(
+    config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]
+) -> "Engine":
+    """Build and initialize the model, the optimizer and DeepSpeed's engine. `report` prints once
+    per run.
 
-    Raises UserError if the batch sizes do not fit the layout, the device does not support the configured attention
-    backend, or apex is required but not installed.
+    Raises UserError if the batch sizes do not fit the layout, the device does not support the
+    configured attention backend, or apex is required but not installed.
     """
     settings = ModelSettings(config.model, padded_vocab_size, layout.tensor_parallel)
     deepspeed_settings = deepspeed_dict(config, layout.data_size)
@@ -80,17 +92,20 @@ def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report:
     if deepspeed_settings["zero_optimization"]["stage"] != config.optimizer.zero_stage:
         report(
             f"ZeRO stage 1 is used instead of 0, because training is in {config.precision.dtype} "
-            "(zero_optimization.stage; same arithmetic, the optimizer state is partitioned among replicas)"
+            "(zero_optimization.stage; same arithmetic, the optimizer state is partitioned among "
+            "replicas)"
         )
     optimizer, description = configure_optimizer(config, model)
     report(f"optimizer: {description}")
     deepspeed = _wrap_with_deepspeed(model, optimizer, deepspeed_settings, config, layout, topology)
     if isinstance(optimizer, WholeParameterOptimizer):
-        attach(optimizer, deepspeed, parameter_names(model.layers(), tied_output(config.model)), layout)
+        attach(
+            optimizer, deepspeed, parameter_names(model.layers(), tied_output(config.model)), layout
+        )
         if optimizer.num_exchanged:
             report(
-                f"optimizer: it updates whole parameters; {optimizer.num_exchanged:,} elements of parameters that "
-                "are split over ranks are gathered for each step"
+                f"optimizer: it updates whole parameters; {optimizer.num_exchanged:,} elements of "
+                "parameters that are split over ranks are gathered for each step"
             )
     return Engine(config, layout, settings, model, deepspeed, deepspeed_settings)
 
@@ -98,8 +113,8 @@ def build_engine(config: Config, padded_vocab_size: int, layout: Layout, report:
 def _build_model(
     config: Config, settings: ModelSettings, layout: Layout, topology: PipeModelDataParallelTopology
 ) -> "GPTWithLoss | GPTPipeline":
-    """The initialized model, or this rank's stage of it, on the device of the rank. Raises UserError for an invalid
-    `pipe_partition_method`.
+    """The initialized model, or this rank's stage of it, on the device of the rank. Raises
+    UserError for an invalid `pipe_partition_method`.
     """
     training = config.training
     checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
@@ -107,14 +122,20 @@ def _build_model(
     if layout.pipeline_size > 1:
         method = config.parallel.pipe_partition_method
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # PipelineModule prints the layers of every stage
+            with contextlib.redirect_stdout(
+                io.StringIO()
+            ):  # PipelineModule prints the layers of every stage
                 model = GPTPipeline(
-                    settings, topology=topology, partition_method=method, checkpoint_every=checkpoint_every
+                    settings,
+                    topology=topology,
+                    partition_method=method,
+                    checkpoint_every=checkpoint_every,
                 )
         except (re.error, RuntimeError) as error:
             if isinstance(error, re.error) or "Partitioning" in str(error):
                 raise UserError(
-                    f"pipe_partition_method {method}: {error}; use parameters, uniform or type:transformer|mlp"
+                    f"pipe_partition_method {method}: {error}; use parameters, uniform or "
+                    "type:transformer|mlp"
                 ) from error
             raise
     else:
@@ -142,7 +163,8 @@ def _wrap_with_deepspeed(
     topology: PipeModelDataParallelTopology,
 ) -> DeepSpeedEngine:
     """DeepSpeed's engine for the model. Raises UserError for `settings` that DeepSpeed rejects."""
-    # The grid tells DeepSpeed which ranks are tensor-parallel slices of one model, and which are replicas.
+    # The grid tells DeepSpeed which ranks are tensor-parallel slices of one model, and which are
+    # replicas.
     if isinstance(model, GPTPipeline):
         engine_class, grid = PatchedPipelineEngine, model.mpu()
     else:
@@ -187,12 +209,17 @@ class Engine:
         self.global_batch: int = deepspeed_settings["train_batch_size"]
         self.zero_stage: int = deepspeed_settings["zero_optimization"]["stage"]
         self.data_failure: str | None = None  # why a data worker of this rank has ended
-        self._curriculum = CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
+        self._curriculum = (
+            CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
+        )
 
-    # -- training and validation --------------------------------------------------------------------------------------
+    # -- training and validation
+    # --------------------------------------------------------------------------------------
 
     def batches(self, dataset: Samples, consumed_samples: int) -> Iterator[Batch]:
-        """An endless iterator over this replica's micro-batches, from global sample `consumed_samples` on."""
+        """An endless iterator over this replica's micro-batches, from global sample
+        `consumed_samples` on.
+        """
         loader = Loader(
             dataset,
             micro_batch_size=self.micro_batch,
@@ -207,16 +234,19 @@ class Engine:
             yield batch
 
     def length_at(self, iteration: int) -> int:
-        """Sequence length of the step after `iteration` earlier steps: seq_length, or that of curriculum_learning."""
+        """Sequence length of the step after `iteration` earlier steps: seq_length, or that of
+        curriculum_learning.
+        """
         if self._curriculum is None:
             return self.seq_length
         return int(self._curriculum.get_difficulty(iteration + 1))
 
     def train_step(self, batches: Iterator[Batch], learning_rate: float, iteration: int) -> Tensor:
-        """One optimizer step over `accumulation` micro-batches, after `iteration` earlier steps. Uses the first
-        `length_at(iteration)` tokens of each sequence.
+        """One optimizer step over `accumulation` micro-batches, after `iteration` earlier steps.
+        Uses the first `length_at(iteration)` tokens of each sequence.
 
-        Returns the mean loss over the global batch as a scalar on the device, without waiting for it.
+        Returns the mean loss over the global batch as a scalar on the device, without waiting for
+        it.
         """
         if self._curriculum is not None:
             batches = _shortened(batches, self.length_at(iteration))
@@ -249,7 +279,9 @@ class Engine:
         with text_length(positional_methods(self.model.layers()).values(), length):
             if self.is_pipeline:
                 self.deepspeed.reset_activation_shape()
-                loss = self.deepspeed.eval_batch(_pipeline_batches(batches), num_micro_batches=num_micro_batches)
+                loss = self.deepspeed.eval_batch(
+                    _pipeline_batches(batches), num_micro_batches=num_micro_batches
+                )
                 self.deepspeed.reset_activation_shape()
                 return float(loss)
             self.model.eval()
@@ -270,18 +302,23 @@ class Engine:
         return value
 
     def project(self) -> None:
-        """Clamp parameters to their bounds, which a checkpoint may exceed. Under ZeRO 3, the first step does this."""
+        """Clamp parameters to their bounds, which a checkpoint may exceed. Under ZeRO 3, the first
+        step does this.
+        """
         project(self.model)
         project_masters(self.deepspeed.optimizer)
 
     def refresh_masters(self) -> None:
-        """Copy the weights into the optimizer's fp32 master weights, after a checkpoint was loaded."""
+        """Copy the weights into the optimizer's fp32 master weights, after a
+        checkpoint was loaded.
+        """
         if hasattr(self.deepspeed.optimizer, "refresh_fp32_params"):
             self.deepspeed.optimizer.refresh_fp32_params()
 
     def _with_weights(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-        """The next `count` micro-batches with loss masks whose mean over all of them and all replicas is 1: the mean of
-        their losses is then the mean over the tokens that are not masked. Batches without loss masks are not changed.
+        """The next `count` micro-batches with loss masks whose mean over all of them and all
+        replicas is 1: the mean of their losses is then the mean over the tokens that are not
+        masked. Batches without loss masks are not changed.
         """
         if not self.config.data.eod_mask_loss:
             return batches
@@ -289,17 +326,26 @@ class Engine:
         masks = [batch["loss_mask"] for batch in step if "loss_mask" in batch]
         if not masks:
             return iter(step)
-        share = self.mean_over_replicas(torch.stack(masks).mean().to(self.layout.device)).to(masks[0].device)
-        return iter([{**batch, "loss_mask": batch["loss_mask"] / share.clamp(min=1e-9)} for batch in step])
+        share = self.mean_over_replicas(torch.stack(masks).mean().to(self.layout.device)).to(
+            masks[0].device
+        )
+        return iter(
+            [{**batch, "loss_mask": batch["loss_mask"] / share.clamp(min=1e-9)} for batch in step]
+        )
 
     def _to_device(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
         """The arguments of `GPT.loss`, and its keyword argument if there are documents."""
         device = self.layout.device
         names = [name for name in ("tokens", "labels", "loss_mask") if name in batch]
-        documents = {"documents": Documents(batch["document_ids"]).to(device)} if "document_ids" in batch else {}
+        documents = (
+            {"documents": Documents(batch["document_ids"]).to(device)}
+            if "document_ids" in batch
+            else {}
+        )
         return [batch[name].to(device, non_blocking=True) for name in names], documents
 
-    # -- properties ---------------------------------------------------------------------------------------------------
+    # -- properties
+    # ----------------------------------------------------------------------------------------------
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer, for the layers of this rank."""
@@ -316,15 +362,15 @@ class Engine:
 
     @property
     def grad_norm(self) -> Tensor | float | None:
-        """L2 norm of the last step's gradient, before clipping: a number or a scalar on the device, not finite if the
-        step was skipped. None if `compute_grad_norm` is false.
+        """L2 norm of the last step's gradient, before clipping: a number or a scalar on the device,
+        not finite if the step was skipped. None if `compute_grad_norm` is false.
         """
         norm: Tensor | float | None = self.deepspeed.get_global_grad_norm()
         return norm if self.deepspeed.was_step_applied() else math.inf
 
     def schedule_step(self, iteration: int) -> int:
-        """The step of the learning-rate schedule after `iteration` optimizer steps. In fp16, steps that are skipped to
-        lower the loss scale do not count, as in DeepSpeed.
+        """The step of the learning-rate schedule after `iteration` optimizer steps. In fp16, steps
+        that are skipped to lower the loss scale do not count, as in DeepSpeed.
         """
         if self.config.precision.dtype != "fp16":
             return iteration
@@ -333,10 +379,15 @@ class Engine:
     @property
     def loss_scale(self) -> float | None:
         """The current loss scale in fp16; None in other formats."""
-        return float(self.deepspeed.optimizer.cur_scale) if self.config.precision.dtype == "fp16" else None
+        return (
+            float(self.deepspeed.optimizer.cur_scale)
+            if self.config.precision.dtype == "fp16"
+            else None
+        )
 
     def kernel_statistics(self) -> dict[str, Tensor]:
-        """Name -> values per head, float32 on the CPU, of the positional parameters of all layers. A collective.
+        """Name -> values per head, float32 on the CPU, of the positional parameters of all layers.
+        A collective.
 
         Methods whose parameters differ between layers have the layer's index in the name.
         """
@@ -348,14 +399,18 @@ class Engine:
                 for name, heads in method.statistics().items():
                     key = name if method.shared else f"layer_{index:02d}/{name}"
                     statistics[key] = heads.detach().float().cpu()
-        return self.model.of_all_stages(statistics) if isinstance(self.model, GPTPipeline) else statistics
+        return (
+            self.model.of_all_stages(statistics)
+            if isinstance(self.model, GPTPipeline)
+            else statistics
+        )
 
 
 def _register_positional_parameters(model: nn.Module) -> None:
     """Let ZeRO 3 gather a positional method's parameters for the call of the layer that reads them.
 
-    The method itself is not called. DeepSpeed would discover that only in the first training step, and a validation
-    before it would fail.
+    The method itself is not called. DeepSpeed would discover that only in the first training step,
+    and a validation before it would fail.
     """
     for module in model.modules():
         for child in module.children():
@@ -370,7 +425,9 @@ def _shortened(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
 
 
 def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Any, tuple[Tensor, Tensor]]]:
-    """(tokens or (tokens, document ids), (labels, loss mask)) as DeepSpeed's pipeline engine expects them."""
+    """(tokens or (tokens, document ids), (labels, loss mask)) as DeepSpeed's pipeline engine
+    expects them.
+    """
     for batch in batches:
         mask = batch.get("loss_mask")
         if mask is None:

@@ -17,7 +17,8 @@ from megatron.model.settings import Layout, ModelSettings
 if TYPE_CHECKING:
     from megatron.config.schema.model import ModelConfig
 
-# Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The longest match counts.
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets, by a part of the device's name. The
+# longest match counts.
 PEAK_FLOPS = {
     "A100": 312e12,
     "A10": 125e12,
@@ -43,7 +44,9 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None if it is unknown, as on a CPU or for slower variants of a GPU."""
+    """Dense bf16 peak of the device in FLOP/s; None if it is unknown, as on a CPU or for slower
+    variants of a GPU.
+    """
     if device.type != "cuda":
         return None
     device_name = torch.cuda.get_device_name(device)
@@ -58,10 +61,13 @@ def count_parameters(
 ) -> dict[str, int]:
     """Count the parameters of the whole model. Copies on several ranks count once.
 
-    Returns `total`, `positional` (of the positional methods) and `outside_embedding` (without the input embedding,
-    unless it is also the output layer), from which `flops_per_token` computes. `layout`: in a distributed run.
+    Returns `total`, `positional` (of the positional methods) and `outside_embedding` (without the
+    input embedding, unless it is also the output layer), from which `flops_per_token` computes.
+    `layout`: in a distributed run.
     """
-    positional = {id(p) for method in positional_methods(layers).values() for p in method.parameters()}
+    positional = {
+        id(p) for method in positional_methods(layers).values() for p in method.parameters()
+    }
     counts = {"total": 0, "positional": 0, "embedding": 0}
     seen: set[int] = set()
     for index, layer in layers.items():
@@ -82,17 +88,21 @@ def count_parameters(
         dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
         counts = dict(zip(counts, values.tolist(), strict=True))
     embedding = counts.pop("embedding")
-    counts["outside_embedding"] = counts["total"] - (embedding if settings.config.no_weight_tying else 0)
+    counts["outside_embedding"] = counts["total"] - (
+        embedding if settings.config.no_weight_tying else 0
+    )
     return counts
 
 
 def flops_per_token(outside_embedding: int, config: "ModelConfig", seq_length: int) -> float:
     """Floating-point operations of forward and backward pass per token, for the MFU.
 
-    6 per parameter outside the input embedding, and 12 x layers x heads x head size x mean number of keys per query for
-    causal attention, where this number is half the sequence length without a window. Activation recomputation is not
-    counted.
+    6 per parameter outside the input embedding, and 12 x layers x heads x head size x mean number
+    of keys per query for causal attention, where this number is half the sequence length without a
+    window. Activation recomputation is not counted.
     """
     windows = [min(window or seq_length, seq_length) for window in config.windows]
     mean_keys = sum(window * (1 - window / (2 * seq_length)) for window in windows)  # of all layers
-    return 6.0 * outside_embedding + 12.0 * config.num_attention_heads * config.head_size * mean_keys
+    return (
+        6.0 * outside_embedding + 12.0 * config.num_attention_heads * config.head_size * mean_keys
+    )

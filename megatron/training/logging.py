@@ -1,5 +1,5 @@
-"""The training log: text on the console and in a file, metrics (JSON lines, TensorBoard, Weights & Biases), and
-profiles of training steps by torch.profiler.
+"""The training log: text on the console and in a file, metrics (JSON lines, TensorBoard, Weights &
+Biases), and profiles of training steps by torch.profiler.
 """
 
 import contextlib
@@ -32,11 +32,14 @@ from megatron.utils.secrets import without_secrets
 if TYPE_CHECKING:
     from megatron.training.engine import Engine
 
-# A step whose gradients are not finite is skipped. In fp16 that is normal while it lowers the loss scale. More
-# consecutive skipped steps than this, without a change of the loss scale, are an error.
+# A step whose gradients are not finite is skipped. In fp16 that is normal while it lowers the loss
+# scale. More consecutive skipped steps than this, without a change of the loss scale, are an error.
 MAX_CONSECUTIVE_SKIPS = 32
 COLUMNS = 80  # of the console
-_ADVICE = "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger range"
+_ADVICE = (
+    "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger "
+    "range"
+)
 
 # Metrics that TensorBoard and Weights & Biases also get under GPT-NeoX's name.
 NEOX_NAMES = {
@@ -54,8 +57,8 @@ NEOX_NAMES = {
 class Logger:
     """Writes text and metrics of a run, on rank 0 only.
 
-    Text goes to the console and, if configured, to `LOG_DIR/train.log`. Metrics go to those of `LOG_DIR/metrics.jsonl`,
-    TensorBoard and Weights & Biases that are configured.
+    Text goes to the console and, if configured, to `LOG_DIR/train.log`. Metrics go to those of
+    `LOG_DIR/metrics.jsonl`, TensorBoard and Weights & Biases that are configured.
     """
 
     def __init__(self, config: Config, layout: Layout):
@@ -79,8 +82,8 @@ class Logger:
             raise UserError(f"log-dir: cannot write to {folder}: {error.strerror}") from error
 
     def start_metrics(self, state: TrainingState) -> None:
-        """Open the metrics file, TensorBoard and Weights & Biases, for a run that starts from this state. Says so if
-        they contain another run.
+        """Open the metrics file, TensorBoard and Weights & Biases, for a run that starts from this
+        state. Says so if they contain another run.
 
         Raises UserError if one of them is not available.
         """
@@ -94,7 +97,10 @@ class Logger:
             path = Path(settings.log_dir) / METRICS
             last = last_metrics(path)
             if last is not None and last.get("run", "") != self._run:
-                self.info(f"notice: log-dir: {path} contains other runs; the lines of this one have run {self._run}")
+                self.info(
+                    f"notice: log-dir: {path} contains other runs; the lines of this one have run "
+                    f"{self._run}"
+                )
 
         # The libraries are optional, and slow to import.
         if settings.tensorboard_dir:
@@ -109,7 +115,10 @@ class Logger:
             # Training drops the steps after the checkpoint, which a killed run has logged too.
             purge_step = state.iteration + 1 if state.iteration and trains else None
             if not state.iteration and any(Path(settings.tensorboard_dir).glob("*tfevents*")):
-                self.info(f"notice: tensorboard-dir: {settings.tensorboard_dir} contains other runs, whose curves mix")
+                self.info(
+                    f"notice: tensorboard-dir: {settings.tensorboard_dir} contains other runs, "
+                    "whose curves mix"
+                )
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
             text = json.dumps(without_secrets(self._config.to_flat()), indent=2, default=str)
             self._tensorboard.add_text("configuration", f"```json\n{text}\n```")
@@ -131,11 +140,14 @@ class Logger:
             )
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:
             raise UserError(
-                f"use_wandb: {first_line(error)}; set WANDB_API_KEY, or WANDB_MODE=offline to log to disk"
+                f"use_wandb: {first_line(error)}; set WANDB_API_KEY, or WANDB_MODE=offline to log "
+                "to disk"
             ) from error
 
     def info(self, text: str) -> None:
-        """Write a line. On the console, one that is too long continues in the next line, after one of its ` | `."""
+        """Write a line. On the console, one that is too long continues in the next line, after one
+        of its ` | `.
+        """
         if not self._is_main:
             return
         _print(_fitted(text))
@@ -148,7 +160,9 @@ class Logger:
             last_iteration = self._config.schedule.last_iteration
             keys = {"run": self._run, "iteration": iteration, "last_iteration": last_iteration}
             self._write(self._metrics, json.dumps({**keys, **values}) + "\n")
-        values = values | {neox: values[name] for name, neox in NEOX_NAMES.items() if name in values}
+        values = values | {
+            neox: values[name] for name, neox in NEOX_NAMES.items() if name in values
+        }
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, iteration)
@@ -186,8 +200,8 @@ def _fitted(text: str) -> str:
 
 
 def _print(text: str) -> None:
-    """Print a line. If the terminal was closed or the reader of the output has ended, stop like after SIGHUP, which
-    saves a checkpoint, and print nothing more.
+    """Print a line. If the terminal was closed or the reader of the output has ended, stop like
+    after SIGHUP, which saves a checkpoint, and print nothing more.
     """
     try:
         print(text, flush=True)
@@ -200,7 +214,8 @@ def _print(text: str) -> None:
 
 
 class StepLog:
-    """Writes a log line every `log-interval` steps. Checks that losses are finite and that steps change the weights.
+    """Writes a log line every `log-interval` steps. Checks that losses are finite and that steps
+    change the weights.
 
     Losses stay on the device until the next line or check, so that no step waits for one.
     """
@@ -216,9 +231,12 @@ class StepLog:
         """flops_per_token: of a sequence length. state: that of the run before the first step."""
         self._config, self._engine, self._logger = config, engine, logger
         self._flops_per_token, self._tokens = flops_per_token, state.tokens
-        self._losses = [torch.tensor(loss, device=engine.layout.device) for loss in state.unlogged_losses]
+        self._losses = [
+            torch.tensor(loss, device=engine.layout.device) for loss in state.unlogged_losses
+        ]
         self._resumed_steps = len(self._losses)  # of these, in an earlier process
-        # For each step that is not checked yet: the gradient norm, and the loss scale after the step.
+        # For each step that is not checked yet: the gradient norm, and the loss scale after the
+        # step.
         self._norms: list[torch.Tensor | float] = []
         self._scales: list[float | None] = []
         self._consecutive_skips = 0  # at the same loss scale
@@ -249,8 +267,9 @@ class StepLog:
     def check(self, iteration: int) -> None:
         """Check the steps since the last check. `iteration` is that of the latest one.
 
-        Raises UserError if a loss is not finite, if too many consecutive steps were skipped, or if the training ends
-        and all its steps were skipped. In fp16, a loss that is not finite only skips the step.
+        Raises UserError if a loss is not finite, if too many consecutive steps were skipped, or if
+        the training ends and all its steps were skipped. In fp16, a loss that is not finite only
+        skips the step.
         """
         steps, precision = len(self._norms), self._config.precision
         if not steps:
@@ -266,20 +285,32 @@ class StepLog:
             strict=True,
         ):
             is_skipped = not (loss_is_finite and norm_is_finite)
-            self._consecutive_skips = self._consecutive_skips + 1 if is_skipped and scale == self._scale else 0
+            self._consecutive_skips = (
+                self._consecutive_skips + 1 if is_skipped and scale == self._scale else 0
+            )
             self.skipped_steps += is_skipped
             self._scale = scale
-            if not loss_is_finite and (precision.dtype != "fp16" or self._consecutive_skips > limit):
+            if not loss_is_finite and (
+                precision.dtype != "fp16" or self._consecutive_skips > limit
+            ):
                 raise non_finite_loss(self._config, f"at iteration {number}")
             if self._consecutive_skips > limit:
-                raise skipped_steps(self._config, f"the last {self._consecutive_skips} steps up to {number:,}", scale)
+                raise skipped_steps(
+                    self._config,
+                    f"the last {self._consecutive_skips} steps up to {number:,}",
+                    scale,
+                )
         self._norms, self._scales = [], []
-        self._engine.deepspeed.skipped_steps = self.skipped_steps  # DeepSpeed does not count skipped bf16 steps
+        self._engine.deepspeed.skipped_steps = (
+            self.skipped_steps
+        )  # DeepSpeed does not count skipped bf16 steps
         if self.skipped_steps == iteration == self._config.schedule.last_iteration:
             raise skipped_steps(self._config, f"all {iteration:,} steps", self._scale)
 
     def write(self, state: TrainingState, learning_rate: float) -> None:
-        """Check the losses, then write their mean since the last line, the learning rate, speed and memory."""
+        """Check the losses, then write their mean since the last line, the learning rate, speed and
+        memory.
+        """
         self.check(state.iteration)
         with self.paused():
             # Means over the steps since the last line. Skipped steps may have no finite loss.
@@ -289,7 +320,9 @@ class StepLog:
             losses = torch.stack(self._losses).float().cpu()
             loss = float(losses[torch.isfinite(losses)].mean())
             samples_per_second = steps * engine.global_batch / max(self.seconds, 1e-9)
-            length = (state.tokens - self._tokens) / (steps * engine.global_batch)  # mean over the steps
+            length = (state.tokens - self._tokens) / (
+                steps * engine.global_batch
+            )  # mean over the steps
             tokens_per_second = samples_per_second * length
             memory = peak_memory(layout.device)
 
@@ -301,7 +334,9 @@ class StepLog:
                 "train/tokens_per_second": tokens_per_second,
                 "train/samples_per_second": samples_per_second,
                 "train/seconds_per_step": self.seconds / max(steps, 1),
-                "train/flops_per_second": tokens_per_second * self._flops_per_token(round(length)) / layout.world_size,
+                "train/flops_per_second": tokens_per_second
+                * self._flops_per_token(round(length))
+                / layout.world_size,
                 "train/tokens": float(state.tokens),
                 "train/memory_bytes": float(memory),
             }
@@ -336,8 +371,14 @@ class StepLog:
             # Statistics of the kernels of positional methods, over the heads.
             for name, heads in engine.kernel_statistics().items():
                 low, mean, high = heads.min().item(), heads.mean().item(), heads.max().item()
-                values |= {f"kernel/{name}/min": low, f"kernel/{name}/mean": mean, f"kernel/{name}/max": high}
-                self._logger.info(f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads")
+                values |= {
+                    f"kernel/{name}/min": low,
+                    f"kernel/{name}/mean": mean,
+                    f"kernel/{name}/max": high,
+                }
+                self._logger.info(
+                    f"  {name}: mean {mean:.4f}, {low:.4f} to {high:.4f} over {heads.numel()} heads"
+                )
             self._logger.metrics(values, state.iteration)
 
         # The next line starts from here.
@@ -346,7 +387,10 @@ class StepLog:
 
 def non_finite_loss(config: Config, when: str) -> UserError:
     """The error for a loss that is nan or inf."""
-    return UserError(f"the loss is not finite (nan or inf) {when}; {_stops_without_saving(config)}. {_advice(config)}")
+    return UserError(
+        f"the loss is not finite (nan or inf) {when}; {_stops_without_saving(config)}. "
+        f"{_advice(config)}"
+    )
 
 
 def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
@@ -354,8 +398,9 @@ def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
     fp16, advice = config.precision, _advice(config)
     if scale is not None:
         advice = (
-            f"The loss scale is {scale:g} (fp16.min_loss_scale {fp16.min_loss_scale:g}): lower fp16.loss_scale or "
-            f"fp16.initial_scale_power ({fp16.initial_scale_power}), use bf16, or lower the learning rate"
+            f"The loss scale is {scale:g} (fp16.min_loss_scale {fp16.min_loss_scale:g}): lower "
+            f"fp16.loss_scale or fp16.initial_scale_power ({fp16.initial_scale_power}), use bf16, "
+            "or lower the learning rate"
         )
     return UserError(
         f"the gradients are not finite, so {steps} were skipped and did not change the weights; "
@@ -371,7 +416,11 @@ def _advice(config: Config) -> str:
 
 def _stops_without_saving(config: Config) -> str:
     folder = config.checkpoint.save
-    last = f"; the last checkpoint is in {folder}" if folder is not None and has_checkpoint(folder) else ""
+    last = (
+        f"; the last checkpoint is in {folder}"
+        if folder is not None and has_checkpoint(folder)
+        else ""
+    )
     return f"training stops without saving{last}"
 
 
@@ -386,10 +435,11 @@ def peak_memory(device: torch.device) -> int:
 def profiled_steps(
     config: Config, layout: Layout, iteration: int, report: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """If `profile` is true, profile the steps with `profile_step_start` to `profile_step_stop` - 1 earlier steps.
+    """If `profile` is true, profile the steps with `profile_step_start` to `profile_step_stop` - 1
+    earlier steps.
 
-    Yields a function to call after every training step, the first of which follows `iteration` earlier steps. The step
-    before the profiled ones is a warm-up, if there is one.
+    Yields a function to call after every training step, the first of which follows `iteration`
+    earlier steps. The step before the profiled ones is a warm-up, if there is one.
 
     Every rank writes its trace to `tensorboard_dir` (or `log_dir`), rank_N.TIME.pt.trace.json.
     """
@@ -400,7 +450,10 @@ def profiled_steps(
         yield lambda: None
         return
     if first >= last:
-        report(f"profile: no step is profiled, because training resumes after profile_step_stop {last:,}")
+        report(
+            "profile: no step is profiled, because training resumes after profile_step_stop "
+            f"{last:,}"
+        )
         yield lambda: None
         return
 
@@ -418,6 +471,10 @@ def profiled_steps(
     warmup = min(first - iteration, 1)
     plan = schedule(wait=first - iteration - warmup, warmup=warmup, active=last - first, repeat=1)
     with profile(
-        schedule=plan, on_trace_ready=write, record_shapes=True, profile_memory=True, with_flops=True
+        schedule=plan,
+        on_trace_ready=write,
+        record_shapes=True,
+        profile_memory=True,
+        with_flops=True,
     ) as profiler:
         yield profiler.step

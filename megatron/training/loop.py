@@ -11,7 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.configuration import check_trained_data, check_trained_tokenizer, trained_tokenizer
+from megatron.checkpoint.configuration import (
+    check_trained_data,
+    check_trained_tokenizer,
+    trained_tokenizer,
+)
 from megatron.checkpoint.directory import check_replaced, iteration_of
 from megatron.checkpoint.loading import (
     check_model,
@@ -35,15 +39,22 @@ from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
 from megatron.training.optimizer import Schedule
-from megatron.training.startup import check_attention, identify_run, lock_log_folders, lock_save_folder
+from megatron.training.startup import (
+    check_attention,
+    identify_run,
+    lock_log_folders,
+    lock_save_folder,
+)
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 
 def train(config: Config) -> TrainingState:
-    """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of the run.
+    """Train as configured, or only validate if `train-iters` is 0. Returns the state at the end of
+    the run.
 
-    Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before anything is written.
+    Raises UserError for an invalid configuration, invalid data or an unusable checkpoint, before
+    anything is written.
     """
     layout = distributed.initialize(config)
     try:
@@ -72,9 +83,11 @@ class Start:
     """What a run starts from.
 
     Attributes:
-        source: the configuration that says which weights to load; that of the run, unless it resumes from `save`.
+        source: the configuration that says which weights to load; that of the run, unless it
+            resumes from `save`.
         checkpoint: the folder of one iteration; None: initial weights.
-        branch: the iteration of `save` from which the run branched off, before it was resumed; or infinity.
+        branch: the iteration of `save` from which the run branched off, before it was resumed; or
+            infinity.
     """
 
     source: Config
@@ -84,18 +97,22 @@ class Start:
     branch: float
 
     def lineage_of(self, state: TrainingState) -> list[int] | None:
-        """The earlier iterations of the run of the loaded state, up to a branch; None if this is a new run."""
+        """The earlier iterations of the run of the loaded state, up to a branch; None if this is a
+        new run.
+        """
         if self.source.checkpoint.finetune:
             return None
         return [iteration for iteration in state.lineage if iteration <= self.branch]
 
 
-def build_trainer(config: Config, layout: Layout, logger: Logger, resources: contextlib.ExitStack) -> "Trainer":
-    """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources` releases the lock on
-    `save`.
+def build_trainer(
+    config: Config, layout: Layout, logger: Logger, resources: contextlib.ExitStack
+) -> "Trainer":
+    """Build the tokenizer, the datasets and the model, and load the checkpoint. `resources`
+    releases the lock on `save`.
 
-    Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder that is locked
-    or not writable; if possible before the model is built.
+    Raises UserError for an invalid configuration, invalid data, an unusable checkpoint, or a folder
+    that is locked or not writable; if possible before the model is built.
     """
     # Random numbers of all later steps depend on the seed.
     report = logger.info
@@ -109,7 +126,11 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
     data = run_on_rank_0(lambda: _identify_data(config, start, report))
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
-    curves = ExtrapolationCurves(config, layout, logger) if config.training.extrapolation_lengths else None
+    curves = (
+        ExtrapolationCurves(config, layout, logger)
+        if config.training.extrapolation_lengths
+        else None
+    )
 
     # The model, its weights, and the state of the run.
     engine = build_engine(config, start.vocab_size, layout, report)
@@ -130,7 +151,9 @@ def build_trainer(config: Config, layout: Layout, logger: Logger, resources: con
         checkpointer = Checkpointer(engine, config, report, start.lineage_of(state))
     schedule = _build_schedule(config, state, engine.schedule_step(state.iteration), report)
     logger.start_metrics(state)
-    return Trainer(config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside)
+    return Trainer(
+        config, logger, engine, state, schedule, datasets, validator, curves, checkpointer, outside
+    )
 
 
 def _find_start(
@@ -151,25 +174,33 @@ def _find_start(
     last_iteration = config.schedule.last_iteration
 
     def checked_vocab_size() -> int:
-        """The padded size. Raises UserError if the checkpoint does not fit the configuration, or no iterations are
-        left.
+        """The padded size. Raises UserError if the checkpoint does not fit the configuration, or no
+        iterations are left.
         """
         if checkpoint is None and last_iteration == 0:
             load = config.checkpoint.load
             problem = f"load: {load} contains no checkpoint" if load else "load is not set"
-            raise UserError(f"{problem}; train-iters: 0 evaluates a trained model, so load must name a checkpoint")
+            raise UserError(
+                f"{problem}; train-iters: 0 evaluates a trained model, so load must name a "
+                "checkpoint"
+            )
         if checkpoint is None:
             divisor = config.model.make_vocab_size_divisible_by
             default = padded_vocab_size(tokenizer.vocab_size, divisor, layout.tensor_size)
             return config.model.padded_vocab_size or default
         allowed = config.checkpoint.allow_other_tokenizer
-        check_trained_tokenizer(trained_tokenizer(checkpoint), tokenizer, allowed=allowed, place=checkpoint)
-        vocab_size = checkpoint_vocab_size(checkpoint, config, tokenizer.vocab_size, layout.tensor_size, report)
+        check_trained_tokenizer(
+            trained_tokenizer(checkpoint), tokenizer, allowed=allowed, place=checkpoint
+        )
+        vocab_size = checkpoint_vocab_size(
+            checkpoint, config, tokenizer.vocab_size, layout.tensor_size, report
+        )
         check_model(checkpoint, source, vocab_size, report)
         if 0 < last_iteration < iteration:
             raise UserError(
-                f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of {checkpoint}; raise "
-                "train-iters to continue it, or set train-iters: 0 to evaluate it"
+                f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of "
+                f"{checkpoint}; raise train-iters to continue it, or set train-iters: 0 to "
+                "evaluate it"
             )
         return vocab_size
 
@@ -182,7 +213,9 @@ def _find_start(
     return Start(source, checkpoint, iteration, vocab_size, branch)
 
 
-def _lock_and_resume(config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]) -> Config:
+def _lock_and_resume(
+    config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]
+) -> Config:
     """Lock `save` if the run trains. Returns the configuration that names the weights."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if save is None or config.schedule.last_iteration == 0:
@@ -192,8 +225,8 @@ def _lock_and_resume(config: Config, resources: contextlib.ExitStack, report: Ca
     if resumed is None:
         return config
     report(
-        f"save: {save} already contains checkpoints of this run, which resumes from them; to start again from "
-        f"{f'load: {load}' if load else 'scratch'}, choose another folder"
+        f"save: {save} already contains checkpoints of this run, which resumes from them; to start "
+        f"again from {f'load: {load}' if load else 'scratch'}, choose another folder"
     )
     return resumed
 
@@ -205,45 +238,56 @@ def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], N
     """
     parameters = count_parameters(engine.layers(), engine.settings, engine.layout)
     report(
-        f"model: {parameters['total']:,} parameters, {parameters['positional']:,} of them positional "
-        f"({engine.config.model.pos_emb}); vocabulary {vocab_size:,} padded to {engine.settings.padded_vocab_size:,}; "
-        f"{engine.config.precision.dtype}"
+        f"model: {parameters['total']:,} parameters, {parameters['positional']:,} of them "
+        f"positional ({engine.config.model.pos_emb}); vocabulary {vocab_size:,} padded to "
+        f"{engine.settings.padded_vocab_size:,}; {engine.config.precision.dtype}"
     )
     return parameters["outside_embedding"]
 
 
 def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> TrainingState:
-    """Load the checkpoint. Raises UserError if the run would replace checkpoints of another run in `save`."""
+    """Load the checkpoint. Raises UserError if the run would replace checkpoints of another run in
+    `save`.
+    """
     config, last_iteration = engine.config, engine.config.schedule.last_iteration
     state = load_checkpoint(engine, start.source, start.checkpoint, report)
     engine.project()
 
     def saves(iteration: int) -> bool:
-        is_ahead = start.iteration < iteration <= last_iteration or iteration == start.iteration == 0
-        is_planned = config.checkpoint.saves(iteration) or _is_due(iteration, config.training.exit_interval)
+        is_ahead = (
+            start.iteration < iteration <= last_iteration or iteration == start.iteration == 0
+        )
+        is_planned = config.checkpoint.saves(iteration) or _is_due(
+            iteration, config.training.exit_interval
+        )
         return is_ahead and (is_planned or iteration == last_iteration)
 
     folder = config.checkpoint.save
     if folder is not None and last_iteration > 0:
-        replaced = run_on_rank_0(lambda: check_replaced(Path(folder), saves, start.lineage_of(state)))
+        replaced = run_on_rank_0(
+            lambda: check_replaced(Path(folder), saves, start.lineage_of(state))
+        )
         later = [iteration for iteration in replaced if iteration > state.iteration]
         if later:
             report(
-                f"notice: {folder} contains later checkpoints, which this run replaces when it saves at the same "
-                f"iterations ({', '.join(map(str, later))}); to keep them, choose another save"
+                f"notice: {folder} contains later checkpoints, which this run replaces when it "
+                f"saves at the same iterations ({', '.join(map(str, later))}); to keep them, "
+                "choose another save"
             )
     return state
 
 
 def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[int, int, int]:
-    """The numbers of training, validation and test samples to finish a run from this state, including those that it
-    has read; no training samples if it has ended.
+    """The numbers of training, validation and test samples to finish a run from this state,
+    including those that it has read; no training samples if it has ended.
     """
     training, last_iteration = config.training, config.schedule.last_iteration
     _, _, global_batch = config.batch.resolve(layout.data_size)
     remaining = last_iteration - state.iteration
     samples_per_validation = training.eval_iters * global_batch
-    validations = last_iteration // training.eval_interval - state.evaluated_at // training.eval_interval
+    validations = (
+        last_iteration // training.eval_interval - state.evaluated_at // training.eval_interval
+    )
     return (
         state.consumed_samples + remaining * global_batch if remaining > 0 else 0,
         state.consumed_valid_samples + (max(validations, 0) + 1) * samples_per_validation,
@@ -252,8 +296,8 @@ def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[
 
 
 def _identify_data(config: Config, start: Start, report: Callable[[str], None]) -> dict[str, str]:
-    """Prefix -> fingerprint of the datasets of a run that trains. Reports those that are new to a run that resumes;
-    raises UserError if one of them has changed.
+    """Prefix -> fingerprint of the datasets of a run that trains. Reports those that are new to a
+    run that resumes; raises UserError if one of them has changed.
     """
     if config.schedule.last_iteration == 0:
         return {}
@@ -261,22 +305,35 @@ def _identify_data(config: Config, start: Start, report: Callable[[str], None]) 
     starts_anew = start.source.checkpoint.finetune or config.checkpoint.allow_other_data
     if start.checkpoint is not None and not starts_anew:
         for prefix in check_trained_data(start.checkpoint, data):
-            report(f"notice: the run continues with {prefix}, which {start.checkpoint} was not trained with")
+            report(
+                f"notice: the run continues with {prefix}, which {start.checkpoint} was not "
+                "trained with"
+            )
     return data
 
 
 def _build_datasets(
-    config: Config, tokenizer: Tokenizer, num_samples: tuple[int, int, int], report: Callable[[str], None]
+    config: Config,
+    tokenizer: Tokenizer,
+    num_samples: tuple[int, int, int],
+    report: Callable[[str], None],
 ) -> Datasets:
-    """Training, validation and test samples for the whole run. Raises UserError if there are no documents."""
+    """Training, validation and test samples for the whole run. Raises UserError if there are no
+    documents.
+    """
     training = config.training
-    datasets = build_datasets(config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val)
+    datasets = build_datasets(
+        config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val
+    )
     if num_samples[0] and datasets.train is None:
         raise UserError("there are no training documents: check split, or set train-data-paths")
     if training.eval_iters and datasets.valid is None:
         place = "valid-data-paths is not set"
         if config.data.data_path is not None:
-            place = f"split {config.data.split} leaves none of the documents of data-path {config.data.data_path}"
+            place = (
+                f"split {config.data.split} leaves none of the documents of data-path "
+                f"{config.data.data_path}"
+            )
         without_validation = f"there are no validation documents: {place}"
         if config.schedule.last_iteration == 0:
             raise UserError(f"train-iters is 0, and {without_validation}")
@@ -284,23 +341,29 @@ def _build_datasets(
     return datasets
 
 
-def _follow_data_order(state: TrainingState, datasets: Datasets, report: Callable[[str], None]) -> None:
-    """Record the order of the training samples in the state; prints it, and whether it differs from the state's."""
+def _follow_data_order(
+    state: TrainingState, datasets: Datasets, report: Callable[[str], None]
+) -> None:
+    """Record the order of the training samples in the state; prints it, and whether it differs from
+    the state's.
+    """
     data_order = state.data_order if datasets.train is None else datasets.train.order
     if state.data_order and state.consumed_samples and data_order != state.data_order:
         report(
-            "the order of the training samples differs from the checkpoint's (data, split, seed or seq-length "
-            f"changed): training resumes at sample {state.consumed_samples:,} of the new order, so some "
-            "samples may be seen twice and others never"
+            "the order of the training samples differs from the checkpoint's (data, split, seed or "
+            f"seq-length changed): training resumes at sample {state.consumed_samples:,} of the "
+            "new order, so some samples may be seen twice and others never"
         )
     state.data_order = data_order
     for line in [] if datasets.train is None else datasets.train.describe():
         report(f"training data: {line}")
 
 
-def _build_schedule(config: Config, state: TrainingState, step: int, report: Callable[[str], None]) -> Schedule:
-    """The learning rates of the run, which starts at `step` of them; prints them, and records the schedule in the
-    state.
+def _build_schedule(
+    config: Config, state: TrainingState, step: int, report: Callable[[str], None]
+) -> Schedule:
+    """The learning rates of the run, which starts at `step` of them; prints them, and records the
+    schedule in the state.
     """
     last_iteration = config.schedule.last_iteration
     state.lr_schedule = config.schedule.lr_schedule or state.lr_schedule
@@ -314,7 +377,10 @@ def _build_schedule(config: Config, state: TrainingState, step: int, report: Cal
         state.lr_schedule,
     )
     if 0 < last_iteration == state.iteration:
-        report(f"nothing to train: the run has ended at train-iters {last_iteration:,}; it is evaluated")
+        report(
+            f"nothing to train: the run has ended at train-iters {last_iteration:,}; it is "
+            "evaluated"
+        )
     if state.iteration < last_iteration:
         report(schedule.describe())
         if jump := schedule.jump(step, state.learning_rate):
@@ -324,7 +390,8 @@ def _build_schedule(config: Config, state: TrainingState, step: int, report: Cal
 
 @dataclass
 class Trainer:
-    """A training run on this rank: data, engine, state, checkpoints and log. `build_trainer` builds it.
+    """A training run on this rank: data, engine, state, checkpoints and log. `build_trainer` builds
+    it.
 
     Attributes:
         outside_embedding: the number of parameters outside the input embedding, for the MFU.
@@ -345,7 +412,9 @@ class Trainer:
     def last_iteration(self) -> int:
         return self.config.schedule.last_iteration
 
-    def train(self, signals: distributed.DistributedSignalHandler, profiler_step: Callable[[], None]) -> bool:
+    def train(
+        self, signals: distributed.DistributedSignalHandler, profiler_step: Callable[[], None]
+    ) -> bool:
         """Train to the last iteration, and call `profiler_step` after every step.
 
         Returns False if a signal or `exit-interval` ended the run before it.
@@ -360,7 +429,10 @@ class Trainer:
             if length != self.engine.length_at(state.iteration):
                 length = self.engine.length_at(state.iteration)
                 if self.config.curriculum.enabled:
-                    self.logger.info(f"curriculum_learning: length {length:,} from iteration {state.iteration + 1:,}")
+                    self.logger.info(
+                        f"curriculum_learning: length {length:,} from iteration "
+                        f"{state.iteration + 1:,}"
+                    )
             learning_rate = self.schedule(self.engine.schedule_step(state.iteration))
             loss = self.engine.train_step(batches, learning_rate, state.iteration)
             profiler_step()
@@ -374,9 +446,16 @@ class Trainer:
         return True
 
     def _finish_step(
-        self, log: StepLog, loss: Tensor, signals: distributed.DistributedSignalHandler, *, is_first: bool
+        self,
+        log: StepLog,
+        loss: Tensor,
+        signals: distributed.DistributedSignalHandler,
+        *,
+        is_first: bool,
     ) -> bool:
-        """Log, validate and save if they are due. Returns False if the run ends before its last iteration."""
+        """Log, validate and save if they are due. Returns False if the run ends before its last
+        iteration.
+        """
         training, state = self.config.training, self.state
         is_last = state.iteration == self.last_iteration
         exit_reason = None if is_last else self._exit_reason(signals)
@@ -384,14 +463,20 @@ class Trainer:
         if _is_due(state.iteration, training.log_interval) or is_last:
             log.write(state, state.learning_rate)
         elif is_first:  # the next line may be hours away
-            self.logger.info(f"iteration {state.iteration:,}/{self.last_iteration:,} | lm loss {float(loss):.4f}")
+            self.logger.info(
+                f"iteration {state.iteration:,}/{self.last_iteration:,} | lm loss {float(loss):.4f}"
+            )
         if _is_due(state.iteration, training.eval_interval) and not exit_reason:
             with log.paused():
                 self._evaluate()
         if self.config.checkpoint.saves(state.iteration) or is_last or exit_reason:
             self._save_if_finite(log)
         if exit_reason:
-            saved = "checkpoint saved" if self.checkpointer else "no checkpoint saved (`save` is not set)"
+            saved = (
+                "checkpoint saved"
+                if self.checkpointer
+                else "no checkpoint saved (`save` is not set)"
+            )
             self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
         return exit_reason is None
 
@@ -416,14 +501,22 @@ class Trainer:
         return f"exit-interval {interval}" if _is_due(self.state.iteration, interval) else None
 
     def _save_if_finite(self, log: StepLog) -> None:
-        """Save a checkpoint. Raises UserError if the loss is not finite, which must not replace a good checkpoint."""
+        """Save a checkpoint. Raises UserError if the loss is not finite, which must not replace a
+        good checkpoint.
+        """
         if self.checkpointer is None:
             return
         with log.paused():
             log.check(self.state.iteration)
             # The loss of random tokens, with the weights after the last step.
-            engine, generator = self.engine, torch.Generator().manual_seed(self.config.training.seed)
-            shape = engine.micro_batch, (self.config.training.seq_length_val or engine.seq_length) + 1
+            engine, generator = (
+                self.engine,
+                torch.Generator().manual_seed(self.config.training.seed),
+            )
+            shape = (
+                engine.micro_batch,
+                (self.config.training.seq_length_val or engine.seq_length) + 1,
+            )
             tokens = torch.randint(engine.settings.padded_vocab_size, shape, generator=generator)
             batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
             if not math.isfinite(engine.validate(iter([batch]), 1)):
@@ -436,8 +529,9 @@ class Trainer:
         failure = self.engine.data_failure
         if failure is not None:
             raise UserError(
-                f"training stopped at iteration {self.state.iteration:,}: {failure}. The usual cause is that memory "
-                "was full; free some, or lower num_workers, and run the same command again"
+                f"training stopped at iteration {self.state.iteration:,}: {failure}. The usual "
+                "cause is that memory was full; free some, or lower num_workers, and run the same "
+                "command again"
             )
 
     def _evaluate(self) -> None:
@@ -456,9 +550,13 @@ class Trainer:
         """Validation, extrapolation curves and test at the last iteration."""
         has_validation = self.config.training.eval_iters > 0
         if has_validation and self.validator.validated_at != self.state.iteration:
-            if self.state.evaluated_at == self.state.iteration:  # in an earlier process: repeat it on the same samples
+            if (
+                self.state.evaluated_at == self.state.iteration
+            ):  # in an earlier process: repeat it on the same samples
                 samples = self.config.training.eval_iters * self.engine.global_batch
-                self.state.consumed_valid_samples = max(self.state.consumed_valid_samples - samples, 0)
+                self.state.consumed_valid_samples = max(
+                    self.state.consumed_valid_samples - samples, 0
+                )
             self.validator.validate(self.state)
         if self.curves is not None and self.curves.measured_at != self.state.iteration:
             self.curves.measure(self.engine, self.state.iteration)

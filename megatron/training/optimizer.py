@@ -31,10 +31,15 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
     settings = config.optimizer
     factor = settings.positional_lr_factor
     separates_matrices = settings.spec.separates_matrices
-    groups = parameter_groups(model, settings.weight_decay, factor, separates_matrices=separates_matrices)
+    groups = parameter_groups(
+        model, settings.weight_decay, factor, separates_matrices=separates_matrices
+    )
     optimizer, description = build_optimizer(settings.name, groups, settings.all_params)
     if factor != 1:
-        description += f"; learning rate of the positional parameters: {factor:g} times that of the other parameters"
+        description += (
+            f"; learning rate of the positional parameters: {factor:g} times that of the other "
+            "parameters"
+        )
     if settings.spec.whole_parameters:
         optimizer = WholeParameterOptimizer(optimizer)
     optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))
@@ -42,29 +47,38 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
 
 
 def attach(
-    optimizer: WholeParameterOptimizer, engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter], layout: Layout
+    optimizer: WholeParameterOptimizer,
+    engine: DeepSpeedEngine,
+    parameters: Mapping[str, nn.Parameter],
+    layout: Layout,
 ) -> None:
-    """Tell the optimizer how DeepSpeed and tensor parallelism split the parameters, given by name. A collective."""
+    """Tell the optimizer how DeepSpeed and tensor parallelism split the parameters, given by name.
+    A collective.
+    """
     # Without ZeRO, each replica has all of its tensor-parallel slice.
     size = layout.tensor_size * (layout.data_size if engine.zero_optimization() else 1)
     group, _ = dist.new_subgroups(size) if size > 1 else (None, [])  # of consecutive ranks
     tensors = [tensor for options in optimizer.param_groups for tensor in options["params"]]
-    if engine.zero_optimization_partition_weights():  # ZeRO 3 adds its tensors to the parameter groups only for a step
+    if (
+        engine.zero_optimization_partition_weights()
+    ):  # ZeRO 3 adds its tensors to the parameter groups only for a step
         tensors = engine.optimizer.fp32_partitioned_groups_flat
     split_dims = {}
     for name, parameter in parameters.items():
         if getattr(parameter, "tensor_model_parallel", False):
             split_dims[name] = parameter.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
     fragments = optimizer_fragments(engine, parameters)
-    optimizer.attach(fragments, tensors, split_dims=split_dims, tensor_rank=layout.tensor_rank, group=group)
+    optimizer.attach(
+        fragments, tensors, split_dims=split_dims, tensor_rank=layout.tensor_rank, group=group
+    )
 
 
 @torch.no_grad()
 def project_masters(optimizer: torch.optim.Optimizer) -> None:
     """Clamp the tensors of parameter groups with bounds.
 
-    DeepSpeed's ZeRO and bf16 optimizers replace the parameters of each group with this rank's flat fp32 master weights,
-    call the optimizer's step, and copy the master weights to the model.
+    DeepSpeed's ZeRO and bf16 optimizers replace the parameters of each group with this rank's flat
+    fp32 master weights, call the optimizer's step, and copy the master weights to the model.
     """
     for group in optimizer.param_groups:
         if "bounds" in group:
@@ -73,23 +87,33 @@ def project_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, positional_lr_factor: float = 1.0, *, separates_matrices: bool = False
+    model: nn.Module,
+    weight_decay: float,
+    positional_lr_factor: float = 1.0,
+    *,
+    separates_matrices: bool = False,
 ) -> list[dict[str, Any]]:
-    """Split the trainable parameters into groups with the same weight decay, "bounds" and "lr_factor".
+    """Split the trainable parameters into groups with the same weight decay, "bounds" and
+    "lr_factor".
 
-    Norms, biases and positional parameters have no weight decay: it would pull the parameters of a kernel towards the
-    limits of their range. The weight matrices of a method's layers (DAPE, FIRE) have it, like all matrices. "bounds"
-    are the limits of a positional parameter (lowest, highest or None), and "lr_factor" is `positional_lr_factor` for
-    all parameters of positional methods; without them, a group has no such key.
+    Norms, biases and positional parameters have no weight decay: it would pull the parameters of a
+    kernel towards the limits of their range. The weight matrices of a method's layers (DAPE, FIRE)
+    have it, like all matrices. "bounds" are the limits of a positional parameter (lowest, highest
+    or None), and "lr_factor" is `positional_lr_factor` for all parameters of positional methods;
+    without them, a group has no such key.
 
-    separates_matrices: put the weight matrices of transformer blocks, without those of the positional method, into a
-    group with the key "matrices".
+    separates_matrices: put the weight matrices of transformer blocks, without those of the
+    positional method, into a group with the key "matrices".
     """
     methods = [module for module in model.modules() if isinstance(module, PositionalMethod)]
     positional = {id(parameter) for method in methods for parameter in method.parameters()}
     inner = [module for method in methods for module in method.modules()]
     matrices = {id(module.weight) for module in inner if isinstance(module, nn.Linear | MLPLayer)}
-    bounds = {id(method.get_parameter(name)): limits for method in methods for name, limits in method.bounds().items()}
+    bounds = {
+        id(method.get_parameter(name)): limits
+        for method in methods
+        for name, limits in method.bounds().items()
+    }
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     # Groups with weight decay come first, and groups with bounds last.
@@ -105,7 +129,12 @@ def parameter_groups(
             options["bounds"] = bounds[number]
         if is_positional and positional_lr_factor != 1:
             options["lr_factor"] = positional_lr_factor
-        if separates_matrices and number in in_blocks and not is_positional and parameter.dim() == 2:
+        if (
+            separates_matrices
+            and number in in_blocks
+            and not is_positional
+            and parameter.dim() == 2
+        ):
             options["matrices"] = True
         key = (not decays, number in bounds, *options.items())
         groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
@@ -116,19 +145,20 @@ def parameter_groups(
 class Schedule:
     """GPT-NeoX's learning-rate schedules.
 
-    For optimizer step t (the first step has t = 0), W warmup steps and T decay steps, the warmup up to t = W is linear:
-    lr * max(t, 1) / W, at most lr. After it, with u = (t - W) / (T - W):
+    For optimizer step t (the first step has t = 0), W warmup steps and T decay steps, the warmup up
+    to t = W is linear: lr * max(t, 1) / W, at most lr. After it, with u = (t - W) / (T - W):
 
         cosine       min_lr + (lr - min_lr)/2 (1 + cos(pi u))
         linear       lr (1 - u)
         exponential  lr e^(-0.693 u)
         constant     lr
 
-    within [min_lr, lr]. From t = T on, cosine stays at min_lr (GPT-NeoX's would rise again). A run that is shorter than
-    its warmup stays in it.
+    within [min_lr, lr]. From t = T on, cosine stays at min_lr (GPT-NeoX's would rise again). A run
+    that is shorter than its warmup stays in it.
 
-    `version` neox-2022 has the formulas of the original KERPLE code (GPT-NeoX, 2022): the warmup is lr * t / W, and
-    after it t is at most T - W, u is (t - W) / T, and cosine is lr/2 (1 + cos(pi u)), which min_lr only bounds.
+    `version` neox-2022 has the formulas of the original KERPLE code (GPT-NeoX, 2022): the warmup is
+    lr * t / W, and after it t is at most T - W, u is (t - W) / T, and cosine is lr/2 (1 + cos(pi
+    u)), which min_lr only bounds.
     """
 
     lr: float
@@ -150,7 +180,8 @@ class Schedule:
             progress = (step - self.warmup_steps) / decay if decay > 0 else 1.0
         floor = 0.0 if is_2022 else self.min_lr
         learning_rate = {
-            "cosine": floor + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))),
+            "cosine": floor
+            + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))),
             "linear": self.lr * (1 - progress),
             "exponential": self.lr * math.exp(-0.693 * progress),
             "constant": self.lr,
@@ -160,13 +191,14 @@ class Schedule:
     def describe(self) -> str:
         """A line for the log."""
         return (
-            f"learning rate: {self.style} from {self.lr:g}, at least {self.min_lr:g}, {self.decay_steps:,} steps with "
-            f"{self.warmup_steps:,.0f} of warmup; formulas: lr-schedule {self.version}"
+            f"learning rate: {self.style} from {self.lr:g}, at least {self.min_lr:g}, "
+            f"{self.decay_steps:,} steps with {self.warmup_steps:,.0f} of warmup; formulas: "
+            f"lr-schedule {self.version}"
         )
 
     def jump(self, start: int, last_rate: float | None) -> str | None:
-        """A line for the log if the rate at step `start` does not continue the run. last_rate: that of the step before,
-        or of `start` itself if it was skipped; None if it is not known.
+        """A line for the log if the rate at step `start` does not continue the run. last_rate: that
+        of the step before, or of `start` itself if it was skipped; None if it is not known.
         """
         rate = self(start)
         if last_rate is None:
@@ -175,6 +207,7 @@ class Schedule:
         if min(differences) <= 0.1 * max(last_rate, rate):
             return None
         return (
-            f"the learning rate jumps from {last_rate:.3g} to {rate:.3g} at step {start:,}, because the schedule is "
-            "not that of the run so far; compare train-iters, lr_decay_iters, warmup and lr"
+            f"the learning rate jumps from {last_rate:.3g} to {rate:.3g} at step {start:,}, "
+            "because the schedule is not that of the run so far; compare train-iters, "
+            "lr_decay_iters, warmup and lr"
         )

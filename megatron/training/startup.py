@@ -1,5 +1,5 @@
-"""Checks before anything is built: folders are writable, no other run saves to `save`, and the machine has a
-suitable attention backend.
+"""Checks before anything is built: folders are writable, no other run saves to `save`, and the
+machine has a suitable attention backend.
 """
 
 import contextlib
@@ -22,10 +22,11 @@ from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
 
 
 def lock_log_folders(config: Config, resources: contextlib.ExitStack) -> None:
-    """Lock `log-dir` and `tensorboard-dir` until `resources` are released. Every rank must call this.
+    """Lock `log-dir` and `tensorboard-dir` until `resources` are released. Every rank must call
+    this.
 
-    Raises UserError, on all ranks, if one of them cannot be written, or another run logs to it: their metrics would
-    be mixed.
+    Raises UserError, on all ranks, if one of them cannot be written, or another run logs to it:
+    their metrics would be mixed.
     """
     logging = config.logging
     folders = {"log-dir": logging.log_dir, "tensorboard-dir": logging.tensorboard_dir}
@@ -33,20 +34,24 @@ def lock_log_folders(config: Config, resources: contextlib.ExitStack) -> None:
     for key, folder in folders.items():
         if folder and Path(folder).resolve() not in locked:
             locked.add(Path(folder).resolve())
-            message = f"{key}: another run logs to {folder}; wait until it ends, or choose another folder"
+            message = (
+                f"{key}: another run logs to {folder}; wait until it ends, or choose another folder"
+            )
             lock = Lock(Path(folder) / "log.lock", message)
             resources.callback(lock.release)
             run_on_rank_0(lock.acquire)
 
 
 def lock_save_folder(save: str, resources: contextlib.ExitStack) -> None:
-    """Check that all ranks can write to the folder, and lock it until `resources` are released. Every rank must call
-    this.
+    """Check that all ranks can write to the folder, and lock it until `resources` are released.
+    Every rank must call this.
 
-    Raises UserError, on all ranks, if one of them cannot write to it, a host has another folder of this name, or
-    another run holds the lock.
+    Raises UserError, on all ranks, if one of them cannot write to it, a host has another folder of
+    this name, or another run holds the lock.
     """
-    busy_message = f"save: another run saves to {save}; wait until it ends, or choose another folder"
+    busy_message = (
+        f"save: another run saves to {save}; wait until it ends, or choose another folder"
+    )
     lock = Lock(Path(save) / "run.lock", busy_message)
     resources.callback(lock.release)
     # With its own test, because the lock is not flushed to disk.
@@ -68,7 +73,9 @@ def _clean_up(folder: Path) -> None:
 
 
 def _check_that_all_hosts_share(folder: Path) -> None:
-    """Raises UserError on every rank if a host does not see the files that rank 0 writes to the folder."""
+    """Raises UserError on every rank if a host does not see the files that rank 0 writes to the
+    folder.
+    """
 
     def create() -> Path:
         # Network file systems may cache for a minute that a file does not exist, so use a new name.
@@ -79,8 +86,8 @@ def _check_that_all_hosts_share(folder: Path) -> None:
     def check() -> None:
         if not probe.exists():
             raise UserError(
-                f"save: {folder.absolute()} on {os.uname().nodename} is not the folder that rank 0 writes to; "
-                "checkpoints need a folder that all hosts share"
+                f"save: {folder.absolute()} on {os.uname().nodename} is not the folder that rank 0 "
+                "writes to; checkpoints need a folder that all hosts share"
             )
 
     probe = run_on_rank_0(create)
@@ -91,14 +98,21 @@ def _check_that_all_hosts_share(folder: Path) -> None:
 
 
 def identify_run(save: str | None, state: TrainingState, report: Callable[[str], None]) -> str:
-    """The run that continues from a state: that of the state, or a new one if `save` is a copy of its folder. Reports
-    where it comes from.
+    """The run that continues from a state: that of the state, or a new one if `save` is a copy of
+    its folder. Reports where it comes from.
     """
     if save is None or not state.run or not state.folder:
         return state.run or secrets.token_hex(8)
     folder, original = Path(save), Path(state.folder)
-    if original.is_dir() and original.stat().st_ino == state.inode and not original.samefile(folder):
-        report(f"notice: {save} is a copy of {original}; its logs (log-dir, use_wandb) are those of a new run")
+    if (
+        original.is_dir()
+        and original.stat().st_ino == state.inode
+        and not original.samefile(folder)
+    ):
+        report(
+            f"notice: {save} is a copy of {original}; its logs (log-dir, use_wandb) are those of a "
+            "new run"
+        )
         return secrets.token_hex(8)
     if folder.resolve() != original:
         report(f"notice: {save} was moved from {original}; its logs continue those of the run")

@@ -27,9 +27,17 @@ def perplexity(loss: float) -> float:
 
 
 class Validator:
-    """Measures the loss of validation and test samples at the training length, or at `seq-length-val`."""
+    """Measures the loss of validation and test samples at the training length, or at
+    `seq-length-val`.
+    """
 
-    def __init__(self, engine: Engine, logger: Logger, valid_dataset: Samples | None, test_dataset: Samples | None):
+    def __init__(
+        self,
+        engine: Engine,
+        logger: Logger,
+        valid_dataset: Samples | None,
+        test_dataset: Samples | None,
+    ):
         self._engine, self._logger = engine, logger
         self._valid_dataset, self._test_dataset = valid_dataset, test_dataset
         self.validated_at: int | None = None  # iteration
@@ -38,7 +46,9 @@ class Validator:
         """Log the mean loss of the next `eval-iters` global batches of the validation samples."""
         if self._valid_dataset is not None:
             self._measure("validation", self._valid_dataset, state, state.consumed_valid_samples)
-            state.consumed_valid_samples += self._engine.config.training.eval_iters * self._engine.global_batch
+            state.consumed_valid_samples += (
+                self._engine.config.training.eval_iters * self._engine.global_batch
+            )
             self.validated_at = state.iteration
 
     def test(self, state: TrainingState) -> None:
@@ -46,7 +56,9 @@ class Validator:
         if self._test_dataset is not None:
             self._measure("test", self._test_dataset, state, 0)
 
-    def _measure(self, name: str, dataset: Samples, state: TrainingState, consumed_samples: int) -> None:
+    def _measure(
+        self, name: str, dataset: Samples, state: TrainingState, consumed_samples: int
+    ) -> None:
         engine, started_at = self._engine, time.perf_counter()
         batches = engine.batches(dataset, consumed_samples)
         loss = engine.validate(batches, engine.config.training.eval_iters * engine.accumulation)
@@ -55,12 +67,15 @@ class Validator:
             f"{name} at iteration {state.iteration:,} | length {length:,} | lm loss {loss:.4f} | "
             f"perplexity {perplexity(loss):.3f} | {readable_time(time.perf_counter() - started_at)}"
         )
-        self._logger.metrics({f"{name}/loss": loss, f"{name}/perplexity": perplexity(loss)}, state.iteration)
+        self._logger.metrics(
+            {f"{name}/loss": loss, f"{name}/perplexity": perplexity(loss)}, state.iteration
+        )
 
 
 def in_context_score(losses: Sequence[float]) -> float | None:
-    """The mean loss of the last quarter of the positions minus that of positions 8 to 31, in nats: the lower, the more
-    a model uses its context. losses: by position. None for fewer than 64 positions.
+    """The mean loss of the last quarter of the positions minus that of positions 8 to 31, in nats:
+    the lower, the more a model uses its context. losses: by position. None for fewer than 64
+    positions.
     """
     if len(losses) < 64:
         return None
@@ -74,18 +89,20 @@ class Share(NonOverlapping):
     rank: int = 0
     ranks: int = 1
 
-    def plan(self, available: int, lengths: Sequence[int], token_budget: int | None) -> list[Segments]:
+    def plan(
+        self, available: int, lengths: Sequence[int], token_budget: int | None
+    ) -> list[Segments]:
         (pieces,) = super().plan(available, [math.lcm(*lengths)], token_budget)
         share = pieces.shard(self.rank, self.ranks)
         return [share.cut(length) for length in lengths]
 
 
 class ExtrapolationCurves:
-    """Measures the validation loss and the in-context score at each of `extrapolation-lengths`, on the same tokens at
-    every length and time.
+    """Measures the validation loss and the in-context score at each of `extrapolation-lengths`, on
+    the same tokens at every length and time.
 
-    The replicas share the text. It uses no random numbers and changes no weights, so it does not affect training. A
-    length that the positional method does not support has no curve.
+    The replicas share the text. It uses no random numbers and changes no weights, so it does not
+    affect training. A length that the positional method does not support has no curve.
     """
 
     def __init__(self, config: Config, layout: Layout, logger: Logger):
@@ -98,21 +115,26 @@ class ExtrapolationCurves:
         self._text = evaluation_text(config)
         if len(self._text.tokens) < common + 1:
             raise self._text.error(
-                f"extrapolation-lengths {', '.join(map(str, self.lengths))} need {common + 1:,} tokens; use shorter "
-                "lengths, or enlarge the validation part of split"
+                f"extrapolation-lengths {', '.join(map(str, self.lengths))} need {common + 1:,} "
+                "tokens; use shorter lengths, or enlarge the validation part of split"
             )
         (pieces,) = self._text.plan(NonOverlapping(), [common], self._budget)
         self.num_tokens = pieces.targets
         self._share = Share(rank=layout.data_rank, ranks=layout.data_size)
         self._has_share = layout.data_rank < len(pieces.starts)
         logger.info(
-            f"extrapolation: measured every {training.eval_interval:,} iterations, on the same {self.num_tokens:,} "
-            "tokens at every length; the validation loss is of other samples of the validation text, so it differs"
+            f"extrapolation: measured every {training.eval_interval:,} iterations, on the same "
+            f"{self.num_tokens:,} tokens at every length; the validation loss is of other samples "
+            "of the validation text, so it differs"
         )
 
     def measure(self, engine: Engine, iteration: int) -> None:
-        """Log the mean loss (in nats), the perplexity and the in-context score at each length. A collective."""
-        from megatron.evaluation.runner import evaluate_extrapolation  # most runs do not measure extrapolation
+        """Log the mean loss (in nats), the perplexity and the in-context score at each length. A
+        collective.
+        """
+        from megatron.evaluation.runner import (
+            evaluate_extrapolation,
+        )  # most runs do not measure extrapolation
 
         # This replica's share of the text, at all lengths.
         started_at = time.perf_counter()
@@ -131,13 +153,21 @@ class ExtrapolationCurves:
                 progress=False,
                 on_record=measured.append,
             )
-            positions = [cast(PositionsRecord, record) for record in measured if record["kind"] == "positions"]
+            positions = [
+                cast(PositionsRecord, record)
+                for record in measured
+                if record["kind"] == "positions"
+            ]
 
             # A loss that could not be measured makes the mean over the replicas NaN.
             for index, (record, by_position) in enumerate(zip(records, positions, strict=True)):
                 if record["note"] and self.measured_at is None:
-                    self._logger.info(f"extrapolation at length {record['length']:,}: n/a: {record['note']}")
-                for row, value in enumerate((record["loss"], in_context_score(by_position["losses"]))):
+                    self._logger.info(
+                        f"extrapolation at length {record['length']:,}: n/a: {record['note']}"
+                    )
+                for row, value in enumerate(
+                    (record["loss"], in_context_score(by_position["losses"]))
+                ):
                     totals[row, index] = math.nan if value is None else value * record["tokens"]
 
         # Mean over all tokens.

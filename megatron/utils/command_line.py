@@ -1,5 +1,5 @@
-"""Command lines of the entry points and tools: option parser, options that set keys, and `run_main`, which turns every
-exception into one line and an exit status.
+"""Command lines of the entry points and tools: option parser, options that set keys, and
+`run_main`, which turns every exception into one line and an exit status.
 
 SCRIPT [-d DIR] a.yml b.yml ... [--set key=value ...] [options of the script]
 """
@@ -44,14 +44,16 @@ EXIT_STATUS_OF_UNEXPECTED_ERROR = 70  # EX_SOFTWARE of <sysexits.h>
 EXIT_STATUS_OF_INTERRUPT = 130
 EXIT_STATUS_OF_BROKEN_PIPE = 141
 # In the messages of gloo and NCCL after another rank has ended.
-_LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exit", re.I)
+_LOST_CONNECTION = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exit", re.I
+)
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|Unable to allocate", re.I)
 _MAX_LINE = 1000  # characters of an exception's text in the line that is printed
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse's parser, without abbreviations, in which `--query_chunk` and `--query-chunk` are the same option.
-    Values of the type Path are expanded as by `path_option`.
+    """argparse's parser, without abbreviations, in which `--query_chunk` and `--query-chunk` are
+    the same option. Values of the type Path are expanded as by `path_option`.
 
     Help texts and messages show the declared spelling, which has dashes throughout this project.
     """
@@ -92,16 +94,30 @@ def integer(lowest: int, highest: int = MAX_INT) -> Callable[[str], int]:
         except ValueError:
             value = lowest - 1
         if not lowest <= value <= highest:
-            limits = f"of at least {lowest:,}" if highest == MAX_INT else f"from {lowest:,} to {highest:,}"
-            hint = "; separate several values with spaces" if re.fullmatch(r"\d+(,\d+)+,?", text) else ""
-            raise argparse.ArgumentTypeError(f"must be an integer {limits}, not {shortened(text)!r}{hint}")
+            limits = (
+                f"of at least {lowest:,}"
+                if highest == MAX_INT
+                else f"from {lowest:,} to {highest:,}"
+            )
+            hint = (
+                "; separate several values with spaces"
+                if re.fullmatch(r"\d+(,\d+)+,?", text)
+                else ""
+            )
+            raise argparse.ArgumentTypeError(
+                f"must be an integer {limits}, not {shortened(text)!r}{hint}"
+            )
         return value
 
     return parse
 
 
-def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """The `type` of an option whose value is a finite number in this range; `above` excludes `lowest`."""
+def number(
+    lowest: float, highest: float = math.inf, *, above: bool = False
+) -> Callable[[str], float]:
+    """The `type` of an option whose value is a finite number in this range; `above` excludes
+    `lowest`.
+    """
 
     def parse(text: str) -> float:
         try:
@@ -109,7 +125,9 @@ def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> 
         except ValueError:
             value = math.nan
         if not (lowest <= value <= highest and math.isfinite(value)) or (above and value == lowest):
-            limits = f"{'above' if above else 'from'} {lowest:g}" + (f" to {highest:g}" if highest < math.inf else "")
+            limits = f"{'above' if above else 'from'} {lowest:g}" + (
+                f" to {highest:g}" if highest < math.inf else ""
+            )
             raise argparse.ArgumentTypeError(f"must be a number {limits}, not {shortened(text)!r}")
         return value
 
@@ -117,7 +135,9 @@ def number(lowest: float, highest: float = math.inf, *, above: bool = False) -> 
 
 
 def path_option(text: str) -> str:
-    """The `type` of an option whose value is a path: `~` and `$NAME` are expanded, as in the keys."""
+    """The `type` of an option whose value is a path: `~` and `$NAME` are expanded, as
+    in the keys.
+    """
     try:
         return expanded_path(text)
     except UserError as error:
@@ -131,7 +151,9 @@ def option_name(attribute: str) -> str:
 
 def add_key_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `extract_overrides` removes, for the help text."""
-    parser.add_argument(SET_OPTION, metavar="KEY=VALUE", help="override keys (nested ones with dots); repeatable")
+    parser.add_argument(
+        SET_OPTION, metavar="KEY=VALUE", help="override keys (nested ones with dots); repeatable"
+    )
     for key in dict.fromkeys(KEY_OPTIONS.values()):
         names = sorted(name for name in KEY_OPTIONS if KEY_OPTIONS[name] == key)
         parser.add_argument(*names, metavar="VALUE", help=f"same as --set {key}=VALUE")
@@ -140,9 +162,10 @@ def add_key_options(parser: argparse.ArgumentParser) -> None:
 def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove every `--set key=value ...` and every `KEY_OPTIONS` option from a command line.
 
-    Returns (overrides of the form key=value, remaining words). --set ends at the first word that is not of the form
-    key=value, so files may follow it. As in argparse, --set=key=value, --hostfile=FILE and -HFILE are accepted. Raises
-    UserError if an option is not followed by its value.
+    Returns (overrides of the form key=value, remaining words). --set ends at the first word that is
+    not of the form key=value, so files may follow it. As in argparse, --set=key=value,
+    --hostfile=FILE and -HFILE are accepted. Raises UserError if an option is not followed by its
+    value.
     """
     overrides: list[str] = []
     rest: list[str] = []
@@ -157,8 +180,12 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
             if not equals and (not queue or queue[0].startswith("-")):
                 problem = f"is followed by {queue[0]!r}" if queue else "is the last word"
                 hint = f"; if this is the value, write {option}={queue[0]}" if queue else ""
-                raise UserError(f"{word} {problem}; it must be followed by the value of {key}{hint}")
-            overrides.append(f"{key}={json.dumps(value if equals else queue.pop(0), ensure_ascii=False)}")
+                raise UserError(
+                    f"{word} {problem}; it must be followed by the value of {key}{hint}"
+                )
+            overrides.append(
+                f"{key}={json.dumps(value if equals else queue.pop(0), ensure_ascii=False)}"
+            )
             continue
         if option != SET_OPTION:
             rest.append(word)
@@ -170,23 +197,29 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
             overrides.append(queue.pop(0))
         if len(overrides) == count:
             problem = f"is followed by {queue[0]!r}" if queue else "is the last word"
-            raise UserError(f"--set {problem}; expected key=value ..., such as --set train-iters=100 save=runs/a")
+            raise UserError(
+                f"--set {problem}; expected key=value ..., such as --set train-iters=100 "
+                "save=runs/a"
+            )
     return overrides, rest
 
 
 def run_main(main: Callable[[], int | None]) -> int:
-    """Run an entry point and return its exit status. Every exception except SystemExit becomes one line on stderr:
+    """Run an entry point and return its exit status. Every exception except SystemExit becomes one
+    line on stderr:
 
     - UserError: status 2. The error of another rank is not printed again.
     - In a rank, a lost connection to another rank: status 3.
     - KeyboardInterrupt: status 130. If its only argument is a string, the line contains it.
     - The reader of standard output has exited, as in `... | head`: no line, status 141.
-    - Any other: status 70, or 2 in a user's own positional method, whose file and line are named. The traceback is
-      written to a file, which the line names.
+    - Any other: status 70, or 2 in a user's own positional method, whose file and line are named.
+      The traceback is written to a file, which the line names.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # file names in messages may be invalid UTF-8
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # file names in messages may be invalid UTF-8
     try:
         status = main() or 0
         if sys.stdout is not None:
@@ -208,7 +241,9 @@ def run_main(main: Callable[[], int | None]) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """The exit status for an exception, and the line to print, if any. Writes the log of an unexpected error."""
+    """The exit status for an exception, and the line to print, if any. Writes the log of an
+    unexpected error.
+    """
     if isinstance(error, UserError):
         return EXIT_STATUS_OF_USER_ERROR, str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -217,12 +252,22 @@ def _explain(error: BaseException) -> tuple[int, str]:
         # Otherwise, the interpreter would report the same error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_STATUS_OF_BROKEN_PIPE, ""
-    if isinstance(error, RuntimeError) and "RANK" in os.environ and _LOST_CONNECTION.search(str(error)):
+    if (
+        isinstance(error, RuntimeError)
+        and "RANK" in os.environ
+        and _LOST_CONNECTION.search(str(error))
+    ):
         reason = first_line(error).partition(". ")[0]
-        text = f"{socket.gethostname()} stops: another rank has ended; its messages say why ({reason})"
+        text = (
+            f"{socket.gethostname()} stops: another rank has ended; its messages say why ({reason})"
+        )
         return EXIT_STATUS_OF_LOST_CONNECTION, f"rank {os.environ['RANK']} on {text}"
     status, cause = EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{Path(sys.argv[0]).name} failed"
-    problem = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+    problem = (
+        f"{type(error).__name__}: {first_line(error)}"
+        if str(error).strip()
+        else type(error).__name__
+    )
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(problem):
         problem = f"out of memory ({problem})"
     elif isinstance(error, RecursionError):
@@ -241,7 +286,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 def _place_in_plugin(error: BaseException) -> str | None:
     """Where in a user's own positional method an exception was raised; None if it was not."""
-    registry = sys.modules.get("kerple.positional.registry")  # not imported for it, because torch is slow to import
+    registry = sys.modules.get(
+        "kerple.positional.registry"
+    )  # not imported for it, because torch is slow to import
     return None if registry is None else registry.place_in_plugin(error)
 
 
@@ -261,15 +308,18 @@ def _error_report(error: BaseException) -> str:
     lines = [
         time.strftime("%Y-%m-%d %H:%M:%S %z"),
         f"command: {' '.join(sys.argv)}",
-        f"Python {platform.python_version()}, torch {getattr(torch, '__version__', 'not imported')}, "
-        f"{platform.platform()}, rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}",
+        f"Python {platform.python_version()}, torch "
+        f"{getattr(torch, '__version__', 'not imported')}, {platform.platform()}, rank "
+        f"{os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}",
         "".join(traceback.format_exception(error)),
     ]
     return visible(redact("\n".join(lines)))
 
 
 def _write_error_log(report: str) -> Path | None:
-    """Write a new file, readable only by its owner, in the working or the temporary folder; None if neither works."""
+    """Write a new file, readable only by its owner, in the working or the temporary folder; None if
+    neither works.
+    """
     name = time.strftime(f"error-%Y%m%d-%H%M%S-{os.getpid()}.log")
     for folder in (Path(), Path(tempfile.gettempdir())):
         with contextlib.suppress(OSError):

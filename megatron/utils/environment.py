@@ -1,8 +1,9 @@
-"""This machine (processor, GPUs), and the code and libraries that produce a result, with their checks.
+"""This machine (processor, GPUs), and the code and libraries that produce a result, with their
+checks.
 
-The checks are of the interfaces that this project overrides or calls although other packages may change them at any
-time. Without a check, a renamed method or attribute would not fail: the override would not be called. docs/versions.md
-lists the places.
+The checks are of the interfaces that this project overrides or calls although other packages may
+change them at any time. Without a check, a renamed method or attribute would not fail: the override
+would not be called. docs/versions.md lists the places.
 """
 
 import importlib.metadata
@@ -30,13 +31,23 @@ COMMIT_VARIABLE = "KERPLE_COMMIT"
 
 @cache
 def commit() -> str | None:
-    """The commit of this project's working tree, followed by -dirty if files were changed. Without a git working tree,
-    for example in a container, the value of the environment variable KERPLE_COMMIT; None if it is not set.
+    """The commit of this project's working tree, followed by -dirty if files were changed. Without
+    a git working tree, for example in a container, the value of the environment variable
+    KERPLE_COMMIT; None if it is not set.
     """
     # git also searches the parent folders, which may be a working tree of another project.
     if not (ROOT / ".git").exists():
         return os.environ.get(COMMIT_VARIABLE) or None
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -45,13 +56,15 @@ def commit() -> str | None:
 
 
 def machine() -> str:
-    """The GPU that torch uses by default; otherwise the processor, the vector instructions that torch uses on it, and
-    the number of cores this process may use.
+    """The GPU that torch uses by default; otherwise the processor, the vector instructions that
+    torch uses on it, and the number of cores this process may use.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cores = available_cores()
-    instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if has_bf16_instructions() else "")
+    instructions = torch.backends.cpu.get_cpu_capability() + (
+        " with bfloat16" if has_bf16_instructions() else ""
+    )
     return f"{processor()}, {instructions}, {cores} core{'s' if cores > 1 else ''}"
 
 
@@ -77,19 +90,34 @@ def _cpu_info() -> list[str]:
 
 
 def slow_dtype_notice(device: torch.device, dtype: torch.dtype) -> str | None:
-    """A line for the log if torch has no fast matrix products of this dtype on this CPU; otherwise None."""
+    """A line for the log if torch has no fast matrix products of this dtype on this CPU; otherwise
+    None.
+    """
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if device.type != "cpu" or dtype not in names:
         return None
     name = names[dtype]
-    if torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")():
+    if (
+        torch.backends.mkldnn.is_available()
+        and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
+    ):
         return None
-    return f"notice: torch has no fast matrix products in {name} on this processor; precision fp32 is faster"
+    return (
+        f"notice: torch has no fast matrix products in {name} on this processor; precision fp32 is "
+        "faster"
+    )
 
 
 def has_bf16_instructions() -> bool:
-    """Whether the processor multiplies matrices in bfloat16 (AVX512-BF16, AMX or Arm's BF16). False outside Linux."""
-    flags = {word for line in _cpu_info() if line.startswith(("flags", "Features")) for word in line.split()}
+    """Whether the processor multiplies matrices in bfloat16 (AVX512-BF16, AMX or Arm's BF16). False
+    outside Linux.
+    """
+    flags = {
+        word
+        for line in _cpu_info()
+        if line.startswith(("flags", "Features"))
+        for word in line.split()
+    }
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -100,7 +128,8 @@ _NO_DEVICES = ("", "-1", "NoDevFiles")
 def use_gpus() -> bool:
     """True if torch can use a GPU, unless the environment variable DS_ACCELERATOR is cpu.
 
-    Raises UserError if the machine or the job has a GPU but torch cannot use it, instead of computing on the CPU.
+    Raises UserError if the machine or the job has a GPU but torch cannot use it, instead of
+    computing on the CPU.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return False
@@ -118,17 +147,19 @@ def use_gpus() -> bool:
         except RuntimeError as error:
             problem = first_line(error)
         reason = (
-            f"{problem}; check the driver, and that it supports CUDA {torch.version.cuda}, for which torch is built"
+            f"{problem}; check the driver, and that it supports CUDA {torch.version.cuda}, for "
+            "which torch is built"
         )
     raise UserError(
-        f"torch {torch.__version__} cannot use a GPU on {socket.gethostname()}, although {evidence}: {reason}. To run "
-        "on the CPU, set the environment variable DS_ACCELERATOR=cpu"
+        f"torch {torch.__version__} cannot use a GPU on {socket.gethostname()}, although "
+        f"{evidence}: {reason}. To run on the CPU, set the environment variable DS_ACCELERATOR=cpu"
     )
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The named device; by default, this process's GPU if there is one. `cuda` is the GPU of this rank, too. Raises
-    UserError for an invalid name, and for the name of a single GPU if there are several ranks.
+    """The named device; by default, this process's GPU if there is one. `cuda` is the GPU of this
+    rank, too. Raises UserError for an invalid name, and for the name of a single GPU if there are
+    several ranks.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if name is None and not use_gpus():
@@ -136,7 +167,10 @@ def choose_device(name: str | None) -> torch.device:
     elif name is None or (name == "cuda" and ranks > 1):
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     elif name.startswith("cuda:") and ranks > 1:
-        raise UserError(f"--device {name}: {ranks} ranks would share this GPU; --device cuda gives each rank its own")
+        raise UserError(
+            f"--device {name}: {ranks} ranks would share this GPU; --device cuda gives each rank "
+            "its own"
+        )
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -152,7 +186,11 @@ def _evidence_of_gpus() -> str | None:
     if visible is not None:
         return None if visible in _NO_DEVICES else f"CUDA_VISIBLE_DEVICES is {visible}"
     # Indices of the GPUs on this node, and numbers of GPUs.
-    for name, none in (("SLURM_JOB_GPUS", _NO_DEVICES), ("SLURM_GPUS_ON_NODE", ("", "0")), ("SLURM_GPUS", ("", "0"))):
+    for name, none in (
+        ("SLURM_JOB_GPUS", _NO_DEVICES),
+        ("SLURM_GPUS_ON_NODE", ("", "0")),
+        ("SLURM_GPUS", ("", "0")),
+    ):
         if variables.get(name, "") not in none:
             return f"Slurm allocated GPUs ({name} is {variables[name]})"
     program = shutil.which("nvidia-smi")
@@ -167,7 +205,12 @@ def _evidence_of_gpus() -> str | None:
 
 
 # The versions whose source was read. The same as in requirements/.
-VERSIONS = {"deepspeed": "0.19.8", "megatron-core": "0.16.1", "lm-eval": "0.4.13", "bitsandbytes": "0.50.*"}
+VERSIONS = {
+    "deepspeed": "0.19.8",
+    "megatron-core": "0.16.1",
+    "lm-eval": "0.4.13",
+    "bitsandbytes": "0.50.*",
+}
 
 
 def check_version(package: str) -> None:
@@ -176,27 +219,35 @@ def check_version(package: str) -> None:
     found = _version(package)
     if not fnmatch(found.partition("+")[0], expected):
         raise UserError(
-            f"{package} {found} is installed, but this project uses private interfaces of {package} {expected}; run: "
-            f"pip install '{package}=={expected}'"
+            f"{package} {found} is installed, but this project uses private interfaces of "
+            f"{package} {expected}; run: pip install '{package}=={expected}'"
         )
 
 
 def check_parameters(package: str, owner: Any, name: str, *parameters: str) -> None:
-    """Raises UserError if `owner`, a class or module of `package`, has no function `name` with these parameters.
+    """Raises UserError if `owner`, a class or module of `package`, has no function `name` with
+    these parameters.
 
     package: the name of the distribution, or Python for the standard library.
     """
     function = getattr(owner, name, None)
     if function is None or not set(parameters) <= set(inspect.signature(function).parameters):
-        path = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
+        path = (
+            f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
+        )
         raise UserError(
-            f"{package} {_version(package)} has no {path}.{name} with the parameters {', '.join(parameters)}, which "
-            "this project relies on; install a version of docs/versions.md"
+            f"{package} {_version(package)} has no {path}.{name} with the parameters "
+            f"{', '.join(parameters)}, which this project relies on; install a version of "
+            "docs/versions.md"
         )
 
 
 def _version(package: str) -> str:
     try:
-        return platform.python_version() if package == "Python" else importlib.metadata.version(package)
+        return (
+            platform.python_version()
+            if package == "Python"
+            else importlib.metadata.version(package)
+        )
     except importlib.metadata.PackageNotFoundError:  # a copy on the path that was not installed
         return "of an unknown version"

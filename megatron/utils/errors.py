@@ -24,11 +24,15 @@ def install_command(extra: str) -> str:
 
 
 def import_package(name: str, extra: str, use: str) -> Any:
-    """A package of an extra of this project. Raises UserError, which begins with `use`, if it is not installed."""
+    """A package of an extra of this project. Raises UserError, which begins with `use`, if it is
+    not installed.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"{use} needs the package {name}, which is not installed: {install_command(extra)}") from error
+        raise UserError(
+            f"{use} needs the package {name}, which is not installed: {install_command(extra)}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -38,13 +42,17 @@ def first_line(error: BaseException) -> str:
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Whether `error` is an Exception or a panic of a Rust library, which pyo3 derives from BaseException only."""
+    """Whether `error` is an Exception or a panic of a Rust library, which pyo3 derives from
+    BaseException only.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def library_errors(problem: str) -> Iterator[None]:
-    """Turn every exception of a library, also panics, into a UserError that begins with `problem`."""
+    """Turn every exception of a library, also panics, into a UserError that begins
+    with `problem`.
+    """
     try:
         yield
     except BaseException as error:
@@ -54,7 +62,9 @@ def library_errors(problem: str) -> Iterator[None]:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters and lone surrogates as backslash escapes, except newlines and tabs."""
+    """`text` with control characters and lone surrogates as backslash escapes, except newlines and
+    tabs.
+    """
     shown = []
     for character in text:
         is_shown = character.isprintable() or character in "\n\t"

@@ -1,5 +1,6 @@
-"""Expanding paths, reading files of limited size, writing files atomically (a file has either its old or its complete
-new content, even after a crash), and checking in advance that a folder is writable.
+"""Expanding paths, reading files of limited size, writing files atomically (a file has either its
+old or its complete new content, even after a crash), and checking in advance that a folder is
+writable.
 """
 
 import contextlib
@@ -26,15 +27,22 @@ def expanded_path(text: str) -> str:
     for match in re.finditer(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", text):
         name = match[1] or match[2]
         if is_secret_name(name):
-            raise UserError(f"{text}: {name} contains a secret, which cannot be part of a path; remove it")
+            raise UserError(
+                f"{text}: {name} contains a secret, which cannot be part of a path; remove it"
+            )
         if name not in os.environ:
-            raise UserError(f"{text}: the environment variable {name} is not set; set it, or write the path in full")
+            raise UserError(
+                f"{text}: the environment variable {name} is not set; set it, or write the path in "
+                "full"
+            )
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise UserError(f"{text}: there is no such user; for a file of this name, write ./{text}")
     expanded = os.path.expandvars(path)
     if expanded != path and contains_secret(expanded):
-        raise UserError(f"{text}: a variable contains a secret, which cannot be part of a path; remove it")
+        raise UserError(
+            f"{text}: a variable contains a secret, which cannot be part of a path; remove it"
+        )
     return expanded
 
 
@@ -55,7 +63,8 @@ def open_file(path: str | Path) -> BufferedReader:
 def read_file(path: str | Path, limit: int = 1 << 26) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
-    Use it for files from outside that are parsed as a whole. Raises UserError if the file is larger, or as `open_file`.
+    Use it for files from outside that are parsed as a whole. Raises UserError if the file is
+    larger, or as `open_file`.
     """
     with read_errors(path), open_file(path) as stream:
         content = stream.read(min(os.fstat(stream.fileno()).st_size, limit) + 1)
@@ -65,7 +74,9 @@ def read_file(path: str | Path, limit: int = 1 << 26) -> bytes:
 
 
 def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
-    """The lines of a regular file of any size, with their newlines. Like `read_file`; `limit` is that of a line."""
+    """The lines of a regular file of any size, with their newlines. Like `read_file`; `limit` is
+    that of a line.
+    """
     with read_errors(path), open_file(path) as stream:
         number = 0
         while line := stream.readline(limit + 1):
@@ -96,20 +107,24 @@ def write_errors(path: str | Path) -> Iterator[None]:
 def check_writable(folder: str | Path, key: str) -> None:
     """Check that files can be written to `folder`, by writing, flushing and deleting a small one.
 
-    Commands call it before long work whose result they write to `folder`. If it does not exist, its closest existing
-    parent is checked. Raises UserError that names `key`, the key or option of the folder.
+    Commands call it before long work whose result they write to `folder`. If it does not exist, its
+    closest existing parent is checked. Raises UserError that names `key`, the key or option of the
+    folder.
     """
     place = Path(folder).absolute()
     try:
         while not os.path.lexists(place):
             place = place.parent
-        # Without a name where the file system allows it, so that a killed process leaves nothing behind.
+        # Without a name where the file system allows it, so that a killed process leaves nothing
+        # behind.
         with tempfile.TemporaryFile(prefix=".writable-", dir=place) as stream:
             stream.write(bytes(4096))
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
-        raise UserError(f"{key}: cannot write to {folder}: {error.strerror}; choose a writable folder") from error
+        raise UserError(
+            f"{key}: cannot write to {folder}: {error.strerror}; choose a writable folder"
+        ) from error
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:

@@ -1,6 +1,8 @@
-"""Locks between processes, and processes that end with the one that started them, even if it is killed with SIGKILL.
+"""Locks between processes, and processes that end with the one that started them, even if it is
+killed with SIGKILL.
 
-A lock is an flock on a file that names its holder. The kernel releases it when the process ends for any reason.
+A lock is an flock on a file that names its holder. The kernel releases it when the process ends for
+any reason.
 """
 
 import contextlib
@@ -27,10 +29,11 @@ def available_cores() -> int:
 
 
 def signal_without_parent(number: int) -> Callable[[], None]:
-    """A preexec_fn for subprocess.Popen: the new process receives a signal as soon as this one has ended.
+    """A preexec_fn for subprocess.Popen: the new process receives a signal as soon as this one has
+    ended.
 
-    Linux sends it when the *thread* that starts the process ends, so start it in the main thread. Elsewhere nothing is
-    sent.
+    Linux sends it when the *thread* that starts the process ends, so start it in the main thread.
+    Elsewhere nothing is sent.
     """
     parent = os.getpid()
 
@@ -38,7 +41,8 @@ def signal_without_parent(number: int) -> Callable[[], None]:
         if _prctl is None:
             return
         if number != signal.SIGKILL:
-            # Until the new program runs, a handler of the parent, written in Python, would discard the signal.
+            # Until the new program runs, a handler of the parent, written in Python, would discard
+            # the signal.
             signal.signal(number, signal.SIG_DFL)
         _prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it has ended before the call of prctl
@@ -67,14 +71,16 @@ class LockBusyError(UserError):
 
 
 class Lock:
-    """An exclusive lock between processes. Use it as a context manager, or call `acquire` and `release`.
+    """An exclusive lock between processes. Use it as a context manager, or call `acquire` and
+    `release`.
 
     The file is removed by `release`. A killed process leaves it behind, but not the lock.
 
     Args:
-        path: the lock file. Its folder is created if missing; `release` then removes it if it is still empty.
-        busy_message: the message of the UserError that `acquire` raises if another process holds the lock. `acquire`
-            appends that process and its host in parentheses.
+        path: the lock file. Its folder is created if missing; `release` then removes it if it is
+            still empty.
+        busy_message: the message of the UserError that `acquire` raises if another process holds
+            the lock. `acquire` appends that process and its host in parentheses.
     """
 
     def __init__(self, path: str | Path, busy_message: str):
@@ -84,10 +90,11 @@ class Lock:
         self._created_folder = False
 
     def acquire(self, timeout: float = 0) -> None:
-        """Acquire the lock. timeout: seconds to wait for a process that holds it; negative: forever.
+        """Acquire the lock. timeout: seconds to wait for a process that holds it; negative:
+        forever.
 
-        Raises LockBusyError if a process still holds it then, and UserError if the file cannot be written, or its file
-        system does not support flock.
+        Raises LockBusyError if a process still holds it then, and UserError if the file cannot be
+        written, or its file system does not support flock.
         """
         try:
             self._created_folder = not self._path.parent.exists()
@@ -99,19 +106,20 @@ class Lock:
         except OSError as error:
             self._lock.release()
             raise UserError(
-                f"cannot lock {self._path}: {error.strerror}; choose a writable folder on a file system that supports "
-                "flock"
+                f"cannot lock {self._path}: {error.strerror}; choose a writable folder on a file "
+                "system that supports flock"
             ) from error
 
     def release(self) -> None:
         """Remove the file and release the lock. Does nothing if this object does not hold the lock.
 
-        A file that cannot be removed, for example because the folder has become read-only, stays behind like that of a
-        killed process.
+        A file that cannot be removed, for example because the folder has become read-only, stays
+        behind like that of a killed process.
         """
         if not self._lock.is_locked:
             return
-        # Safe while locked: filelock does not accept a file that was removed between its open() and flock().
+        # Safe while locked: filelock does not accept a file that was removed between its open() and
+        # flock().
         with contextlib.suppress(OSError):
             self._path.unlink()
         self._lock.release(force=True)

@@ -1,4 +1,6 @@
-"""Progress of long tasks, with rate and time left: a line that changes in a terminal, periodic lines in a log."""
+"""Progress of long tasks, with rate and time left: a line that changes in a terminal, periodic
+lines in a log.
+"""
 
 import time
 
@@ -13,14 +15,15 @@ _ERASE_LINE = Control((ControlType.ERASE_IN_LINE, 2))
 class Progress:
     """Shows the progress of a task on standard error. Use it as a context manager.
 
-    Percentage and time left are computed from `completed` and `total`. The rate can have another unit: for a corpus,
-    progress is in bytes on disk and the rate in MB of text.
+    Percentage and time left are computed from `completed` and `total`. The rate can have another
+    unit: for a corpus, progress is in bytes on disk and the rate in MB of text.
 
     Args:
         description: name of the task, shown first.
         total: the value of `completed` at the end, in any unit; None if unknown.
         unit: unit of the rate ("tokens" shows as "1,234 tokens/s"); empty for no rate.
-        log_interval: seconds between two lines if the stream is not a terminal; None for no such lines.
+        log_interval: seconds between two lines if the stream is not a terminal; None for no such
+            lines.
         console: where to write; by default, standard error.
         enabled: False shows nothing at all, for example on ranks other than 0.
     """
@@ -52,7 +55,9 @@ class Progress:
             self._console.control(_ERASE_LINE)
 
     def restart(self, completed: float = 0.0, amount: float = 0.0) -> None:
-        """Measure the time left and the rate from here, for example after resuming an earlier run."""
+        """Measure the time left and the rate from here, for example after resuming an
+        earlier run.
+        """
         self._completed = self._first_completed = completed
         self._amount = self._first_amount = amount
         self._started_at = time.monotonic()
@@ -74,7 +79,9 @@ class Progress:
         line = f"{self.description}: {self._status(status)}"
         if self._console.is_terminal:
             self._console.control(_ERASE_LINE)
-            self._console.print(line, highlight=False, markup=False, no_wrap=True, overflow="ellipsis", end="\r")
+            self._console.print(
+                line, highlight=False, markup=False, no_wrap=True, overflow="ellipsis", end="\r"
+            )
         else:
             self.print(line)
 
@@ -86,7 +93,9 @@ class Progress:
 
     @property
     def rate_text(self) -> str:
-        """The rate since `restart`, for example "1,234 tokens/s"; rates below 100 have one decimal."""
+        """The rate since `restart`, for example "1,234 tokens/s"; rates below 100 have
+        one decimal.
+        """
         rate = (self._amount - self._first_amount) / max(time.monotonic() - self._started_at, 1e-9)
         return f"{rate:,.0f} {self._unit}/s" if rate >= 100 else f"{rate:.1f} {self._unit}/s"
 
@@ -94,10 +103,16 @@ class Progress:
         # The time left is estimated from the pace since `restart`.
         time_left, done = "", self._completed - self._first_completed
         if self._total is not None and done > 0:
-            seconds = (time.monotonic() - self._started_at) * max(self._total - self._completed, 0.0) / done
+            seconds = (
+                (time.monotonic() - self._started_at)
+                * max(self._total - self._completed, 0.0)
+                / done
+            )
             time_left = f"{readable_time(seconds)} left"
         percentage = f"{self._completed / self._total:.0%}" if self._total else ""
-        return ", ".join(filter(None, (percentage, status, self._unit and self.rate_text, time_left)))
+        return ", ".join(
+            filter(None, (percentage, status, self._unit and self.rate_text, time_left))
+        )
 
 
 def readable_size(size: float) -> str:

@@ -1,6 +1,8 @@
-"""Running a function on one or all ranks of a process group so that every rank gets the result, or the error.
+"""Running a function on one or all ranks of a process group so that every rank gets the result, or
+the error.
 
-All functions also work in a single process without a process group. Otherwise every rank of the group must call them.
+All functions also work in a single process without a process group. Otherwise every rank of the
+group must call them.
 """
 
 from collections.abc import Callable
@@ -14,8 +16,8 @@ T = TypeVar("T")
 
 
 def run_on_rank_0(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 while the other ranks wait, and return its (picklable) value on every rank. Raises what
-    `run_on_all_ranks` raises.
+    """Call `function` on rank 0 while the other ranks wait, and return its (picklable) value on
+    every rank. Raises what `run_on_all_ranks` raises.
     """
     is_called = not _distributed() or dist.get_rank() == 0
     values = run_on_all_ranks(lambda: function() if is_called else None)
@@ -23,11 +25,12 @@ def run_on_rank_0(function: Callable[[], T]) -> T:
 
 
 def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
-    """Call `function` on every rank and return the values of all ranks, in rank order, on every rank.
+    """Call `function` on every rank and return the values of all ranks, in rank order, on every
+    rank.
 
-    A rank whose own call raised an exception raises it again. The others raise the UserError (or subclass) of the first
-    rank that failed, or a UserError with the first line of another exception. Only the first of several ranks with the
-    same UserError prints it.
+    A rank whose own call raised an exception raises it again. The others raise the UserError (or
+    subclass) of the first rank that failed, or a UserError with the first line of another
+    exception. Only the first of several ranks with the same UserError prints it.
     """
     if not _distributed():
         return [function()]
@@ -45,14 +48,17 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
         if reported is not None:
             raised = reported if failure is None else failure
             if isinstance(raised, UserError):
-                raised.printed_by_other_rank = rank != dist.get_rank() and str(raised) == str(reported)
+                raised.printed_by_other_rank = rank != dist.get_rank() and str(raised) == str(
+                    reported
+                )
             raise raised
     return [value for value, _ in outcomes]
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Call `function` on every rank and return this rank's own value, which need not be picklable. If one rank fails,
-    all raise what `run_on_all_ranks` raises, so that no rank waits for one that has stopped.
+    """Call `function` on every rank and return this rank's own value, which need not be picklable.
+    If one rank fails, all raise what `run_on_all_ranks` raises, so that no rank waits for one that
+    has stopped.
     """
     values: list[T] = []
     run_on_all_ranks(lambda: values.append(function()))

@@ -1,4 +1,6 @@
-"""JSON from outside, checked against a type: one error that names the place, the field and the value."""
+"""JSON from outside, checked against a type: one error that names the place, the field and the
+value.
+"""
 
 import re
 from typing import Annotated, Any, TypeVar
@@ -10,7 +12,8 @@ from megatron.utils.errors import UserError, shortened, visible
 
 T = TypeVar("T")
 
-# The value types of these files. Infinity and NaN, 1e999, and integers that do not fit into 64 bits are rejected.
+# The value types of these files. Infinity and NaN, 1e999, and integers that do not fit into 64 bits
+# are rejected.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Float = FiniteFloat
@@ -42,8 +45,8 @@ def parse_json(content: bytes, adapter: TypeAdapter[T], place: str) -> T:
 
 
 def load_json(content: bytes, place: str, *, allow_nan: bool = False) -> Any:
-    """Parse JSON. Objects nested deeper than 200, lone surrogates and, unless `allow_nan`, NaN and Infinity are
-    rejected.
+    """Parse JSON. Objects nested deeper than 200, lone surrogates and, unless `allow_nan`, NaN and
+    Infinity are rejected.
 
     Raises UserError, starting with `place`: the file, and the line if each line is a document.
     """
@@ -55,7 +58,8 @@ def load_json(content: bytes, place: str, *, allow_nan: bool = False) -> Any:
 
 
 def check_json(value: Any, adapter: TypeAdapter[T], place: str) -> T:
-    """The value, without keys that the type does not have. Types are not converted: "2" and true are not 2.
+    """The value, without keys that the type does not have. Types are not converted: "2" and true
+    are not 2.
 
     Raises UserError, starting with `place`, that names the first wrong field.
     """
@@ -73,7 +77,11 @@ def error_text(error: ErrorDetails) -> str:
         field += f"[{part}]" if isinstance(part, int) else f".{part}"
     if error["type"] != "missing":
         value: Any = error["input"]
-        text = repr(value) if isinstance(value, str | int | float | None) else f"a value of type {type(value).__name__}"
+        text = (
+            repr(value)
+            if isinstance(value, str | int | float | None)
+            else f"a value of type {type(value).__name__}"
+        )
         message += f", not {shortened(text, _SHOWN_CHARACTERS)}"
     return visible(f"{field.lstrip('.')} {message}".strip())
 

@@ -1,4 +1,6 @@
-"""These tests need the simulated CUDA device; `tests/integration/test_gpu.py` starts them in a process that has it."""
+"""These tests need the simulated CUDA device; `tests/integration/test_gpu.py` starts them in a
+process that has it.
+"""
 
 from tests.support.simulated_cuda import is_active
 

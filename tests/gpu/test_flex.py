@@ -1,4 +1,6 @@
-"""FlexAttention on a simulated CUDA device, operator by operator: Inductor would compile kernels for a GPU."""
+"""FlexAttention on a simulated CUDA device, operator by operator: Inductor would compile kernels
+for a GPU.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from tests.support.simulated_cuda import SimulatedCuda
 
 @pytest.mark.ci
 def test_flex(monkeypatch):
-    """FlexAttention's forward and backward operators, which Inductor would replace with its kernels."""
+    """FlexAttention's forward and backward operators, which Inductor would replace with its
+    kernels.
+    """
     torch._dynamo.reset()
     flex._block_mask.cache_clear()
     run = torch.compile(flex._flex_module().flex_attention, dynamic=False, backend="aot_eager")

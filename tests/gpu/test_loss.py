@@ -1,4 +1,6 @@
-"""The loss on a simulated CUDA device: its kernels and memory traffic at the shape of the 162M recipe."""
+"""The loss on a simulated CUDA device: its kernels and memory traffic at the shape of the 162M
+recipe.
+"""
 
 from collections.abc import Callable
 
@@ -51,19 +53,24 @@ def run_step(
 
 @pytest.mark.parametrize(("masked", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
 def test_traffic_and_kernels_of_a_training_step(masked, dtype):
-    """A read and a write of the logits, 3.3 GB, and a multiplication of each gradient by the upstream gradient."""
+    """A read and a write of the logits, 3.3 GB, and a multiplication of each gradient by the
+    upstream gradient.
+    """
     with Device() as device:
         run_step(device, dtype, masked=masked)
         assert device.kernels["mm"] == 3
         assert device.kernels["triton.cross_entropy_kernel"] == 1
         assert sum(device.kernels.values()) <= 13
         assert 3.5e9 < device.traffic < 3.7e9
-        # The logits and the weight's gradient in float32, besides tensors of the size of the inputs.
+        # The logits and the weight's gradient in float32, besides tensors of the size of the
+        # inputs.
         assert device.peak < 2.4e9
 
 
 def test_chunks():
-    """The logits of a chunk have at most 2 GiB. The weight's gradient is a float32 sum over chunks."""
+    """The logits of a chunk have at most 2 GiB. The weight's gradient is a float32 sum
+    over chunks.
+    """
     with Device() as device:
         run_step(device, tokens=4 * TOKENS)
         assert device.kernels["mm"] + device.kernels["addmm"] == 12
@@ -78,7 +85,13 @@ def test_a_slice_of_the_vocabulary():
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
         try:
             slice_size = VOCABULARY // 2
-            run_step(device, vocabulary=slice_size, masked=True, first_token=slice_size, group=dist.group.WORLD)
+            run_step(
+                device,
+                vocabulary=slice_size,
+                masked=True,
+                first_token=slice_size,
+                group=dist.group.WORLD,
+            )
         finally:
             dist.destroy_process_group()
         assert device.kernels["triton.cross_entropy_kernel"] == 2

@@ -1,7 +1,7 @@
 """Every positional method on a simulated CUDA device.
 
-An operation on tensors of different devices fails as on a GPU. Once everything is cached, neither training nor
-evaluation may wait for the device or copy from pageable memory.
+An operation on tensors of different devices fails as on a GPU. Once everything is cached, neither
+training nor evaluation may wait for the device or copy from pageable memory.
 """
 
 from typing import Any
@@ -17,13 +17,23 @@ from megatron.model.kernel_check import check_kernels
 from megatron.model.settings import ModelSettings
 from tests.support.simulated_cuda import ROOT, SimulatedCuda, move_to_cuda
 
-# Scaled rotations, a bias and a weight with gradients, modified scores: for other dtypes and activation checkpointing.
+# Scaled rotations, a bias and a weight with gradients, modified scores: for other dtypes and
+# activation checkpointing.
 DISTINCT = ("xpos", "kerple_power_ap_ap", "dape_kerple")
 TWO_LAYERS = ("rotary", "kerple_log", "dape_kerple")
-# One method of each way of using positions; `tests/unit/kerple/positional/test_base.py` runs the hooks of every method
-# on the meta device.
+# One method of each way of using positions; `tests/unit/kerple/positional/test_base.py` runs the
+# hooks of every method on the meta device.
 KINDS = (
-    *("none", "sinusoidal", "rotary", "rpe", "kerple_log", "per_layer", "forgetting", "stick_breaking"),
+    *(
+        "none",
+        "sinusoidal",
+        "rotary",
+        "rpe",
+        "kerple_log",
+        "per_layer",
+        "forgetting",
+        "stick_breaking",
+    ),
     *("fire", "cope", "dape_v2_kerple", "transformer_xl", *DISTINCT),
 )
 # Backends that `auto` does not choose for these methods on a GPU.
@@ -43,7 +53,11 @@ def mark_slower(*cases: tuple[str, ...]) -> list[Any]:
 def settings_for(method: str, backend: str = "auto", *overrides: str) -> ModelSettings:
     """The 162M recipe with two layers, or four where they have different methods."""
     files, layers = ["small_bf16.yml", f"pos_emb/{method}.yml"], 4 if method == "per_layer" else 2
-    config = load_config(files, ROOT / "configs", [f"num-layers={layers}", f"attention-backend={backend}", *overrides])
+    config = load_config(
+        files,
+        ROOT / "configs",
+        [f"num-layers={layers}", f"attention-backend={backend}", *overrides],
+    )
     return ModelSettings(config.model, 50304)
 
 
@@ -52,7 +66,9 @@ def one_layer(method: str, backend: str = "auto") -> ModelSettings:
     return settings_for(method, backend, *([] if method == "per_layer" else ["num-layers=1"]))
 
 
-def cuda_model(settings: ModelSettings, dtype: torch.dtype = torch.bfloat16, checkpoint_every: int = 0) -> GPT:
+def cuda_model(
+    settings: ModelSettings, dtype: torch.dtype = torch.bfloat16, checkpoint_every: int = 0
+) -> GPT:
     with torch.device("meta"):
         model = GPT(settings, checkpoint_every=checkpoint_every)
     return move_to_cuda(model, dtype)
@@ -71,10 +87,16 @@ def check_training(model: GPT, device: SimulatedCuda) -> None:
     assert device.blocking_copies == []
 
 
-@pytest.mark.parametrize(("method", "backend"), mark_slower(*((kind, "auto") for kind in KINDS), *OTHER_BACKENDS))
+@pytest.mark.parametrize(
+    ("method", "backend"), mark_slower(*((kind, "auto") for kind in KINDS), *OTHER_BACKENDS)
+)
 def test_training_step(method, backend):
     with SimulatedCuda() as device:
-        settings = settings_for(method) if backend == "auto" and method in TWO_LAYERS else one_layer(method, backend)
+        settings = (
+            settings_for(method)
+            if backend == "auto" and method in TWO_LAYERS
+            else one_layer(method, backend)
+        )
         check_training(cuda_model(settings), device)
 
 
@@ -86,7 +108,8 @@ def test_training_step_in_float32_with_activation_checkpointing(method):
 
 
 @pytest.mark.parametrize(
-    ("method", "dtype"), mark_slower(*((kind, "bf16") for kind in KINDS), *((method, "fp32") for method in DISTINCT))
+    ("method", "dtype"),
+    mark_slower(*((kind, "bf16") for kind in KINDS), *((method, "fp32") for method in DISTINCT)),
 )
 def test_evaluation(method, dtype):
     """512 tokens after 15,000 in the cache, single-token decoding, windows and blocks."""
@@ -133,7 +156,9 @@ def test_modes(method, name):
         model = cuda_model(settings_for(method, "auto", "num-layers=1")).eval()
         cache = model.new_cache(mode=mode)
         for length in (256, 256, 1):
-            states = model.hidden(torch.zeros(1, length, dtype=torch.long, device="cuda"), cache, mode)
+            states = model.hidden(
+                torch.zeros(1, length, dtype=torch.long, device="cuda"), cache, mode
+            )
             assert states.device.type == "cuda"
             if cache.length == 256:
                 device.reset()
@@ -143,18 +168,25 @@ def test_modes(method, name):
 
 
 @pytest.mark.parametrize(
-    ("method", "backend"), mark_slower(("rotary", "auto"), ("dape_kerple", "auto"), ("kerple_log", "fused"))
+    ("method", "backend"),
+    mark_slower(("rotary", "auto"), ("dape_kerple", "auto"), ("kerple_log", "fused")),
 )
 def test_grouped_queries(method, backend):
-    """12 query heads share 3 key/value heads: gradients, single-token decoding, windows and blocks."""
+    """12 query heads share 3 key/value heads: gradients, single-token decoding,
+    windows and blocks.
+    """
     with SimulatedCuda() as device:
         positional = move_to_cuda(build(method, settings_for(method).config.shape), torch.bfloat16)
         for s, span in ((300, Span()), (1, Span()), (300, Span(window=100)), (300, Span(block=64))):
             query, key, value = (
-                torch.empty(2, heads, length, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+                torch.empty(
+                    2, heads, length, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True
+                )
                 for heads, length in ((12, s), (3, 300), (3, 300))
             )
-            context = Attention(positional, backend)(query, key, value, window=span.window, block=span.block)
+            context = Attention(positional, backend)(
+                query, key, value, window=span.window, block=span.block
+            )
             context.sum().backward()
             assert query.grad.shape == query.shape
             assert key.grad.shape == value.grad.shape == key.shape
@@ -164,7 +196,9 @@ def test_grouped_queries(method, backend):
 def test_a_gpu_without_fused_kernels():
     """`auto` uses another backend; `fused` is an error before the first step."""
     with SimulatedCuda(capability=(7, 0)) as device:
-        hidden = cuda_model(settings_for("kerple_log")).hidden(torch.zeros(4, 512, dtype=torch.long, device="cuda"))
+        hidden = cuda_model(settings_for("kerple_log")).hidden(
+            torch.zeros(4, 512, dtype=torch.long, device="cuda")
+        )
         hidden.sum().backward()
         assert device.kernels["triton.forward_kernel"] == 0
         model = cuda_model(settings_for("kerple_log", "fused"))

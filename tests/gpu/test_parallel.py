@@ -26,11 +26,18 @@ def ranks():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("method", "fused"), [("kerple_log", True), ("rotary", False), ("rpe", True)])
+@pytest.mark.parametrize(
+    ("method", "fused"), [("kerple_log", True), ("rotary", False), ("rpe", True)]
+)
 def test_training_step(method, fused):
-    """Fused blocks and megatron-core's layers, with half of the heads, the MLP and the vocabulary."""
+    """Fused blocks and megatron-core's layers, with half of the heads, the MLP and the
+    vocabulary.
+    """
     settings = replace(settings_for(method), tp=TensorParallel(2, 0))
-    with SimulatedCuda() as device, patch.object(fused_block, "KERNEL_DEVICES", ["cuda"] if fused else []):
+    with (
+        SimulatedCuda() as device,
+        patch.object(fused_block, "KERNEL_DEVICES", ["cuda"] if fused else []),
+    ):
         with torch.device("meta"):
             model = GPT(settings)
         assert model.blocks[0].mlp.dense_h_to_4h.weight.shape == (4 * 768 // 2, 768)

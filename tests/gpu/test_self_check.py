@@ -1,5 +1,5 @@
-"""The self-check and the doctor on a simulated CUDA device: no tensor is on the wrong device. Simulated tensors have no
-values, so nothing is compared.
+"""The self-check and the doctor on a simulated CUDA device: no tensor is on the wrong device.
+Simulated tensors have no values, so nothing is compared.
 """
 
 from dataclasses import replace
@@ -25,7 +25,9 @@ SHAPE = ModelShape(num_heads=4, head_size=64, hidden_size=256, num_layers=1, max
     ],
 )
 def test_the_comparison(method, dtype, monkeypatch):
-    """Training; and fewer queries than keys, with and without a window, for two kinds of lengths."""
+    """Training; and fewer queries than keys, with and without a window, for two kinds
+    of lengths.
+    """
     calls = []
     monkeypatch.setattr(self_check, "ensure_checked", lambda call, *_, **__: calls.append(call))
     with SimulatedCuda() as device:
@@ -39,7 +41,11 @@ def test_the_comparison(method, dtype, monkeypatch):
             errors = relative_errors(
                 call, dispatch.BACKENDS["fused"], dispatch.BACKENDS["chunked"], gradients=gradients
             )
-            assert set(errors) >= {"result", "query", "key", "value"} if gradients else set(errors) == {"result"}
+            assert (
+                set(errors) >= {"result", "query", "key", "value"}
+                if gradients
+                else set(errors) == {"result"}
+            )
             assert device.kernels["triton.forward_kernel"] == 1
             assert device.kernels["triton.query_kernel"] == gradients
 
@@ -47,7 +53,9 @@ def test_the_comparison(method, dtype, monkeypatch):
 def test_simulated_tensors_are_not_checked():
     with SimulatedCuda() as device:
         method = move_to_cuda(build("kerple_log", SHAPE), None)
-        verdicts = check_kernels(method, Heads(4, 4, 64), "cuda", torch.bfloat16, training=True, backend="fused")
+        verdicts = check_kernels(
+            method, Heads(4, 4, 64), "cuda", torch.bfloat16, training=True, backend="fused"
+        )
         assert verdicts == []
         assert device.kernels["triton.forward_kernel"] == 0
 

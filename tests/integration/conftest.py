@@ -21,7 +21,9 @@ def trained(ranks, data_path) -> Trained:
     from megatron.training.loop import train
 
     def train_in(folder: Path, layout: str, **keys: object) -> str:
-        settings = training_settings(folder, data_path, **{"padded_vocab_size": VOCABULARY, **LAYOUTS[layout], **keys})
+        settings = training_settings(
+            folder, data_path, **{"padded_vocab_size": VOCABULARY, **LAYOUTS[layout], **keys}
+        )
         if layout != "one":
             return ranks.train(settings)
         train(Config.from_flat(settings))
@@ -44,7 +46,8 @@ def finished_run(default_run, tmp_path) -> None:
 
 @pytest.fixture
 def forked_scripts(fork_server, monkeypatch) -> None:
-    """Python scripts that the test starts, and those that they start, are forks of a process that has imported their
-    modules. Other tests start the same scripts in new interpreters: test_launch_training.py, test_orphans.py.
+    """Python scripts that the test starts, and those that they start, are forks of a process that
+    has imported their modules. Other tests start the same scripts in new interpreters:
+    test_launch_training.py, test_orphans.py.
     """
     monkeypatch.setattr(subprocess, "Popen", fork_server.Popen)

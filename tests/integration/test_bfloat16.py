@@ -1,4 +1,5 @@
-"""bfloat16 in Triton's interpreter: the kernels of attention and loss, and the chunked backend, within error bounds.
+"""bfloat16 in Triton's interpreter: the kernels of attention and loss, and the chunked backend,
+within error bounds.
 
 `tests/support/bfloat16.py` derives the bounds and corrects the interpreter's bfloat16.
 """
@@ -26,9 +27,16 @@ from tests.support.attention import (
     run_attend,
     upstream_gradient,
 )
-from tests.support.bfloat16 import BFLOAT16_UNIT, attention_bounds, interpreted_bfloat16, loss_bounds
+from tests.support.bfloat16 import (
+    BFLOAT16_UNIT,
+    attention_bounds,
+    interpreted_bfloat16,
+    loss_bounds,
+)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels are compiled, not interpreted"
+)
 
 
 def largest(actual: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:
@@ -53,7 +61,9 @@ def attention_errors(backend: str, unit: float, *sizes: int, **options) -> list[
 def product_kernel(left, right, result, SIZE: tl.constexpr):
     row = tl.arange(0, SIZE)
     entries = row[:, None] * SIZE + row[None, :]
-    tl.store(result + entries, tl.dot(tl.load(left + entries), tl.load(right + entries)).to(tl.bfloat16))
+    tl.store(
+        result + entries, tl.dot(tl.load(left + entries), tl.load(right + entries)).to(tl.bfloat16)
+    )
 
 
 def test_the_interpreter_multiplies_and_rounds():
@@ -80,8 +90,9 @@ CASES = {
 def test_attention_kernels(case):
     """Errors are at most 1 and at least 1/30 of their bounds.
 
-    The bounds of the tables' gradients assume that all errors of a sum have the same sign. So they are looser, by about
-    the square root of the head size and of the number of pairs, for larger sizes.
+    The bounds of the tables' gradients assume that all errors of a sum have the same sign. So they
+    are looser, by about the square root of the head size and of the number of pairs, for larger
+    sizes.
     """
     sizes, options = CASES[case]
     for error in attention_errors("fused", BFLOAT16_UNIT, *sizes, **options):
@@ -96,7 +107,9 @@ def test_attention_kernels_with_many_pairs():
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_chunked_backend(case):
-    """The chunked backend rounds only its results, so the tables' gradients are exact up to float32."""
+    """The chunked backend rounds only its results, so the tables' gradients are exact up to
+    float32.
+    """
     sizes, options = CASES[case]
     errors = attention_errors("chunked", 0.0, *sizes, **options)
     assert all(1 / 4 < error < 1 for error in errors[:4])
@@ -113,18 +126,24 @@ def test_kernels_and_chunked_differ_by_less_than_the_unit_roundoff():
 
 
 def test_gradients_of_kerple_s_coefficients():
-    """Gradients of coefficients are float32 sums over all pairs, so the bounds of the bias table's gradient apply."""
+    """Gradients of coefficients are float32 sums over all pairs, so the bounds of the bias table's
+    gradient apply.
+    """
     heads, length = 2, 40
     method = build("kerple_log", ModelShape(heads, 16, 32, 1, length))
     (bias, _), (jacobian, _) = tables(method, length, "cpu"), jacobians(method, length, "cpu")
-    arguments = random_attend_arguments(1, heads, length, length, 16, weight=False, dtype=torch.bfloat16)
+    arguments = random_attend_arguments(
+        1, heads, length, length, 16, weight=False, dtype=torch.bfloat16
+    )
     arguments["bias_table"] = bias.detach().requires_grad_()
     exact = results("reference", float64_arguments(arguments))
     upstream = upstream_gradient(exact[0]).bfloat16()
     bound = attention_bounds(arguments, upstream, BFLOAT16_UNIT)[-1]
     coefficients = jacobian.coefficients.detach().requires_grad_()
     with interpreted_bfloat16():
-        context = attend_with(backend="fused", **arguments, bias_jacobian=replace(jacobian, coefficients=coefficients))
+        context = attend_with(
+            backend="fused", **arguments, bias_jacobian=replace(jacobian, coefficients=coefficients)
+        )
         (actual,) = torch.autograd.grad(context, coefficients, upstream)
     directions = jacobian.directions.detach().double()
     exact_sums, bounds = directions @ exact[-1][..., None], directions.abs() @ bound[..., None]
@@ -143,7 +162,9 @@ def test_loss(kernel_devices, monkeypatch):
         actual = linear_cross_entropy(*leaves, labels, mask)
         gradients = torch.autograd.grad(actual, leaves)
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    exact = (mask * F.cross_entropy(exact_leaves[0] @ exact_leaves[1].T, labels, reduction="none")).sum()
+    exact = (
+        mask * F.cross_entropy(exact_leaves[0] @ exact_leaves[1].T, labels, reduction="none")
+    ).sum()
     exact_gradients = torch.autograd.grad(exact, exact_leaves)
     bounds = loss_bounds(hidden, weight, labels, mask)
     for error in map(largest, (actual, *gradients), (exact, *exact_gradients), bounds):

@@ -1,4 +1,6 @@
-"""tools/ckpts: converting, importing and inspecting checkpoints, and an exported model without this project."""
+"""tools/ckpts: converting, importing and inspecting checkpoints, and an exported model without this
+project.
+"""
 
 import json
 import shutil
@@ -62,7 +64,8 @@ options = dict(max_new_tokens=8, do_sample=False, return_full_text=False)
 one_by_one = [generator(text, **options)[0]["generated_text"] for text in texts]
 batched = [batch[0]["generated_text"] for batch in generator(texts, batch_size=3, **options)]
 ids = tokenizer(texts)["input_ids"]
-results = dict(logits=logits, in_mode=in_mode, continued=continued, ids=ids, texts=one_by_one, batched=batched)
+results = dict(logits=logits, in_mode=in_mode, continued=continued)
+results |= dict(ids=ids, texts=one_by_one, batched=batched)
 torch.save(results, "out.pt")
 """
 
@@ -70,7 +73,9 @@ torch.save(results, "out.pt")
 @pytest.mark.ci
 @torch.no_grad()
 def test_an_exported_model_needs_only_torch_and_transformers(tmp_path):
-    """Loaded, run beyond the training length and used in a pipeline by a process that cannot import this project."""
+    """Loaded, run beyond the training length and used in a pipeline by a process that cannot import
+    this project.
+    """
     model, config = make_model("kerple_bias_wht")
     tokenizer = TokenizerFiles("CharLevelTokenizer")
     to_hugging_face(model, config, tmp_path / "model", tokenizer=tokenizer, report=quiet)
@@ -80,7 +85,9 @@ def test_an_exported_model_needs_only_torch_and_transformers(tmp_path):
     variables = {**environment(), "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     variables.pop("PYTHONPATH", None)
     command = [sys.executable, "alone.py"]
-    finished = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200)
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200
+    )
     assert finished.returncode == 0, finished.stderr
     out = torch.load(tmp_path / "out.pt", weights_only=True)
     assert (out["logits"] - model(tokens)).abs().max() < 1e-4
@@ -90,7 +97,9 @@ def test_an_exported_model_needs_only_torch_and_transformers(tmp_path):
     assert out["ids"] == [list(text.encode()) for text in ("def add(a, b):", "import", "x" * 100)]
     assert out["batched"] == out["texts"]
     expected = greedy(model, torch.tensor([list(b"import")]), 8)[0, 6:].tolist()
-    assert out["texts"][1] == bytes(min(token, 255) for token in expected if 0 < token < 256).decode(errors="replace")
+    assert out["texts"][1] == bytes(
+        min(token, 255) for token in expected if 0 < token < 256
+    ).decode(errors="replace")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +112,9 @@ def pythia(tmp_path_factory) -> tuple[Path, GPTNeoXForCausalLM, Tokenizer]:
 
 
 def test_import_finetune_and_export(pythia, tmp_path, capsys):
-    """A Pythia-like folder -> ours, which generates -> finetuned, at a learning rate of 0 -> Hugging Face."""
+    """A Pythia-like folder -> ours, which generates -> finetuned, at a learning rate of 0 ->
+    Hugging Face.
+    """
     source, theirs, tokenizer = pythia
     convert.main(["from-hf", str(source), str(tmp_path / "ours")])
     assert "logits compared at length 32 and 128, largest" in capsys.readouterr().out
@@ -112,19 +123,37 @@ def test_import_finetune_and_export(pythia, tmp_path, capsys):
     checkpoint = ["--checkpoint", str(tmp_path / "ours")]
     generate_main([*checkpoint, "-i", str(prompts), "-o", str(texts), "--set", "maximum_tokens=8"])
     prompt = tokenizer.encode("def main(").ids
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert json.loads(texts.read_text())["text"] == tokenizer.decode(expected[0, len(prompt) :].tolist())
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
+    assert json.loads(texts.read_text())["text"] == tokenizer.decode(
+        expected[0, len(prompt) :].tolist()
+    )
 
     _, config = load_model(tmp_path / "ours")
     run = {
-        **{"load": str(tmp_path / "ours"), "finetune": True, "save": str(tmp_path / "run"), "save_interval": 2},
-        **{"data_path": write_corpus(tmp_path), "split": "8,1,1", "num_workers": 0, "eval_iters": 1},
+        **{
+            "load": str(tmp_path / "ours"),
+            "finetune": True,
+            "save": str(tmp_path / "run"),
+            "save_interval": 2,
+        },
+        **{
+            "data_path": write_corpus(tmp_path),
+            "split": "8,1,1",
+            "num_workers": 0,
+            "eval_iters": 1,
+        },
         **{"train_iters": 2, "lr_decay_iters": 2, "train_micro_batch_size_per_gpu": 4},
         "optimizer": {"type": "Adam", "params": {"lr": 0.0}},
     }
     train(Config.from_flat({**config.to_flat(), **run}))
-    convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "mode"), "--inference-mode", "window@8"])
-    assert json.loads((tmp_path / "mode" / "config.json").read_text())["inference_mode"] == "window@8"
+    convert.main(
+        ["to-hf", str(tmp_path / "run"), str(tmp_path / "mode"), "--inference-mode", "window@8"]
+    )
+    assert (
+        json.loads((tmp_path / "mode" / "config.json").read_text())["inference_mode"] == "window@8"
+    )
     convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "back")])
     back = GPTNeoXForCausalLM.from_pretrained(tmp_path / "back").eval()
     tokens = random_tokens(1, LONG) % tokenizer.get_vocab_size()
@@ -133,22 +162,54 @@ def test_import_finetune_and_export(pythia, tmp_path, capsys):
 
 
 def test_continued_pretraining_with_another_method(pythia, tmp_path, capsys):
-    """The commands in docs/huggingface.md, with a small model and corpus: import, tokenize, train, evaluate."""
+    """The commands in docs/huggingface.md, with a small model and corpus: import, tokenize, train,
+    evaluate.
+    """
     documents = [PYTHON[start : start + 1000] for start in range(0, 12_000, 1000)]
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
     ours, run = str(tmp_path / "ours"), str(tmp_path / "run")
 
     convert.main(["from-hf", str(pythia[0]), ours])
-    tokenizer = ["--tokenizer-type", "HFTokenizer", "--vocab-file", f"{ours}/tokenizer.json", "--append-eod"]
+    tokenizer = [
+        "--tokenizer-type",
+        "HFTokenizer",
+        "--vocab-file",
+        f"{ours}/tokenizer.json",
+        "--append-eod",
+    ]
     data = ["--input", str(tmp_path / "corpus.jsonl"), "--output-prefix", str(tmp_path / "data")]
     assert preprocess_data.main([*data, *tokenizer]) in (None, 0)
-    overrides = [f"load={ours}", f"save={run}", f"data_path={tmp_path}/data_text_document", "split=2,1,0"]
-    overrides += ["train_micro_batch_size_per_gpu=2", "train_batch_size=2", "train_iters=3", "eval_iters=1"]
-    overrides += ["seq_length=32", "curriculum_learning.min_difficulty=8", "curriculum_learning.max_difficulty=32"]
-    overrides += [f"curriculum_learning.schedule_config.{name}" for name in ("difficulty=[8, 32]", "max_step=[1]")]
-    files = [f"{ours}/global_step0/configs/config.yml", ROOT / "configs" / "continued_pretraining.yml"]
+    overrides = [
+        f"load={ours}",
+        f"save={run}",
+        f"data_path={tmp_path}/data_text_document",
+        "split=2,1,0",
+    ]
+    overrides += [
+        "train_micro_batch_size_per_gpu=2",
+        "train_batch_size=2",
+        "train_iters=3",
+        "eval_iters=1",
+    ]
+    overrides += [
+        "seq_length=32",
+        "curriculum_learning.min_difficulty=8",
+        "curriculum_learning.max_difficulty=32",
+    ]
+    overrides += [
+        f"curriculum_learning.schedule_config.{name}"
+        for name in ("difficulty=[8, 32]", "max_step=[1]")
+    ]
+    files = [
+        f"{ours}/global_step0/configs/config.yml",
+        ROOT / "configs" / "continued_pretraining.yml",
+    ]
     capsys.readouterr()
-    assert train(load_config(files, overrides=[*overrides, "num_workers=0"])).tokens == 2 * (8 + 32 + 32)
+    assert train(load_config(files, overrides=[*overrides, "num_workers=0"])).tokens == 2 * (
+        8 + 32 + 32
+    )
     log = capsys.readouterr().out
     assert "the checkpoint's positional parameters are not used; those of kerple_log are new" in log
     assert "curriculum_learning: length 32 from iteration 2" in log
@@ -165,7 +226,12 @@ def changed_tokenizer(tmp_path) -> tuple[Path, dict[str, object]]:
     """A run whose tokenizer.json has lost its last merge since; the keys with which it resumes."""
     vocabulary = tmp_path / "tokenizer.json"
     train_bpe(KINDS.values(), 300).save(str(vocabulary))
-    keys = {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary), "eval_iters": 0, "train_iters": 1}
+    keys = {
+        "tokenizer_type": "HFTokenizer",
+        "vocab_file": str(vocabulary),
+        "eval_iters": 0,
+        "train_iters": 1,
+    }
     data_path = write_corpus(tmp_path)
     trained(tmp_path, data_path, **keys)
     content = json.loads(vocabulary.read_text())
@@ -181,10 +247,21 @@ def test_a_changed_tokenizer_is_refused_by_commands(changed_tokenizer, tmp_path,
         path.write_text("def main(x):\n")
     evaluate = ["--checkpoint", checkpoint, "--text", str(texts["text.txt"]), "--lengths", "8"]
     evaluate += ["--output", str(tmp_path / "results")]
-    generate = ["--checkpoint", checkpoint, "-i", str(texts["prompts.txt"]), "-o", str(tmp_path / "out.jsonl")]
+    generate = [
+        "--checkpoint",
+        checkpoint,
+        "-i",
+        str(texts["prompts.txt"]),
+        "-o",
+        str(tmp_path / "out.jsonl"),
+    ]
     generate += ["--set", "maximum_tokens=3"]
     export = ["to-hf", checkpoint, str(tmp_path / "hf")]
-    for command, arguments in ((evaluate_main, evaluate), (generate_main, generate), (convert.main, export)):
+    for command, arguments in (
+        (evaluate_main, evaluate),
+        (generate_main, generate),
+        (convert.main, export),
+    ):
         assert_rejected("fingerprint.*allow_other_tokenizer", command, arguments)
     assert not any((tmp_path / name).exists() for name in ("results", "out.jsonl", "hf"))
     evaluate_main([*evaluate, "--set", "allow_other_tokenizer=true"])
@@ -210,7 +287,11 @@ def test_an_imported_checkpoint_has_a_tokenizer(pythia, tmp_path):
     convert.main(["from-hf", str(pythia[0]), str(tmp_path / "ours")])
     path = tmp_path / "ours" / "tokenizer.json"
     path.write_text(path.read_text() + " ")
-    assert_rejected("allow_other_tokenizer", convert.main, ["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")])
+    assert_rejected(
+        "allow_other_tokenizer",
+        convert.main,
+        ["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf")],
+    )
     convert.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "hf"), "--no-tokenizer"])
 
 
@@ -222,7 +303,11 @@ def test_an_error_leaves_no_files(tmp_path):
 
 
 def zipped(source: Path, path: Path) -> Path:
-    files = {f"released/{file.relative_to(source)}": file.read_bytes() for file in source.rglob("*") if file.is_file()}
+    files = {
+        f"released/{file.relative_to(source)}": file.read_bytes()
+        for file in source.rglob("*")
+        if file.is_file()
+    }
     files["released/global_step300/"] = b""
     files["released/._latest"] = b"as macOS adds for every file"
     files["released/global_step300/._layer_02-model_00-model_states.pt"] = b""
@@ -231,7 +316,9 @@ def zipped(source: Path, path: Path) -> Path:
 
 
 def test_a_released_archive(tmp_path, capsys):
-    """The JSON report of an archive with the release's own files; the model is loaded from the folder in the report."""
+    """The JSON report of an archive with the release's own files; the model is loaded from the
+    folder in the report.
+    """
     archive = zipped(checkpoints("kerple_log"), tmp_path / "log.zip")
     import_release.main([str(archive), "-o", str(tmp_path / "log"), "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -239,12 +326,20 @@ def test_a_released_archive(tmp_path, capsys):
     model, _ = load_model(report["load"])
     assert report["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert report["positional_parameters"] == 8
-    assert (report["iteration"], report["pos_emb"], report["optimizer"]) == (300, "kerple_log", "the release's")
+    assert (report["iteration"], report["pos_emb"], report["optimizer"]) == (
+        300,
+        "kerple_log",
+        "the release's",
+    )
     (kernels,) = report["kernels"].values()
-    state = torch.load(checkpoints("kerple_log") / "global_step300" / "layer_02-model_00-model_states.pt")
+    state = torch.load(
+        checkpoints("kerple_log") / "global_step300" / "layer_02-model_00-model_states.pt"
+    )
     for name in ("bias_p", "bias_a"):
         assert kernels[name] == pytest.approx(state[f"attention.rpe.{name}"].flatten().tolist())
-    for length, p, a in zip(kernels["effective_length"], kernels["bias_p"], kernels["bias_a"], strict=True):
+    for length, p, a in zip(
+        kernels["effective_length"], kernels["bias_p"], kernels["bias_a"], strict=True
+    ):
         bias = [-p * torch.tensor(1 + a * distance).log() for distance in (length - 1, length)]
         assert length == 20480 or (bias[0] >= -2 > bias[1])
 
@@ -268,7 +363,9 @@ def test_a_rejected_archive_leaves_no_files(step, tmp_path, monkeypatch):
     state["mlp.dense_h_to_4h.weight"][3, 4] = float("nan")
     torch.save(state, path)
     monkeypatch.chdir(tmp_path)
-    assert_rejected(path.name, import_release.main, [str(zipped(tmp_path / "source", tmp_path / "bad.zip"))])
+    assert_rejected(
+        path.name, import_release.main, [str(zipped(tmp_path / "source", tmp_path / "bad.zip"))]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.zip", "source"]
 
 
@@ -294,7 +391,13 @@ def test_a_checkpoint_of_this_project(default_run, tmp_path, monkeypatch, capsys
     assert run_inspect(capsys, ".")[1]["iteration"] == 3
     assert inspect.main([str(ours)]) == 0
     printed = capsys.readouterr().out
-    for part in ("manifest        whole", "1 tensor parallel", "bias_p", "effective_length", "samples read    48"):
+    for part in (
+        "manifest        whole",
+        "1 tensor parallel",
+        "bias_p",
+        "effective_length",
+        "samples read    48",
+    ):
         assert part in printed
 
 

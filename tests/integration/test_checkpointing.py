@@ -46,7 +46,9 @@ def test_checkpoints_of_another_branch_are_not_used(finished_run, tmp_path, data
     damage(tmp_path, 5)
     (tmp_path / "checkpoints/global_step2").mkdir()  # of nobody
     assert trained(tmp_path, data_path, **keys, fallback=True, train_iters=5).lineage == [3, 4, 5]
-    trained(tmp_path, data_path, eval_iters=0, save_interval=7, train_iters=8, keep_last_n_checkpoints=2)
+    trained(
+        tmp_path, data_path, eval_iters=0, save_interval=7, train_iters=8, keep_last_n_checkpoints=2
+    )
     assert saved_iterations(tmp_path / "checkpoints") == [2, 6, 7, 8]
 
 
@@ -85,23 +87,34 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, data_path):
             trained(tmp_path, data_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["global_step3", "latest"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "global_step3",
+        "latest",
+    ]
 
 
-@pytest.mark.parametrize(("before", "after", "stage"), [("bfloat16", "fp32", 1), ("fp16", "bfloat16", 0)])
+@pytest.mark.parametrize(
+    ("before", "after", "stage"), [("bfloat16", "fp32", 1), ("fp16", "bfloat16", 0)]
+)
 def test_resuming_in_another_precision(before, after, stage, tmp_path, data_path):
     """The fp32 weights or master weights are used, whatever the precision of the layers."""
     keys = {"zero_optimization": {"stage": stage}, "eval_iters": 0}
     trained(tmp_path / "uninterrupted", data_path, **keys, precision=before)
     copy_checkpoint(tmp_path / "uninterrupted", tmp_path / "resumed", 3)
     trained(tmp_path / "resumed", data_path, **keys, precision=after)
-    expected = {step: loss for step, loss in metrics(tmp_path / "uninterrupted").items() if step > 3}
+    expected = {
+        step: loss for step, loss in metrics(tmp_path / "uninterrupted").items() if step > 3
+    }
     assert metrics(tmp_path / "resumed") == pytest.approx(expected, abs=3e-2)
     masters = []
     for folder, kind in (("uninterrupted", before), ("resumed", after)):
         step = tmp_path / folder / "checkpoints/global_step6"
-        state = torch.load(step / "optimizer_rank_00000.pt", weights_only=True)["parameters"]["positional.bias_p"]
-        layer = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)["attention.rpe.bias_p"]
+        state = torch.load(step / "optimizer_rank_00000.pt", weights_only=True)["parameters"][
+            "positional.bias_p"
+        ]
+        layer = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)[
+            "attention.rpe.bias_p"
+        ]
         masters.append(layer.flatten() if kind == "fp32" else state["master"])
     torch.testing.assert_close(*masters, atol=2e-3, rtol=0)
     assert not torch.equal(masters[0], masters[0].bfloat16().float())
@@ -117,7 +130,12 @@ def test_files_of_an_interrupted_save_are_removed(tmp_path, data_path):
             (folder / name / "file.pt").write_text("half")
         trained(tmp_path, data_path, train_iters=steps)
         # The checkpoint that was being replaced is restored.
-        assert sorted(path.name for path in folder.iterdir()) == ["global_step1", "global_step2", *kept, "latest"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "global_step1",
+            "global_step2",
+            *kept,
+            "latest",
+        ]
 
 
 def test_a_checkpoint_without_optimizer_state(tmp_path, data_path, capsys):

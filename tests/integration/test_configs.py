@@ -42,23 +42,34 @@ def test_every_method_loads(method):
 
 def test_the_model_of_the_demo():
     config = load_config(["demo", "pos_emb/kerple_log"], CONFIGS)
-    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (4, 128, 128)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (
+        4,
+        128,
+        128,
+    )
     assert config.batch.resolve(1) == (16, 1, 16)
     assert config.evaluation.lengths == (128, 256, 512, 1024, 2048)
     assert config.checkpoint.save == "runs/demo/kerple_log/checkpoints"
 
 
-@pytest.mark.parametrize(("model", "batch"), [("small_bf16", 32), ("modern_162M", 32), ("1-3B", 32), ("demo", 16)])
+@pytest.mark.parametrize(
+    ("model", "batch"), [("small_bf16", 32), ("modern_162M", 32), ("1-3B", 32), ("demo", 16)]
+)
 def test_the_batch_does_not_depend_on_the_number_of_gpus(model, batch):
     config = load_config([model, "pos_emb/kerple_log"], CONFIGS)
-    assert [config.batch.resolve(replicas) for replicas in (1, 8)] == [(batch, 1, batch), (batch // 8, 1, batch)]
+    assert [config.batch.resolve(replicas) for replicas in (1, 8)] == [
+        (batch, 1, batch),
+        (batch // 8, 1, batch),
+    ]
 
 
 def test_every_run_has_its_own_folder():
     folders = set()
     for data in (*(f"datasets/{name}" for name in DATASETS), "local_setup"):
         for seed in SEEDS:
-            config = load_config(["small_bf16", "pos_emb/kerple_log", data, f"seeds/{seed}.yml"], CONFIGS)
+            config = load_config(
+                ["small_bf16", "pos_emb/kerple_log", data, f"seeds/{seed}.yml"], CONFIGS
+            )
             assert config.training.seed == int(seed)
             assert config.notices == ()
             assert config.checkpoint.load == config.checkpoint.save
@@ -70,15 +81,32 @@ def test_small_model_of_the_paper():
     files = ["small_bf16", "pos_emb/kerple_log", "datasets/openwebtext2", "seeds/1235"]
     config = load_config(files, CONFIGS)
     model, optimizer = config.model, config.optimizer
-    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.head_size) == (12, 768, 12, 64)
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.head_size) == (
+        12,
+        768,
+        12,
+        64,
+    )
     assert (model.seq_length, model.no_weight_tying, model.bias_gelu_fusion) == (512, True, False)
-    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (6e-4, (0.9, 0.999), 1e-8, 0.0)
+    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (
+        6e-4,
+        (0.9, 0.999),
+        1e-8,
+        0.0,
+    )
     assert (optimizer.gradient_clipping, config.precision.dtype) == (1.0, "bf16")
     assert (config.schedule.train_iters, config.schedule.lr_decay_iters) == (50_000, 50_000)
-    assert (config.schedule.lr_decay_style, config.schedule.warmup, config.schedule.min_lr) == ("cosine", 0.01, 0.0)
+    assert (config.schedule.lr_decay_style, config.schedule.warmup, config.schedule.min_lr) == (
+        "cosine",
+        0.01,
+        0.0,
+    )
     assert config.schedule.lr_schedule == "neox-2022"
     assert config.batch.resolve(1) == (32, 1, 32)
-    assert (config.data.split, config.data.data_path) == ("949,50,1", "data/openwebtext2/openwebtext2_text_document")
+    assert (config.data.split, config.data.data_path) == (
+        "949,50,1",
+        "data/openwebtext2/openwebtext2_text_document",
+    )
     assert (config.training.eval_interval, config.checkpoint.save_interval) == (1000, 10_000)
 
 
@@ -90,7 +118,9 @@ def test_modern_model_differs_from_the_paper_s_only_in_its_blocks():
     fusions = {"scaled_upper_triang_masked_softmax_fusion", "bias_gelu_fusion"}
     sizes = {"num_kv_heads", "intermediate_size", "activation", "rms_norm_epsilon"}
     assert before.keys() - after.keys() == fusions
-    assert after.keys() - before.keys() == sizes | {f"use_bias_in_{part}" for part in ("norms", "attn_linear", "mlp")}
+    assert after.keys() - before.keys() == sizes | {
+        f"use_bias_in_{part}" for part in ("norms", "attn_linear", "mlp")
+    }
     assert (modern.model.mlp_features, modern.model.num_kv_heads) == (2368, 4)
     assert modern.notices == ()
 
@@ -107,8 +137,16 @@ def test_continued_pretraining_removes_the_options_of_the_checkpoint_s_method(tm
 
 def test_large_model_of_the_paper():
     config = load_config(["1-3B", "pos_emb/kerple_log", "datasets/github"], CONFIGS)
-    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (24, 2048, 16)
-    assert (config.optimizer.lr, config.schedule.train_iters, config.precision.dtype) == (2e-4, 150_000, "fp16")
+    assert (
+        config.model.num_layers,
+        config.model.hidden_size,
+        config.model.num_attention_heads,
+    ) == (24, 2048, 16)
+    assert (config.optimizer.lr, config.schedule.train_iters, config.precision.dtype) == (
+        2e-4,
+        150_000,
+        "fp16",
+    )
     assert config.schedule.lr_schedule == "neox-2022"
     assert config.parallel.model_parallel_size == 2
 
@@ -122,11 +160,25 @@ def test_the_later_of_two_methods_is_used(tmp_path):
         assert text in notice
     more = tmp_path / "more.yml"
     more.write_text('{"pos-emb": "alibi",\n "hidden-dropout": 0.1,\n "seq-length": 128, "seed": 1}')
-    notices = [notice for notice in load_config([*files, more], CONFIGS).notices if "overrides" in notice]
-    assert [notice.split(" overrides ")[0].rsplit("/")[-1] for notice in notices] == ["rotary.yml", "more.yml"]
-    for text in ("rotary.yml:5", "small_bf16.yml", '"hidden-dropout" (line 2)', '"seq-length" (line 3)', "512", "128"):
+    notices = [
+        notice for notice in load_config([*files, more], CONFIGS).notices if "overrides" in notice
+    ]
+    assert [notice.split(" overrides ")[0].rsplit("/")[-1] for notice in notices] == [
+        "rotary.yml",
+        "more.yml",
+    ]
+    for text in (
+        "rotary.yml:5",
+        "small_bf16.yml",
+        '"hidden-dropout" (line 2)',
+        '"seq-length" (line 3)',
+        "512",
+        "128",
+    ):
         assert text in notices[1]
-    assert_rejected(r'rotary\.yml:5: "pos-emb".*alibi\.yml:2', load_config, files, CONFIGS, strict=True)
+    assert_rejected(
+        r'rotary\.yml:5: "pos-emb".*alibi\.yml:2', load_config, files, CONFIGS, strict=True
+    )
 
 
 @pytest.mark.parametrize("name", NEOX_SIZES)
@@ -135,12 +187,28 @@ def test_configurations_of_gpt_neox(name):
     config = load_config([name, "local_setup", "text_generation"], CONFIGS)
     assert config.notices == ()
     model, schedule = config.model, config.schedule
-    assert [model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length] == [*sizes, 2048]
-    assert (config.optimizer.lr, schedule.min_lr, schedule.lr_decay_style) == (lr, pytest.approx(lr / 10), "cosine")
-    assert (model.pos_emb, model.init_method, model.output_layer_init_method) == ("rotary", "small_init", "wang_init")
+    assert [model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length] == [
+        *sizes,
+        2048,
+    ]
+    assert (config.optimizer.lr, schedule.min_lr, schedule.lr_decay_style) == (
+        lr,
+        pytest.approx(lr / 10),
+        "cosine",
+    )
+    assert (model.pos_emb, model.init_method, model.output_layer_init_method) == (
+        "rotary",
+        "small_init",
+        "wang_init",
+    )
     assert (config.precision.dtype, config.optimizer.zero_stage) == ("fp16", 1)
-    assert (config.data.data_path, config.generation.num_samples) == ("data/enwik8/enwik8_text_document", 10)
+    assert (config.data.data_path, config.generation.num_samples) == (
+        "data/enwik8/enwik8_text_document",
+        10,
+    )
     with_kerple = load_config([name, "pos_emb/kerple_log", "datasets/python_stdlib"], CONFIGS)
     assert with_kerple.model.pos_emb == "kerple_log"
-    rotary = [f"rotary_pct {model.rotary_pct} has no effect with pos_emb kerple_log"] * (model.rotary_pct < 1)
+    rotary = [f"rotary_pct {model.rotary_pct} has no effect with pos_emb kerple_log"] * (
+        model.rotary_pct < 1
+    )
     assert list(with_kerple.notices[1:]) == rotary

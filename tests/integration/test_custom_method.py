@@ -56,12 +56,20 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     path = tmp_path / "square_root.py"
     path.write_text(METHOD)
-    keys = {"pos_emb": "test_square_root", "pos_emb_module": str(path), "pos_emb_options": {"floor": 0.02}}
+    keys = {
+        "pos_emb": "test_square_root",
+        "pos_emb_module": str(path),
+        "pos_emb_options": {"floor": 0.02},
+    }
     trained(tmp_path, data_path, **keys)
     assert len(metrics(tmp_path, "kernel/slope/mean")) > 1
     saved = weights(tmp_path, 6)
     assert any(name.endswith("attention.rpe.slope") for name in saved)
-    assert not any(torch.equal(tensor, weights(tmp_path, 3)[name]) for name, tensor in saved.items() if "slope" in name)
+    assert not any(
+        torch.equal(tensor, weights(tmp_path, 3)[name])
+        for name, tensor in saved.items()
+        if "slope" in name
+    )
 
     folder = tmp_path / "checkpoints"
     arguments = ["--lengths", "32", "64", "--tokens", "64", "--output", str(tmp_path / "report")]
@@ -82,7 +90,9 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
 
     model, config = load_model(folder, overrides={"pos_emb_module": str(path)})
     to_hugging_face(model, config, tmp_path / "hf", report=lambda _: None)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", trust_remote_code=True, dtype=torch.float32
+    )
     tokens = torch.arange(1, 65)[None]
     with torch.no_grad():
         assert (exported.eval()(tokens).logits - model(tokens)).abs().max() < 1e-4
@@ -90,7 +100,14 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
     # Read the export where the file is not loaded yet.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
     exported, module = str(tmp_path / "hf"), registry.method_class("test_square_root").__module__
-    convert_words = ["from-hf", exported, str(tmp_path / "back"), "--no-tokenizer", "--pos-emb-module", str(path)]
+    convert_words = [
+        "from-hf",
+        exported,
+        str(tmp_path / "back"),
+        "--no-tokenizer",
+        "--pos-emb-module",
+        str(path),
+    ]
     for read in (
         lambda: convert(convert_words),
         lambda: parse_with_checkpoint(

@@ -1,4 +1,6 @@
-"""All entry points and tools: options with dashes, and a clear message if another `megatron` package hides ours."""
+"""All entry points and tools: options with dashes, and a clear message if another `megatron`
+package hides ours.
+"""
 
 import argparse
 import ast
@@ -45,10 +47,15 @@ def test_options_have_dashes_and_accept_underscores(script, monkeypatch, capsys)
     assert "usage: " in capsys.readouterr().out
     assert parsers
     assert all(isinstance(parser, OptionParser) for parser in parsers)
-    names = {name for parser in parsers for action in parser._actions for name in action.option_strings}
+    names = {
+        name for parser in parsers for action in parser._actions for name in action.option_strings
+    }
     assert not [name for name in names if "_" in name]
     unchecked = [
-        action.option_strings for parser in parsers for action in parser._actions if action.type in (int, float)
+        action.option_strings
+        for parser in parsers
+        for action in parser._actions
+        if action.type in (int, float)
     ]
     assert unchecked in ([], [["--local-rank"]])  # numbers have a range: `integer`, `number`
 
@@ -57,7 +64,9 @@ def test_options_have_dashes_and_accept_underscores(script, monkeypatch, capsys)
 def test_benchmarks_have_help(script, tmp_path):
     """In a fork, because some of them change the environment."""
     with (tmp_path / "output").open("w+") as output:
-        process = fork_script([str(ROOT / "benchmarks" / script), "--help"], streams=(-1, output.fileno(), -1))
+        process = fork_script(
+            [str(ROOT / "benchmarks" / script), "--help"], streams=(-1, output.fileno(), -1)
+        )
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
         output.seek(0)
         assert "usage: " in output.read()
@@ -74,7 +83,10 @@ def test_a_missing_package_during_imports_is_one_line(capsys, monkeypatch):
         error = ModuleNotFoundError(f"No module named {name!r}", name=name)
         check_megatron.report_exception(ModuleNotFoundError, error, None)
         message = capsys.readouterr().err
-        assert message.startswith("error: evaluate.py needs the module scipy, which is not installed") is expected
+        assert (
+            message.startswith("error: evaluate.py needs the module scipy, which is not installed")
+            is expected
+        )
         assert ("pip install '.[all]'" in message) is expected
 
 
@@ -83,10 +95,14 @@ def test_a_foreign_megatron_is_found_without_importing_it(foreign_megatron, monk
     monkeypatch.delitem(sys.modules, "megatron")
     for path in ([str(foreign_megatron), *sys.path], [*sys.path, str(foreign_megatron)]):
         monkeypatch.setattr(sys, "path", path)
-        assert check_megatron.find_foreign_megatron() == foreign_megatron / "megatron" / "__init__.py"
+        assert (
+            check_megatron.find_foreign_megatron() == foreign_megatron / "megatron" / "__init__.py"
+        )
 
 
-@pytest.mark.parametrize("script", ["deepy.py", "train.py", "evaluate.py", "tools/ckpts/inspect_checkpoints.py"])
+@pytest.mark.parametrize(
+    "script", ["deepy.py", "train.py", "evaluate.py", "tools/ckpts/inspect_checkpoints.py"]
+)
 def test_a_foreign_megatron_is_reported_in_one_line(foreign_megatron, script):
     result = subprocess.run(
         [sys.executable, ROOT / script, "--help"],
@@ -97,8 +113,9 @@ def test_a_foreign_megatron_is_reported_in_one_line(foreign_megatron, script):
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: another package named megatron hides this project's: {foreign_megatron / 'megatron'}; "
-        f"remove {foreign_megatron} from PYTHONPATH, or uninstall the package\n"
+        "error: another package named megatron hides this project's: "
+        f"{foreign_megatron / 'megatron'}; remove {foreign_megatron} from PYTHONPATH, or uninstall "
+        "the package\n"
     )
 
 
@@ -109,7 +126,11 @@ def test_the_check_precedes_all_imports_and_errors_are_handled_in_one_place(scri
         (node.lineno, name)
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        for name in (
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
         if name == "check_megatron" or name.startswith(("megatron", "kerple"))
     )
     assert imports[0][1] == "check_megatron"

@@ -50,16 +50,22 @@ def run_rank(folder, words, rendezvous, rank, expected_error):
         open(folder / f"output of {rank}", "w") as output,
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
-        pytest.raises(Exception, match=expected_error) if expected_error else contextlib.nullcontext(),
+        pytest.raises(Exception, match=expected_error)
+        if expected_error
+        else contextlib.nullcontext(),
     ):
         faulthandler.dump_traceback_later(300, file=output)
         main(words)
         faulthandler.cancel_dump_traceback_later()
-    os._exit(0)  # the interpreter of a fork may hang at its exit, because threads of its parent held locks
+    os._exit(
+        0
+    )  # the interpreter of a fork may hang at its exit, because threads of its parent held locks
 
 
 def run_ranks(folder, words, expected_error=None):
-    """evaluate.py on two ranks; returns their outputs. Forked processes have all modules imported."""
+    """evaluate.py on two ranks; returns their outputs. Forked processes have all
+    modules imported.
+    """
     (port,) = free_ports(1)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     fork = multiprocessing.get_context("fork")
@@ -77,9 +83,27 @@ def run_ranks(folder, words, expected_error=None):
 @pytest.mark.ci
 def test_two_ranks_measure_what_one_rank_measures(tmp_path, data_path):
     write_checkpoint(tmp_path / "run", "kerple_log", data_path)
-    words = ["--checkpoint", str(tmp_path / "run"), "--lengths", "256", "512", "--modes", "full", "window@16"]
+    words = [
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--lengths",
+        "256",
+        "512",
+        "--modes",
+        "full",
+        "window@16",
+    ]
     words += ["--by-position", "8", "--resolution", "3", "--passkey", "--passkey-depths", "0.5"]
-    words += ["--passkey-trials", "3", "--protocol", "non-overlapping", "last-k@16", "--tokens", "1280", "--output"]
+    words += [
+        "--passkey-trials",
+        "3",
+        "--protocol",
+        "non-overlapping",
+        "last-k@16",
+        "--tokens",
+        "1280",
+        "--output",
+    ]
     main([*words, str(tmp_path / "one")])
     outputs = run_ranks(tmp_path, [*words, str(tmp_path / "two")])
     assert outputs[1] == ""  # only rank 0 prints
@@ -89,7 +113,9 @@ def test_two_ranks_measure_what_one_rank_measures(tmp_path, data_path):
     for record, expected in zip(records, expected_records, strict=True):
         assert record.keys() == expected.keys()
         for key, value in expected.items():
-            assert record[key] == (pytest.approx(value, rel=1e-6) if key in measured else value), key
+            assert record[key] == (pytest.approx(value, rel=1e-6) if key in measured else value), (
+                key
+            )
     # Rank 1 does not wait for rank 0 if the results cannot be written.
     (tmp_path / "file").write_text("")
     run_ranks(tmp_path, [*words, str(tmp_path / "file" / "x")], expected_error="cannot write to")
@@ -109,7 +135,9 @@ def test_checkpoints_saved_during_an_evaluation_are_ignored(tmp_path, data_path,
         return loaded
 
     monkeypatch.setattr(evaluate, "load", load_and_save_another)
-    main(["--checkpoint", str(tmp_path / "a"), str(tmp_path / "b"), *words, str(tmp_path / "during")])
+    main(
+        ["--checkpoint", str(tmp_path / "a"), str(tmp_path / "b"), *words, str(tmp_path / "during")]
+    )
     assert (tmp_path / "b" / "latest").read_text() == "global_step4"
     _, record = read_results(tmp_path / "during")
     assert record == read_results(tmp_path / "before")[0]
@@ -121,9 +149,19 @@ def test_two_ranks_evaluate_the_same_step(tmp_path, data_path, monkeypatch):
         write_checkpoint(tmp_path / "run", "kerple_log", data_path, iteration=iteration)
 
     def find_step(*_):
-        return tmp_path / "run" / ("global_step4" if os.environ.get("RANK") == "1" else "global_step2")
+        return (
+            tmp_path / "run" / ("global_step4" if os.environ.get("RANK") == "1" else "global_step2")
+        )
 
-    words = ["--checkpoint", str(tmp_path / "run"), "--lengths", "64", "--tokens", "256", "--output"]
+    words = [
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--lengths",
+        "64",
+        "--tokens",
+        "256",
+        "--output",
+    ]
     monkeypatch.setattr(model_options, "_find_step", find_step)
     run_ranks(tmp_path, [*words, str(tmp_path / "two")])
     main([*words, str(tmp_path / "one")])
@@ -139,11 +177,21 @@ def test_a_killed_evaluation_loses_nothing(tmp_path, data_path):
     """Each run continues where the last one was killed."""
     write_checkpoint(tmp_path / "checkpoints", "kerple_log", data_path)
     lengths = [str(length) for length in range(16, 48, 8)]
-    words = ["--checkpoint", str(tmp_path / "checkpoints"), "--lengths", *lengths, "--modes", "full", "window@4"]
+    words = [
+        "--checkpoint",
+        str(tmp_path / "checkpoints"),
+        "--lengths",
+        *lengths,
+        "--modes",
+        "full",
+        "window@4",
+    ]
     words += ["--protocol", "last-k@8", "--output"]
     results, fork = tmp_path / "killed" / "results.jsonl", multiprocessing.get_context("fork")
     for kill in (True, False):
-        process = fork.Process(target=run_rank, args=(tmp_path, [*words, str(results.parent)], {}, 0, None))
+        process = fork.Process(
+            target=run_rank, args=(tmp_path, [*words, str(results.parent)], {}, 0, None)
+        )
         process.start()
         while kill and process.is_alive() and lines_in(results) < 3:
             time.sleep(0.001)
@@ -170,7 +218,9 @@ def test_the_example_in_the_documentation():
         ["last-k@32", "64", "128"],
         ["last-k@32", "256", "128"],
     ]
-    assert all(100 < float(line[3]) < 600 and float(line[4]) > 0 for line in lines)  # about 256, untrained
+    assert all(
+        100 < float(line[3]) < 600 and float(line[4]) > 0 for line in lines
+    )  # about 256, untrained
 
 
 def test_the_documentation_describes_every_protocol_and_kind():

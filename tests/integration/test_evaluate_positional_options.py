@@ -6,7 +6,13 @@ import torch
 from megatron.cli.evaluate import main
 from megatron.evaluation.records import extrapolation_records, read_results
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY, settings_of, write_checkpoint, write_yaml
+from tests.support.checkpoints import (
+    TRAIN_LENGTH,
+    VOCABULARY,
+    settings_of,
+    write_checkpoint,
+    write_yaml,
+)
 from tests.support.corpora import part_tokens
 from tests.support.language_models import direct_losses, small_gpt
 
@@ -26,7 +32,9 @@ def rows_in(folder):
 
 def loss_with(model, data_path, **options) -> float:
     """From one call, with these options and the same weights."""
-    other = small_gpt("rotary", max_positions=TRAIN_LENGTH, padded_vocab_size=VOCABULARY, pos_emb_options=options)
+    other = small_gpt(
+        "rotary", max_positions=TRAIN_LENGTH, padded_vocab_size=VOCABULARY, pos_emb_options=options
+    )
     other.load_state_dict(model.state_dict())
     text = torch.from_numpy(part_tokens(data_path, "2,1,0"))[None, : LENGTH + 1]
     with torch.no_grad():
@@ -50,16 +58,28 @@ def test_position_scaling_with_set(options, rotary, data_path, tmp_path):
     (row,) = rows_in(tmp_path)
     assert row["loss"] == pytest.approx(loss_with(model, data_path, **options), abs=1e-5)
     assert abs(row["loss"] - loss_with(model, data_path)) > 1e-4
-    assert row["pos_emb"] == f"rotary ({', '.join(f'{name} {value}' for name, value in options.items())})"
+    assert (
+        row["pos_emb"]
+        == f"rotary ({', '.join(f'{name} {value}' for name, value in options.items())})"
+    )
 
 
 def test_position_scaling_in_the_configuration(rotary, data_path, tmp_path, capsys):
     folder, model = rotary
     keys = {"load": str(folder), "pos_emb_options": LINEAR}
     path = str(write_yaml(tmp_path / "all.yml", {**settings_of("rotary", data_path), **keys}))
-    words = ["--lengths", str(LENGTH), "--tokens", str(LENGTH), "--output", str(tmp_path / "report")]
+    words = [
+        "--lengths",
+        str(LENGTH),
+        "--tokens",
+        str(LENGTH),
+        "--output",
+        str(tmp_path / "report"),
+    ]
     main([path, *words])
-    assert rows_in(tmp_path / "report")[0]["loss"] == pytest.approx(loss_with(model, data_path, **LINEAR), abs=1e-5)
+    assert rows_in(tmp_path / "report")[0]["loss"] == pytest.approx(
+        loss_with(model, data_path, **LINEAR), abs=1e-5
+    )
     assert "rotary (scaling linear, factor 4)" in capsys.readouterr().err
 
 
@@ -83,4 +103,15 @@ def test_a_random_range_that_is_too_short_has_a_note(rotary, tmp_path):
 def test_options_that_change_the_weights_are_rejected(pos_emb, words, message, data_path, tmp_path):
     write_checkpoint(tmp_path / "run", pos_emb, data_path)
     with pytest.raises(UserError, match=message):
-        main(["--checkpoint", str(tmp_path / "run"), "--lengths", "64", "--output", str(tmp_path), "--set", *words])
+        main(
+            [
+                "--checkpoint",
+                str(tmp_path / "run"),
+                "--lengths",
+                "64",
+                "--output",
+                str(tmp_path),
+                "--set",
+                *words,
+            ]
+        )

@@ -1,4 +1,6 @@
-"""The fused kernels in a model's training, and the machine code that Triton compiles for a GPU, which needs no GPU."""
+"""The fused kernels in a model's training, and the machine code that Triton compiles for a GPU,
+which needs no GPU.
+"""
 
 import json
 import os
@@ -23,7 +25,14 @@ def counted(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     Its bounds hold for every Triton version in requirements/dev.txt.
     """
     rows = tmp_path / "rows.json"
-    command = [sys.executable, "benchmarks/kernel_counts.py", "--check", "--json", str(rows), *options]
+    command = [
+        sys.executable,
+        "benchmarks/kernel_counts.py",
+        "--check",
+        "--json",
+        str(rows),
+        *options,
+    ]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -39,26 +48,39 @@ def test_kernels_of_the_log_kernel_for_hopper(tmp_path):
 
 @pytest.mark.slow
 def test_kernels_for_hopper(tmp_path):
-    """Without tables, with a decay, with a bias, and with bias and weight, for coefficients and for any table."""
+    """Without tables, with a decay, with a bias, and with bias and weight, for coefficients and for
+    any table.
+    """
     counts = {(row["variant"], row["kernel"]): row for row in counted(tmp_path)}
     assert len(counts) == 17
-    # Pairs at the same distance share a load: fewer than 3 loads for 4 pairs. A warp loads for 32 pairs at once.
+    # Pairs at the same distance share a load: fewer than 3 loads for 4 pairs. A warp loads for 32
+    # pairs at once.
     assert 0 < counts["bias", "query"]["LDG"] < 8192 / 32 * 3 / 4
     # A decay needs no shared memory.
     for kernel in ("forward", "key and value", "query"):
         assert counts["decay", kernel]["shared"] == counts["no position", kernel]["shared"]
     # Two directions cost far less than a kernel that recomputes all scores.
     two_directions, bias = counts["bias, 2 directions", "query"], counts["bias", "query"]
-    assert two_directions["instructions"] - bias["instructions"] < counts["bias", "tables"]["instructions"] / 2
+    assert (
+        two_directions["instructions"] - bias["instructions"]
+        < counts["bias", "tables"]["instructions"] / 2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [["--sizes", "64"], ["--sizes", "128", "--window"], ["--grouped"], ["--sizes", "64", "--dtypes", "fp16", "fp32"]],
+    [
+        ["--sizes", "64"],
+        ["--sizes", "128", "--window"],
+        ["--grouped"],
+        ["--sizes", "64", "--dtypes", "fp16", "fp32"],
+    ],
 )
 def test_kernels_for_documents(options, tmp_path):
-    rows = counted(tmp_path, "--documents", "--arch", "80", "86", "89", "90", "100", "120", *options)
+    rows = counted(
+        tmp_path, "--documents", "--arch", "80", "86", "89", "90", "100", "120", *options
+    )
     assert {row["kernel"] for row in rows} == {"forward", "key and value", "query", "tables"} - (
         {"tables"} if "--window" in options else set()
     )
@@ -84,16 +106,26 @@ def test_every_kernel_for_every_gpu(arch, options, tmp_path):
 
 @pytest.mark.parametrize(
     ("pos_emb", "options", "checkpoint_every"),
-    [("kerple_power_ap_ap", {}, 1), ("kerple_log", {"parameters": "per-layer"}, 1), ("rpe", {"num_buckets": 8}, 0)],
+    [
+        ("kerple_power_ap_ap", {}, 1),
+        ("kerple_log", {"parameters": "per-layer"}, 1),
+        ("rpe", {"num_buckets": 8}, 0),
+    ],
 )
 @pytest.mark.quick(1)
-def test_a_model_has_the_same_loss_and_gradients_as_with_chunked(pos_emb, options, checkpoint_every):
+def test_a_model_has_the_same_loss_and_gradients_as_with_chunked(
+    pos_emb, options, checkpoint_every
+):
     """Including the method's parameters, with activation checkpointing and without."""
     tokens = random_tokens(41)[None].to(DEVICE)
     runs = []
     for backend in ("fused", "chunked"):
         model = small_gpt(
-            pos_emb, hidden_size=16, num_attention_heads=2, attention_backend=backend, pos_emb_options=options
+            pos_emb,
+            hidden_size=16,
+            num_attention_heads=2,
+            attention_backend=backend,
+            pos_emb_options=options,
         )
         torch.manual_seed(0)
         for method in model.positional_methods().values():
@@ -101,8 +133,13 @@ def test_a_model_has_the_same_loss_and_gradients_as_with_chunked(pos_emb, option
         model.checkpoint_every = checkpoint_every
         loss = model.to(DEVICE).train().loss(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        runs.append({"loss": loss.detach(), **{name: leaf.grad for name, leaf in model.named_parameters()}})
-    assert sum("rpe" in name for name in runs[0]) == {"kerple_log": 4, "kerple_power_ap_ap": 4, "rpe": 1}[pos_emb]
+        runs.append(
+            {"loss": loss.detach(), **{name: leaf.grad for name, leaf in model.named_parameters()}}
+        )
+    assert (
+        sum("rpe" in name for name in runs[0])
+        == {"kerple_log": 4, "kerple_power_ap_ap": 4, "rpe": 1}[pos_emb]
+    )
     for name, expected in runs[1].items():
         assert expected.abs().max() > 1e-7, name
         torch.testing.assert_close(

@@ -1,4 +1,6 @@
-"""benchmarks/first_contact.sh: which commands it runs, with a stub in place of Python; and what its parts share."""
+"""benchmarks/first_contact.sh: which commands it runs, with a stub in place of Python; and what its
+parts share.
+"""
 
 import json
 import os
@@ -38,7 +40,12 @@ def test_all_parts_run(tmp_path, failing, options, status):
     script.parent.mkdir()
     script.write_text((ROOT / "benchmarks/first_contact.sh").read_text())
     environment = {"PYTHON": str(stub), "PATH": "/usr/bin:/bin"}
-    assert subprocess.run(["bash", str(script), *options], env=environment, capture_output=True).returncode == status
+    assert (
+        subprocess.run(
+            ["bash", str(script), *options], env=environment, capture_output=True
+        ).returncode
+        == status
+    )
     if status == 2:
         assert not log.exists()
         return
@@ -63,7 +70,9 @@ def test_all_parts_run(tmp_path, failing, options, status):
 )
 def test_the_table_shows_failures(row, status, tmp_path, capsys):
     assert print_results(tmp_path) == 1
-    (tmp_path / "attention.json").write_text(json.dumps({"rows": [row, {"check": "none", "ok": True}]}))
+    (tmp_path / "attention.json").write_text(
+        json.dumps({"rows": [row, {"check": "none", "ok": True}]})
+    )
     assert print_results(tmp_path) == status
     output = capsys.readouterr().out
     assert all(str(value) in output for value in row.values() if not isinstance(value, float))
@@ -74,7 +83,10 @@ def test_the_table_shows_failures(row, status, tmp_path, capsys):
 def test_they_need_only_pytorch_and_triton():
     """A GPU machine that is set up for a short time has no other packages."""
     blocked = ("pydantic", "rich", "psutil", "yaml", "deepspeed", "megatron.core")
-    modules = "benchmarks.attention_gpu, benchmarks.train_step_gpu, benchmarks.evaluation_gpu, megatron.cli.doctor"
+    modules = (
+        "benchmarks.attention_gpu, benchmarks.train_step_gpu, benchmarks.evaluation_gpu, "
+        "megatron.cli.doctor"
+    )
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import {modules}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -100,7 +112,9 @@ def test_results_of_several_processes():
 
 def test_without_a_baseline_there_are_no_ratios(tmp_path, monkeypatch):
     """Another method must not take the place of the plain model."""
-    monkeypatch.setattr(sys, "argv", ["train_step_gpu.py", "--dry-run", "--json", str(tmp_path / "steps.json")])
+    monkeypatch.setattr(
+        sys, "argv", ["train_step_gpu.py", "--dry-run", "--json", str(tmp_path / "steps.json")]
+    )
 
     def fail(*sizes):
         raise RuntimeError("out of memory")
@@ -109,16 +123,28 @@ def test_without_a_baseline_there_are_no_ratios(tmp_path, monkeypatch):
     assert train_step_gpu.main() == 0
     first, *others = json.loads((tmp_path / "steps.json").read_text())["rows"]
     assert "out of memory" in first["failed"]
-    assert [(row["ratio_to_plain"], row["seconds_per_step"] > 0) for row in others] == [(None, True)] * 2
+    assert [(row["ratio_to_plain"], row["seconds_per_step"] > 0) for row in others] == [
+        (None, True)
+    ] * 2
 
 
 @pytest.mark.parametrize("pos_emb", ["none", "rotary", "kerple_log", "learned"])
 def test_their_model_is_that_of_the_configuration(pos_emb):
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "pos_emb": pos_emb}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "pos_emb": pos_emb,
+    }
     configs = PlainConfig(**sizes), ModelConfig(**sizes, no_weight_tying=True)
     plain, configured = (initialized_gpt(ModelSettings(config, 64)) for config in configs)
     assert str(plain) == str(configured)
     tokens = torch.arange(32).view(2, 16)
     assert torch.equal(plain.loss(tokens, tokens), configured.loss(tokens, tokens))
-    read = {name: getattr(configs[1], name) for name in {**vars(configs[0]), **vars(PlainConfig)} if name[0] != "_"}
+    read = {
+        name: getattr(configs[1], name)
+        for name in {**vars(configs[0]), **vars(PlainConfig)}
+        if name[0] != "_"
+    }
     assert {name: getattr(configs[0], name) for name in read} == {**read, "positional_options": {}}

@@ -1,4 +1,6 @@
-"""Scripts and configurations like those of the KERPLE release, at small sizes: generate_ymls.py, train.sh, test.sh."""
+"""Scripts and configurations like those of the KERPLE release, at small sizes: generate_ymls.py,
+train.sh, test.sh.
+"""
 
 import json
 import re
@@ -17,7 +19,8 @@ METHODS = ("kerple_power_ap_", "kerple_log")
 DATASETS = ("arxiv", "github")
 LENGTHS = (16, 32, 64)
 
-# The release writes True and False as in Python, and some keys with dashes, others with underscores.
+# The release writes True and False as in Python, and some keys with dashes, others with
+# underscores.
 LOCAL_SETUP = """{
   "vocab-file": "data/gpt2-vocab.json",
   "merge-file": "data/gpt2-merges.txt",
@@ -45,7 +48,7 @@ RECIPE = """{
   "warmup": 0.01, "save-interval": 4, "eval-interval": 4, "eval-iters": 2,
   "log-interval": 2, "steps_per_print": 10, "keep-last-n-checkpoints": 1, "wall_clock_breakdown": true,
 }
-"""
+"""  # noqa: E501
 TRAIN = """for seed in {1235..1236}
 do
   for rpe in kerple_power_ap_ kerple_log
@@ -72,7 +75,7 @@ do
     done
   done
 done
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,9 @@ def folder(tmp_path_factory) -> Path:
     (configs / "train.yml").write_text(RECIPE % {"micro_batch": 4, "train_iters": 4})
     (configs / "ex_eval.yml").write_text(RECIPE % {"micro_batch": 1, "train_iters": 0})
     for length in LENGTHS:
-        (configs / "lengths" / f"length_{length}.yml").write_text(json.dumps({"seq-length-val": length}, indent=4))
+        (configs / "lengths" / f"length_{length}.yml").write_text(
+            json.dumps({"seq-length-val": length}, indent=4)
+        )
     for method in METHODS:
         for dataset in DATASETS:
             for seed in (1235, 1236):
@@ -105,13 +110,22 @@ def folder(tmp_path_factory) -> Path:
     documents = [PYTHON[start : start + 800] for start in range(0, 32_000, 800)]
     (folder / "arxiv.jsonl").write_bytes(json_lines(*documents))
     files = (str(folder / "data" / name) for name in ("gpt2-vocab.json", "gpt2-merges.txt"))
-    prepare(PrepareOptions("arxiv", folder / "data", None, *files, sources=(str(folder / "arxiv.jsonl"),)))
+    prepare(
+        PrepareOptions(
+            "arxiv", folder / "data", None, *files, sources=(str(folder / "arxiv.jsonl"),)
+        )
+    )
     return folder
 
 
 def test_every_combination_loads(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    ignored = ["partition-activations", "synchronize-each-layer", "steps_per_print", "wall_clock_breakdown"]
+    ignored = [
+        "partition-activations",
+        "synchronize-each-layer",
+        "steps_per_print",
+        "wall_clock_breakdown",
+    ]
     for script, expected in (("train.sh", ignored), ("test.sh", ["seq-length-val", *ignored])):
         commands = commands_of(folder / script)
         assert len(commands) == (8 if script == "train.sh" else 24)
@@ -124,7 +138,9 @@ def test_every_combination_loads(folder, monkeypatch):
             if script == "test.sh":
                 assert line.endswith(f"length_{config.training.seq_length_val}.yml")
             if script == "test.sh" and not same_length:
-                place = r"lengths/length_[0-9]+.yml overrides .*\(line 2\).* at kerple_configs/ex_eval.yml:4$"
+                place = (
+                    r"length_[0-9]+.yml overrides .*\(line 2\).* at kerple_configs/ex_eval.yml:4$"
+                )
                 assert re.search(place, config.notices[0])
 
 
@@ -141,5 +157,7 @@ def test_training_and_evaluation(folder, monkeypatch, capsys):
         run_here(line, folder, monkeypatch)
         output = capsys.readouterr().out
         assert "iteration 4, 16 samples read" in output
-        losses += re.findall(rf"validation at iteration 4 \| length {length} \| lm loss (\d+\.\d+)", output)
+        losses += re.findall(
+            rf"validation at iteration 4 \| length {length} \| lm loss (\d+\.\d+)", output
+        )
     assert len(set(losses)) == 2

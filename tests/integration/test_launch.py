@@ -41,18 +41,22 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 import deepspeed, torch
 from megatron.launcher.script_arguments import parse_arguments
 
-config, options = parse_arguments("all-reduce", add_options=lambda parser: parser.add_argument("--lengths", nargs="+"))
+config, options = parse_arguments(
+    "all-reduce", add_options=lambda parser: parser.add_argument("--lengths", nargs="+")
+)
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
 total = torch.tensor([torch.distributed.get_rank() + 1.0])
 torch.distributed.all_reduce(total)
-facts = [os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], total.item(), config.training.seed]
+facts = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+facts += [total.item(), config.training.seed]
 typed = sys.stdin.readline().strip() if os.environ["RANK"] == "0" else "-"
 with open("rank" + os.environ["RANK"], "w") as file:
     print(*facts, options.lengths, typed, file=file)
 torch.distributed.destroy_process_group()
 """
 
-# Both ranks then receive SIGTERM, while rank 0 still needs 2.5 seconds to save, and exit with status 9.
+# Both ranks then receive SIGTERM, while rank 0 still needs 2.5 seconds to save, and exit with
+# status 9.
 SAVE_ON_SIGTERM = """
 import signal, time
 received = []
@@ -70,9 +74,13 @@ sys.exit(9)
 
 
 def start_deepy(folder: Path, *words: str, **variables: str) -> subprocess.Popen:
-    """Start `python deepy.py WORDS` in `folder`, with pipes and without the variables of another launcher."""
+    """Start `python deepy.py WORDS` in `folder`, with pipes and without the variables of another
+    launcher.
+    """
     write_yaml(folder / "model.yml", MINIMAL)
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    }
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, str(ROOT / "deepy.py"), *words],
@@ -88,26 +96,39 @@ def start_deepy(folder: Path, *words: str, **variables: str) -> subprocess.Popen
 @pytest.mark.ci
 def test_two_ranks_compute_and_save_after_sigterm(tmp_path, forked_scripts):
     (tmp_path / "script.py").write_text(ALL_REDUCE + SAVE_ON_SIGTERM)
-    process = start_deepy(tmp_path, "script.py", "model", "--set", "num_gpus=2", "seed=7", "--lengths", "8", "16")
+    process = start_deepy(
+        tmp_path, "script.py", "model", "--set", "num_gpus=2", "seed=7", "--lengths", "8", "16"
+    )
     process.stdin.write("typed\n")
     process.stdin.flush()
     wait_for(lambda: len(list(tmp_path.glob("ready?"))) == 2)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (9, "SIGTERM: asked 2 process(es) to save and exit; repeat to kill them\n")
-    assert "deepy: 2 processes on the CPU (DS_ACCELERATOR is cpu; num_gpus sets the number of processes)" in output
+    assert (process.returncode, errors) == (
+        9,
+        "SIGTERM: asked 2 process(es) to save and exit; repeat to kill them\n",
+    )
+    assert (
+        "deepy: 2 processes on the CPU (DS_ACCELERATOR is cpu; num_gpus sets the number of "
+        "processes)" in output
+    )
     assert "thread(s) per process (OMP_NUM_THREADS is not set)" in output
     assert (tmp_path / "rank0").read_text() == "0 0 2 3.0 7 ['8', '16'] typed\n"
     assert (tmp_path / "rank1").read_text() == "1 1 2 3.0 7 ['8', '16'] -\n"
     saved = [(tmp_path / f"saved{rank}").read_text().split() for rank in (0, 1)]
-    signal_times, end_times = [float(words[0]) for words in saved], [float(words[1]) for words in saved]
+    signal_times, end_times = (
+        [float(words[0]) for words in saved],
+        [float(words[1]) for words in saved],
+    )
     assert abs(signal_times[0] - signal_times[1]) < 1
     assert end_times[0] - signal_times[0] > 2  # rank 0 got the time it needed
     assert [words[2] for words in saved] == ["1", "1"]  # each rank received one signal
 
 
 def run(command: list[str], ranks: int = 1, **options) -> int:
-    return run_node(Node(None, list(range(ranks)), 0, ranks, "127.0.0.1", 29500), command, os.environ, **options)
+    return run_node(
+        Node(None, list(range(ranks)), 0, ranks, "127.0.0.1", 29500), command, os.environ, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,8 +138,8 @@ def run(command: list[str], ranks: int = 1, **options) -> int:
         (
             "os.kill(os.getpid(), 9)",
             128 + 9,
-            f"error: rank 0 on {socket.gethostname()} was killed by SIGKILL (9); usually: the host ran out of memory "
-            "(see dmesg), or kill -9\n",
+            f"error: rank 0 on {socket.gethostname()} was killed by SIGKILL (9); usually: the host "
+            "ran out of memory (see dmesg), or kill -9\n",
         ),
     ],
 )
@@ -141,7 +162,9 @@ def test_other_ranks_are_killed_after_a_failure(monkeypatch, capfd):
     output, errors = capfd.readouterr()
     first, last = errors.splitlines()
     assert first == "killing rank 0, which did not exit"
-    assert last.startswith(f"error: rank 1 on {socket.gethostname()} was killed by SIGABRT (6); usually: native code")
+    assert last.startswith(
+        f"error: rank 1 on {socket.gethostname()} was killed by SIGABRT (6); usually: native code"
+    )
     assert has_ended(int(output))
 
 
@@ -154,7 +177,9 @@ def test_the_cause_is_named_even_if_another_rank_ends_first(capfd):
         "os.kill(os.getpid(), signal.SIGSEGV)"
     )
     assert run([sys.executable, "-c", code], ranks=2) == 128 + signal.SIGSEGV
-    assert capfd.readouterr().err.startswith(f"error: rank 1 on {socket.gethostname()} was killed by SIGSEGV (11)")
+    assert capfd.readouterr().err.startswith(
+        f"error: rank 1 on {socket.gethostname()} was killed by SIGSEGV (11)"
+    )
 
 
 # Ignores SIGTERM.
@@ -212,7 +237,9 @@ def test_nohup():
 def test_ranks_without_a_connection_are_stopped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron.launcher.node._SECONDS_TO_SAVE", 0.5)
-    status = run([sys.executable, "-c", IGNORING], connected=lambda: not (tmp_path / "pid").exists())
+    status = run(
+        [sys.executable, "-c", IGNORING], connected=lambda: not (tmp_path / "pid").exists()
+    )
     assert status == 128 + signal.SIGKILL
     assert (tmp_path / "signalled").exists()
 
@@ -229,7 +256,9 @@ def has_ended(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("argument", "status"), [("{prefix}", -signal.SIGTERM), ("another program", 0)])
+@pytest.mark.parametrize(
+    ("argument", "status"), [("{prefix}", -signal.SIGTERM), ("another program", 0)]
+)
 def test_signals_go_only_to_node_py(argument, status, tmp_path):
     """If node.py was killed, its process id may belong to another process."""
     prefix = f"{tmp_path}/deepy-1."

@@ -18,7 +18,9 @@ from tests.support.runs import ROOT, environment, metrics, run, start, trained, 
 def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_scripts):
     """Slurm sends SIGTERM before it ends a job."""
     keys = {"save_interval": None, "eval_iters": 0}
-    process = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, num_gpus=2, **keys))
+    process = start(
+        tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, num_gpus=2, **keys)
+    )
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -35,15 +37,22 @@ def test_sigterm_saves_a_checkpoint_and_exits(tmp_path, data_path, forked_script
     # The losses are those of one rank.
     trained(tmp_path / "one", data_path, train_iters=5, load=None, save=None, **keys)
     losses = metrics(tmp_path)
-    assert {step: losses[step] for step in range(1, 6)} == pytest.approx(metrics(tmp_path / "one"), abs=1e-4)
+    assert {step: losses[step] for step in range(1, 6)} == pytest.approx(
+        metrics(tmp_path / "one"), abs=1e-4
+    )
 
 
 @pytest.mark.ci
 def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
-    """It stops on all ranks with one message, and the first run is not affected. After kill -9, the folder is free."""
+    """It stops on all ranks with one message, and the first run is not affected. After kill -9, the
+    folder is free.
+    """
     checkpoints = str(tmp_path / "checkpoints")
     keys = {"eval_iters": 0, "num_gpus": 2, "save": checkpoints, "load": checkpoints}
-    first = start(tmp_path, training_settings(tmp_path, data_path, train_iters=100_000, save_interval=None, **keys))
+    first = start(
+        tmp_path,
+        training_settings(tmp_path, data_path, train_iters=100_000, save_interval=None, **keys),
+    )
     for line in first.stdout:
         if "iteration 1/" in line:
             break
@@ -71,7 +80,9 @@ def test_a_second_run_in_the_same_folder(tmp_path, data_path, forked_scripts):
 
 @pytest.mark.ci
 def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked_scripts):
-    """`timeout` sends it to the process group, but the run needs its data worker for the rest of the iteration."""
+    """`timeout` sends it to the process group, but the run needs its data worker for the rest of
+    the iteration.
+    """
     keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}
     settings = training_settings(tmp_path, data_path, gradient_accumulation_steps=8, **keys)
     config = write_yaml(tmp_path / "config.yml", settings)
@@ -96,7 +107,9 @@ def test_sigterm_to_all_processes_saves_a_checkpoint(tmp_path, data_path, forked
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["train.py"], ["deepy.py", "train.py"]])
 def test_a_closed_terminal_saves_a_checkpoint(words, tmp_path, data_path):
-    """The kernel sends SIGHUP to train.py and its data worker, or to deepy.py. Later output to the terminal fails."""
+    """The kernel sends SIGHUP to train.py and its data worker, or to deepy.py. Later output to the
+    terminal fails.
+    """
     keys = {"save_interval": None, "eval_iters": 0, "num_workers": 1, "train_iters": 100_000}
     config = write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys))
     child, terminal = pty.fork()
@@ -111,4 +124,6 @@ def test_a_closed_terminal_saves_a_checkpoint(words, tmp_path, data_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     log = (tmp_path / "logs" / "train.log").read_text()
     (iteration,) = saved_iterations(tmp_path / "checkpoints")
-    assert f"exiting after iteration {iteration}: received a signal to stop; checkpoint saved" in log
+    assert (
+        f"exiting after iteration {iteration}: received a signal to stop; checkpoint saved" in log
+    )

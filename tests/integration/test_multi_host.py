@@ -1,4 +1,5 @@
-"""Training on two hosts, emulated on this machine: pdsh, mpirun, srun and sbatch with one rank per host.
+"""Training on two hosts, emulated on this machine: pdsh, mpirun, srun and sbatch with one rank per
+host.
 
 `make test-hosts` installs the Debian packages and runs these tests.
 """
@@ -12,7 +13,15 @@ import psutil
 import pytest
 
 from megatron.checkpoint.directory import saved_iterations
-from tests.support.hosts import HOSTS, MPI_HOSTS, Cluster, kill_trees, processes_in, rank_process, wait_for_none
+from tests.support.hosts import (
+    HOSTS,
+    MPI_HOSTS,
+    Cluster,
+    kill_trees,
+    processes_in,
+    rank_process,
+    wait_for_none,
+)
 from tests.support.processes import free_ports, wait_for
 from tests.support.runs import ROOT, metrics, trained, training_settings
 from tests.support.sweeps import run_sweep, write_sweep
@@ -124,7 +133,8 @@ def test_two_hosts_train_as_one_rank_and_save_after_sigterm(launcher, start, exp
     run.wait_for_line("iteration 5/")
     variables = rank_process(run.folder, 1).environ()
     assert variables["HF_HOME"] == run.variables["HF_HOME"]
-    # pdsh can pass variables only on command lines, which all users of a host see, so it passes no secrets.
+    # pdsh can pass variables only on command lines, which all users of a host see, so it passes no
+    # secrets.
     assert ("WANDB_API_KEY" in variables) == (launcher != "pdsh")
     command_lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [words for words in command_lines if any("not-for-ps" in word for word in words)]
@@ -142,9 +152,11 @@ def test_two_hosts_train_as_one_rank_and_save_after_sigterm(launcher, start, exp
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_killed_host_ends_the_run(launcher, start):
-    """The rank on the second host is killed, and the process that started it: node.py or Open MPI's daemon.
+    """The rank on the second host is killed, and the process that started it: node.py or Open MPI's
+    daemon.
 
-    Not slurmstepd: srun would wait until Slurm declares the node down, although all ranks have ended.
+    Not slurmstepd: srun would wait until Slurm declares the node down, although all ranks have
+    ended.
     """
     run = start(launcher)
     run.wait_for_line("iteration 2/")
@@ -179,7 +191,9 @@ def test_ranks_save_when_an_ssh_connection_is_lost(start):
     node.parent().kill()
     assert run.finish() == 255
     assert "saved " in run.output
-    assert run.errors() == ["error: the ssh connection to 127.0.0.2 was lost, or its processes were killed"]
+    assert run.errors() == [
+        "error: the ssh connection to 127.0.0.2 was lost, or its processes were killed"
+    ]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -208,11 +222,15 @@ def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
     settings = training_settings(tmp_path, data_path, train_iters=100_000, master_port=port, **KEYS)
     (tmp_path / "config.yml").write_text(json.dumps(settings))
     if command.startswith("srun"):
-        line = f"srun --kill-on-bad-exit=1 {sys.executable} {ROOT}/train.py config.yml --set deepspeed_slurm=true\n"
+        line = (
+            f"srun --kill-on-bad-exit=1 {sys.executable} {ROOT}/train.py config.yml --set "
+            "deepspeed_slurm=true\n"
+        )
     else:
         line = (
             "scontrol show hostnames | sed 's/$/ slots=1/' > hostfile\n"
-            f"exec {sys.executable} {ROOT}/deepy.py train.py config.yml --set hostfile=hostfile launcher=slurm\n"
+            f"exec {sys.executable} {ROOT}/deepy.py train.py config.yml --set hostfile=hostfile "
+            "launcher=slurm\n"
         )
     options = "--nodes=2 --ntasks-per-node=1 --output=output --open-mode=append"
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n#SBATCH {options}\n{line}")
@@ -230,16 +248,28 @@ def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
 
 
 def test_slurm_array_of_a_sweep(cluster, tmp_path):
-    """Two tasks share six runs. One of them receives Slurm's signal before its time limit; another array resumes."""
-    axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": seed} for seed in (1, 2, 3)]}
+    """Two tasks share six runs. One of them receives Slurm's signal before its time limit; another
+    array resumes.
+    """
+    axes = {
+        "pos_emb": ["kerple_log.yml", "alibi.yml"],
+        "seed": [{"seed": seed} for seed in (1, 2, 3)],
+    }
     sweep = write_sweep(tmp_path, axes=axes)
-    options = f"--array=1-2 --exclusive --signal=B:TERM@300 --open-mode=append --output={tmp_path}/%a.log"
-    script = f"#!/bin/bash\n#SBATCH {options}\nexec {sys.executable} {ROOT}/kerple_command.py sweep {sweep}\n"
+    options = (
+        f"--array=1-2 --exclusive --signal=B:TERM@300 --open-mode=append --output={tmp_path}/%a.log"
+    )
+    script = (
+        f"#!/bin/bash\n#SBATCH {options}\nexec {sys.executable} {ROOT}/kerple_command.py sweep "
+        f"{sweep}\n"
+    )
     (tmp_path / "sweep.sh").write_text(script)
     logs = {task: tmp_path / f"{task}.log" for task in (1, 2)}
 
     def submit() -> str:
-        return cluster.run_in(tmp_path, ["sbatch", "--parsable", "sweep.sh"]).communicate()[0].strip()
+        return (
+            cluster.run_in(tmp_path, ["sbatch", "--parsable", "sweep.sh"]).communicate()[0].strip()
+        )
 
     def is_finished() -> bool:
         queue = cluster.run_in(tmp_path, ["squeue", "--noheader"])
@@ -248,21 +278,45 @@ def test_slurm_array_of_a_sweep(cluster, tmp_path):
     job = submit()
     wait_for(lambda: all(log.is_file() and "6 runs" in log.read_text() for log in logs.values()))
     cluster.run_in(tmp_path, ["scancel", "--batch", "--signal=TERM", f"{job}_1"]).wait()
-    wait_for(lambda: "stopped; run the same command again to resume" in logs[1].read_text(), seconds=900)
+    wait_for(
+        lambda: "stopped; run the same command again to resume" in logs[1].read_text(), seconds=900
+    )
     submit()
     wait_for(is_finished, seconds=900)
     assert sum(log.read_text().count(": finished in ") for log in logs.values()) == 6
-    assert "6 runs, 6 of them already finished" in run_sweep(sweep), [log.read_text() for log in logs.values()]
+    assert "6 runs, 6 of them already finished" in run_sweep(sweep), [
+        log.read_text() for log in logs.values()
+    ]
 
 
 @pytest.mark.parametrize(
     ("launcher", "host", "message"),
     [
-        ("pdsh", "no-such-host slots=1", "no-such-host: ssh: Could not resolve hostname no-such-host"),
-        ("pdsh", "127.0.0.3 slots=1", "127.0.0.3: ssh: connect to host 127.0.0.3 port {port}: Connection refused"),
-        ("openmpi", "no-such-host slots=1", "no-such-host: ssh: Could not resolve hostname no-such-host"),
-        ("slurm", "no-such-host slots=1", "srun: error: Unable to allocate resources: Invalid node name specified"),
-        ("pdsh", "127.0.0.2 slots=none", "line 2: expected HOST slots=N with N >= 1, not '127.0.0.2 slots=none'"),
+        (
+            "pdsh",
+            "no-such-host slots=1",
+            "no-such-host: ssh: Could not resolve hostname no-such-host",
+        ),
+        (
+            "pdsh",
+            "127.0.0.3 slots=1",
+            "127.0.0.3: ssh: connect to host 127.0.0.3 port {port}: Connection refused",
+        ),
+        (
+            "openmpi",
+            "no-such-host slots=1",
+            "no-such-host: ssh: Could not resolve hostname no-such-host",
+        ),
+        (
+            "slurm",
+            "no-such-host slots=1",
+            "srun: error: Unable to allocate resources: Invalid node name specified",
+        ),
+        (
+            "pdsh",
+            "127.0.0.2 slots=none",
+            "line 2: expected HOST slots=N with N >= 1, not '127.0.0.2 slots=none'",
+        ),
     ],
 )
 def test_errors_in_the_hostfile(launcher, host, message, start, cluster):
@@ -277,10 +331,17 @@ def test_torchrun_without_ssh(cluster, tmp_path, data_path, expected_losses):
     (port,) = free_ports(1)
     settings = training_settings(tmp_path, data_path, train_iters=5, **KEYS)
     (tmp_path / "config.yml").write_text(json.dumps(settings))
-    options = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    options = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
     script = [str(ROOT / "train.py"), "config.yml"]
-    hosts = [cluster.run_in(tmp_path, [*torchrun, f"--node-rank={index}", *script]) for index in (0, 1)]
+    hosts = [
+        cluster.run_in(tmp_path, [*torchrun, f"--node-rank={index}", *script]) for index in (0, 1)
+    ]
     outputs = [host.communicate(timeout=240)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert metrics(tmp_path) == pytest.approx(expected_losses, abs=1e-4)

@@ -1,4 +1,6 @@
-"""The files in GPT-NeoX's configs/ (HEAD of May 2026): which ones load, and why the others are rejected."""
+"""The files in GPT-NeoX's configs/ (HEAD of May 2026): which ones load, and why the others are
+rejected.
+"""
 
 import re
 
@@ -12,7 +14,9 @@ from megatron.model.settings import ModelSettings
 from tests.support.runs import ROOT
 
 FILES = yaml.safe_load((ROOT / "tests" / "data" / "neox_configs.yml").read_text())
-SHARED, LOADED, LLAMA_FILES, REJECTED = (FILES[name] for name in ("shared", "loaded", "llama", "rejected"))
+SHARED, LOADED, LLAMA_FILES, REJECTED = (
+    FILES[name] for name in ("shared", "loaded", "llama", "rejected")
+)
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -24,7 +28,9 @@ def test_loaded(name):
 
 def llama_config(name: str) -> Config:
     keys = LLAMA_FILES[name]
-    shared = {key: value for key, value in SHARED.items() if key != "warmup" or "warmup_iters" not in keys}
+    shared = {
+        key: value for key, value in SHARED.items() if key != "warmup" or "warmup_iters" not in keys
+    }
     return Config.from_flat({**shared, **keys}, source=name)
 
 
@@ -40,11 +46,15 @@ def test_llama_s_files(name):
     notices = [notice for notice in config.notices if " is ignored: " not in notice]
     smaller = features < 2 * model.hidden_size
     assert smaller == name.startswith(("llama2/codellama", "llemma", "mistral"))
-    assert [f"the gated MLP has {features:,} features, a third of" in notice for notice in notices] == [True] * smaller
+    assert [
+        f"the gated MLP has {features:,} features, a third of" in notice for notice in notices
+    ] == [True] * smaller
 
 
 def test_llama_s_sizes():
-    """Parameters of Llama 7B, and of Llama 2 70B plus the biases of the MLP, which llama2's files do not turn off."""
+    """Parameters of Llama 7B, and of Llama 2 70B plus the biases of the MLP, which llama2's files
+    do not turn off.
+    """
     biases = 80 * (2 * 28672 + 8192)
     for name, expected in (("llama/7B", 6_738_415_616), ("llama2/70B", 68_976_648_192 + biases)):
         settings = ModelSettings(llama_config(name).model, padded_vocab_size=32_000)
@@ -54,7 +64,10 @@ def test_llama_s_sizes():
 
 def test_llemma_s_schedule():
     schedule = llama_config("llemma/7B").schedule
-    assert (schedule.lowest_lr(1e-4), schedule.warmup_steps(320_000)) == (pytest.approx(3.3e-6), 500)
+    assert (schedule.lowest_lr(1e-4), schedule.warmup_steps(320_000)) == (
+        pytest.approx(3.3e-6),
+        500,
+    )
 
 
 @pytest.mark.parametrize("name", REJECTED)

@@ -37,14 +37,22 @@ SMALL = {
 PREPARE = "python prepare_data.py -d ./data"
 PREPROCESS = """python tools/datasets/preprocess_data.py --input ./data/mydataset.jsonl.zst \
     --output-prefix ./data/mydataset --vocab ./data/gpt2-vocab.json --merge-file gpt2-merges.txt --dataset-impl mmap \
-    --tokenizer-type GPT2BPETokenizer --append-eod"""
+    --tokenizer-type GPT2BPETokenizer --append-eod"""  # noqa: E501
 PREPARE_PILE = (
-    "python prepare_data.py -d ./data -t HFTokenizer --vocab-file ./20B_checkpoints/20B_tokenizer.json pile_subset"
+    "python prepare_data.py -d ./data -t HFTokenizer --vocab-file "
+    "./20B_checkpoints/20B_tokenizer.json pile_subset"
 )
-TRAIN = "python ./deepy.py train.py -d configs 125M.yml local_setup.yml --wandb_group example --wandb_team team"
+TRAIN = (
+    "python ./deepy.py train.py -d configs 125M.yml local_setup.yml --wandb_group example "
+    "--wandb_team team"
+)
 GENERATE = "python ./deepy.py generate.py -d configs 125M.yml local_setup.yml text_generation.yml"
-GENERATE_FROM_FILE = f"{GENERATE} --sample_input_file input_prompt.txt --sample_output_file prompt_out.txt"
-EVALUATE = "python ./deepy.py eval.py -d configs 125M.yml local_setup.yml --eval_tasks tasks/choices.yaml"
+GENERATE_FROM_FILE = (
+    f"{GENERATE} --sample_input_file input_prompt.txt --sample_output_file prompt_out.txt"
+)
+EVALUATE = (
+    "python ./deepy.py eval.py -d configs 125M.yml local_setup.yml --eval_tasks tasks/choices.yaml"
+)
 CHECKPOINTS = "runs/local/rotary/1234/checkpoints"
 
 
@@ -54,7 +62,9 @@ def checkout(tmp_path_factory) -> Path:
     folder = make_checkout(tmp_path_factory.mktemp("neox"), "configs")
     (folder / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "local_setup.yml", folder / "configs")
-    generation = {entry.key: entry.value for entry in read_file(ROOT / "configs" / "text_generation.yml")}
+    generation = {
+        entry.key: entry.value for entry in read_file(ROOT / "configs" / "text_generation.yml")
+    }
     assert generation.keys() >= {"num_samples", "maximum_tokens"}
     few = {**generation, "num_samples": 2, "maximum_tokens": 8}
     (folder / "configs" / "text_generation.yml").write_text(json.dumps(few))
@@ -66,7 +76,9 @@ def checkout(tmp_path_factory) -> Path:
     shutil.copy(folder / "data" / "gpt2-merges.txt", folder)
     (folder / "20B_checkpoints").mkdir()
     train_bpe(KINDS.values(), 600).save(str(folder / "20B_checkpoints" / "20B_tokenizer.json"))
-    (folder / "data" / "mydataset.jsonl.zst").write_bytes(zstandard.compress(json_lines("one", "two")))
+    (folder / "data" / "mydataset.jsonl.zst").write_bytes(
+        zstandard.compress(json_lines("one", "two"))
+    )
     (folder / "input_prompt.txt").write_text("def main(\nimport\n")
     (folder / "tasks").mkdir()
     write_tasks(folder / "tasks")
@@ -85,7 +97,11 @@ def check_generated(path: Path, contexts: list[str]) -> None:
 def check_converted(folder: Path, dtype: torch.dtype) -> None:
     model = GPTNeoXForCausalLM.from_pretrained(folder, dtype="auto")
     assert model.dtype == dtype
-    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (1, 32, 50304)
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (
+        1,
+        32,
+        50304,
+    )
     assert AutoTokenizer.from_pretrained(folder)("Hello world")["input_ids"] == [15496, 995]
 
 
@@ -109,9 +125,13 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
         run_here(PREPARE, checkout, monkeypatch)
         monkeypatch.delenv("http_proxy")
         monkeypatch.setattr(urllib.request, "_opener", None)
-        (checkout / "served" / "00.jsonl.zst").write_bytes(zstandard.compress(json_lines("import os", "return")))
+        (checkout / "served" / "00.jsonl.zst").write_bytes(
+            zstandard.compress(json_lines("import os", "return"))
+        )
         pile = prepare.KNOWN_DATASETS["pile_subset"]
-        monkeypatch.setitem(prepare.KNOWN_DATASETS, "pile_subset", replace(pile, url=f"{address}/00.jsonl.zst"))
+        monkeypatch.setitem(
+            prepare.KNOWN_DATASETS, "pile_subset", replace(pile, url=f"{address}/00.jsonl.zst")
+        )
         run_here(PREPARE_PILE, checkout, monkeypatch)
     run_here(PREPROCESS, checkout, monkeypatch)
     data = checkout / "data"
@@ -127,5 +147,7 @@ def test_commands_in_this_process(checkout, tmp_path, monkeypatch, capsys):
     check_generated(checkout / "prompt_out.txt", ["def main("] * 2 + ["import"] * 2)
     run_here(EVALUATE, checkout, monkeypatch)
     assert "choices" in capsys.readouterr().out
-    run_here(f"python kerple_command.py convert to-hf {CHECKPOINTS} hf_model", checkout, monkeypatch)
+    run_here(
+        f"python kerple_command.py convert to-hf {CHECKPOINTS} hf_model", checkout, monkeypatch
+    )
     check_converted(checkout / "hf_model", torch.float16)  # as trained

@@ -86,7 +86,9 @@ def test_data_workers(tmp_path, data_path, forked_scripts):
 @pytest.mark.ci
 def test_sweep(tmp_path, forked_scripts):
     """`kerple sweep`, its `kerple train`, and the rank, which saves."""
-    path = write_sweep(tmp_path, axes={"pos_emb": ["kerple_log.yml"]}, set={"train-iters": 100_000, "seed": 7})
+    path = write_sweep(
+        tmp_path, axes={"pos_emb": ["kerple_log.yml"]}, set={"train-iters": 100_000, "seed": 7}
+    )
     process = start_sweep(path)
     run = tmp_path / "out" / "runs" / "kerple_log"
     log = run / "logs" / "metrics.jsonl"

@@ -1,4 +1,6 @@
-"""Every optimizer on several ranks: the losses and weights of one rank, in every parallel layout and across layouts."""
+"""Every optimizer on several ranks: the losses and weights of one rank, in every parallel layout
+and across layouts.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +21,16 @@ OTHER_OPTIMIZERS: dict[str, dict[str, object]] = {
     "adam8bit": {"optimizer": {"type": "adam", "params": {"lr": 0.001}}, "use_bnb_optimizer": True},
 }
 WHOLE_PARAMETERS = ("muon", "adafactor", "adam8bit")
-# Differences of rounding: Muon computes in bfloat16, 8-bit Adam rounds to codes, and Lion's steps are signs, also those
-# of biases whose exact gradient is 0.
+# Differences of rounding: Muon computes in bfloat16, 8-bit Adam rounds to codes, and Lion's steps
+# are signs, also those of biases whose exact gradient is 0.
 WEIGHT_TOLERANCES = {"muon": 3e-4, "adam8bit": 3e-4, "lion": float("inf")}
 
 
 @pytest.fixture(scope="module")
 def optimizer_run(trained, tmp_path_factory) -> Callable[..., Path]:
-    """optimizer_run(name, layout, precision): the folder of a run with another optimizer, trained once."""
+    """optimizer_run(name, layout, precision): the folder of a run with another optimizer, trained
+    once.
+    """
     folders: dict[tuple[str, ...], Path] = {}
 
     def run(name: str, layout: str, precision: str) -> Path:
@@ -43,11 +47,15 @@ OPTIMIZER_KEYS = {"eval_iters": 0, "weight_decay": 0.1, "positional_lr_factor": 
 
 
 def assert_same_merged_weights(folder: Path, expected: Path, tolerance: float) -> None:
-    """Compare the weights after 6 iterations with those of one rank; joins the slices of tensor-parallel ranks."""
+    """Compare the weights after 6 iterations with those of one rank; joins the slices of
+    tensor-parallel ranks.
+    """
     steps = [open_layers(run / "checkpoints/global_step6") for run in (folder, expected)]
     for index, (layer,) in steps[1].items():
         for name, tensor in layer.items():
-            merged = merge_shards(name, [shard[name] for shard in steps[0][index]], tensor.shape, folder)
+            merged = merge_shards(
+                name, [shard[name] for shard in steps[0][index]], tensor.shape, folder
+            )
             difference = float((merged - tensor).abs().max())
             assert difference <= tolerance, f"{index}.{name}"
 
@@ -80,11 +88,15 @@ def assert_same_merged_weights(folder: Path, expected: Path, tolerance: float) -
         ],
     ],
 )
-def test_other_optimizers_in_every_layout(name, source, target, precision, optimizer_run, trained, tmp_path):
+def test_other_optimizers_in_every_layout(
+    name, source, target, precision, optimizer_run, trained, tmp_path
+):
     """Two ranks train like one, and resume in another layout."""
     one, two = optimizer_run(name, "one", precision), optimizer_run(name, source, precision)
     copy_checkpoint(two, tmp_path, 3)
-    output = trained(tmp_path, target, **OTHER_OPTIMIZERS[name], precision=precision, **OPTIMIZER_KEYS)
+    output = trained(
+        tmp_path, target, **OTHER_OPTIMIZERS[name], precision=precision, **OPTIMIZER_KEYS
+    )
     assert target == "one" or "resharding its state" in output
     if name in WHOLE_PARAMETERS and target in ("tensor", "zero-3"):
         assert "are gathered for each step" in output
@@ -97,7 +109,9 @@ def test_other_optimizers_in_every_layout(name, source, target, precision, optim
     loss = 1e-4 if precision == "fp32" else 5e-3
     expected = metrics(one)
     assert metrics(two) == pytest.approx(expected, abs=loss)
-    assert metrics(tmp_path) == pytest.approx({step: expected[step] for step in (4, 5, 6)}, abs=loss)
+    assert metrics(tmp_path) == pytest.approx(
+        {step: expected[step] for step in (4, 5, 6)}, abs=loss
+    )
     weight = WEIGHT_TOLERANCES.get(name, 2e-5) if precision == "fp32" else 2e-2
     for folder in (two, tmp_path):
         assert_same_merged_weights(folder, one, weight)
@@ -115,13 +129,23 @@ def test_other_optimizers_in_every_layout(name, source, target, precision, optim
     ],
 )
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_whole_parameters_on_four_ranks(name, layout, optimizer_run, fork_server, data_path, tmp_path):
+def test_whole_parameters_on_four_ranks(
+    name, layout, optimizer_run, fork_server, data_path, tmp_path
+):
     """Two kinds of parallelism, and several exchanges of parameters per step."""
-    keys = {"padded_vocab_size": VOCABULARY, "num_gpus": 4, **OTHER_OPTIMIZERS[name], **OPTIMIZER_KEYS, **layout}
+    keys = {
+        "padded_vocab_size": VOCABULARY,
+        "num_gpus": 4,
+        **OTHER_OPTIMIZERS[name],
+        **OPTIMIZER_KEYS,
+        **layout,
+    }
     constants = {"megatron.optimizers.whole_parameters:EXCHANGED_AT_ONCE": 10_000}
     output = Ranks(fork_server, 4).train(training_settings(tmp_path, data_path, **keys), constants)
     assert "4 ranks on cpu" in output
     is_fp32 = "precision" not in layout
     one = optimizer_run(name, "one", "fp32" if is_fp32 else "bfloat16")
     assert metrics(tmp_path) == pytest.approx(metrics(one), abs=1e-4 if is_fp32 else 5e-3)
-    assert_same_merged_weights(tmp_path, one, WEIGHT_TOLERANCES.get(name, 2e-5) if is_fp32 else 2e-2)
+    assert_same_merged_weights(
+        tmp_path, one, WEIGHT_TOLERANCES.get(name, 2e-5) if is_fp32 else 2e-2
+    )

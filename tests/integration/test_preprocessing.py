@@ -1,4 +1,6 @@
-"""preprocess_data.py and prepare_data.py as processes: kills, Ctrl-C, worker processes, and resuming."""
+"""preprocess_data.py and prepare_data.py as processes: kills, Ctrl-C, worker processes, and
+resuming.
+"""
 
 import json
 import signal
@@ -16,8 +18,9 @@ from tests.support.processes import wait_for
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tools/datasets/preprocess_data.py"
 
-# Runs preprocess_data.py with small work items, a short delay and a commit after each, and kills it several times, each
-# time up to 0.03 s after a commit. The runs are forked, so that the modules are imported only once.
+# Runs preprocess_data.py with small work items, a short delay and a commit after each, and kills it
+# several times, each time up to 0.03 s after a commit. The runs are forked, so that the modules are
+# imported only once.
 KILL_REPEATEDLY = """
 import os, pathlib, random, runpy, signal, sys, time
 sys.path.insert(0, ".")
@@ -61,35 +64,63 @@ def test_repeated_kills(kills, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     texts = [f"document {number} " * (number % 23 + 1) for number in range(3000)]
-    lines = [json.dumps({"text": text, "title": f"title {number}"}) + "\n" for number, text in enumerate(texts)]
+    lines = [
+        json.dumps({"text": text, "title": f"title {number}"}) + "\n"
+        for number, text in enumerate(texts)
+    ]
     for shard in range(4):
         (folder / f"{shard}.jsonl").write_text("".join(lines[shard * 750 : (shard + 1) * 750]))
     output = tmp_path / "out"
     command = [sys.executable, "-c", KILL_REPEATEDLY, SCRIPT, str(kills), f"{output}.progress.json"]
-    command += ["--input", str(folder), "--output-prefix", str(output), "--jsonl-keys", "text", "title"]
+    command += [
+        "--input",
+        str(folder),
+        "--output-prefix",
+        str(output),
+        "--jsonl-keys",
+        "text",
+        "title",
+    ]
     command += ["--append-eod", "--tokenizer-type", "CharLevelTokenizer"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    states = [json.loads(line)["progress"] for line in result.stdout.splitlines() if line.startswith("{")]
+    states = [
+        json.loads(line)["progress"] for line in result.stdout.splitlines() if line.startswith("{")
+    ]
     documents = [state["outputs"][0]["writer"]["documents"] for state in states]
     assert len(documents) == kills
     assert documents == sorted(documents)
     assert len(set(documents)) > kills / 2
     assert f"resuming after {documents[-1]:,} documents" in result.stdout
     assert dataset_text(f"{output}_text_document") == "".join(text + "\0" for text in texts)
-    assert dataset_text(f"{output}_title_document") == "".join(f"title {number}\0" for number in range(len(texts)))
-    assert not [path for path in tmp_path.iterdir() if "partial" in path.name or "progress" in path.name]
+    assert dataset_text(f"{output}_title_document") == "".join(
+        f"title {number}\0" for number in range(len(texts))
+    )
+    assert not [
+        path for path in tmp_path.iterdir() if "partial" in path.name or "progress" in path.name
+    ]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_interrupted_with_workers(tmp_path, signal_number, forked_scripts):
     """No file under the final name and no worker process remains, and the next run succeeds."""
     large = tmp_path / "large.jsonl"
     large.write_bytes((b'{"text": "' + b"x" * 4000 + b'"}\n') * 6000)
-    command = [sys.executable, str(ROOT / SCRIPT), "--input", str(large), "--output-prefix", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(ROOT / SCRIPT),
+        "--input",
+        str(large),
+        "--output-prefix",
+        str(tmp_path / "out"),
+    ]
     command += ["--tokenizer-type", "CharLevelTokenizer"]
-    with subprocess.Popen([*command, "--workers", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, "--workers", "2"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as process:
         partial = tmp_path / "out_text_document.partial.bin"
         wait_for(lambda: partial.exists() and partial.stat().st_size)
         workers = psutil.Process(process.pid).children(recursive=True)
@@ -98,7 +129,9 @@ def test_interrupted_with_workers(tmp_path, signal_number, forked_scripts):
     assert len(workers) >= 2
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
-    assert not [path for path in tmp_path.iterdir() if path.name.endswith(("document.bin", "document.idx"))]
+    assert not [
+        path for path in tmp_path.iterdir() if path.name.endswith(("document.bin", "document.idx"))
+    ]
     if signal_number == signal.SIGINT:
         assert process.returncode == 130
         assert errors.endswith("\ninterrupted\n")

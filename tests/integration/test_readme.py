@@ -1,6 +1,6 @@
-"""The commands in the README: marked ones are run unchanged, with a smaller model in configs/demo.yml, in forks of a
-process that has imported their modules; for the others, the configuration files are loaded. Its Python example is run,
-too.
+"""The commands in the README: marked ones are run unchanged, with a smaller model in
+configs/demo.yml, in forks of a process that has imported their modules; for the others, the
+configuration files are loaded. Its Python example is run, too.
 """
 
 import json
@@ -31,15 +31,23 @@ BLOCK = re.compile(r"(<!-- these commands are run.*?-->\n)?```bash\n(.*?)```", r
 
 
 def commands(run: bool) -> list[str]:
-    """The lines of the marked shell blocks of both documents if `run`, otherwise of the README's other blocks."""
+    """The lines of the marked shell blocks of both documents if `run`, otherwise of the README's
+    other blocks.
+    """
     documents = ("README.md", "docs/checkpoints.md") if run else ("README.md",)
-    blocks = [block for document in documents for block in BLOCK.findall((ROOT / document).read_text())]
-    return [line for marked, text in blocks if bool(marked) == run for line in text.strip().splitlines()]
+    blocks = [
+        block for document in documents for block in BLOCK.findall((ROOT / document).read_text())
+    ]
+    return [
+        line for marked, text in blocks if bool(marked) == run for line in text.strip().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A folder that looks like a fresh clone, where the commands may write. The demo trains the real demo.yml."""
+    """A folder that looks like a fresh clone, where the commands may write. The demo trains the
+    real demo.yml.
+    """
     folder = make_checkout(tmp_path_factory.mktemp("checkout"), "configs")
     (folder / "configs").mkdir()
     for path in (ROOT / "configs").iterdir():
@@ -52,7 +60,9 @@ def checkout(tmp_path_factory) -> Path:
 
 
 def run_line(line: str, folder: Path, fork_server: ForkServer) -> str:
-    """Run a command line, `[python] SCRIPT ...` or `python -c CODE`, in a fork; returns its output."""
+    """Run a command line, `[python] SCRIPT ...` or `python -c CODE`, in a fork;
+    returns its output.
+    """
     python, *words = shlex.split(re.sub("^kerple ", "python kerple_command.py ", line))
     assert python == "python"
     if words[0] == "-c":
@@ -108,8 +118,15 @@ def test_marked_commands_run(prepared, fork_server):
 def test_the_demo_writes_a_report_and_skips_finished_runs(prepared, fork_server):
     """`tools/demo.py` with a few iterations of one small model, on the corpus of this test."""
     keys = {entry.key: entry.value for entry in read_file(ROOT / "configs" / "sweeps" / "demo.yml")}
-    keys |= {"output": "runs/small_demo", "config-dir": "configs", "axes": {"pos_emb": ["pos_emb/kerple_log.yml"]}}
-    keys |= {"set": {"train-iters": 4, "lr-decay-iters": 4}, "evaluation": {**keys["evaluation"], "tokens": 2048}}
+    keys |= {
+        "output": "runs/small_demo",
+        "config-dir": "configs",
+        "axes": {"pos_emb": ["pos_emb/kerple_log.yml"]},
+    }
+    keys |= {
+        "set": {"train-iters": 4, "lr-decay-iters": 4},
+        "evaluation": {**keys["evaluation"], "tokens": 2048},
+    }
     (prepared / "small_demo.yml").write_text(json.dumps(keys))
     line = "python tools/demo.py small_demo.yml"
     printed = run_line(line, prepared, fork_server)

@@ -32,8 +32,8 @@ def corpus(tmp_path_factory):
 def losses_with_torch_adam(method, settings, *, steps):
     """The same iterations with torch's Adam and the release's optimizer state dictionary.
 
-    The dictionary numbers parameters in the order of the layer files. For the power kernels, our modules have another
-    order.
+    The dictionary numbers parameters in the order of the layer files. For the power kernels, our
+    modules have another order.
     """
     config = Config.from_flat(settings)
     tokenizer = build_tokenizer("HFTokenizer", config.tokenizer.vocab_file, None)
@@ -41,11 +41,15 @@ def losses_with_torch_adam(method, settings, *, steps):
     model, _ = load_model(checkpoints(method))
     model.train()
     optimizer = torch.optim.Adam(in_file_order(method, model), lr=0.005)
-    optimizer.load_state_dict(load_file(checkpoints(method) / "global_step300/mp_rank_00_model_states.pt")["optimizer"])
+    optimizer.load_state_dict(
+        load_file(checkpoints(method) / "global_step300/mp_rank_00_model_states.pt")["optimizer"]
+    )
     losses = {}
     for step in range(steps):
         samples = [dataset[1200 + 4 * step + row] for row in range(4)]
-        tokens, labels = (torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels"))
+        tokens, labels = (
+            torch.stack([sample[name] for sample in samples]) for name in ("tokens", "labels")
+        )
         loss = model.loss(tokens, labels)
         losses[301 + step] = loss.item()
         optimizer.zero_grad()
@@ -62,7 +66,11 @@ def in_file_order(method, model):
         file = checkpoints(method) / "global_step300" / layer_file(Path(), index, 0)
         names = torch.load(file, weights_only=True) if file.is_file() else {}
         own = dict(layer.named_parameters())
-        parameters |= {id(own[name]): own[name] for name in names if name in own and id(own[name]) not in parameters}
+        parameters |= {
+            id(own[name]): own[name]
+            for name in names
+            if name in own and id(own[name]) not in parameters
+        }
     assert len(parameters) == len(list(model.parameters()))
     return parameters.values()
 
@@ -90,7 +98,11 @@ def test_no_load_optim_resets_the_optimizer(corpus, tmp_path, capsys):
 
 
 def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):
-    keys = {"load": str(checkpoints("kerple_log_bf16")), "precision": "bfloat16", "train_iters": 303}
+    keys = {
+        "load": str(checkpoints("kerple_log_bf16")),
+        "precision": "bfloat16",
+        "train_iters": 303,
+    }
     train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
     output = capsys.readouterr().out
     assert "starts from scratch (the checkpoint has no optimizer state)" in output
@@ -111,7 +123,11 @@ def test_an_imported_archive_resumes(corpus, tmp_path, capsys):
 def test_every_method_resumes_and_is_saved_in_our_layout(method, corpus, tmp_path):
     """Buffers that only the release has (inv_freq, slopes) are ignored and not saved."""
     folder = tmp_path / "checkpoints"
-    train(Config.from_flat(released_settings(tmp_path, corpus, method, train_iters=301, save=str(folder))))
+    train(
+        Config.from_flat(
+            released_settings(tmp_path, corpus, method, train_iters=301, save=str(folder))
+        )
+    )
     assert list(metrics(tmp_path)) == [301]
     assert not any("inv_freq" in name or "slopes" in name for name in weights(tmp_path, 301))
 
@@ -128,7 +144,9 @@ def test_parameters_beyond_their_bounds_are_clamped_before_the_first_step(corpus
     folder = tmp_path / "checkpoints"
     keys = {"load": str(release), "save": str(folder), "no_load_optim": True, "train_iters": 301}
     train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
-    after = weights(tmp_path, 301)["layer_02-model_00-model_states.pt/attention.rpe.bias_a"].flatten()
+    after = weights(tmp_path, 301)[
+        "layer_02-model_00-model_states.pt/attention.rpe.bias_a"
+    ].flatten()
     # The first step of Adam is the learning rate times the gradient's sign.
     assert all(min(abs(value - 0.01), abs(value - 0.015)) < 1e-6 for value in after.tolist())
     assert after.max() > 0.014
@@ -145,7 +163,12 @@ def test_sizes_are_compared_before_the_model_is_built(corpus, tmp_path, monkeypa
 
 @pytest.mark.parametrize("method", ["kerple_log", "learned"])
 def test_the_size_check_of_a_huge_model_uses_no_memory(method, corpus, tmp_path):
-    sizes = {"num_layers": 96, "hidden_size": 9216, "num_attention_heads": 72, "max_position_embeddings": 131_072}
+    sizes = {
+        "num_layers": 96,
+        "hidden_size": 9216,
+        "num_attention_heads": 72,
+        "max_position_embeddings": 131_072,
+    }
     with LargestStorage() as watched, pytest.raises(CheckpointError, match=r"6.*100"):
         train(Config.from_flat(released_settings(tmp_path, corpus, method, **sizes)))
     assert 0 < watched.elements < 10_000

@@ -1,4 +1,6 @@
-"""docs/results and the results in README.md are those that the records in experiments/replication give."""
+"""docs/results and the results in README.md are those that the records in experiments/replication
+give.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ COMMAND = "python experiments/replication/generate.py"
 
 def test_the_committed_pages_are_current():
     for path, text in texts(ROOT).items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
+        )
 
 
 @pytest.mark.slow
@@ -21,7 +25,9 @@ def test_the_committed_figures_are_current():
     expected = figures(ROOT)
     assert set(RESULTS.rglob("*.png")) == expected.keys()
     for path, content in expected.items():
-        assert path.read_bytes() == content, f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
+        assert path.read_bytes() == content, (
+            f"{path.relative_to(ROOT)} is not current: run {COMMAND}"
+        )
 
 
 def test_every_figure_is_shown():

@@ -74,7 +74,9 @@ def test_resuming_with_smaller_batches_reads_the_next_samples(tmp_path, data_pat
 
 
 def test_a_dynamic_loss_scale_continues(tmp_path, data_path):
-    """That of the first run, 2^8 at first, doubles every other iteration. A constant one is not continued."""
+    """That of the first run, 2^8 at first, doubles every other iteration. A constant one is not
+    continued.
+    """
     first = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
     trained(tmp_path / "first", data_path, fp16=first, eval_iters=0)
     for keys, scale in (({"loss_scale": 128}, 128), ({}, 2**11)):
@@ -82,14 +84,34 @@ def test_a_dynamic_loss_scale_continues(tmp_path, data_path):
         copy_checkpoint(tmp_path / "first", folder, 6)
         trained(folder, data_path, fp16=first | keys, eval_iters=0, train_iters=7)
         assert metrics(folder, "train/loss_scale")[7] == scale
-    trained(tmp_path / "bf16", data_path, precision="bfloat16", zero_optimization={"stage": 2}, eval_iters=0)
-    trained(tmp_path / "bf16", data_path, fp16=first, zero_optimization={"stage": 2}, eval_iters=0, train_iters=7)
+    trained(
+        tmp_path / "bf16",
+        data_path,
+        precision="bfloat16",
+        zero_optimization={"stage": 2},
+        eval_iters=0,
+    )
+    trained(
+        tmp_path / "bf16",
+        data_path,
+        fp16=first,
+        zero_optimization={"stage": 2},
+        eval_iters=0,
+        train_iters=7,
+    )
     assert metrics(tmp_path / "bf16", "train/loss_scale")[7] == 2**8
 
 
 def test_checkpoints_of_a_run_that_validates_at_a_shorter_length(tmp_path, data_path):
     options = {"random_range": 128}
-    trained(tmp_path, data_path, pos_emb="rotary", pos_emb_options=options, seq_length_val=8, train_iters=2)
+    trained(
+        tmp_path,
+        data_path,
+        pos_emb="rotary",
+        pos_emb_options=options,
+        seq_length_val=8,
+        train_iters=2,
+    )
     assert saved_iterations(tmp_path / "checkpoints") == [2]
 
 
@@ -106,19 +128,23 @@ def test_extra_checkpoints(tmp_path, data_path):
     copy_checkpoint(tmp_path, tmp_path / "resumed", 0)
     trained(tmp_path / "resumed", data_path, **keys)
     assert all(
-        torch.equal(tensor, weights(tmp_path, 3)[name]) for name, tensor in weights(tmp_path / "resumed", 3).items()
+        torch.equal(tensor, weights(tmp_path, 3)[name])
+        for name, tensor in weights(tmp_path / "resumed", 3).items()
     )
 
 
 @pytest.mark.parametrize(
-    ("keys", "kept"), [({"extra_save_iters": [0, 1]}, [0, 1, 6]), ({"checkpoint_scale": "log"}, [1, 2, 4, 6])]
+    ("keys", "kept"),
+    [({"extra_save_iters": [0, 1]}, [0, 1, 6]), ({"checkpoint_scale": "log"}, [1, 2, 4, 6])],
 )
 def test_requested_checkpoints_are_not_deleted(keys, kept, tmp_path, data_path):
     trained(tmp_path, data_path, **keys, save_interval=2, keep_last_n_checkpoints=1, eval_iters=0)
     assert saved_iterations(tmp_path / "checkpoints") == kept
 
 
-def test_checkpoints_that_an_earlier_part_of_the_run_requested_are_not_deleted(tmp_path, data_path, capsys):
+def test_checkpoints_that_an_earlier_part_of_the_run_requested_are_not_deleted(
+    tmp_path, data_path, capsys
+):
     """Their own configuration requests them, the present one does not."""
     common = {"save_interval": 1, "keep_last_n_checkpoints": 1, "eval_iters": 0}
     trained(tmp_path, data_path, **common, extra_save_iters=[2], train_iters=3)
@@ -161,7 +187,14 @@ def test_data_that_changed_since_the_checkpoint(tmp_path, data_path, capsys):
     rebuilt(data_path, other)
     spelled = f"{tmp_path}/./other"
     for path in (other, spelled):
-        assert_rejected(f"global_step2.*{path}.*allow_other_data", trained, tmp_path, path, **keys, train_iters=3)
+        assert_rejected(
+            f"global_step2.*{path}.*allow_other_data",
+            trained,
+            tmp_path,
+            path,
+            **keys,
+            train_iters=3,
+        )
     trained(tmp_path, own, **keys, train_iters=3)
     trained(tmp_path, other, **keys, train_iters=4, allow_other_data=True)
     # A new run from the weights begins its data anew.
@@ -169,10 +202,16 @@ def test_data_that_changed_since_the_checkpoint(tmp_path, data_path, capsys):
     trained(tmp_path, own, **keys, train_iters=1, finetune=True, save=str(tmp_path / "new"))
 
 
-def test_a_branch_of_a_run_replaces_its_later_checkpoints(finished_run, tmp_path, data_path, capsys):
+def test_a_branch_of_a_run_replaces_its_later_checkpoints(
+    finished_run, tmp_path, data_path, capsys
+):
     keys = {"optimizer": {"type": "Adam", "params": {"lr": 0.001}}, "seed": 9}
     trained(tmp_path, data_path, eval_iters=0, iteration=3, **keys)
-    notice = [line for line in capsys.readouterr().out.splitlines() if "notice" in line and "replaces" in line]
+    notice = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "notice" in line and "replaces" in line
+    ]
     assert len(notice) == 1
     assert "(6)" in notice[0]
     assert saved_iterations(tmp_path / "checkpoints") == [3, 6]
@@ -188,7 +227,9 @@ def test_the_same_command_resumes_a_branch(keys, finished_run, tmp_path, data_pa
     trained(tmp_path, data_path, **keys)
     first = 3 if "iteration" in keys else 6
     assert saved_iterations(tmp_path / "checkpoints") == sorted({3, *range(first, 9)})
-    losses = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line["iteration"] for line in losses if "train/loss" in line]
     assert steps == [*range(1, 7), *range(first + 1, 9)], "no step is repeated"
 
@@ -198,10 +239,14 @@ def test_a_finished_run_is_not_trained_again(finished_run, tmp_path, data_path, 
     trained(tmp_path, data_path)
     output = capsys.readouterr().out
     assert "iteration 6" in output
-    assert output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 1
+    assert (
+        output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 1
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path, 6).items())
     assert output.count("nothing to train") == 1
-    lines = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()
+    ]
     for name in ("validation/loss", "test/loss"):
         losses = [line[name] for line in lines if name in line and line["iteration"] == 6]
         assert losses[0] == losses[1]
@@ -217,14 +262,26 @@ def test_finetuning_loads_only_the_weights(default_run, tmp_path, data_path):
     first, finetuned = metrics(default_run), metrics(tmp_path / "finetuned")
     assert list(finetuned) == [1, 2, 3, 4, 5, 6]
     assert finetuned[1] < first[1] - 0.5
-    assert_rejected("finetune", trained, tmp_path / "none", data_path, load=str(tmp_path / "nothing"), finetune=True)
+    assert_rejected(
+        "finetune",
+        trained,
+        tmp_path / "none",
+        data_path,
+        load=str(tmp_path / "nothing"),
+        finetune=True,
+    )
 
 
 @pytest.mark.parametrize("folder", ["first", "finetuned"])
 def test_the_same_command_resumes_finetuning(folder, tmp_path, data_path, capsys):
     """Also if it saves to the folder of the checkpoint that it starts from."""
     trained(tmp_path / "first", data_path, eval_iters=0, save_interval=6)
-    keys = {"load": str(tmp_path / "first/checkpoints"), "finetune": True, "iteration": 6, "eval_iters": 0}
+    keys = {
+        "load": str(tmp_path / "first/checkpoints"),
+        "finetune": True,
+        "iteration": 6,
+        "eval_iters": 0,
+    }
     trained(tmp_path / folder, data_path, **keys, train_iters=2)
     assert "finetune: weights from" in capsys.readouterr().out
     trained(tmp_path / folder, data_path, **keys, train_iters=4)
@@ -243,7 +300,9 @@ def test_finetuning_never_replaces_its_source(tmp_path, data_path, monkeypatch):
         trained(tmp_path, data_path, **keys, exit_interval=6)
     assert saved_iterations(tmp_path / "checkpoints") == [6]
     steps = iter(range(1, 20))
-    monkeypatch.setattr(DistributedSignalHandler, "received_by_any_rank", lambda self, stop: next(steps) == 6)
+    monkeypatch.setattr(
+        DistributedSignalHandler, "received_by_any_rank", lambda self, stop: next(steps) == 6
+    )
     with pytest.raises(CheckpointError, match="global_step6"):
         trained(tmp_path, data_path, **keys)
     assert saved_iterations(tmp_path / "checkpoints") == [4, 6]
@@ -255,7 +314,9 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
     for name in ("first", "other"):
         trained(tmp_path / name, data_path, **keys)
     load, save = (str(tmp_path / name / "checkpoints") for name in ("first", "other"))
-    with pytest.raises(CheckpointError, match=r"save: .*other.* of another run, .* not started from load: .*first"):
+    with pytest.raises(
+        CheckpointError, match=r"save: .*other.* of another run, .* not started from load: .*first"
+    ):
         trained(tmp_path / "other", data_path, **keys, load=load, save=save, finetune=True)
     # `save` is `load`, spelled differently, and contains the run to start from.
     monkeypatch.chdir(tmp_path)
@@ -263,8 +324,12 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
     before = weights(tmp_path / "first", 1)
     with pytest.raises(CheckpointError, match="global_step1"):
         trained(tmp_path / "first", data_path, **keys)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "first", 1).items())
-    (tmp_path / "first/checkpoints/global_step1").rename(tmp_path / "first/checkpoints/global_step5")
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "first", 1).items()
+    )
+    (tmp_path / "first/checkpoints/global_step1").rename(
+        tmp_path / "first/checkpoints/global_step5"
+    )
     (tmp_path / "first/checkpoints/latest").write_text("global_step5")
     trained(tmp_path / "first", data_path, **keys)
     assert "finetune: weights from" in capsys.readouterr().out
@@ -272,10 +337,14 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "keys", [{"load": "first", "iteration": 3, "no_load_optim": True}, {"load": None}], ids=["another folder", "none"]
+    "keys",
+    [{"load": "first", "iteration": 3, "no_load_optim": True}, {"load": None}],
+    ids=["another folder", "none"],
 )
 def test_the_same_command_resumes_from_save(keys, default_run, tmp_path, data_path, capsys):
-    """Also if `load` names another folder, or none. A run that started in another way is an error."""
+    """Also if `load` names another folder, or none. A run that started in another way
+    is an error.
+    """
     first = str(default_run / "checkpoints")
     keys = {**keys, "load": keys["load"] and first, "eval_iters": 0, "save_interval": 1}
     trained(tmp_path / "whole", data_path, **keys)
@@ -287,11 +356,19 @@ def test_the_same_command_resumes_from_save(keys, default_run, tmp_path, data_pa
     assert "global_step5: iteration 5, 40 samples read" in output
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
     before = weights(tmp_path / "resumed", 6)
-    other = {**keys, "load": str(tmp_path / "whole/checkpoints"), "iteration": 5, "no_load_optim": False}
+    other = {
+        **keys,
+        "load": str(tmp_path / "whole/checkpoints"),
+        "iteration": 5,
+        "no_load_optim": False,
+    }
     for changed in (other, {**other, "load": first, "iteration": None}):
         with pytest.raises(CheckpointError, match=r"save: .*load: "):
             trained(tmp_path / "resumed", data_path, **changed)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path / "resumed", 6).items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in weights(tmp_path / "resumed", 6).items()
+    )
 
 
 @pytest.mark.parametrize("keys", [{"load": None}, {"finetune": True}])
@@ -299,7 +376,9 @@ def test_two_models_cannot_save_to_one_folder(keys, tmp_path, data_path):
     trained(tmp_path / "first", data_path, train_iters=1, eval_iters=0)
     trained(tmp_path / "second", data_path, train_iters=1, eval_iters=0, pos_emb="none")
     load, save = (str(tmp_path / name / "checkpoints") for name in ("first", "second"))
-    with pytest.raises(CheckpointError, match=r"save: .*second.*already contains checkpoints of another run"):
+    with pytest.raises(
+        CheckpointError, match=r"save: .*second.*already contains checkpoints of another run"
+    ):
         trained(tmp_path / "second", data_path, **{"load": load, "save": save, **keys})
     with pytest.raises(CheckpointError, match="another run"):
         trained(tmp_path / "second", data_path, hidden_size=64, pos_emb="none", load=None)
@@ -323,13 +402,22 @@ def test_a_changed_data_order_is_reported(finished_run, tmp_path, data_path, cap
     ("before", "after"),
     [
         ({"pos_emb": "learned"}, {"pos_emb": "kerple_log", "precision": "bfloat16"}),
-        ({"pos_emb": "kerple", "pos_emb_options": {"bias": "log"}}, {"pos_emb_options": {"bias": "log + power"}}),
+        (
+            {"pos_emb": "kerple", "pos_emb_options": {"bias": "log"}},
+            {"pos_emb_options": {"bias": "log + power"}},
+        ),
     ],
 )
 def test_finetuning_with_another_positional_method(before, after, tmp_path, data_path, capsys):
-    """At a learning rate of 0: the method's parameters are those of a new model, all other weights are unchanged."""
+    """At a learning rate of 0: the method's parameters are those of a new model, all other weights
+    are unchanged.
+    """
     trained(tmp_path / "before", data_path, **before, eval_iters=0)
-    frozen = {"optimizer": {"type": "Adam", "params": {"lr": 0.0}}, "train_iters": 1, "eval_iters": 0}
+    frozen = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.0}},
+        "train_iters": 1,
+        "eval_iters": 0,
+    }
     new = {**before, **after, **frozen, "seed": 3}
     trained(tmp_path / "new", data_path, **new)
     capsys.readouterr()
@@ -337,7 +425,10 @@ def test_finetuning_with_another_positional_method(before, after, tmp_path, data
     trained(tmp_path / "after", data_path, **new, load=load, finetune=True)
     log = capsys.readouterr().out
     name = new["pos_emb"]
-    assert log.count(f"the checkpoint's positional parameters are not used; those of {name} are new") == 1
+    assert (
+        log.count(f"the checkpoint's positional parameters are not used; those of {name} are new")
+        == 1
+    )
     assert log.count("the new model differs from the one it starts from: ") == 1
     old, started, expected = (
         weights(tmp_path / "before", 6),

@@ -62,12 +62,16 @@ class ConstantSlope(PositionalMethod):
 @pytest.mark.ci
 def test_every_method_needs_only_torch(tmp_path):
     """In a copy of the package with a new method, which is one file."""
-    shutil.copytree(ROOT / "kerple", tmp_path / "kerple", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "kerple", tmp_path / "kerple", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (tmp_path / "kerple" / "positional" / "constant_slope.py").write_text(NEW_METHOD)
     code = BLOCKED + examples()[0] + ALL_METHODS
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert {*primary_names(), "constant_slope"} <= set(result.stdout.split())
     assert "torch.Size([2, 100, 64])" in result.stdout

@@ -9,7 +9,11 @@ import pytest
 from tools.measure import imported_files
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(path for package in ("kerple", "megatron", "experiments") for path in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    path
+    for package in ("kerple", "megatron", "experiments")
+    for path in (ROOT / package).rglob("*.py")
+)
 UNIT_TESTS = sorted((ROOT / "tests/unit").rglob("test_*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Source text of exported models, and modules without logic of their own.
@@ -36,7 +40,11 @@ def imported_modules(path: Path) -> set[str]:
 
 
 # Module -> how many files of this project it may import, itself included.
-IMPORT_LIMITS = {"megatron.cli.report": 25, "megatron.inference.loading": 75, "megatron.training.loop": 103}
+IMPORT_LIMITS = {
+    "megatron.cli.report": 25,
+    "megatron.inference.loading": 75,
+    "megatron.training.loop": 103,
+}
 
 
 @pytest.mark.parametrize("module", IMPORT_LIMITS)
@@ -55,12 +63,18 @@ def test_kerple_needs_only_torch():
 
 def test_every_package_declares_its_types():
     """`megatron` is a namespace package, so its subpackages have the markers (PEP 561)."""
-    for package in (ROOT / "kerple", *(path.parent for path in (ROOT / "megatron").glob("*/__init__.py"))):
+    for package in (
+        ROOT / "kerple",
+        *(path.parent for path in (ROOT / "megatron").glob("*/__init__.py")),
+    ):
         assert (package / "py.typed").exists(), package
 
 
 def test_unit_tests_mirror_the_packages():
-    expected = {ROOT / "tests/unit" / path.parent.relative_to(ROOT) / f"test_{path.name}" for path in SOURCES}
+    expected = {
+        ROOT / "tests/unit" / path.parent.relative_to(ROOT) / f"test_{path.name}"
+        for path in SOURCES
+    }
     orphans = [str(path.relative_to(ROOT)) for path in UNIT_TESTS if path not in expected]
     assert not orphans, "no module of this name: " + ", ".join(orphans)
 
@@ -86,7 +100,9 @@ def test_unit_tests_start_no_processes():
 
 
 def test_files_are_short():
-    assert not [str(path) for path in (*SOURCES, *TESTS) if len(path.read_text().splitlines()) > 500]
+    assert not [
+        str(path) for path in (*SOURCES, *TESTS) if len(path.read_text().splitlines()) > 500
+    ]
 
 
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -109,7 +125,10 @@ def test_long_functions_have_comments():
         for node in ast.walk(ast.parse("\n".join(lines))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 has_docstring = ast.get_docstring(node) is not None
-                first, last = node.body[0].end_lineno if has_docstring else node.lineno, node.end_lineno
+                first, last = (
+                    node.body[0].end_lineno if has_docstring else node.lineno,
+                    node.end_lineno,
+                )
                 assert first is not None
                 assert last is not None
                 if last - first > 30:

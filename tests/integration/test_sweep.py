@@ -1,4 +1,6 @@
-"""Sweeps with real processes: a small one from start to end, and what happens when a sweep is killed."""
+"""Sweeps with real processes: a small one from start to end, and what happens when a sweep is
+killed.
+"""
 
 import os
 import random
@@ -24,7 +26,10 @@ def test_a_small_sweep_from_start_to_end(tmp_path, forked_scripts):
     first = start_sweep(path)
     claim = tmp_path / "out" / "runs" / "kerple_log" / "7" / CLAIM
     wait_for(claim.exists)
-    assert f"kerple_log/7: another sweep process is working on it (held by process {first.pid} on" in run_sweep(path)
+    assert (
+        f"kerple_log/7: another sweep process is working on it (held by process {first.pid} on"
+        in run_sweep(path)
+    )
     output, _ = first.communicate(timeout=900)
     assert first.returncode == 0, output
     assert "[1/1] kerple_log/7: finished" in output
@@ -37,7 +42,9 @@ def test_a_small_sweep_from_start_to_end(tmp_path, forked_scripts):
     assert [length for length, _ in perplexities] == ["32", "64"]
     assert all(1 < float(value) < 1000 for _, value in perplexities)
     assert any(path.name.startswith("kerple-4") for path in tables.iterdir())
-    assert (tmp_path / "out" / "report" / "figures" / "kernels-text-2x32-32-kerple_log-bias.png").is_file()
+    assert (
+        tmp_path / "out" / "report" / "figures" / "kernels-text-2x32-32-kerple_log-bias.png"
+    ).is_file()
 
 
 def test_processes_of_a_run(tmp_path):
@@ -49,7 +56,9 @@ def test_processes_of_a_run(tmp_path):
     assert process.wait() == 0
     assert last_lines(log) == ["2"]
     sleeper = subprocess.Popen(
-        [sys.executable, "-c", "input()"], env={**os.environ, RUN_VARIABLE: str(folder)}, stdin=subprocess.PIPE
+        [sys.executable, "-c", "input()"],
+        env={**os.environ, RUN_VARIABLE: str(folder)},
+        stdin=subprocess.PIPE,
     )
     assert find_processes(folder) == [sleeper.pid]
     sleeper.communicate(b"\n")
@@ -61,13 +70,13 @@ def test_the_processes_of_a_run_receive_sigterm_when_the_sweep_dies(tmp_path):
     """A parent starts a child as the runner does, and is killed."""
     log = tmp_path / "log"
     child = (
-        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('SIGTERM', flush=True))); "
-        "print('started', flush=True); time.sleep(60)"
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: "
+        "sys.exit(print('SIGTERM', flush=True))); print('started', flush=True); time.sleep(60)"
     )
     parent = (
         "import pathlib, os, sys, time; from megatron.sweep.runner import start_process; "
-        f"start_process([sys.executable, '-c', {child!r}], pathlib.Path({str(tmp_path)!r}), os.environ, "
-        f"pathlib.Path({str(log)!r})); time.sleep(60)"
+        f"start_process([sys.executable, '-c', {child!r}], pathlib.Path({str(tmp_path)!r}), "
+        f"os.environ, pathlib.Path({str(log)!r})); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT)
     wait_for(lambda: log.is_file() and log.read_text() == "started\n")
@@ -81,9 +90,15 @@ def test_the_processes_of_a_run_receive_sigterm_when_the_sweep_dies(tmp_path):
 def test_four_sweep_processes_that_are_killed_at_random(tmp_path, forked_scripts):
     """Together they end with the same weights and results as one process that nobody kills."""
     generator = random.Random(5)
-    axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": seed} for seed in (1, 2, 3)]}
+    axes = {
+        "pos_emb": ["kerple_log.yml", "alibi.yml"],
+        "seed": [{"seed": seed} for seed in (1, 2, 3)],
+    }
     path = write_sweep(tmp_path, axes=axes)
-    processes, kills = {start_sweep(path): time.monotonic() + generator.uniform(0.5, 4) for _ in range(4)}, 0
+    processes, kills = (
+        {start_sweep(path): time.monotonic() + generator.uniform(0.5, 4) for _ in range(4)},
+        0,
+    )
     deadline = time.monotonic() + 1500
     while processes:
         assert time.monotonic() < deadline
@@ -107,7 +122,10 @@ def test_four_sweep_processes_that_are_killed_at_random(tmp_path, forked_scripts
         assert find_damage(find_step(run / "checkpoints", 6)) is None
         layers = sorted(expected.glob("checkpoints/global_step6/layer_*"))
         assert layers
-        assert all((run / layer.relative_to(expected)).read_bytes() == layer.read_bytes() for layer in layers)
+        assert all(
+            (run / layer.relative_to(expected)).read_bytes() == layer.read_bytes()
+            for layer in layers
+        )
         # The text is the same, but in another folder.
         losses = [
             [(record["length"], record["loss"]) for record in read_results(folder / "evaluation")]

@@ -1,4 +1,6 @@
-"""Llama-style models train like transformers' own implementations: the same weights, data and optimizer in float32."""
+"""Llama-style models train like transformers' own implementations: the same weights, data and
+optimizer in float32.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,15 @@ STEPS = 20
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "llama with grouped queries", "llama with biases", "mistral", "qwen3", "qwen2 with window"]
+    "family",
+    [
+        "llama",
+        "llama with grouped queries",
+        "llama with biases",
+        "mistral",
+        "qwen3",
+        "qwen2 with window",
+    ],
 )
 @pytest.mark.quick(3)
 def test_losses_are_those_of_transformers(family, tmp_path):

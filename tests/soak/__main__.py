@@ -1,10 +1,12 @@
 """Soak test: wrong configurations, damaged files, and kills of commands that are then resumed.
 
-python -m tests.soak [configs] [files] [kills] [--seed N] [--count N] [--minutes M] [--output runs/soak]
+python -m tests.soak [configs] [files] [kills] [--seed N] [--count N] [--minutes M] [--output
+runs/soak]
 
-Every trial runs a real command in a fork of this process. It fails if a process prints a traceback, loses saved work,
-leaves a process behind, or needs too much memory (docs/reliability.md). A trial depends only on the seed and its index.
-This prints a table as Markdown; OUTPUT/trials.jsonl lists the trials, and OUTPUT/PART has the folders of failed ones.
+Every trial runs a real command in a fork of this process. It fails if a process prints a traceback,
+loses saved work, leaves a process behind, or needs too much memory (docs/reliability.md). A trial
+depends only on the seed and its index. This prints a table as Markdown; OUTPUT/trials.jsonl lists
+the trials, and OUTPUT/PART has the folders of failed ones.
 """
 
 import argparse
@@ -27,7 +29,8 @@ from tests.soak import cases, configs, files, kills
 from tests.soak.cases import PROBLEMS, Outcome
 from tests.support import forks
 
-# Part -> its kinds of trials, which may use a folder, and the number of inputs (for kills: of kills) of a full run.
+# Part -> its kinds of trials, which may use a folder, and the number of inputs (for kills: of
+# kills) of a full run.
 PARTS = {
     "configs": (lambda folder: cases.trials({"training": configs.wrong_config}), 2000),
     "files": (lambda folder: cases.trials(files.GROUPS), 1000),
@@ -49,7 +52,12 @@ def run_part(name: str, options: argparse.Namespace) -> list[Outcome]:
             index = len(outcomes)
             folder, seed = work / str(index), f"{options.seed} {name} {index}"
             outcome = random.Random(seed).choice(trials)(seed, folder, left)
-            record = {"part": name, "seed": options.seed, "index": index, **dataclasses.asdict(outcome)}
+            record = {
+                "part": name,
+                "seed": options.seed,
+                "index": index,
+                **dataclasses.asdict(outcome),
+            }
             print(json.dumps(record), file=stream, flush=True)
             outcomes.append(outcome)
             left -= outcome.count
@@ -76,7 +84,8 @@ def table(results: dict[str, list[Outcome]]) -> Iterator[str]:
     yield f"|---|{'---:|' * len(columns)}"
     for name, outcomes in results.items():
         for group in sorted({outcome.group for outcome in outcomes}):
-            yield f"| {row(f'{name}: {group}', [outcome for outcome in outcomes if outcome.group == group])} |"
+            selected = [outcome for outcome in outcomes if outcome.group == group]
+            yield f"| {row(f'{name}: {group}', selected)} |"
         yield f"| **{row(name, outcomes).replace(' | ', '** | **')}** |"
 
 
@@ -85,10 +94,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=list(PARTS), help="default: all")
     parser.add_argument("--seed", type=integer(0), default=1)
-    parser.add_argument("--count", type=integer(1), help="inputs, or kills, of each part (default: 2000, 1000, 500)")
-    parser.add_argument("--minutes", type=number(0), default=float("inf"), help="stop each part after this time")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only kinds of trials whose name contains TEXT")
-    parser.add_argument("--output", type=Path, default=forks.ROOT / "runs" / "soak", help="default: runs/soak")
+    parser.add_argument(
+        "--count", type=integer(1), help="inputs, or kills, of each part (default: 2000, 1000, 500)"
+    )
+    parser.add_argument(
+        "--minutes", type=number(0), default=float("inf"), help="stop each part after this time"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only kinds of trials whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=forks.ROOT / "runs" / "soak", help="default: runs/soak"
+    )
     options = parser.parse_args(argv)
     options.output = options.output.absolute()
     options.output.mkdir(parents=True, exist_ok=True)

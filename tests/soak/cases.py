@@ -25,7 +25,8 @@ TRACEBACK = "Traceback (most recent call last)"
 # In the line that `run_main` prints for an exception that nothing else has caught.
 LAST_RESORT = "; traceback: "
 SECONDS = 60.0
-# The command may map this much before an allocation fails, so that a case cannot exhaust the machine's memory.
+# The command may map this much before an allocation fails, so that a case cannot exhaust the
+# machine's memory.
 ADDRESS_SPACE = 6000 << 20
 OUT_OF_MEMORY = "failed: out of memory"  # in the line of the last-resort handler
 # Carriage returns are allowed before the progress bars of libraries.
@@ -41,8 +42,9 @@ class Outcome:
     Attributes:
         group: kind of trial, a row of the table.
         count: number of kills or inputs.
-        problems: of each kind, what went wrong. A traceback is also an error that only the last-resort handler caught,
-            a loss is a missing result, or one that differs from that of an uninterrupted run.
+        problems: of each kind, what went wrong. A traceback is also an error that only the
+            last-resort handler caught, a loss is a missing result, or one that differs from that of
+            an uninterrupted run.
         peak: largest resident memory of a process, in bytes.
         memory_limit: what it may be.
         details: how the trial can be repeated.
@@ -61,7 +63,9 @@ class Outcome:
         return not any(self.problems.values()) and self.peak <= self.memory_limit
 
     def end(self, run: Run, log: Path, seconds: float) -> str:
-        """Wait at most `seconds` for the processes of a run, note orphans and tracebacks; returns the text of `log`."""
+        """Wait at most `seconds` for the processes of a run, note orphans and tracebacks; returns
+        the text of `log`.
+        """
         self.problems["orphans"] += [command_line(pid) for pid in run.wait_for_all(seconds)]
         run.kill_all()
         self.peak = max(self.peak, run.peak)
@@ -87,8 +91,8 @@ class Case:
         statuses: exit statuses that are allowed.
         constants: "module:NAME" -> value, replaced in the process.
         stop_at: the command is stopped when it prints this.
-        accepted_at: if it has printed this, it may do what the input asks for: run longer than `SECONDS`, need more
-            memory, or end because there is not enough.
+        accepted_at: if it has printed this, it may do what the input asks for: run longer than
+            `SECONDS`, need more memory, or end because there is not enough.
         problem: returns what is wrong with the exit status and the output, or None.
     """
 
@@ -109,11 +113,19 @@ Trial = Callable[[str, Path, int], Outcome]
 
 
 def draw_seeded(make: Callable[[Draw], Any], seed: str) -> Any:
-    """What `make` returns with a function that draws values of strategies, the same for the same seed."""
+    """What `make` returns with a function that draws values of strategies, the same for the same
+    seed.
+    """
     drawn = []
 
     @hypothesis.seed(seed)
-    @settings(max_examples=2, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HealthCheck)
+    @settings(
+        max_examples=2,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=HealthCheck,
+    )
     @given(st.data())
     def draw_second(data: Any) -> None:
         if data.draw(st.integers(0, 2**32)):  # the first example is always the simplest one
@@ -131,7 +143,9 @@ def draw_case(make: MakeCase, seed: str, folder: Path) -> Case:
     """A case in a new folder. Its command runs later: hypothesis changes the recursion limit."""
 
     def make_again(draw: Draw) -> Case:
-        shutil.rmtree(folder, ignore_errors=True)  # hypothesis has given up an example that was too large
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # hypothesis has given up an example that was too large
         folder.mkdir()
         return make(draw, folder)
 
@@ -144,16 +158,20 @@ def trials(groups: Mapping[str, MakeCase]) -> dict[str, Trial]:
 
 
 def run_case(group: str, make: MakeCase, seed: str, folder: Path, limit: int) -> Outcome:
-    """Run the command of a case, and judge how it ends, what it prints, and how much memory it needs. It may write only
-    in `folder`, which is also its home.
+    """Run the command of a case, and judge how it ends, what it prints, and how much memory it
+    needs. It may write only in `folder`, which is also its home.
     """
     case, started_at = draw_case(make, seed, folder), time.monotonic()
     size = sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
     outside = set(folder.parent.iterdir())
-    normal_peak = psutil.Process().memory_info().rss  # the fork starts with the modules of this process
+    normal_peak = (
+        psutil.Process().memory_info().rss
+    )  # the fork starts with the modules of this process
     log, home = folder / "output.log", {**os.environ, "HOME": str(folder)}
     has_printed = lambda text: text is not None and text in log.read_bytes()  # noqa: E731
-    run = start_run(case.command, log, constants=case.constants, environment=home, memory=ADDRESS_SPACE)
+    run = start_run(
+        case.command, log, constants=case.constants, environment=home, memory=ADDRESS_SPACE
+    )
     status = run.wait(SECONDS, lambda: has_printed(case.stop_at))
     if status is None:
         run.kill_all()

@@ -12,14 +12,26 @@ from tests.support.hostile import WRONG_VALUES
 
 
 def damage(draw: Draw, content: bytes) -> bytes:
-    """The content with a flipped bit, or with a part cut off, removed, repeated, zeroed or replaced."""
+    """The content with a flipped bit, or with a part cut off, removed, repeated, zeroed or
+    replaced.
+    """
     if not content:
         return draw(st.binary(max_size=100))
     start = draw(st.integers(0, len(content) - 1))
     end = min(len(content), start + pick(draw, (1, 2, 8, 512, 5000)))
     flipped = bytes([content[start] ^ 1 << draw(st.integers(0, 7))]) + content[start + 1 : end]
-    middles = (flipped, flipped, b"", content[start:end] * 3, bytes(end - start), draw(st.binary(max_size=100)))
-    return pick(draw, (content[:start], b"", *(content[:start] + middle + content[end:] for middle in middles)))
+    middles = (
+        flipped,
+        flipped,
+        b"",
+        content[start:end] * 3,
+        bytes(end - start),
+        draw(st.binary(max_size=100)),
+    )
+    return pick(
+        draw,
+        (content[:start], b"", *(content[:start] + middle + content[end:] for middle in middles)),
+    )
 
 
 def value_in(draw: Draw, document: Any) -> Any:

@@ -25,19 +25,65 @@ from tests.support.runs import training_settings
 # Without other folders, in which a configuration would be right to write.
 VALUES: tuple[Any, ...] = (
     *(value for value in WRONG_VALUES if not re.search(r"\.\.|/tmp", str(value))),
-    *(False, 2, 3, 7, 16, 33, 1000, 2**16, 2**32, -(2**63), 2**64, 1.0, -0.5, 1e-300, 1e30, 1e38, "x/" * 3000, "$HOME"),
-    *("~", "{seed}", "{", "}{", "{save}", "%s", "-1", "1e5", "true", "null", "runs/é\n\t", {"": 1}, {"device": "cpu"}),
+    *(
+        False,
+        2,
+        3,
+        7,
+        16,
+        33,
+        1000,
+        2**16,
+        2**32,
+        -(2**63),
+        2**64,
+        1.0,
+        -0.5,
+        1e-300,
+        1e30,
+        1e38,
+        "x/" * 3000,
+        "$HOME",
+    ),
+    *(
+        "~",
+        "{seed}",
+        "{",
+        "}{",
+        "{save}",
+        "%s",
+        "-1",
+        "1e5",
+        "true",
+        "null",
+        "runs/é\n\t",
+        {"": 1},
+        {"device": "cpu"},
+    ),
 )
 # Type -> values that a field of this type often accepts.
 PLAIN: dict[type, tuple[Any, ...]] = {
     bool: (True, False),
     int: (0, 1, 2, 3, 4, 5, 8, 10, 16, 32, 64, 100, 1000, 10**5, 10**9),
     float: (0, 0.001, 0.1, 0.5, 0.9, 1, 1.0, 2.0, 8.0, 100.0, 1e6, 1e20),
-    str: ("a", "runs/a", "none", "kerple_log", "rotary", "type:gpt", "uniform", "8,1,1", "1", "cpu"),
+    str: (
+        "a",
+        "runs/a",
+        "none",
+        "kerple_log",
+        "rotary",
+        "type:gpt",
+        "uniform",
+        "8,1,1",
+        "1",
+        "cpu",
+    ),
 }
 
 paths = st.sampled_from(list(FIELDS))
-texts = st.text(st.characters(exclude_characters="/"), max_size=20).filter(lambda text: ".." not in text)
+texts = st.text(st.characters(exclude_characters="/"), max_size=20).filter(
+    lambda text: ".." not in text
+)
 values = st.one_of(
     *[st.sampled_from(VALUES)] * 3,
     st.integers(-(2**70), 2**70),
@@ -79,8 +125,13 @@ def of_type(annotation: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def configs(draw: Draw, base: Mapping[str, Any]) -> Config:
-    """A wrong variant of the keys `base`, a valid configuration. A third combines values that the schema accepts."""
-    how, content = pick(draw, ("plausible",) * 3 + ("values",) * 2 + ("override", "damage", "key")), json.dumps(base)
+    """A wrong variant of the keys `base`, a valid configuration. A third combines values that the
+    schema accepts.
+    """
+    how, content = (
+        pick(draw, ("plausible",) * 3 + ("values",) * 2 + ("override", "damage", "key")),
+        json.dumps(base),
+    )
     if how == "plausible":
         chosen = {}
         for path in draw(st.lists(paths, min_size=1, max_size=4)):
@@ -96,15 +147,23 @@ def configs(draw: Draw, base: Mapping[str, Any]) -> Config:
         name = pick(draw, [path] * 10 + ["", ".", f"{path}.x", path.upper()])
         return Config(content.encode(), (f"{name}={json.dumps(draw(values))}",))
     # An unknown, unsupported, misspelled or repeated key.
-    misspelled = paths.map(lambda path: path[0][1:]) | paths.map(lambda path: path[0].replace("_", "-"))
+    misspelled = paths.map(lambda path: path[0][1:]) | paths.map(
+        lambda path: path[0].replace("_", "-")
+    )
     key = draw(st.sampled_from(sorted(KNOWN_KEYS)) | misspelled | texts)
     return Config(f"{content[:-1]}, {json.dumps(key)}: {json.dumps(draw(values))}}}".encode())
 
 
 def wrong_config(draw: Draw, folder: Path) -> Case:
     """A configuration of a run of two iterations, for train.py."""
-    settings = training_settings(folder, write_corpus(folder, documents=80), train_iters=2, save_interval=1)
+    settings = training_settings(
+        folder, write_corpus(folder, documents=80), train_iters=2, save_interval=1
+    )
     config = draw(configs(settings))
     (folder / "config.yml").write_bytes(config.content)
     overrides = ["--set", *config.overrides] if config.overrides else []
-    return Case(["train.py", "config.yml", *overrides], stop_at=b"iteration 1/", accepted_at=b" on cpu: data parallel ")
+    return Case(
+        ["train.py", "config.yml", *overrides],
+        stop_at=b"iteration 1/",
+        accepted_at=b" on cpu: data parallel ",
+    )

@@ -38,7 +38,12 @@ from tests.support.release import checkpoints
 from tests.support.sweeps import fake_training, write_sweep
 from tests.support.texts import KINDS, PYTHON
 
-PREPROCESS = ["tools/datasets/preprocess_data.py", "--tokenizer-type", "CharLevelTokenizer", "--append-eod"]
+PREPROCESS = [
+    "tools/datasets/preprocess_data.py",
+    "--tokenizer-type",
+    "CharLevelTokenizer",
+    "--append-eod",
+]
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
@@ -111,7 +116,9 @@ def _preprocess(folder: Path, items: int) -> None:
 
     def prepare() -> None:
         add, left = IndexedWriter.add, iter(range(items))
-        IndexedWriter.add = lambda *arguments: os._exit(9) if next(left, None) is None else add(*arguments)
+        IndexedWriter.add = lambda *arguments: (
+            os._exit(9) if next(left, None) is None else add(*arguments)
+        )
 
     log = folder / "preprocess.log"
     start_run(PREPROCESS_SOURCE, log, constants=SMALL_WORK_ITEMS, prepare=prepare).wait(SECONDS)
@@ -151,7 +158,17 @@ def damaged_journal(draw: Draw, folder: Path) -> Case:
 
 
 REPORT = ["kerple_command.py", "report", "--output", "out", "in"]
-EVALUATE = ["evaluate.py", "--checkpoint", "checkpoints", "--lengths", "32", "--tokens", "128", "--output", "again"]
+EVALUATE = [
+    "evaluate.py",
+    "--checkpoint",
+    "checkpoints",
+    "--lengths",
+    "32",
+    "--tokens",
+    "128",
+    "--output",
+    "again",
+]
 
 
 def write_lines(path: Path, *documents: object) -> None:
@@ -160,8 +177,12 @@ def write_lines(path: Path, *documents: object) -> None:
 
 
 def write_finished_sweep(folder: Path) -> list[Path]:
-    """sweep.yml, a sweep of one run, and what the run has written. Returns its metrics and its journal."""
-    sweep = write_sweep(folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}]}, evaluation={"lengths": [32]})
+    """sweep.yml, a sweep of one run, and what the run has written. Returns its metrics and its
+    journal.
+    """
+    sweep = write_sweep(
+        folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}]}, evaluation={"lengths": [32]}
+    )
     config = json.loads(plan(read_sweep(str(sweep)))[0].write_config().read_bytes())
     fake_training(config, ["", "kerple_command.py", "train"], None, io.StringIO())
     fingerprint = weights_fingerprint(find_step(Path(config["save"])))
@@ -172,7 +193,9 @@ def write_finished_sweep(folder: Path) -> list[Path]:
 
 
 def damaged_result(draw: Draw, folder: Path) -> Case:
-    """Results, sweep metrics and journals, and earlier evaluations, for the commands that read them."""
+    """Results, sweep metrics and journals, and earlier evaluations, for the commands that read
+    them.
+    """
     records = valid_records()
     write_checkpoint(folder / "checkpoints", "kerple_log", write_corpus(folder))
 
@@ -223,11 +246,17 @@ def hugging_face() -> Path:
 
 
 def checkpoint_case(folder: Path, command: list[str]) -> Case:
-    """What `kerple inspect`, `convert` and `import-release` do with damaged input; `folder` has the input in `in`."""
+    """What `kerple inspect`, `convert` and `import-release` do with damaged input; `folder` has the
+    input in `in`.
+    """
     before = set(os.listdir(folder))
 
     def problem(status: int, output: str) -> str | None:
-        written = {name for name in os.listdir(folder) if not name.startswith(".")} - before - {"out", "output.log"}
+        written = (
+            {name for name in os.listdir(folder) if not name.startswith(".")}
+            - before
+            - {"out", "output.log"}
+        )
         if written or (status == 2 and (folder / "out").exists()):
             return f"left {sorted(written)} or an output of a failed command"
         if status == 2 and sum(line.startswith("error") for line in output.splitlines()) != 1:
@@ -244,7 +273,9 @@ def damaged_checkpoint(kind: str, draw: Draw, folder: Path) -> Case:
     spoil(draw, pick(draw, sorted(run.glob(CHECKPOINT_FILES[kind]))))
     if kind in ("files of torch", "configuration") and draw(st.booleans()):
         (run / "global_step300" / "manifest.json").unlink()
-    return checkpoint_case(folder, pick(draw, (INSPECT, [*CONVERT, "to-hf", "in/run", "out", "--no-tokenizer"])))
+    return checkpoint_case(
+        folder, pick(draw, (INSPECT, [*CONVERT, "to-hf", "in/run", "out", "--no-tokenizer"]))
+    )
 
 
 def damaged_archive(draw: Draw, folder: Path) -> Case:
@@ -262,7 +293,10 @@ def damaged_archive(draw: Draw, folder: Path) -> Case:
 def damaged_hugging_face(draw: Draw, folder: Path) -> Case:
     """A Hugging Face folder, of a model or of its tokenizer."""
     shutil.copytree(hugging_face(), folder / "in" / "hf")
-    spoil(draw, folder / "in" / "hf" / pick(draw, ("model.safetensors", "config.json", "tokenizer.json")))
+    spoil(
+        draw,
+        folder / "in" / "hf" / pick(draw, ("model.safetensors", "config.json", "tokenizer.json")),
+    )
     return checkpoint_case(folder, [*CONVERT, "from-hf", "in/hf", "out"])
 
 
@@ -271,7 +305,10 @@ GROUPS: dict[str, MakeCase] = {
     "datasets (.bin, .idx, manifest)": damaged_dataset,
     "journals of preprocessing": damaged_journal,
     "results, metrics, journals": damaged_result,
-    **{f"checkpoint: {kind}": functools.partial(damaged_checkpoint, kind) for kind in CHECKPOINT_FILES},
+    **{
+        f"checkpoint: {kind}": functools.partial(damaged_checkpoint, kind)
+        for kind in CHECKPOINT_FILES
+    },
     "checkpoint: archive": damaged_archive,
     "checkpoint: Hugging Face": damaged_hugging_face,
 }

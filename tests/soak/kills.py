@@ -1,7 +1,7 @@
 """Commands that are killed and resumed until they finish: `Kills`.
 
-After every kill, no process of the command may remain, and what it has acknowledged must still be there. At the end,
-its results must equal those of an uninterrupted run, bit for bit.
+After every kill, no process of the command may remain, and what it has acknowledged must still be
+there. At the end, its results must equal those of an uninterrupted run, bit for bit.
 """
 
 import contextlib
@@ -22,7 +22,13 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from megatron.checkpoint.directory import find_damage, find_step, has_checkpoint, iteration_of, read_manifest
+from megatron.checkpoint.directory import (
+    find_damage,
+    find_step,
+    has_checkpoint,
+    iteration_of,
+    read_manifest,
+)
 from megatron.checkpoint.storage import CheckpointError
 from tests.soak.cases import MEMORY_ALLOWANCE, Outcome, Trial, command_line, draw_seeded
 from tests.soak.files import PREPROCESS, small_work_items, write_lines
@@ -31,8 +37,8 @@ from tests.support.forks import Run, start_run
 from tests.support.runs import training_settings
 from tests.support.sweeps import write_sweep
 
-# After a kill; what is left then is an orphan. A process that was just starting ends after its imports, which take long
-# on a busy machine.
+# After a kill; what is left then is an orphan. A process that was just starting ends after its
+# imports, which take long on a busy machine.
 SECONDS_TO_EXIT = 120.0
 SECONDS_TO_FINISH = 300.0
 
@@ -52,9 +58,18 @@ class Command:
     def result(self, folder: Path) -> str:
         """The results of the finished command, for a comparison."""
         runs = [trained(directory) for directory in found(folder, CHECKPOINTS)]
-        files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found(folder, FILES)}
-        leftover = sorted(path.name for path in folder.iterdir() if {"partial", "progress"} & set(path.name.split(".")))
-        return json.dumps([runs, files, leftover, evaluated(record_lines(folder))], default=described)
+        files = {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in found(folder, FILES)
+        }
+        leftover = sorted(
+            path.name
+            for path in folder.iterdir()
+            if {"partial", "progress"} & set(path.name.split("."))
+        )
+        return json.dumps(
+            [runs, files, leftover, evaluated(record_lines(folder))], default=described
+        )
 
 
 def write_settings(folder: Path, data: str, **keys: object) -> None:
@@ -62,10 +77,17 @@ def write_settings(folder: Path, data: str, **keys: object) -> None:
 
 
 def training(ranks: int = 1, **keys: object) -> Command:
-    """train.py on one rank, or deepy.py with several; it saves at every iteration. keys: configuration keys."""
+    """train.py on one rank, or deepy.py with several; it saves at every iteration. keys:
+    configuration keys.
+    """
 
     def prepare(folder: Path) -> list[str]:
-        settings = {"train_iters": 24, "lr_decay_iters": 24, "save_interval": 1, "keep_last_n_checkpoints": 2}
+        settings = {
+            "train_iters": 24,
+            "lr_decay_iters": 24,
+            "save_interval": 1,
+            "keep_last_n_checkpoints": 2,
+        }
         settings |= {"eval_iters": 0, "hidden_dropout": 0.1, "num_gpus": ranks, **keys}
         write_settings(folder, write_corpus(folder, documents=80), **settings)
         return ["train.py", "config.yml"] if ranks == 1 else ["deepy.py", "train.py", "config.yml"]
@@ -79,9 +101,20 @@ def preprocessing(workers: int = 1) -> Command:
     def prepare(folder: Path) -> list[str]:
         for shard in range(4):
             numbers = range(shard * 1000, (shard + 1) * 1000)
-            documents = [{"text": f"document {n} " * (n % 23 + 1), "title": f"title {n}"} for n in numbers]
+            documents = [
+                {"text": f"document {n} " * (n % 23 + 1), "title": f"title {n}"} for n in numbers
+            ]
             write_lines(folder / f"input/{shard}.jsonl", *documents)
-        words = [*PREPROCESS, "--input", "input", "--output-prefix", "out", "--jsonl-keys", "text", "title"]
+        words = [
+            *PREPROCESS,
+            "--input",
+            "input",
+            "--output-prefix",
+            "out",
+            "--jsonl-keys",
+            "text",
+            "title",
+        ]
         return [*words, "--workers", str(workers)]
 
     return Command(prepare, small_work_items(8000))
@@ -95,7 +128,10 @@ def evaluation(ranks: int = 1) -> Command:
         torch.manual_seed(0)  # of the weights that write_checkpoint does not seed
         write_checkpoint(folder / "model", "kerple_log", data, iteration=6)
         write_settings(folder, data, num_gpus=ranks, load=str(folder / "model"))
-        words = "evaluate.py config.yml --output report --tokens 1024 --by-position 4 --lengths 32 64 128 256 512"
+        words = (
+            "evaluate.py config.yml --output report --tokens 1024 --by-position 4 --lengths 32 64 "
+            "128 256 512"
+        )
         words += " --modes full window@32 --protocol non-overlapping sliding@16"
         return words.split() if ranks == 1 else ["deepy.py", *words.split()]
 
@@ -106,16 +142,27 @@ def sweep() -> Command:
     """`kerple sweep` with two short runs."""
 
     def prepare(folder: Path) -> list[str]:
-        return ["kerple_command.py", "sweep", str(write_sweep(folder, set={"eval-iters": 0, "save-interval": 2}))]
+        return [
+            "kerple_command.py",
+            "sweep",
+            str(write_sweep(folder, set={"eval-iters": 0, "save-interval": 2})),
+        ]
 
     return Command(prepare, {"megatron.sweep.runner:POLL_INTERVAL": 0.02})
 
 
-# Patterns of what the commands write to their folders: checkpoints of training runs, files that must be those of an
-# uninterrupted run, and files and folders whose times change whenever something is saved.
+# Patterns of what the commands write to their folders: checkpoints of training runs, files that
+# must be those of an uninterrupted run, and files and folders whose times change whenever something
+# is saved.
 CHECKPOINTS = ("checkpoints", "out/runs/*/*/checkpoints")
 FILES = ("out_*.[bi][id][nx]",)
-SAVED = (*CHECKPOINTS, "out/runs/*/*", "out/runs/*/*/evaluation", "report/results.jsonl", "out.progress.json")
+SAVED = (
+    *CHECKPOINTS,
+    "out/runs/*/*",
+    "out/runs/*/*/evaluation",
+    "report/results.jsonl",
+    "out.progress.json",
+)
 # What a training log must have in common with that of an uninterrupted run.
 LOSSES = {"train/loss", "validation/loss", "test/loss"}
 
@@ -141,30 +188,44 @@ def losses(folder: Path, output: str) -> Iterator[str]:
     for directory in {*acknowledged, *found(folder, CHECKPOINTS)}:
         if directory in acknowledged or has_checkpoint(directory):
             step = find_step(directory)
-            yield from filter(None, [find_damage(step), None if read_manifest(step) else f"{step}: no manifest"])
+            yield from filter(
+                None, [find_damage(step), None if read_manifest(step) else f"{step}: no manifest"]
+            )
             if iteration_of(step) < acknowledged[directory]:
                 yield f"{step} is the latest, although {acknowledged[directory]} was saved"
     for part in output.split(".bin/.idx: "):  # after it has finished, preprocessing starts over
-        resumed = [int(count.replace(",", "")) for count in re.findall(r"resuming after ([\d,]+) documents", part)]
+        resumed = [
+            int(count.replace(",", ""))
+            for count in re.findall(r"resuming after ([\d,]+) documents", part)
+        ]
         if resumed != sorted(resumed):
             yield f"documents at each resume: {resumed}"
 
 
 def trained(directory: Path) -> object:
-    """The logged losses of a run and the states in the files of its last checkpoint, in `directory`.
+    """The logged losses of a run and the states in the files of its last checkpoint, in
+    `directory`.
 
     A value that was measured again must be the same each time.
     """
     measured: dict[str, set[float]] = defaultdict(set)
-    for values in map(json.loads, (directory.parent / "logs" / "metrics.jsonl").read_text().splitlines()):
+    for values in map(
+        json.loads, (directory.parent / "logs" / "metrics.jsonl").read_text().splitlines()
+    ):
         for name in LOSSES & values.keys():
             measured[f"{name} {values['iteration']:06}"].add(values[name])
     step = find_step(directory)
     states = {path.name: torch.load(path, weights_only=True) for path in sorted(step.glob("*.pt"))}
-    for state in states.values():  # stopping saves a checkpoint, too; each run has its own name and folder
+    for (
+        state
+    ) in states.values():  # stopping saves a checkpoint, too; each run has its own name and folder
         for key in ("lineage", "run", "folder", "inode", "data"):
             state.get("training", {}).pop(key, None)
-    leftover = [path.name for path in directory.iterdir() if path.name[0] == "." or path.suffix == ".unfinished"]
+    leftover = [
+        path.name
+        for path in directory.iterdir()
+        if path.name[0] == "." or path.suffix == ".unfinished"
+    ]
     return step.name, {name: sorted(measured[name]) for name in sorted(measured)}, states, leftover
 
 
@@ -185,7 +246,8 @@ def record_lines(folder: Path) -> list[str]:
 def evaluated(lines: list[str]) -> list[str]:
     """Evaluation records in a fixed order, without the paths of their checkpoints.
 
-    A kill between two records of a measurement repeats both, so the file may contain a record twice.
+    A kill between two records of a measurement repeats both, so the file may contain a record
+    twice.
     """
     records = [json.loads(line) for line in lines]
     for record in records:
@@ -238,7 +300,9 @@ def commands() -> dict[str, Command]:
 
 
 def trials(folder: Path) -> dict[str, Trial]:
-    """Trials that kill a command and resume it. The first one of a group also runs the command without a kill."""
+    """Trials that kill a command and resume it. The first one of a group also runs the command
+    without a kill.
+    """
     chosen = commands()
 
     @functools.cache
@@ -252,7 +316,9 @@ def trials(folder: Path) -> dict[str, Trial]:
         return result, outcome
 
     def trial(group: str, seed: str, place: Path, limit: int) -> Outcome:
-        """Kill a command as planned by `seed`, at most `limit` times, and compare the results of the last run."""
+        """Kill a command as planned by `seed`, at most `limit` times, and compare the results of
+        the last run.
+        """
         plan = draw_seeded(lambda draw: draw(st.lists(KILLS, min_size=1, max_size=12)), seed)
         expected, usual = reference(group)
         outcome = run_to_end(group, chosen[group], place, plan[:limit], usual.seconds)
@@ -266,8 +332,12 @@ def trials(folder: Path) -> dict[str, Trial]:
     return {group: functools.partial(trial, group) for group in chosen}
 
 
-def run_to_end(group: str, command: Command, folder: Path, plan: Sequence[Kill], seconds: float) -> Outcome:
-    """Run a command, which takes about `seconds`, in a new folder, kill it as planned, and repeat."""
+def run_to_end(
+    group: str, command: Command, folder: Path, plan: Sequence[Kill], seconds: float
+) -> Outcome:
+    """Run a command, which takes about `seconds`, in a new folder, kill it as planned,
+    and repeat.
+    """
     outcome, started_at = Outcome(group), time.monotonic()
     folder.mkdir()
     log, words, records = folder / "output.log", command.prepare(folder), list[str]()
@@ -314,13 +384,19 @@ def wait_for_moment(run: Run, folder: Path, kill: Kill, seconds: float) -> bool:
 
 
 def send(run: Run, kill: Kill) -> dict[str, object]:
-    """Send the signal. Python's resource tracker, a helper of multiprocessing, is spared: the next one would print
-    tracebacks of its own.
+    """Send the signal. Python's resource tracker, a helper of multiprocessing, is spared: the next
+    one would print tracebacks of its own.
     """
-    children = [pid for pid in run.processes() if pid != run.pid and "resource_tracker" not in command_line(pid)]
+    children = [
+        pid
+        for pid in run.processes()
+        if pid != run.pid and "resource_tracker" not in command_line(pid)
+    ]
     target = run.pid
     if kill.number == signal.SIGKILL and kill.child is not None and children:
         target = children[kill.child % len(children)]
     with contextlib.suppress(ProcessLookupError):  # it has just ended
-        (os.killpg if kill.number in (signal.SIGINT, signal.SIGHUP) else os.kill)(target, kill.number)
+        (os.killpg if kill.number in (signal.SIGINT, signal.SIGHUP) else os.kill)(
+            target, kill.number
+        )
     return {"signal": kill.number.name, "target": "script" if target == run.pid else "child"}

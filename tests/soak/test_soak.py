@@ -25,9 +25,19 @@ TRIALS += [pytest.param("kills", 4, only, marks=pytest.mark.slow) for only in LO
 @pytest.mark.ci
 @pytest.mark.parametrize(("part", "count", "only"), TRIALS)
 def test_no_trial_fails(tmp_path, fork_server, part, count, only):
-    command = [sys.executable, str(ROOT / "tests/soak/__main__.py"), part, "--count", str(count), "--only", only]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/soak/__main__.py"),
+        part,
+        "--count",
+        str(count),
+        "--only",
+        only,
+    ]
     command += ["--output", str(tmp_path)]
-    process = fork_server.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = fork_server.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     text, _ = process.communicate(timeout=280)
     assert process.returncode == 0, text
     trials = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
@@ -44,7 +54,10 @@ def test_kills_cover_workers_validation_and_every_zero_stage(tmp_path):
             command.prepare(tmp_path / name)
             settings.append(json.loads((tmp_path / name / "config.yml").read_text()))
     chosen = [keys for keys in settings if keys["num_workers"] and keys["eval_iters"]]
-    assert all(keys["log_interval"] > 1 and keys["save_interval"] <= keys["eval_interval"] for keys in chosen)
+    assert all(
+        keys["log_interval"] > 1 and keys["save_interval"] <= keys["eval_interval"]
+        for keys in chosen
+    )
     assert {keys.get("zero_optimization", {}).get("stage") for keys in chosen} == {None, 0, 1, 2, 3}
 
 
@@ -87,7 +100,13 @@ def load(wrong, path) -> Config | None:
 def test_configurations_load_or_are_rejected(tmp_path):
     loaded = []
 
-    @settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck)
+    @settings(
+        max_examples=60,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=HealthCheck,
+    )
     @given(configs(BASE))
     def check(wrong):
         loaded.append(load(wrong, tmp_path / "wrong.yml") is not None)

@@ -6,8 +6,12 @@ import zipfile
 from collections.abc import Iterable, Mapping
 
 
-def tar_of(files: Mapping[str, bytes], mode: str = "w", extra: Iterable[tarfile.TarInfo] = ()) -> bytes:
-    """A tar file of `files`, by name, and of members without content, `extra`. mode: see `tarfile.open`."""
+def tar_of(
+    files: Mapping[str, bytes], mode: str = "w", extra: Iterable[tarfile.TarInfo] = ()
+) -> bytes:
+    """A tar file of `files`, by name, and of members without content, `extra`. mode: see
+    `tarfile.open`.
+    """
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode=mode) as opened:
         for name, content in files.items():

@@ -24,7 +24,16 @@ from kerple.attention import (
     score_table,
     tables,
 )
-from kerple.positional import Chunk, Fire, ModelShape, PositionalMethod, TableJacobian, TransformerXL, XPos, build
+from kerple.positional import (
+    Chunk,
+    Fire,
+    ModelShape,
+    PositionalMethod,
+    TableJacobian,
+    TransformerXL,
+    XPos,
+    build,
+)
 from kerple.positional.dape import Adaptive, DapeConvolution
 
 # Queries, keys, span: training, a chunk of an evaluation, decoding, windows and blocks.
@@ -59,7 +68,9 @@ def random_states(
     """Query `[b, h, t, d]`, key and value `[b, g, t, d]`, float64 leaves. By default, g = h."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(batch, count, t, size, dtype=torch.float64, generator=generator).requires_grad_()
+        torch.randn(
+            batch, count, t, size, dtype=torch.float64, generator=generator
+        ).requires_grad_()
         for count in (heads, kv_heads or heads, kv_heads or heads)
     ]
 
@@ -79,15 +90,27 @@ def attend_arguments(
     torch.manual_seed(0)
     positional = build(method, ModelShape(heads, size, heads * size, 1, t))
     bias, weight = (
-        None if table is None else table.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        None
+        if table is None
+        else table.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
         for table in tables(positional, t if window is None else min(t, window), "cpu")
     )
     # The memory layout of a model: heads are inside positions.
     query, key, value = (
-        torch.randn(batch, length, count, size, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
+        torch.randn(batch, length, count, size, dtype=torch.float64)
+        .to(dtype)
+        .transpose(1, 2)
+        .requires_grad_()
         for length, count in ((s, heads), (t, kv_heads or heads), (t, kv_heads or heads))
     )
-    return {"query": query, "key": key, "value": value, "bias_table": bias, "weight_table": weight, "window": window}
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias_table": bias,
+        "weight_table": weight,
+        "window": window,
+    }
 
 
 def random_attend_arguments(
@@ -105,18 +128,31 @@ def random_attend_arguments(
     device: str = "cpu",
     kv_heads: int | None = None,
 ) -> dict[str, Any]:
-    """Like `attend_arguments`, with random tables, on any device. decay: with prefix sums, as after 40,000 tokens."""
+    """Like `attend_arguments`, with random tables, on any device. decay: with prefix sums, as after
+    40,000 tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     max_kv_len = Span(window).max_kv_len(t)
     query, key, value = (
-        torch.randn(batch, length, count, size, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_()
+        torch.randn(batch, length, count, size, generator=generator)
+        .to(device, dtype)
+        .transpose(1, 2)
+        .requires_grad_()
         for length, count in ((s, heads), (t, kv_heads or heads), (t, kv_heads or heads))
     )
     bias_table, weight_table = (
-        (torch.rand(heads, max_kv_len, generator=generator) * 2 - 1).to(device).requires_grad_() if exists else None
+        (torch.rand(heads, max_kv_len, generator=generator) * 2 - 1).to(device).requires_grad_()
+        if exists
+        else None
         for exists in (bias, weight)
     )
-    arguments = {"query": query, "key": key, "value": value, "bias_table": bias_table, "weight_table": weight_table}
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias_table": bias_table,
+        "weight_table": weight_table,
+    }
     if decay:
         decays = -0.2 * torch.rand(batch, heads, t, generator=generator, dtype=torch.float64)
         arguments["decay_sums"] = (decays.cumsum(-1) - 4000).to(device).requires_grad_()
@@ -132,7 +168,9 @@ def float64_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def upstream_gradient(result: Tensor) -> Tensor:
     """The same gradient for each result of this shape."""
-    return torch.randn(result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(result)
+    return torch.randn(
+        result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    ).to(result)
 
 
 def attend_with(
@@ -152,14 +190,19 @@ def attend_with(
     backend: str = "auto",
     **options: Any,
 ) -> Tensor:
-    """`attend`, also with what only a positional method has: jacobians, decay sums, dropped keys."""
+    """`attend`, also with what only a positional method has: jacobians, decay sums,
+    dropped keys.
+    """
     call = AttentionCall(
         query=query,
         key=key,
         value=value,
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         tables=PositionTables(
-            bias=bias_table, weight=weight_table, bias_jacobian=bias_jacobian, weight_jacobian=weight_jacobian
+            bias=bias_table,
+            weight=weight_table,
+            bias_jacobian=bias_jacobian,
+            weight_jacobian=weight_jacobian,
         ),
         span=Span(window, block, causal=causal),
         documents=None if document_ids is None else Documents(document_ids),
@@ -169,19 +212,33 @@ def attend_with(
 
 
 def run_attend(
-    backend: str, arguments: dict[str, Any], upstream_dtype: torch.dtype = torch.float64, **options: Any
+    backend: str,
+    arguments: dict[str, Any],
+    upstream_dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> list[Tensor]:
-    """The result of attention, and the gradients of all tensors. The upstream gradient is rounded to a dtype."""
+    """The result of attention, and the gradients of all tensors. The upstream gradient is rounded
+    to a dtype.
+    """
     result = attend_with(backend=backend, **arguments, **options)
-    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    upstream = torch.randn(
+        result.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
     leaves = [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)]
-    return [result.detach(), *torch.autograd.grad(result, leaves, upstream.to(upstream_dtype).to(result))]
+    return [
+        result.detach(),
+        *torch.autograd.grad(result, leaves, upstream.to(upstream_dtype).to(result)),
+    ]
 
 
 def run_repeated(arguments: dict[str, Any], **options: Any) -> list[Tensor]:
-    """Like `run_attend("reference", ...)`, with a copy of its key/value head for each query head."""
+    """Like `run_attend("reference", ...)`, with a copy of its key/value head for each
+    query head.
+    """
     repeats = arguments["query"].shape[1] // arguments["key"].shape[1]
-    repeated = {name: arguments[name].repeat_interleave(repeats, dim=1) for name in ("key", "value")}
+    repeated = {
+        name: arguments[name].repeat_interleave(repeats, dim=1) for name in ("key", "value")
+    }
     result = attend_with(backend="reference", **{**arguments, **repeated}, **options)
     leaves = [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)]
     return [result.detach(), *torch.autograd.grad(result, leaves, upstream_gradient(result))]
@@ -197,11 +254,13 @@ def attended(
     span: Span,
     **options: Any,
 ) -> Tensor:
-    """Attention of the last s queries of `[b, h, t, d]`, with key and value `[b, g, t, d]`, as in a model's layer:
-    including the method's `rotate` and tables.
+    """Attention of the last s queries of `[b, h, t, d]`, with key and value `[b, g, t, d]`, as in a
+    model's layer: including the method's `rotate` and tables.
     """
     queries = query[:, :, key.shape[2] - s :]
-    return Attention(method, backend)(queries, key, value, window=span.window, block=span.block, **options)
+    return Attention(method, backend)(
+        queries, key, value, window=span.window, block=span.block, **options
+    )
 
 
 def assert_is_formula(
@@ -231,7 +290,11 @@ def assert_is_formula(
             for index, (grad, expected_grad) in enumerate(zip(grads, expected_grads, strict=True)):
                 note = f"gradient {index} with {backend}, {s} of {t}, {span}: "
                 torch.testing.assert_close(
-                    grad, expected_grad, rtol=1e-8, atol=10 * atol, msg=lambda text, note=note: note + text
+                    grad,
+                    expected_grad,
+                    rtol=1e-8,
+                    atol=10 * atol,
+                    msg=lambda text, note=note: note + text,
                 )
 
 
@@ -254,7 +317,9 @@ def peak_memory(compute: Callable[[], object]) -> int:
     """The peak number of bytes that a computation on the CPU allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compute()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         allocated += event.nbytes()
@@ -276,7 +341,9 @@ def dense_attention(
     decay_sums: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Attention to rotated keys with explicit scores of all pairs; mask: bool `[b, 1, s, t]`, True = masked."""
+    """Attention to rotated keys with explicit scores of all pairs; mask: bool `[b, 1, s, t]`, True
+    = masked.
+    """
     scores = dense_scores(method, query, key, mask, decay_sums, causal)
     exponentials = (scores - scores.amax(-1, keepdim=True).detach()).exp().masked_fill(mask, 0.0)
     sums = exponentials.sum(-1, keepdim=True)
@@ -306,8 +373,11 @@ def dense_scores(
     if "modify_scores" in method.hooks and not causal:
         scores = modified_scores(method, scores, query, signed, mask, causal=False)
     elif "modify_scores" in method.hooks:
-        scores = method.final_scores(Chunk(scores, query, queries, keys, mask, score_table(method, t, "cpu")))
-    # Float32 tables, whose values can depend on their number. Causal calls take the first t distances.
+        scores = method.final_scores(
+            Chunk(scores, query, queries, keys, mask, score_table(method, t, "cpu"))
+        )
+    # Float32 tables, whose values can depend on their number. Causal calls take the first t
+    # distances.
     if "weight" in method.hooks:
         scores = scores * _pairs(method.weight, signed, method.signed, causal)
     if "bias" in method.hooks:
@@ -317,15 +387,23 @@ def dense_scores(
     return scores
 
 
-def _pairs(table: Callable[[Tensor], Tensor], signed: Tensor, has_direction: bool, causal: bool) -> Tensor:
-    """A table `[h, n]` of a method for all pairs, `[h, s, t]`. signed: their signed distances `[s, t]`."""
+def _pairs(
+    table: Callable[[Tensor], Tensor], signed: Tensor, has_direction: bool, causal: bool
+) -> Tensor:
+    """A table `[h, n]` of a method for all pairs, `[h, s, t]`. signed: their signed distances
+    `[s, t]`.
+    """
     if not causal:
         return table((signed if has_direction else signed.abs()).float())
     return table(torch.arange(signed.shape[1]).float())[..., signed.clamp(min=0)]
 
 
-def xpos_products(query: Tensor, key: Tensor, distance: Tensor, scale_base: float, base: float = 10_000.0) -> Tensor:
-    """xPos's q.k for all pairs at distances `[s, t]`: real parts of complex products of the dimensions (2i, 2i + 1)."""
+def xpos_products(
+    query: Tensor, key: Tensor, distance: Tensor, scale_base: float, base: float = 10_000.0
+) -> Tensor:
+    """xPos's q.k for all pairs at distances `[s, t]`: real parts of complex products of the
+    dimensions (2i, 2i + 1).
+    """
     pairs = torch.arange(query.shape[-1] // 2, dtype=torch.float64) / (query.shape[-1] // 2)
     distance = distance.double()[..., None]
     decay = ((pairs + 0.4) / 1.4) ** (distance.clamp(min=0) / scale_base)
@@ -345,18 +423,24 @@ def modified_scores(
 ) -> Tensor:
     """The formulas of DAPE, FIRE and Transformer-XL for all pairs of a text.
 
-    query: after `rotate`. distance: `[t, t]`; negative for keys after the query, unless they are masked. queries: the
-    positions of the queries `[t, 1]`, by default from 0 on.
+    query: after `rotate`. distance: `[t, t]`; negative for keys after the query, unless they are
+    masked. queries: the positions of the queries `[t, 1]`, by default from 0 on.
     """
     distance = distance.double()
     queries = torch.arange(len(distance))[:, None] if queries is None else queries
     if isinstance(method, TransformerXL):
         size = method.relative.weight.shape[1]
-        angles = distance[..., None] / 10_000.0 ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
-        vectors = torch.cat((angles.sin(), angles.cos()), dim=-1) @ method.relative.weight.double().T
+        angles = distance[..., None] / 10_000.0 ** (
+            torch.arange(0, size, 2, dtype=torch.float64) / size
+        )
+        vectors = (
+            torch.cat((angles.sin(), angles.cos()), dim=-1) @ method.relative.weight.double().T
+        )
         # `rotate` has added u to the query.
         states = query - method.content_bias + method.position_bias
-        products = torch.einsum("bhsd,sthd->bhst", states, vectors.unflatten(-1, states.shape[1::2]))
+        products = torch.einsum(
+            "bhsd,sthd->bhst", states, vectors.unflatten(-1, states.shape[1::2])
+        )
         return scores + products / query.shape[-1] ** 0.5
     if isinstance(method, Fire):
         return scores + _fire_bias(method, distance, queries)
@@ -366,7 +450,11 @@ def modified_scores(
     inputs, residual, static = scores, scores, method.static
     if static is not None:
         is_fire = isinstance(static, Fire)
-        bias = _fire_bias(static, distance, queries) if is_fire else static.bias(distance.abs()).double()
+        bias = (
+            _fire_bias(static, distance, queries)
+            if is_fire
+            else static.bias(distance.abs()).double()
+        )
         inputs = torch.cat((scores, bias.expand_as(scores)), dim=1)
         if method.variant == "Add_Residual":
             inputs = scores + bias
@@ -377,18 +465,26 @@ def modified_scores(
         hidden = F.leaky_relu(F.linear(inputs.movedim(1, -1), *first), 0.01)
         return residual + F.linear(hidden, *second).movedim(-1, 1)
 
-    # Hidden units of keys after a causal query count, including some after the last key of the text.
+    # Hidden units of keys after a causal query count, including some after the last key of the
+    # text.
     length, radius = len(distance), first[0].shape[-1] // 2
     seen = F.pad(~mask, (0, radius))
     later = torch.arange(length + radius) > torch.arange(length)[:, None]
-    hidden = F.leaky_relu(F.conv2d(F.pad(inputs, (0, radius)) * seen, *first, padding=(0, radius)), 0.01)
-    return residual + F.conv2d(hidden * (seen | later & causal), *second, padding=(0, radius))[..., :length]
+    hidden = F.leaky_relu(
+        F.conv2d(F.pad(inputs, (0, radius)) * seen, *first, padding=(0, radius)), 0.01
+    )
+    return (
+        residual
+        + F.conv2d(hidden * (seen | later & causal), *second, padding=(0, radius))[..., :length]
+    )
 
 
 def _fire_bias(method: Fire, distance: Tensor, queries: Tensor) -> Tensor:
     """`[h, t, t]`; in the place of a query's position, that of a later key."""
     later = torch.maximum(queries, queries - distance)
     longest = torch.maximum(later, (method.m * method.threshold).abs())
-    relative = (1 + method.c.abs() * distance.abs()).log() / ((1 + method.c.abs() * longest).log() + 1e-6)
+    relative = (1 + method.c.abs() * distance.abs()).log() / (
+        (1 + method.c.abs() * longest).log() + 1e-6
+    )
     hidden = method.activation(F.linear(relative[..., None], *method.first.parameters()))
     return F.linear(hidden, *method.second.parameters()).permute(2, 0, 1)

@@ -1,38 +1,48 @@
-"""bfloat16 without a GPU: exact products in Triton's interpreter, and bounds of the rounding errors.
+"""bfloat16 without a GPU: exact products in Triton's interpreter, and bounds of the rounding
+errors.
 
-**Arithmetic.** A product of two bfloat16 numbers is exact in float32, so a product of bfloat16 matrices equals that of
-float32 matrices with the same values. Triton's interpreter multiplies the bits as integers and truncates when it
-converts to bfloat16; `interpreted_bfloat16` corrects both. With it, the interpreter computes what a GPU does, except
-for the order of float32 sums and the last bits of exponentials.
+**Arithmetic.** A product of two bfloat16 numbers is exact in float32, so a product of bfloat16
+matrices equals that of float32 matrices with the same values. Triton's interpreter multiplies the
+bits as integers and truncates when it converts to bfloat16; `interpreted_bfloat16` corrects both.
+With it, the interpreter computes what a GPU does, except for the order of float32 sums and the last
+bits of exponentials.
 
-**Bounds.** Let u = 2^-8 be the unit roundoff of bfloat16 (8 significant bits, round to nearest), and e = 2^-23 that of
-a float32 sum (twice that of round to nearest, because tensor cores truncate). A float32 sum of n terms has an error of
-at most n e times the sum of their absolute values, in any order (Higham, Accuracy and Stability of Numerical
-Algorithms, section 4.2). The inputs are bfloat16 numbers and exact. With |.| elementwise, the kernels round as follows:
+**Bounds.** Let u = 2^-8 be the unit roundoff of bfloat16 (8 significant bits, round to nearest),
+and e = 2^-23 that of a float32 sum (twice that of round to nearest, because tensor cores truncate).
+A float32 sum of n terms has an error of at most n e times the sum of their absolute values, in any
+order (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). The inputs are bfloat16
+numbers and exact. With |.| elementwise, the kernels round as follows:
 
-- Scores S = scale w (q.k) + bias are float32. Their error is at most (d + 8) e (scale |w| |q|.|k| + |bias| + |lse|),
-  and each computed probability has at most the relative error `t`: this, that of exp2 (4 e, and 4 e more for each tile
-  of keys whose maximum changes), and that of the row sum of n keys (n e).
+- Scores S = scale w (q.k) + bias are float32. Their error is at most (d + 8) e (scale |w| |q|.|k| +
+  |bias| + |lse|), and each computed probability has at most the relative error `t`: this, that of
+  exp2 (4 e, and 4 e more for each tile of keys whose maximum changes), and that of the row sum of n
+  keys (n e).
 - The context is the sum of P v with P rounded to bfloat16, divided by the row sum, rounded:
   E(O) = (u + t) |P| |V| + u |O|.
-- delta = O.dO uses the rounded context: E(delta) = E(O).|dO| + d e |O|.|dO|. The gradient of the scores,
-  G = P (dP - delta) with dP = dO V^T, is float32: E(G) = P (E(delta) + d e |dO||V|^T) + t |G|.
+- delta = O.dO uses the rounded context: E(delta) = E(O).|dO| + d e |O|.|dO|. The gradient of the
+  scores, G = P (dP - delta) with dP = dO V^T, is float32: E(G) = P (E(delta) + d e |dO||V|^T) + t
+  |G|.
 - The gradients of query, key and value are products with G or P rounded to bfloat16, rounded:
-  E(dQ) = scale (|w| E(G) + (u + n e) |w G|) |K| + u |dQ|, in the same way dK, and E(dV) = (u + t) P^T |dO| + u |dV|.
-- The gradients of tables are float32 sums of G, or of scale (q.k) G, over the pairs at a distance. They are not rounded
-  to bfloat16: their error is the sum of E(G), and n e times the sum of |G|. The gradient of a decay's prefix sum is the
-  difference of two such sums, over the pairs of its query and of its key.
+  E(dQ) = scale (|w| E(G) + (u + n e) |w G|) |K| + u |dQ|, in the same way dK, and E(dV) = (u + t)
+  P^T |dO| + u |dV|.
+- The gradients of tables are float32 sums of G, or of scale (q.k) G, over the pairs at a distance.
+  They are not rounded to bfloat16: their error is the sum of E(G), and n e times the sum of |G|.
+  The gradient of a decay's prefix sum is the difference of two such sums, over the pairs of its
+  query and of its key.
 
-Factors 1 + u account for all terms of second order. The chunked backend computes in float32 and rounds only its
-results, so its bounds are the same with u = 0 in all terms except the last rounding.
+Factors 1 + u account for all terms of second order. The chunked backend computes in float32 and
+rounds only its results, so its bounds are the same with u = 0 in all terms except the last
+rounding.
 
-The loss rounds the logits z = H W^T, their gradient g = m (softmax(z) - one_hot), and the gradients of H and W, that of
-H before and after it is multiplied by the upstream gradient:
+The loss rounds the logits z = H W^T, their gradient g = m (softmax(z) - one_hot), and the gradients
+of H and W, that of H before and after it is multiplied by the upstream gradient:
 
-- E(z) = u |z| + d e |H| |W|^T and E(lse) = p.E(z), so the loss of a token has the error E(z)[label] + E(lse).
+- E(z) = u |z| + d e |H| |W|^T and E(lse) = p.E(z), so the loss of a token has the error E(z)[label]
+  + E(lse).
 - E(g) = m p (E(z) + E(lse)) + u |g|, E(dH) = E(g) |W| + 2 u |dH|, and E(dW) = E(g)^T |H| + u |dW|.
 
-Legend: b batch, s query length, t key length, h heads, d head size or hidden size, n tokens, v vocabulary.
+Legend: b batch, s query length, t key length, h heads, d head size or hidden size, n tokens, v
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -67,21 +77,32 @@ def interpreted_bfloat16() -> Iterator[None]:
 
     def cast(builder: Any, source: TensorHandle, target: Any) -> TensorHandle:
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-            rounded = torch.tensor(source.data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+            rounded = (
+                torch.tensor(source.data)
+                .to(torch.bfloat16)
+                .view(torch.int16)
+                .numpy()
+                .view(np.uint16)
+            )
             return TensorHandle(rounded, tl.bfloat16)
         return cast_impl(builder, source, target)
 
-    with patch.object(InterpreterBuilder, "create_dot", dot), patch.object(InterpreterBuilder, "cast_impl", cast):
+    with (
+        patch.object(InterpreterBuilder, "create_dot", dot),
+        patch.object(InterpreterBuilder, "cast_impl", cast),
+    ):
         yield
 
 
 def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -> list[Tensor]:
-    """Bounds of the absolute errors of `run_attend`'s results, elementwise: context, and the gradients of query, key,
-    value, tables and decay sums, each in the shape of the result.
+    """Bounds of the absolute errors of `run_attend`'s results, elementwise: context, and the
+    gradients of query, key, value, tables and decay sums, each in the shape of the result.
 
     Args:
-        arguments: as for `attend`; query, key, value and upstream gradient `[b, h, s or t, d]` are bfloat16 numbers.
-        unit: u of the terms other than the last rounding: BFLOAT16_UNIT for the kernels, 0 for the chunked backend.
+        arguments: as for `attend`; query, key, value and upstream gradient `[b, h, s or t, d]` are
+            bfloat16 numbers.
+        unit: u of the terms other than the last rounding: BFLOAT16_UNIT for the kernels, 0 for the
+            chunked backend.
     """
     query, key, value = (arguments[name].detach().double() for name in ("query", "key", "value"))
     upstream = upstream.double()
@@ -121,7 +142,9 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
     delta_error = (rounded(context, context_error, u) * upstream.abs()).sum(-1, keepdim=True)
     delta_error = delta_error + (t + d) * e * (context.abs() * upstream.abs()).sum(-1, keepdim=True)
     grad_probabilities_error = d * e * (upstream.abs() @ value.abs().transpose(2, 3))
-    grad_scores_error = (1 + tau) * probabilities * (delta_error + grad_probabilities_error) + tau * grad_scores.abs()
+    grad_scores_error = (1 + tau) * probabilities * (
+        delta_error + grad_probabilities_error
+    ) + tau * grad_scores.abs()
 
     weighted = weight * grad_scores
     weighted_error = (1 + u) * weight.abs() * grad_scores_error + (u + (s + t) * e) * weighted.abs()
@@ -144,7 +167,9 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
         by_pair_error = by_pair_error + grad_scores.abs() * (factor_error + batch * s * e * factor)
         summed = torch.zeros(table.shape, dtype=torch.float64)
         visible = ~mask
-        summed.index_add_(1, distance[visible], by_pair_error.sum(0).expand(heads, s, t)[:, visible])
+        summed.index_add_(
+            1, distance[visible], by_pair_error.sum(0).expand(heads, s, t)[:, visible]
+        )
         bounds.append(summed)
     if "decay_sums" in arguments:
         by_pair_error = grad_scores_error + (s + t) * e * grad_scores.abs()
@@ -155,15 +180,23 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
 
 
 def loss_bounds(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> list[Tensor]:
-    """Bounds of the absolute errors of the sum of mask * cross entropy, and of its gradients with respect to hidden
-    states `[n, d]` and weight `[v, d]`, which are bfloat16 numbers."""
-    hidden, weight, mask = hidden.detach().double(), weight.detach().double(), mask.double()[:, None]
+    """Bounds of the absolute errors of the sum of mask * cross entropy, and of its gradients with
+    respect to hidden states `[n, d]` and weight `[v, d]`, which are bfloat16 numbers.
+    """
+    hidden, weight, mask = (
+        hidden.detach().double(),
+        weight.detach().double(),
+        mask.double()[:, None],
+    )
     e, u, size = FLOAT32_UNIT, BFLOAT16_UNIT, hidden.shape[1]
     logits = hidden @ weight.T
     logits_error = u * logits.abs() + (1 + u) * size * e * (hidden.abs() @ weight.abs().T)
     probabilities = logits.softmax(-1)
-    # The mean value theorem: the softmax between exact and rounded logits is at most exp(2 max error) as large.
-    lse_error = (probabilities * logits_error).sum(-1, keepdim=True) * (2 * logits_error.amax()).exp()
+    # The mean value theorem: the softmax between exact and rounded logits is at most exp(2 max
+    # error) as large.
+    lse_error = (probabilities * logits_error).sum(-1, keepdim=True) * (
+        2 * logits_error.amax()
+    ).exp()
     label_error = logits_error.gather(1, labels[:, None])
     float32_error = (len(labels) + len(weight)) * e * (logits.abs().amax() + 1)
     loss_error = (mask * (lse_error + label_error + float32_error)).sum()
@@ -173,4 +206,8 @@ def loss_bounds(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) ->
     grad_error = grad_error + u * (grad.abs() + grad_error)
     hidden_error = (1 + 3 * u) * (grad_error + len(weight) * e * grad.abs()) @ weight.abs()
     weight_error = (1 + u) * (grad_error + len(labels) * e * grad.abs()).T @ hidden.abs()
-    return [loss_error, hidden_error + u * (2 + u) * (grad @ weight).abs(), weight_error + u * (grad.T @ hidden).abs()]
+    return [
+        loss_error,
+        hidden_error + u * (2 + u) * (grad @ weight).abs(),
+        weight_error + u * (grad.T @ hidden).abs(),
+    ]

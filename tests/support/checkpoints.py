@@ -18,7 +18,9 @@ TRAIN_LENGTH = 32
 
 
 def write_corpus(folder: Path, *, documents: int = 60) -> str:
-    """Real text, one document per 200 characters, each with an end-of-document token; returns the data-path."""
+    """Real text, one document per 200 characters, each with an end-of-document token; returns the
+    data-path.
+    """
     prefix = str(folder / "text_document")
     with IndexedWriter(prefix, VOCABULARY) as writer:
         for start in range(0, 200 * documents, 200):
@@ -51,11 +53,19 @@ def settings_of(pos_emb: str, data_path: str, **keys: object) -> dict[str, objec
 
 
 def write_checkpoint(
-    folder: Path, pos_emb: str, data_path: str, *, iteration: int = 4, vocabulary: int = VOCABULARY, **keys: object
+    folder: Path,
+    pos_emb: str,
+    data_path: str,
+    *,
+    iteration: int = 4,
+    vocabulary: int = VOCABULARY,
+    **keys: object,
 ) -> GPT:
     """Save a randomly initialized model in `folder` and return it."""
     settings = settings_of(pos_emb, data_path, padded_vocab_size=vocabulary, **keys)
-    model = small_gpt(pos_emb, seed=iteration, max_positions=TRAIN_LENGTH, padded_vocab_size=vocabulary)
+    model = small_gpt(
+        pos_emb, seed=iteration, max_positions=TRAIN_LENGTH, padded_vocab_size=vocabulary
+    )
     step = folder / f"global_step{iteration}"
     (step / "configs").mkdir(parents=True)
     for index, layer in model.layers().items():

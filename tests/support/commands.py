@@ -20,7 +20,9 @@ echo "$@" >> "$RECORDED"
 
 
 def make_checkout(folder: Path, *omitted: str) -> Path:
-    """Links to this project's files in `folder`, without `omitted`, and GPT-2's tokenizer in data/."""
+    """Links to this project's files in `folder`, without `omitted`, and GPT-2's
+    tokenizer in data/.
+    """
     for path in ROOT.iterdir():
         if path.name not in {"data", "runs", ".venv", ".git", *omitted}:
             (folder / path.name).symlink_to(path)
@@ -39,13 +41,19 @@ def commands_of(script: Path) -> list[str]:
     stub.parent.mkdir(exist_ok=True)
     stub.write_text(STUB)
     stub.chmod(0o755)
-    variables = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "RECORDED": str(recorded)}
+    variables = {
+        **os.environ,
+        "PATH": f"{stub.parent}:{os.environ['PATH']}",
+        "RECORDED": str(recorded),
+    }
     subprocess.run(["bash", script.name], cwd=script.parent, env=variables, check=True)
     return recorded.read_text().splitlines()
 
 
 def run_here(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run `[python] SCRIPT.py ...` in this process, and `deepy.py SCRIPT.py ...` without deepy.py's launcher."""
+    """Run `[python] SCRIPT.py ...` in this process, and `deepy.py SCRIPT.py ...` without deepy.py's
+    launcher.
+    """
     words = shlex.split(line)
     words = words[1:] if words[0].startswith("python") else words
     with monkeypatch.context() as context:
@@ -55,7 +63,13 @@ def run_here(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert arguments is not None
             directory = ["-d", arguments.config_dir] if arguments.config_dir else []
             overrides = ["--set", *arguments.overrides] if arguments.overrides else []
-            words = [*arguments.program, *directory, *arguments.files, *overrides, *arguments.script_options]
+            words = [
+                *arguments.program,
+                *directory,
+                *arguments.files,
+                *overrides,
+                *arguments.script_options,
+            ]
         context.setattr(sys, "argv", words)
         context.setattr(sys, "path", [str(Path(words[0]).resolve().parent), *sys.path])
         with pytest.raises(SystemExit) as ended:

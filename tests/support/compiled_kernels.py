@@ -3,9 +3,9 @@
     python -m tests.support.compiled_kernels blocks ARCHITECTURE DTYPE HIDDEN_SIZE
     python -m tests.support.compiled_kernels loss [--quick]
 
-`blocks` compiles the kernels of `megatron.model.block_kernels`; `loss` compiles the loss kernel for every
-architecture, with `--quick` only that of a training step in bfloat16 for A100 and H100. A script, because
-Triton interprets kernels in the test process.
+`blocks` compiles the kernels of `megatron.model.block_kernels`; `loss` compiles the loss kernel for
+every architecture, with `--quick` only that of a training step in bfloat16 for A100 and H100. A
+script, because Triton interprets kernels in the test process.
 """
 
 import json
@@ -27,7 +27,11 @@ from megatron.model.fused_block import row_options
 from megatron.model.loss_kernel import BLOCK, WARPS, cross_entropy_kernel
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-BLOCK_TYPES = {"eps": "fp32", **dict.fromkeys(("rows", "size"), "i32"), **dict.fromkeys(("stats", "sums"), "*fp32")}
+BLOCK_TYPES = {
+    "eps": "fp32",
+    **dict.fromkeys(("rows", "size"), "i32"),
+    **dict.fromkeys(("stats", "sums"), "*fp32"),
+}
 LOSS_TYPES = {"labels": "*i64", "vocabulary": "i32", "first_token": "i32"}
 LOSS_TYPES |= dict.fromkeys(("mask", "lse", "label_logits"), "*fp32")
 # Name -> constants. The mask is a pointer if it is not None.
@@ -40,10 +44,15 @@ LOSS_VARIANTS = {
 
 
 def usage(
-    kernel: Any, architecture: int, dtype: str, types: Mapping[str, str], constants: Mapping[str, Any], warps: int
+    kernel: Any,
+    architecture: int,
+    dtype: str,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    warps: int,
 ) -> dict[str, int]:
-    """What a binary needs: registers and bytes of stack per thread, bytes of shared memory; and its number of loads
-    and stores of 16 bytes (`wide`).
+    """What a binary needs: registers and bytes of stack per thread, bytes of shared memory; and its
+    number of loads and stores of 16 bytes (`wide`).
 
     types: of the arguments that are no tensors of `dtype`. Tensors and sizes are multiples of 16.
     """
@@ -54,7 +63,9 @@ def usage(
             aligned[index,] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    binary = triton.compile(
+        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps}
+    )
     lines, registers, stack = disassembled(binary.asm["cubin"])
     wide = sum(".128" in line for line in lines)
     return {"registers": registers, "stack": stack, "shared": binary.metadata.shared, "wide": wide}
@@ -65,7 +76,9 @@ def block_rows(architecture: int, dtype: str, hidden_size: int) -> Iterator[dict
     rows, columns = block_kernels.TILE_ROWS, block_kernels.TILE_COLUMNS
     cases = [("sums", block_kernels.sum_rows_kernel, {"BLOCK": columns, "ROWS": rows})]
     for rms in (False, True):
-        options = row_options(hidden_size, rms, torch.float32 if dtype == "fp32" else torch.bfloat16)
+        options = row_options(
+            hidden_size, rms, torch.float32 if dtype == "fp32" else torch.bfloat16
+        )
         cases.append((f"norm {rms}", block_kernels.norm_kernel, options))
         cases.append((f"norm backward {rms}", block_kernels.norm_backward_kernel, options))
     for name in ("gelu", "gelu_tanh", "relu", "silu"):
@@ -94,5 +107,9 @@ def loss_rows(quick: bool) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     part, *words = sys.argv[1:]
-    for row in loss_rows("--quick" in words) if part == "loss" else block_rows(int(words[0]), words[1], int(words[2])):
+    for row in (
+        loss_rows("--quick" in words)
+        if part == "loss"
+        else block_rows(int(words[0]), words[1], int(words[2]))
+    ):
         print(json.dumps(row))

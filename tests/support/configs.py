@@ -2,7 +2,13 @@
 
 from megatron.config import Config
 
-MINIMAL = {"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 16, "pos-emb": "none"}
+MINIMAL = {
+    "num-layers": 2,
+    "hidden-size": 32,
+    "num-attention-heads": 4,
+    "seq-length": 16,
+    "pos-emb": "none",
+}
 
 
 def make_config(**keys: object) -> Config:

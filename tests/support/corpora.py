@@ -37,7 +37,9 @@ def read_inputs(*inputs: str | Path, suffixes=(), columns=("text", "meta"), **op
 
 
 def dataset_text(prefix: str | Path) -> str:
-    """The text of a dataset that was tokenized with CharLevelTokenizer. Document ends are NUL characters."""
+    """The text of a dataset that was tokenized with CharLevelTokenizer. Document ends are NUL
+    characters.
+    """
     return bytes(open_indexed_files(prefix).open_tokens()[:].astype(np.uint8)).decode()
 
 

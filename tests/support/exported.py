@@ -21,12 +21,18 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def export(pos_emb: str, *, inference_mode: str | None = None, **keys: Any) -> tuple[GPT, Path]:
-    """A model with random weights, and the Hugging Face folder it is written to. Tests must not change either."""
-    name = "_".join([pos_emb, str(inference_mode), *(f"{key}_{value}" for key, value in keys.items())])
+    """A model with random weights, and the Hugging Face folder it is written to. Tests must not
+    change either.
+    """
+    name = "_".join(
+        [pos_emb, str(inference_mode), *(f"{key}_{value}" for key, value in keys.items())]
+    )
     model, config = make_model(pos_emb, **keys)
     path = Path(_folder().name) / name
     tokenizer = TokenizerFiles("CharLevelTokenizer")
-    to_hugging_face(model, config, path, tokenizer=tokenizer, inference_mode=inference_mode, report=quiet)
+    to_hugging_face(
+        model, config, path, tokenizer=tokenizer, inference_mode=inference_mode, report=quiet
+    )
     return model, path
 
 

@@ -10,8 +10,14 @@ from tests.support.checkpoints import TRAIN_LENGTH, VOCABULARY
 # Name -> (class, keys). Each has another shape.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "llama with grouped queries": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500.0}),
-    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "llama with grouped queries": (
+        "Llama",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500.0},
+    ),
+    "llama with biases": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+    ),
     "llama 3.1": (
         "Llama",
         {
@@ -27,14 +33,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "llama with linear scaling": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
-    "llama with dynamic scaling": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama with linear scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "llama with dynamic scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+    ),
     "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 9, "head_dim": 12}),
     "mistral without window": ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "qwen2 with window": (
         "Qwen2",
-        {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+        {
+            "num_key_value_heads": 4,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 0,
+        },
     ),
     "qwen2 with yarn": (
         "Qwen2",
@@ -49,7 +66,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
-    "qwen3 with biases": ("Qwen3", {"num_key_value_heads": 4, "head_dim": 6, "attention_bias": True}),
+    "qwen3 with biases": (
+        "Qwen3",
+        {"num_key_value_heads": 4, "head_dim": 6, "attention_bias": True},
+    ),
     "pythia": ("GPTNeoX", {"intermediate_size": 128}),
 }
 

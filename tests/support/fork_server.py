@@ -1,8 +1,9 @@
-"""A process that has imported the project's modules and runs Python scripts as forks of itself (`forks.py`).
+"""A process that has imported the project's modules and runs Python scripts as forks of itself
+(`forks.py`).
 
-Starting the interpreter and importing torch, DeepSpeed and megatron-core takes longer than most small runs. The process
-that runs the tests is not forked for this: what its tests imported, changed and left running would be in the fork.
-Linux only.
+Starting the interpreter and importing torch, DeepSpeed and megatron-core takes longer than most
+small runs. The process that runs the tests is not forked for this: what its tests imported, changed
+and left running would be in the fork. Linux only.
 """
 
 import json
@@ -26,19 +27,25 @@ class ForkServer:
         self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tests.support.fork_server", str(other.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        self._process = subprocess.Popen(command, cwd=forks.ROOT, env=environment, pass_fds=[other.fileno()])
+        self._process = subprocess.Popen(
+            command, cwd=forks.ROOT, env=environment, pass_fds=[other.fileno()]
+        )
         other.close()
         server = self
 
         class Popen(forks.ForkedPython):
             """`subprocess.Popen` that runs `[python, SCRIPT.py, ...]` in a fork of the server."""
 
-            def _start_script(self, words: Sequence[str], given: Mapping[str, Any], streams: Sequence[int]) -> int:
+            def _start_script(
+                self, words: Sequence[str], given: Mapping[str, Any], streams: Sequence[int]
+            ) -> int:
                 assert not given["pass_fds"]
                 assert given["preexec_fn"] is None
                 directory = os.getcwd() if given["cwd"] is None else os.fspath(given["cwd"])
                 environment = dict(os.environ if given["env"] is None else given["env"])
-                return server.start(words, directory, environment, streams, new_session=given["start_new_session"])
+                return server.start(
+                    words, directory, environment, streams, new_session=given["start_new_session"]
+                )
 
         self.Popen = Popen
 
@@ -84,9 +91,15 @@ def serve(connection: socket.socket) -> None:
 
 
 def start_orphan(
-    words: Sequence[str], directory: str, environment: Mapping[str, str], new_session: bool, streams: Sequence[int]
+    words: Sequence[str],
+    directory: str,
+    environment: Mapping[str, str],
+    new_session: bool,
+    streams: Sequence[int],
 ) -> int:
-    """Run `python WORDS` in a fork of a fork that ends at once, so that the process that asked for it adopts it."""
+    """Run `python WORDS` in a fork of a fork that ends at once, so that the process that asked for
+    it adopts it.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,7 +1,8 @@
-"""Python scripts as forks of this process, which has imported their modules: a run starts in milliseconds.
+"""Python scripts as forks of this process, which has imported their modules: a run starts in
+milliseconds.
 
-A run is the real script with its own session, working directory, environment, standard streams and signal handlers. If
-it starts Python scripts with `subprocess`, they are forks too. Linux only.
+A run is the real script with its own session, working directory, environment, standard streams and
+signal handlers. If it starts Python scripts with `subprocess`, they are forks too. Linux only.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _original_environment = dict(os.environ)
-# The environment variable with constants for a script and those that it starts, as JSON: "module:NAME" -> value.
+# The environment variable with constants for a script and those that it starts, as JSON:
+# "module:NAME" -> value.
 CONSTANTS = "TESTED_CONSTANTS"
 _POPEN_PARAMETERS = inspect.signature(subprocess.Popen._execute_child)
 
@@ -67,28 +69,42 @@ def import_modules() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the parent of all descendants whose own parent dies from now on, or stop this."""
+    """Make this process the parent of all descendants whose own parent dies from now on, or stop
+    this.
+    """
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 class ForkedPython(subprocess.Popen):
-    """`subprocess.Popen` that runs `[python, "-u", SCRIPT.py, ...]` in a fork. Other commands run as usual."""
+    """`subprocess.Popen` that runs `[python, "-u", SCRIPT.py, ...]` in a fork. Other commands run
+    as usual.
+    """
 
     def _execute_child(self, *values: object) -> None:
         given = _POPEN_PARAMETERS.bind(self, *values).arguments
-        words = [os.fspath(word) for word in given["args"]] if not isinstance(given["args"], str) else []
+        words = (
+            [os.fspath(word) for word in given["args"]]
+            if not isinstance(given["args"], str)
+            else []
+        )
         script = [word for word in words[1:] if word != "-u"]
         if not script or words[0] != sys.executable or not script[0].endswith(".py"):
             super()._execute_child(*values)
             return
-        self.pid = self._start_script(script, given, [given["p2cread"], given["c2pwrite"], given["errwrite"]])
+        self.pid = self._start_script(
+            script, given, [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        )
         self._child_created = True
         names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in names))
 
-    def _start_script(self, words: Sequence[str], given: Mapping[str, Any], streams: Sequence[int]) -> int:
-        """Run `python WORDS` as a child of this process; returns its id. given: parameters of `subprocess.Popen`."""
+    def _start_script(
+        self, words: Sequence[str], given: Mapping[str, Any], streams: Sequence[int]
+    ) -> int:
+        """Run `python WORDS` as a child of this process; returns its id. given: parameters of
+        `subprocess.Popen`.
+        """
 
         def prepare() -> None:
             if given["start_new_session"]:
@@ -136,7 +152,9 @@ def fork_script(
         if prepare is not None:
             prepare()
         sys.stdin = os.fdopen(0, closefd=False)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (
+            os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+        )
         subprocess.Popen = ForkedPython  # type: ignore[misc]
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
@@ -151,7 +169,9 @@ def fork_script(
 
 
 def _run_script(path: str) -> int:
-    """Run the script as __main__; returns its exit status, and prints what the interpreter would print."""
+    """Run the script as __main__; returns its exit status, and prints what the interpreter would
+    print.
+    """
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
@@ -172,7 +192,9 @@ def _close_all_but(keep: set[int]) -> None:
 
 
 def _reset_signals() -> None:
-    """What exec and the start of the interpreter do: handlers are reset, ignored signals stay ignored."""
+    """What exec and the start of the interpreter do: handlers are reset, ignored signals stay
+    ignored.
+    """
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)) and number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
@@ -180,17 +202,24 @@ def _reset_signals() -> None:
 
 
 def _replace_environment(environment: Mapping[str, str]) -> None:
-    """Replace os.environ, and what /proc/PID/environ shows: first the variables that this process does not have."""
+    """Replace os.environ, and what /proc/PID/environ shows: first the variables that this process
+    does not have.
+    """
     os.environ.clear()
     os.environ.update(environment)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])
-    names = sorted(environment, key=lambda name: environment[name] == _original_environment.get(name))
-    shown = b"".join(os.fsencode(f"{name}={environment[name]}\0") for name in names)[: end - start - 1]
+    names = sorted(
+        environment, key=lambda name: environment[name] == _original_environment.get(name)
+    )
+    shown = b"".join(os.fsencode(f"{name}={environment[name]}\0") for name in names)[
+        : end - start - 1
+    ]
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- runs
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -222,21 +251,25 @@ class Run:
         return self.status
 
     def wait(self, seconds: float, condition: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait until the script has ended or `condition` is true, at most `seconds`; returns `status`."""
+        """Wait until the script has ended or `condition` is true, at most `seconds`; returns
+        `status`.
+        """
         deadline = time.monotonic() + seconds
         while self.poll() is None and not condition() and time.monotonic() < deadline:
             time.sleep(0.002)
         return self.status
 
     def processes(self) -> list[int]:
-        """Ids of the processes of this run that have not been reaped. A zombie counts: other threads of it may still
-        run, and hold its locks.
+        """Ids of the processes of this run that have not been reaped. A zombie counts: other
+        threads of it may still run, and hold its locks.
         """
         self.poll()
         return [process.pid for process in psutil.Process().children(recursive=True)]
 
     def wait_for_all(self, seconds: float) -> list[int]:
-        """Wait until all processes have ended, at most `seconds`; returns those that are still running."""
+        """Wait until all processes have ended, at most `seconds`; returns those that are still
+        running.
+        """
         deadline = time.monotonic() + seconds
         while (running := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -259,7 +292,8 @@ def start_run(
     memory: int | None = None,
     prepare: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Start `python SCRIPT OPTIONS` in the folder of `log`, in a session of its own, with its output appended to `log`.
+    """Start `python SCRIPT OPTIONS` in the folder of `log`, in a session of its own, with its
+    output appended to `log`.
 
     Args:
         words: the path of the script, relative to the root of the project, and its options.
@@ -274,12 +308,17 @@ def start_run(
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if memory is not None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + memory,) * 2)
+            resource.setrlimit(
+                resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + memory,) * 2
+            )
         prepare()
         os.close(started)
 
     words = [str(ROOT / words[0]), *words[1:]]
-    environment = {**(os.environ if environment is None else environment), CONSTANTS: json.dumps(dict(constants))}
+    environment = {
+        **(os.environ if environment is None else environment),
+        CONSTANTS: json.dumps(dict(constants)),
+    }
     with open(os.devnull) as null, open(log, "a") as output:
         streams = (null.fileno(), output.fileno(), output.fileno())
         pid = fork_script(words, log.parent, environment, streams, (started,), prepare_fork)

@@ -48,8 +48,13 @@ metric_list: [{{metric: exact_match}}]
 
 
 def write_tasks(folder: Path) -> str:
-    """Write task files on texts of a few characters up to five times the training length; returns the folder."""
-    texts = [PYTHON[1000 * i : 1000 * i + size] for i, size in enumerate((9, LONG, 20, 31, 64, LONG, 3, 77))]
+    """Write task files on texts of a few characters up to five times the training length; returns
+    the folder.
+    """
+    texts = [
+        PYTHON[1000 * i : 1000 * i + size]
+        for i, size in enumerate((9, LONG, 20, 31, 64, LONG, 3, 77))
+    ]
     documents = {
         "choices": [
             {"question": text, "choices": ["a", "b", "longer one"], "answer": index % 3}
@@ -74,7 +79,9 @@ def use_offline_harness(monkeypatch, folder: Path) -> None:
 
     # Take seconds, and no test reads them.
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda storage: None)
-    monkeypatch.setattr(harness, "TaskManager", partial(harness.TaskManager, include_defaults=False))
+    monkeypatch.setattr(
+        harness, "TaskManager", partial(harness.TaskManager, include_defaults=False)
+    )
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True, raising=False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)

@@ -1,7 +1,9 @@
-"""Two hosts emulated on this machine: sshd on 127.0.0.1 and 127.0.0.2, and a Slurm cluster with these two nodes.
+"""Two hosts emulated on this machine: sshd on 127.0.0.1 and 127.0.0.2, and a Slurm cluster with
+these two nodes.
 
-All daemons run as the current user from a temporary folder, listen only on loopback, and end with the context.
-`ssh` is replaced by a script that reads our own configuration, so ~/.ssh is neither used nor changed.
+All daemons run as the current user from a temporary folder, listen only on loopback, and end with
+the context. `ssh` is replaced by a script that reads our own configuration, so ~/.ssh is neither
+used nor changed.
 """
 
 import contextlib
@@ -19,7 +21,8 @@ from tests.support.processes import free_ports
 from tests.support.runs import environment
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
-# MPI starts ranks on a loopback address without ssh, but on an unknown name with ssh, which resolves it.
+# MPI starts ranks on a loopback address without ssh, but on an unknown name with ssh, which
+# resolves it.
 MPI_HOSTS = ("host-1", "host-2")
 PACKAGES = {
     "/usr/sbin/sshd": "openssh-server",
@@ -56,13 +59,20 @@ class Cluster:
             self._write_ssh_files()
             self._write_slurm_files()
             for host in HOSTS:
-                self._start(f"sshd-{host}", "/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / f"sshd-{host}.conf"))
+                self._start(
+                    f"sshd-{host}",
+                    "/usr/sbin/sshd",
+                    "-D",
+                    "-e",
+                    "-f",
+                    str(self.folder / f"sshd-{host}.conf"),
+                )
             munge = self.folder / "munge"
-            self._start(
-                "munged", "/usr/sbin/munged", "--foreground", "--force", f"--key-file={munge / 'key'}",
-                f"--socket={munge / 'socket'}", f"--pid-file={munge / 'pid'}", f"--log-file={munge / 'log'}",
-                f"--seed-file={munge / 'seed'}", "--num-threads=2",
-            )  # fmt: skip
+            files = {f"--{name}-file": munge / name for name in ("key", "pid", "log", "seed")}
+            files["--socket"] = munge / "socket"
+            options = [f"{option}={path}" for option, path in files.items()]
+            program = ["/usr/sbin/munged", "--foreground", "--force", "--num-threads=2"]
+            self._start("munged", *program, *options)
             self._start("slurmctld", "/usr/sbin/slurmctld", "-D")
             for host in HOSTS:
                 self._start(f"slurmd-{host}", "/usr/sbin/slurmd", "-D", "-N", host)
@@ -86,17 +96,22 @@ class Cluster:
 
     def _start(self, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.log", "a") as log:
-            self._daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log
+            )
 
     def _stop(self) -> None:
         for daemon in self._daemons.values():
             kill_trees(daemon.pid)
             daemon.wait()
-        # slurmd's helper process for each job step leaves its tree. Its environment starts with zeros, where psutil
-        # stops reading.
+        # slurmd's helper process for each job step leaves its tree. Its environment starts with
+        # zeros, where psutil stops reading.
         for pid in psutil.pids():
             with contextlib.suppress(OSError):
-                if self.environment["SLURM_CONF"].encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                if (
+                    self.environment["SLURM_CONF"].encode()
+                    in Path(f"/proc/{pid}/environ").read_bytes()
+                ):
                     os.kill(pid, signal.SIGKILL)
 
     def _write_ssh_files(self) -> None:
@@ -104,17 +119,22 @@ class Cluster:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd requires it as root
         folder = self.folder
         for name in ("host_key", "user_key"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+            )
         for host in HOSTS:
             (folder / f"sshd-{host}.conf").write_text(
                 f"ListenAddress {host}:{self.ssh_port}\nHostKey {folder}/host_key\n"
-                f"AuthorizedKeysFile {folder}/user_key.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
-                "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+                f"AuthorizedKeysFile {folder}/user_key.pub\nPidFile none\nStrictModes no\nUsePAM "
+                "no\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
             )
-        aliases = "".join(f"Host {a}\n  HostName {b}\n" for a, b in zip(MPI_HOSTS, HOSTS, strict=True))
+        aliases = "".join(
+            f"Host {a}\n  HostName {b}\n" for a, b in zip(MPI_HOSTS, HOSTS, strict=True)
+        )
         (folder / "ssh_config").write_text(
-            f"{aliases}Host *\n  Port {self.ssh_port}\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n"
-            f"  UserKnownHostsFile {folder}/known_hosts\n  StrictHostKeyChecking accept-new\n  LogLevel ERROR\n"
+            f"{aliases}Host *\n  Port {self.ssh_port}\n  IdentityFile {folder}/user_key\n  "
+            f"IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n  "
+            "StrictHostKeyChecking accept-new\n  LogLevel ERROR\n"
         )
         (folder / "bin").mkdir()
         ssh = folder / "bin" / "ssh"
@@ -154,7 +174,10 @@ class Cluster:
                 checks.pop(0)
                 continue
             if time.monotonic() > end:
-                logs = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
+                logs = "\n".join(
+                    f"{path.name}:\n{path.read_text()}"
+                    for path in sorted(self.folder.glob("*.log"))
+                )
                 raise AssertionError(f"{checks[0]}: {result.stderr}\n{logs}")
             time.sleep(0.2)
 

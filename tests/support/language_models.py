@@ -24,15 +24,26 @@ LLAMA = {
 }
 
 
-def model_settings(*, padded_vocab_size: int = VOCABULARY, max_positions: int = 4096, **keys: object) -> ModelSettings:
-    """Settings of a model with two layers; unless `keys` say otherwise, without positions and tied embeddings."""
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": max_positions}
+def model_settings(
+    *, padded_vocab_size: int = VOCABULARY, max_positions: int = 4096, **keys: object
+) -> ModelSettings:
+    """Settings of a model with two layers; unless `keys` say otherwise, without positions and tied
+    embeddings.
+    """
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": max_positions,
+    }
     config = ModelConfig(**{**sizes, "pos_emb": "none", "no_weight_tying": True, **keys})
     return ModelSettings(config, padded_vocab_size)
 
 
 def small_gpt(pos_emb: str, *, seed: int = 0, **keys: object) -> GPT:
-    """A randomly initialized model in evaluation mode. Its predictions depend strongly on the context."""
+    """A randomly initialized model in evaluation mode. Its predictions depend strongly on the
+    context.
+    """
     model = GPT(model_settings(pos_emb=pos_emb, **keys))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -46,7 +57,9 @@ def small_gpt(pos_emb: str, *, seed: int = 0, **keys: object) -> GPT:
 
 @torch.no_grad()
 def with_repeated_heads(model: GPT) -> GPT:
-    """The same model without grouped-query attention: a head of keys and values for each head of queries."""
+    """The same model without grouped-query attention: a head of keys and values for each head of
+    queries.
+    """
     config = model.settings.config
     groups, size = config.num_kv_heads, config.head_size
     repeated_config = config.model_copy(update={"num_kv_heads": config.num_attention_heads})
@@ -56,17 +69,23 @@ def with_repeated_heads(model: GPT) -> GPT:
         if "query_key_value" in name:
             rows = values.view(groups, -1, size, *values.shape[1:])
             shared = rows.shape[1] - 2
-            heads = [torch.stack((rows[g, i], rows[g, -2], rows[g, -1])) for g in range(groups) for i in range(shared)]
+            heads = [
+                torch.stack((rows[g, i], rows[g, -2], rows[g, -1]))
+                for g in range(groups)
+                for i in range(shared)
+            ]
             state[name] = torch.stack(heads).flatten(0, 2)
     repeated.load_state_dict(state)
     return repeated
 
 
 class AlibiByHand(nn.Module):
-    """One layer of attention with the bias -slope * distance, in float64, with a loop over heads and queries.
+    """One layer of attention with the bias -slope * distance, in float64, with a loop over heads
+    and queries.
 
-    It uses no code of the project, as an independent source of losses. With `window`, a query attends to the last
-    `window` keys; with `block`, to the keys of its own block of positions and the previous one.
+    It uses no code of the project, as an independent source of losses. With `window`, a query
+    attends to the last `window` keys; with `block`, to the keys of its own block of positions and
+    the previous one.
     """
 
     slopes = (0.5, 0.125)
@@ -77,13 +96,20 @@ class AlibiByHand(nn.Module):
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(
-                torch.randn(*shape, dtype=torch.float64, generator=generator) * 0.7, requires_grad=False
+                torch.randn(*shape, dtype=torch.float64, generator=generator) * 0.7,
+                requires_grad=False,
             )
 
         self.table, self.out = weight(vocabulary, size), weight(size, vocabulary)
-        self.query, self.key, self.value = weight(size, size), weight(size, size), weight(size, size)
+        self.query, self.key, self.value = (
+            weight(size, size),
+            weight(size, size),
+            weight(size, size),
+        )
 
-    def forward(self, tokens: Tensor, window: int | None = None, block: int | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, window: int | None = None, block: int | None = None
+    ) -> Tensor:
         """int64 `[b, s]` -> logits `[b, s, v]`."""
         hidden = self.table[tokens]
         query, key, value = hidden @ self.query, hidden @ self.key, hidden @ self.value
@@ -99,7 +125,9 @@ class AlibiByHand(nn.Module):
                     first = max(0, i - i % block - block)
                 keys = slice(first, i + 1)
                 distance = torch.arange(i - first, -1, -1, dtype=torch.float64)
-                scores = (key[:, keys, channels] @ query[:, i, channels].unsqueeze(-1)).squeeze(-1) / math.sqrt(size)
+                scores = (key[:, keys, channels] @ query[:, i, channels].unsqueeze(-1)).squeeze(
+                    -1
+                ) / math.sqrt(size)
                 probabilities = (scores - slope * distance).softmax(-1)
                 rows.append((probabilities.unsqueeze(1) @ value[:, keys, channels]).squeeze(1))
             contexts.append(torch.stack(rows, dim=1))

@@ -18,7 +18,9 @@ TIME_LIMIT = 600.0  # seconds, after which a training is killed
 
 
 class Ranks:
-    """`size` ranks, which are forks of a process that has imported their modules: that takes longer than most runs."""
+    """`size` ranks, which are forks of a process that has imported their modules: that takes longer
+    than most runs.
+    """
 
     def __init__(self, fork_server: ForkServer, size: int):
         self.fork_server, self.size = fork_server, size
@@ -29,13 +31,20 @@ class Ranks:
         constants: dict[str, object] | None = None,
         stop_last_rank_at: str | None = None,
     ) -> str:
-        """Train on all ranks and return the output of rank 0. Raises AssertionError with all outputs if a rank fails.
+        """Train on all ranks and return the output of rank 0. Raises AssertionError with all
+        outputs if a rank fails.
 
         constants: "module:NAME" -> value for the constant during this training.
-        stop_last_rank_at: send SIGTERM to the last rank when this text occurs in the output of rank 0.
+        stop_last_rank_at: send SIGTERM to the last rank when this text occurs in the output of rank
+            0.
         """
         (port,) = free_ports(1)
-        variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.size)}
+        variables = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(self.size),
+        }
         variables |= {"OMP_NUM_THREADS": "1", CONSTANTS: json.dumps(constants or {})}
         with tempfile.TemporaryDirectory() as folder:
             config = write_yaml(Path(folder) / "config.yml", settings)

@@ -6,7 +6,9 @@ from typing import get_type_hints
 from megatron.evaluation.records import Checkpoint, ExtrapolationRecord, Provenance, Record
 
 
-def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None = 1, **keys: object) -> dict:
+def record(
+    pos_emb: str, length: int, perplexity: float | None, seed: int | None = 1, **keys: object
+) -> dict:
     """A record of kind `extrapolation`. `keys` replace its values."""
     return {
         "kind": "extrapolation",
@@ -35,10 +37,14 @@ def record(pos_emb: str, length: int, perplexity: float | None, seed: int | None
 
 def seeds(pos_emb: str, length: int, values: list[float], **keys: object) -> list[dict]:
     """One record per value, with seeds 1, 2 ..."""
-    return [record(pos_emb, length, value, seed, **keys) for seed, value in enumerate(values, start=1)]
+    return [
+        record(pos_emb, length, value, seed, **keys) for seed, value in enumerate(values, start=1)
+    ]
 
 
-def passkey_record(pos_emb: str, length: int, depth: float, accuracy: float | None, **keys: object) -> dict:
+def passkey_record(
+    pos_emb: str, length: int, depth: float, accuracy: float | None, **keys: object
+) -> dict:
     """A record of kind `passkey`. `keys` replace its values."""
     return {
         **record(pos_emb, length, 1.0),
@@ -79,7 +85,9 @@ def stored_record(
 
 def of_kind(kind: str, **values: object) -> dict:
     """A record of another kind: the keys that all kinds have, and `values`."""
-    planned = {key: value for key, value in stored_record().items() if key in get_type_hints(Record)}
+    planned = {
+        key: value for key, value in stored_record().items() if key in get_type_hints(Record)
+    }
     return {**planned, "kind": kind, **values}
 
 

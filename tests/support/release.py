@@ -21,7 +21,8 @@ METHODS = (
     "kerple_power_original",
 )
 
-# Tensors that the original code splits over the tensor-parallel ranks, and the dimension. All others are replicated.
+# Tensors that the original code splits over the tensor-parallel ranks, and the dimension. All
+# others are replicated.
 PARTITION_DIM = {
     "word_embeddings.weight": 0,
     "attention.query_key_value.weight": 0,
@@ -48,12 +49,18 @@ def split_for_ranks(step: Path, ranks: int) -> None:
     """Split the layer files of a step's folder, which have one rank, as the original code does."""
     for path in sorted(step.glob("layer_*-model_00-*.pt")):
         state = torch.load(path, weights_only=True)
-        pieces = {name: state[name].chunk(ranks, dim) for name, dim in PARTITION_DIM.items() if name in state}
+        pieces = {
+            name: state[name].chunk(ranks, dim)
+            for name, dim in PARTITION_DIM.items()
+            if name in state
+        }
         for rank in range(ranks):
             shard = {**state, **{name: split[rank].clone() for name, split in pieces.items()}}
             torch.save(shard, path.with_name(path.name.replace("model_00", f"model_{rank:02d}")))
 
 
 def reference(method: str) -> dict[Any, Any]:
-    """`losses`, `train_tokens`, and per length `tokens`, `labels`, `logits`, `loss`: see the README there."""
+    """`losses`, `train_tokens`, and per length `tokens`, `labels`, `logits`, `loss`: see the README
+    there.
+    """
     return torch.load(RELEASE / f"{method}_reference.pt", weights_only=True)

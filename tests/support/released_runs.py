@@ -1,4 +1,6 @@
-"""Training from the checkpoints of the KERPLE release: a tokenizer for their vocabulary of 128, and their corpus."""
+"""Training from the checkpoints of the KERPLE release: a tokenizer for their vocabulary of 128, and
+their corpus.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,9 @@ VOCABULARY = 128
 
 def write_tokenizer(folder: Path) -> Path:
     """A tokenizer.json of 128 words."""
-    words = {f"w{number}": number for number in range(VOCABULARY - 1)} | {"<|endoftext|>": VOCABULARY - 1}
+    words = {f"w{number}": number for number in range(VOCABULARY - 1)} | {
+        "<|endoftext|>": VOCABULARY - 1
+    }
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<|endoftext|>"])
@@ -24,7 +28,9 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def write_release_corpus(folder: Path) -> str:
-    """The training text of the checkpoints, with one document per sequence; returns the data-path."""
+    """The training text of the checkpoints, with one document per sequence; returns
+    the data-path.
+    """
     prefix = str(folder / "stream_document")
     with IndexedWriter(prefix, VOCABULARY) as writer:
         for sequence in reference("kerple_log")["train_tokens"].reshape(-1, 33).tolist():
@@ -33,8 +39,12 @@ def write_release_corpus(folder: Path) -> str:
     return prefix
 
 
-def released_settings(folder: Path, corpus: Path, method: str = "kerple_log", **keys: object) -> dict[str, object]:
-    """Settings that resume a checkpoint of iteration 300 with its optimizer settings and a constant learning rate."""
+def released_settings(
+    folder: Path, corpus: Path, method: str = "kerple_log", **keys: object
+) -> dict[str, object]:
+    """Settings that resume a checkpoint of iteration 300 with its optimizer settings and a constant
+    learning rate.
+    """
     defaults = {
         "pos_emb": method,
         "tokenizer_type": "HFTokenizer",

@@ -19,7 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def environment() -> dict[str, str]:
     """The environment for a process: one thread, and not a rank of an outer run."""
     unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {**{k: v for k, v in os.environ.items() if k not in unset}, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    return {
+        **{k: v for k, v in os.environ.items() if k not in unset},
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+    }
 
 
 def training_settings(folder: Path, data_path: str, **keys: object) -> dict[str, object]:
@@ -56,18 +60,33 @@ def trained(folder: Path, data_path: str, **keys: object) -> Path:
     return folder
 
 
-def start(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py") -> subprocess.Popen:
+def start(
+    folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py"
+) -> subprocess.Popen:
     """Start `python deepy.py SCRIPT config.yml ARGUMENTS` with its output in a pipe."""
     folder.mkdir(parents=True, exist_ok=True)
     config = write_yaml(folder / "config.yml", settings)
     command = [sys.executable, str(ROOT / "deepy.py"), script, str(config), *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
-def run(folder: Path, settings: dict[str, object], *arguments: str, script: str = "train.py", status: int = 0) -> str:
-    """Run `start` to the end and return its output. Fails with the output if the exit status is not `status`."""
+def run(
+    folder: Path,
+    settings: dict[str, object],
+    *arguments: str,
+    script: str = "train.py",
+    status: int = 0,
+) -> str:
+    """Run `start` to the end and return its output. Fails with the output if the exit status is not
+    `status`.
+    """
     process = start(folder, settings, *arguments, script=script)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == status, output
@@ -77,7 +96,9 @@ def run(folder: Path, settings: dict[str, object], *arguments: str, script: str 
 def metrics(folder: Path, name: str = "train/loss") -> dict[int, float]:
     """Iteration -> value of a metric, from the metrics file of a run."""
     lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
-    return {values["iteration"]: values[name] for values in map(json.loads, lines) if name in values}
+    return {
+        values["iteration"]: values[name] for values in map(json.loads, lines) if name in values
+    }
 
 
 def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:

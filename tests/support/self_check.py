@@ -10,8 +10,8 @@ from kerple.attention.backend import Backend
 
 
 def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this process a new one that checks the CPU like a GPU, with a small example; `auto` uses the fused kernels
-    on the CPU.
+    """Make this process a new one that checks the CPU like a GPU, with a small example; `auto` uses
+    the fused kernels on the CPU.
     """
     sizes = {"BATCH": 1, "Q_LEN": 16, "KV_LEN": 48, "WINDOW": 12}
     for name, value in {"DEVICE_TYPE": "cpu", "_passed": set(), "_failures": {}, **sizes}.items():
@@ -23,8 +23,12 @@ def use_cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def install_kernels(monkeypatch: pytest.MonkeyPatch, run: Callable[[AttentionCall], Tensor]) -> list[int]:
-    """Replace the fused kernels with a function. Returns a list to which each call appends its number of queries."""
+def install_kernels(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[AttentionCall], Tensor]
+) -> list[int]:
+    """Replace the fused kernels with a function. Returns a list to which each call appends its
+    number of queries.
+    """
     calls: list[int] = []
 
     def counted(call: AttentionCall) -> Tensor:

@@ -18,7 +18,9 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def train_sentencepiece(path: Path, model_type: str = "bpe", vocab_size: int = 600, **options: Any) -> Path:
+def train_sentencepiece(
+    path: Path, model_type: str = "bpe", vocab_size: int = 600, **options: Any
+) -> Path:
     """Train a model on this project's test texts and write it to `path`."""
     model = io.BytesIO()
     lines = [line for text in KINDS.values() for line in text.splitlines() if line]

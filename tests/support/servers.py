@@ -17,7 +17,8 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 def serve(folder: Path) -> Iterator[str]:
     """Serve the files of a folder; yields the address, http://127.0.0.1:PORT.
 
-    As a proxy (environment variable http_proxy), it serves http://HOST/PATH from `folder`/http:/HOST/PATH.
+    As a proxy (environment variable http_proxy), it serves http://HOST/PATH from
+    `folder`/http:/HOST/PATH.
     """
     handler = partial(_QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

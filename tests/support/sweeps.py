@@ -1,4 +1,6 @@
-"""Small sweeps on a small corpus: sweep files, and fake trainings and evaluations that run in this process."""
+"""Small sweeps on a small corpus: sweep files, and fake trainings and evaluations that run in this
+process.
+"""
 
 import itertools
 import json
@@ -23,11 +25,16 @@ SWEEP_KEYS = ("save", "load", "log_dir", "seed", "pos_emb")
 
 
 def write_sweep(folder: Path, **keys: object) -> Path:
-    """Write a sweep of two methods and one seed with a tiny model; `keys` replace keys of the file."""
+    """Write a sweep of two methods and one seed with a tiny model; `keys` replace keys
+    of the file.
+    """
     configs = folder / "configs"
     configs.mkdir(exist_ok=True)
     settings = training_settings(folder, write_corpus(folder))
-    write_yaml(configs / "tiny.yml", {key: value for key, value in settings.items() if key not in SWEEP_KEYS})
+    write_yaml(
+        configs / "tiny.yml",
+        {key: value for key, value in settings.items() if key not in SWEEP_KEYS},
+    )
     for name in ("kerple_log", "alibi"):
         write_yaml(configs / f"{name}.yml", {"pos_emb": name})
     sweep = {
@@ -51,14 +58,20 @@ class FakeProcess:
         return self.exit_status
 
 
-def fake_start_process(command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> FakeProcess:
-    """Replaces `megatron.sweep.runner.start_process`: writes the files of a training or an evaluation.
+def fake_start_process(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
+) -> FakeProcess:
+    """Replaces `megatron.sweep.runner.start_process`: writes the files of a training or an
+    evaluation.
 
-    By seed: the training of 13 fails, the first training of 17 fails half-way, the evaluation of 19 fails.
+    By seed: the training of 13 fails, the first training of 17 fails half-way, the evaluation of 19
+    fails.
     """
     fake = fake_evaluation if command[2] == "evaluate" else fake_training
     with open(log, "a") as stream:
-        config = json.loads(Path(next(word for word in command if word.endswith("config.yml"))).read_text())
+        config = json.loads(
+            Path(next(word for word in command if word.endswith("config.yml"))).read_text()
+        )
         return FakeProcess(fake(config, command, environment.get("CUDA_VISIBLE_DEVICES"), stream))
 
 
@@ -75,12 +88,18 @@ def fake_training(config, command, gpus, log) -> int:
     end = steps // 2 if config["seed"] == 17 and start == 0 else steps
     with open(logs / "metrics.jsonl", "a") as metrics:
         for step in range(start + 1, end + 1):
-            values = {"iteration": step, "train/tokens": step * 256.0, "train/tokens_per_second": 512.0}
+            values = {
+                "iteration": step,
+                "train/tokens": step * 256.0,
+                "train/tokens_per_second": 512.0,
+            }
             values["train/seconds_per_step"] = 0.5
             metrics.write(json.dumps(values) + "\n")
     (folder / f"global_step{end}" / "configs").mkdir(parents=True)
     (folder / f"global_step{end}" / "configs" / "config.yml").write_text(json.dumps(config))
-    layer_file(folder / f"global_step{end}", 0, 0).write_text(f"weights {log.tell()}")  # others in each training
+    layer_file(folder / f"global_step{end}", 0, 0).write_text(
+        f"weights {log.tell()}"
+    )  # others in each training
     (folder / "latest").write_text(f"global_step{end}")
     return 0 if end == steps else 9
 
@@ -91,7 +110,11 @@ def fake_evaluation(config, command, gpus, log) -> int:
     if config["seed"] == 19:
         print("no such text", file=log)
         return 1
-    options = {word: arguments[index + 1 :] for index, word in enumerate(arguments) if word.startswith("--")}
+    options = {
+        word: arguments[index + 1 :]
+        for index, word in enumerate(arguments)
+        if word.startswith("--")
+    }
     lengths = [int(word) for word in itertools.takewhile(str.isdigit, options["--lengths"])]
     label = f" ({options['--label'][0]})" if "--label" in options else ""
     values = {"pos_emb": config["pos_emb"] + label, "seed": config["seed"], "train_length": 32}
@@ -100,14 +123,18 @@ def fake_evaluation(config, command, gpus, log) -> int:
     with open(output / "results.jsonl", "a") as results:
         for length in lengths:
             loss = math.log(2.7 + config["seed"] / 100)
-            record = stored_record(length, fingerprint=f"{config['pos_emb']}{config['seed']}", loss=loss)
+            record = stored_record(
+                length, fingerprint=f"{config['pos_emb']}{config['seed']}", loss=loss
+            )
             record["checkpoint"] |= {"path": config["save"], "iteration": config["train_iters"]}
             results.write(json.dumps({**record, **values}) + "\n")
     return 0
 
 
 class FakeSweep:
-    """Runs sweeps.py's main() with fake processes. The report, which takes a second, is written on request."""
+    """Runs sweeps.py's main() with fake processes. The report, which takes a second, is written on
+    request.
+    """
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -146,7 +173,9 @@ def start_sweep(path: Path, *options: str) -> subprocess.Popen:
     """`kerple sweep PATH OPTIONS`"""
     command = [sys.executable, str(ROOT / "kerple_command.py"), "sweep", str(path), *options]
     env = {**environment(), "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def run_sweep(path: Path, *options: str, status: int = 0, timeout: float = 900) -> str:
@@ -157,7 +186,9 @@ def run_sweep(path: Path, *options: str, status: int = 0, timeout: float = 900) 
 
 
 def kill_all(process: subprocess.Popen) -> None:
-    """SIGKILL to a process and all its descendants, suspended first so that none of them can save."""
+    """SIGKILL to a process and all its descendants, suspended first so that none of
+    them can save.
+    """
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for member in tree:
         member.suspend()
@@ -168,6 +199,8 @@ def kill_all(process: subprocess.Popen) -> None:
 
 
 def logged_iterations(run: Path) -> list[int]:
-    """All iterations in the metrics file, in order. An iteration that occurs twice was trained twice."""
+    """All iterations in the metrics file, in order. An iteration that occurs twice was trained
+    twice.
+    """
     lines = (run / "logs" / "metrics.jsonl").read_text().splitlines()
     return [values["iteration"] for values in map(json.loads, lines) if "train/tokens" in values]

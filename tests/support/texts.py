@@ -27,9 +27,10 @@ A kernel $k:\mathcal{X}\times\mathcal{X}\to\mathbb{R}$ is \emph{CPD} if for all 
 \end{equation}
 By \eqref{eq:cpd}, $-\lVert x-x'\rVert^{p}$ with $0<p\le 2$ is one;
 so is $-r_1\log(1+r_2\lVert x-x'\rVert)$~\cite{schoenberg}.
-"""
+"""  # noqa: E501
 
-# Article 1 of the Universal Declaration of Human Rights, and characters that tokenizers often get wrong.
+# Article 1 of the Universal Declaration of Human Rights, and characters that tokenizers often get
+# wrong.
 UNICODE = """All human beings are born free and equal in dignity and rights.
 Alle Menschen sind frei und gleich an Würde und Rechten geboren.
 Все люди рождаются свободными и равными в своем достоинстве и правах.
@@ -40,9 +41,11 @@ Alle Menschen sind frei und gleich an Würde und Rechten geboren.
 e\u0301 \u00e9 \ufb01
 \u200b\u200d \U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001d538 \u00a0\u2028\u3000\x00\x1c\x85 \ufeff
 \ufffd\n\n \n\t \n
-"""
+"""  # noqa: E501
 
-LONG_LINE = json.dumps({str(number): [number, number**3, f"value {number * 7919 % 1009}"] for number in range(4000)})
+LONG_LINE = json.dumps(
+    {str(number): [number, number**3, f"value {number * 7919 % 1009}"] for number in range(4000)}
+)
 
 NUMBERS = "\n".join(f"{number:6d}  {number / 7:.12f}  0x{number:x}" for number in range(300)) + "\n"
 

@@ -1,4 +1,6 @@
-"""Fixtures for megatron.data and megatron.preparation: a tokenizer, documents, and a corpus of random ids."""
+"""Fixtures for megatron.data and megatron.preparation: a tokenizer, documents, and a corpus of
+random ids.
+"""
 
 import os
 from pathlib import Path
@@ -48,11 +50,15 @@ def documents() -> list[str]:
 
 @pytest.fixture
 def write_corpus():
-    """write(prefix, lengths) writes documents of random ids and returns their tokens and lengths."""
+    """write(prefix, lengths) writes documents of random ids and returns their tokens
+    and lengths.
+    """
 
     def write(prefix, lengths, seed=0, vocab_size=VOCABULARY):
         lengths = np.asarray(lengths, dtype=np.int32)
-        tokens = np.random.default_rng(seed).integers(0, vocab_size, lengths.sum()).astype(np.uint16)
+        tokens = (
+            np.random.default_rng(seed).integers(0, vocab_size, lengths.sum()).astype(np.uint16)
+        )
         with IndexedWriter(prefix, vocab_size) as writer:
             writer.add(tokens, lengths)
             writer.finish()

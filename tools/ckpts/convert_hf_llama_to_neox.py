@@ -21,8 +21,12 @@ if __name__ == "__main__":
         metavar="ORG/NAME",
         help="model on the Hugging Face hub, or a folder",
     )
-    parser.add_argument("--model-path", type=path_option, required=True, metavar="OUT", help="the new folder")
-    parser.add_argument("--tp", type=integer(1, 1024), help="has no effect: a checkpoint loads at any size")
+    parser.add_argument(
+        "--model-path", type=path_option, required=True, metavar="OUT", help="the new folder"
+    )
+    parser.add_argument(
+        "--tp", type=integer(1, 1024), help="has no effect: a checkpoint loads at any size"
+    )
     parser.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
     options = parser.parse_args()
     source = options.model if Path(options.model).is_dir() else f"hf:{options.model}"

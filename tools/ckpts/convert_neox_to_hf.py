@@ -1,6 +1,7 @@
 """GPT-NeoX's command line of `kerple convert to-hf`.
 
-python tools/ckpts/convert_neox_to_hf.py --input_dir DIR/global_stepN --config_file CONFIG.yml --output_dir OUT
+python tools/ckpts/convert_neox_to_hf.py --input_dir DIR/global_stepN --config_file CONFIG.yml
+--output_dir OUT
 """
 
 import sys
@@ -22,13 +23,23 @@ MODEL_TYPES = {"neox": "gpt_neox", "llama": "llama", "mistral": "mistral"}
 
 if __name__ == "__main__":
     parser = OptionParser(description=__doc__)
-    parser.add_argument("--input-dir", required=True, type=Path, metavar="DIR/global_stepN", help="the checkpoint")
-    parser.add_argument("--config-file", help="has no effect: the checkpoint contains its configuration")
+    parser.add_argument(
+        "--input-dir", required=True, type=Path, metavar="DIR/global_stepN", help="the checkpoint"
+    )
+    parser.add_argument(
+        "--config-file", help="has no effect: the checkpoint contains its configuration"
+    )
     parser.add_argument("--output-dir", required=True, metavar="OUT", help="the new folder")
-    parser.add_argument("--precision", choices=("auto", *DTYPES), default="auto", help="auto: unchanged (default)")
+    parser.add_argument(
+        "--precision", choices=("auto", *DTYPES), default="auto", help="auto: unchanged (default)"
+    )
     parser.add_argument("--no-save-tokenizer", action="store_true", help="convert only the model")
-    parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="has no effect: it is one if it can be")
-    parser.add_argument("--allow-other-tokenizer", action="store_true", help="as of kerple convert to-hf")
+    parser.add_argument(
+        "--vocab-is-hf-tokenizer", action="store_true", help="has no effect: it is one if it can be"
+    )
+    parser.add_argument(
+        "--allow-other-tokenizer", action="store_true", help="as of kerple convert to-hf"
+    )
     parser.add_argument(
         "--architecture",
         choices=tuple(MODEL_TYPES),
@@ -38,7 +49,13 @@ if __name__ == "__main__":
 
     def convert() -> None:
         step = options.input_dir.absolute()
-        words = ["to-hf", str(step.parent), options.output_dir, "--iteration", str(iteration_of(step))]
+        words = [
+            "to-hf",
+            str(step.parent),
+            options.output_dir,
+            "--iteration",
+            str(iteration_of(step)),
+        ]
         if options.precision != "auto":
             words += ["--dtype", options.precision]
         if options.no_save_tokenizer:
@@ -49,8 +66,8 @@ if __name__ == "__main__":
             model_type = stock_type(checkpoint_config(step))
             if model_type != MODEL_TYPES[options.architecture]:
                 raise UserError(
-                    f"--architecture {options.architecture}: {step} is a model of type {model_type or 'kerple'} in "
-                    "transformers; leave out --architecture"
+                    f"--architecture {options.architecture}: {step} is a model of type "
+                    f"{model_type or 'kerple'} in transformers; leave out --architecture"
                 )
         main(words)
 

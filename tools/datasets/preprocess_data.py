@@ -3,8 +3,8 @@
 python tools/datasets/preprocess_data.py --input a.jsonl.zst,b.txt --output-prefix data/mine \
     --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 8
 
-writes data/mine_text_document.bin and .idx (data-path: data/mine_text_document). After an interruption, a kill or a
-full disk, the same command resumes.
+writes data/mine_text_document.bin and .idx (data-path: data/mine_text_document). After an
+interruption, a kill or a full disk, the same command resumes.
 """
 
 import argparse
@@ -15,7 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import check_megatron  # noqa: F401
-from megatron.cli.dataset_options import add_input_arguments, add_limit_argument, split_paths, split_words
+from megatron.cli.dataset_options import (
+    add_input_arguments,
+    add_limit_argument,
+    split_paths,
+    split_words,
+)
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.input_files import find_files
 from megatron.preparation.preprocessing import preprocess, summary
@@ -29,27 +34,49 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data = parser.add_argument_group("input")
     add_input_arguments(data)
     data.add_argument(
-        "--jsonl-keys", nargs="+", default=["text"], help="keys to tokenize, each into its own dataset (default: text)"
+        "--jsonl-keys",
+        nargs="+",
+        default=["text"],
+        help="keys to tokenize, each into its own dataset (default: text)",
     )
     add_limit_argument(data)
     data.add_argument("--num-docs", type=integer(1), help="has no effect")
-    data.add_argument("--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)")
+    data.add_argument(
+        "--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)"
+    )
     tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZER_TYPES)}")
     tokenizer.add_argument(
-        "--vocab-file", "--vocab", type=path_option, help="tokenizer.json, SentencePiece model or GPT-2's vocabulary"
+        "--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZER_TYPES)}"
+    )
+    tokenizer.add_argument(
+        "--vocab-file",
+        "--vocab",
+        type=path_option,
+        help="tokenizer.json, SentencePiece model or GPT-2's vocabulary",
     )
     tokenizer.add_argument("--merge-file", type=path_option, help="GPT-2's BPE merges")
-    tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
-    tokenizer.add_argument("--ftfy", action="store_true", help="repair broken Unicode with the package ftfy")
+    tokenizer.add_argument(
+        "--append-eod", action="store_true", help="end every document with <|endoftext|>"
+    )
+    tokenizer.add_argument(
+        "--ftfy", action="store_true", help="repair broken Unicode with the package ftfy"
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--output-prefix", type=path_option, required=True, help="writes PREFIX_KEY_document.bin and .idx"
+        "--output-prefix",
+        type=path_option,
+        required=True,
+        help="writes PREFIX_KEY_document.bin and .idx",
     )
-    output.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="only mmap is supported")
+    output.add_argument(
+        "--dataset-impl", choices=("mmap",), default="mmap", help="only mmap is supported"
+    )
     execution = parser.add_argument_group("execution")
     execution.add_argument(
-        "--workers", type=integer(1, 1024), default=1, help="number of tokenizing processes (default: 1)"
+        "--workers",
+        type=integer(1, 1024),
+        default=1,
+        help="number of tokenizing processes (default: 1)",
     )
     execution.add_argument("--log-interval", type=integer(1), help="has no effect")
     return parser.parse_args(argv)

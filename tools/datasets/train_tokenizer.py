@@ -1,6 +1,7 @@
 """Train a byte-level BPE tokenizer on text files.
 
-python tools/datasets/train_tokenizer.py --input corpus.jsonl.zst --vocab-size 8192 --output tokenizer.json
+python tools/datasets/train_tokenizer.py --input corpus.jsonl.zst --vocab-size 8192 --output
+tokenizer.json
 
 Use the result with `tokenizer-type: HFTokenizer` and `vocab-file: tokenizer.json`.
 """
@@ -27,7 +28,9 @@ from megatron.utils.files import check_writable, write_atomically
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = docstring_parser(__doc__)
     add_input_arguments(parser)
-    parser.add_argument("--jsonl-keys", nargs="+", default=["text"], help="keys to train on (default: text)")
+    parser.add_argument(
+        "--jsonl-keys", nargs="+", default=["text"], help="keys to train on (default: text)"
+    )
     parser.add_argument(
         "--vocab-size",
         type=integer(1, 2**24),
@@ -38,7 +41,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max-megabytes",
         type=number(0, above=True),
-        help="train on the first MB of text only, in whole documents (default: all); memory use is proportional to it",
+        help="train on the first MB of text only, in whole documents (default: all); memory use is "
+        "proportional to it",
     )
     return parser.parse_args(argv)
 
@@ -49,13 +53,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--output {arguments.output}: is a folder; choose a file")
     check_writable(arguments.output.parent, "--output")
     suffixes = split_words(arguments.suffixes)
-    options = DocumentOptions(tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip")
+    options = DocumentOptions(
+        tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip"
+    )
     corpus = FileCorpus(find_files(split_paths(arguments.input), suffixes), suffixes, options.keys)
     rejected = SkippedDocuments()
     texts = filter(None, read_texts(corpus.chunks(), options, rejected))
     first = next(texts, None)
     if first is None:
-        reason = f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})" if rejected.bad else ""
+        reason = (
+            f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})"
+            if rejected.bad
+            else ""
+        )
         raise UserError(f"there is nothing to train on: the input contains no text{reason}")
     limited = limit_texts(itertools.chain([first], texts), arguments.max_megabytes)
     tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())

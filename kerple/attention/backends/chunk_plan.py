@@ -1,7 +1,8 @@
-"""How the chunked backend divides a call into chunks, and its view of a table over distance for the pairs of a chunk.
+"""How the chunked backend divides a call into chunks, and its view of a table over distance for the
+pairs of a chunk.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: n heads (of one
-sample, or all heads of several samples), m key/value heads, c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk:
+n heads (of one sample, or all heads of several samples), m key/value heads, c queries, l keys.
 """
 
 from dataclasses import dataclass
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from kerple.attention.call import AttentionCall
 
-# Queries per chunk. More queries compute more masked scores; fewer make matrix products inefficient.
+# Queries per chunk. More queries compute more masked scores; fewer make matrix products
+# inefficient.
 MIN_ROWS, MAX_ROWS = 64, 128
-# Bytes of scores per chunk. On a CPU they should fit in the second-level caches; a GPU needs enough to be busy.
+# Bytes of scores per chunk. On a CPU they should fit in the second-level caches; a GPU needs enough
+# to be busy.
 CPU_BYTES_PER_THREAD = 2 * 1024 * 1024
 DEVICE_BYTES = 256 * 1024 * 1024
-# For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk needs about ten
-# times as many bytes as its scores. Larger chunks launch fewer kernels, but compute more masked scores.
+# For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk
+# needs about ten times as many bytes as its scores. Larger chunks launch fewer kernels, but compute
+# more masked scores.
 MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
 MODIFY_DEVICE_SHARE = 48  # at most 1/48 of a GPU's memory
 MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
@@ -26,7 +30,9 @@ MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
 @dataclass(frozen=True)
 class Chunk:
-    """Queries `first_query` ... + `rows` and keys `first_key` ... + `keys`; both end at the same position."""
+    """Queries `first_query` ... + `rows` and keys `first_key` ... + `keys`; both end at the same
+    position.
+    """
 
     first_query: int
     rows: int
@@ -42,9 +48,10 @@ class ChunkPlan:
         batch, heads, kv_heads, q_len, kv_len: the sizes of the call.
         max_kv_len: the largest number of keys that a query attends to.
         rows: queries in a chunk; the chunk at the start of the sequence may be smaller.
-        merges_samples: whether a group has all heads of several samples, rather than some heads of one sample.
-        group_size: heads in a group; the last group may be smaller. They use whole key/value heads, or are a part of
-            those that share one.
+        merges_samples: whether a group has all heads of several samples, rather than some heads of
+            one sample.
+        group_size: heads in a group; the last group may be smaller. They use whole key/value heads,
+            or are a part of those that share one.
     """
 
     batch: int
@@ -62,34 +69,54 @@ class ChunkPlan:
         batch, heads, s, _ = call.query.shape
         t, max_kv_len = call.kv_len, call.max_kv_len
         rows = min(s, max(MIN_ROWS, min(s // 2, MAX_ROWS)))
-        budget = CPU_BYTES_PER_THREAD * torch.get_num_threads() if call.query.device.type == "cpu" else DEVICE_BYTES
+        budget = (
+            CPU_BYTES_PER_THREAD * torch.get_num_threads()
+            if call.query.device.type == "cpu"
+            else DEVICE_BYTES
+        )
         head_bytes = rows * min(t, max_kv_len + rows - 1) * call.compute_dtype.itemsize
-        # Copying keys and values into one tensor costs less than many small operations that each synchronize threads.
+        # Copying keys and values into one tensor costs less than many small operations that each
+        # synchronize threads.
         merges_samples = batch > 1 and 2 * heads * head_bytes <= budget
         if merges_samples:
             group_size = heads * min(batch, budget // (heads * head_bytes))
         else:
             shared = call.queries_per_kv
-            sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % shared == 0 or shared % n == 0)]
+            sizes = [
+                n
+                for n in range(1, heads + 1)
+                if heads % n == 0 and (n % shared == 0 or shared % n == 0)
+            ]
             group_size = max(size for size in sizes if size * head_bytes <= budget or size == 1)
         return cls(batch, heads, call.kv_heads, s, t, max_kv_len, rows, merges_samples, group_size)
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """`[b, h, s, d]` -> `[n, s, d]` per group. These are views, unless merging samples requires a copy."""
+        """`[b, h, s, d]` -> `[n, s, d]` per group. These are views, unless merging samples requires
+        a copy.
+        """
         if self.merges_samples:
             return list(states.flatten(0, 1).split(self.group_size))
         return [part for sample in states.unbind(0) for part in sample.split(self.group_size)]
 
     def split_kv(self, states: Tensor) -> list[Tensor]:
-        """`[b, g, t, d]` -> `[m, t, d]` per group, like `split`. Groups that share a key/value head get equal views."""
+        """`[b, g, t, d]` -> `[m, t, d]` per group, like `split`. Groups that share a key/value head
+        get equal views.
+        """
         shared = self.heads // self.kv_heads
         size, repeats = max(1, self.group_size // shared), max(1, shared // self.group_size)
         if self.merges_samples:
             return list(states.flatten(0, 1).split(size))
-        return [part for sample in states.unbind(0) for part in sample.split(size) for _ in range(repeats)]
+        return [
+            part
+            for sample in states.unbind(0)
+            for part in sample.split(size)
+            for _ in range(repeats)
+        ]
 
     def empty_context(self, like: Tensor, head_size: int) -> Tensor:
-        """Uninitialized `[b, h, s, d]` for the result; if possible `[b, s, h, d]` in memory, as a model needs it."""
+        """Uninitialized `[b, h, s, d]` for the result; if possible `[b, s, h, d]` in memory, as a
+        model needs it.
+        """
         if self.merges_samples:
             return like.new_empty(self.batch, self.heads, self.q_len, head_size)
         return like.new_empty(self.batch, self.q_len, self.heads, head_size).transpose(1, 2)
@@ -120,14 +147,16 @@ class ChunkPlan:
 class ToeplitzTable:
     """A table over distance, laid out so that its values for all pairs of a chunk are a view.
 
-    Entries are stored from the largest distance to the smallest, with a margin of `fill` values on both sides for
-    masked pairs. With the queries of a chunk in reverse order, the pair in row r and column j of its scores has
-    distance l-1 - (r+j). So the values of all pairs are an `as_strided` view in which both strides are 1, and no
-    `[h, s, t]` tensor is needed.
+    Entries are stored from the largest distance to the smallest, with a margin of `fill` values on
+    both sides for masked pairs. With the queries of a chunk in reverse order, the pair in row r and
+    column j of its scores has distance l-1 - (r+j). So the values of all pairs are an `as_strided`
+    view in which both strides are 1, and no `[h, s, t]` tensor is needed.
     """
 
     def __init__(self, plan: ChunkPlan, heads: int, fill: float, like: Tensor):
-        """heads: those of the plan, or 1 for a table that all heads share. fill: the value for masked pairs."""
+        """heads: those of the plan, or 1 for a table that all heads share. fill: the value for
+        masked pairs.
+        """
         self.max_kv_len = plan.max_kv_len
         self.margin = plan.rows - 1
         self.width = self.max_kv_len + 2 * self.margin
@@ -154,8 +183,8 @@ class ToeplitzTable:
         return table
 
     def align(self, first_head: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """A chunk's scores `[n, c, l]` as `[samples, h, c, l]`, and the table's values for its pairs, a read-only view
-        `[h, c, l]`. The chunk's queries are in reverse order.
+        """A chunk's scores `[n, c, l]` as `[samples, h, c, l]`, and the table's values for its
+        pairs, a read-only view `[h, c, l]`. The chunk's queries are in reverse order.
         """
         _, rows, keys = scores.shape
         head = first_head if len(self.entries) > 1 else 0
@@ -164,14 +193,18 @@ class ToeplitzTable:
         return scores.view(-1, *shape), values
 
     def add_gradient(self, first_head: int, gradient: Tensor) -> None:
-        """Add the gradient of a chunk's pairs, contiguous `[n, c, l]` and zero for masked pairs, by distance.
+        """Add the gradient of a chunk's pairs, contiguous `[n, c, l]` and zero for masked pairs, by
+        distance.
 
-        Pairs with the same distance have the same r+j. They are one column of a view whose rows are one element shorter
-        than those of the matrix. Before its own first element, a row of this view contains the end of the previous row:
-        pairs of masked keys, which are zero. The exception is the first column, where only the pair (0, 0) counts.
+        Pairs with the same distance have the same r+j. They are one column of a view whose rows are
+        one element shorter than those of the matrix. Before its own first element, a row of this
+        view contains the end of the previous row: pairs of masked keys, which are zero. The
+        exception is the first column, where only the pair (0, 0) counts.
         """
         _, rows, keys = gradient.shape
-        sums = gradient.as_strided(gradient.shape, (rows * keys, keys - 1, 1), gradient.storage_offset()).sum(dim=1)
+        sums = gradient.as_strided(
+            gradient.shape, (rows * keys, keys - 1, 1), gradient.storage_offset()
+        ).sum(dim=1)
         sums[:, 0] = gradient[:, 0, 0]
         offset = self._offset(keys)
         entries = self.entries[first_head : first_head + self.group_heads, offset : offset + keys]
@@ -191,8 +224,8 @@ def modify_budget(device: torch.device) -> int:
 
 
 def modify_rows(query: Tensor, kv_len: int) -> int:
-    """Queries per chunk of `[b, h, s, d]`, so that their scores for `kv_len` keys fit into `modify_budget`: at least
-    MODIFY_MIN_ROWS, and on a CPU at most MODIFY_MAX_ROWS.
+    """Queries per chunk of `[b, h, s, d]`, so that their scores for `kv_len` keys fit into
+    `modify_budget`: at least MODIFY_MIN_ROWS, and on a CPU at most MODIFY_MAX_ROWS.
     """
     row_bytes = max(1, 4 * query.shape[0] * query.shape[1] * kv_len)  # 0 for an empty batch
     rows = max(MODIFY_MIN_ROWS, modify_budget(query.device) // row_bytes)

@@ -1,12 +1,14 @@
-"""The chunked backend: attention by chunks of queries in plain PyTorch operations, with exact gradients of the tables.
+"""The chunked backend: attention by chunks of queries in plain PyTorch operations, with exact
+gradients of the tables.
 
-The scores of a chunk are computed, used and discarded, and computed again in the backward pass: memory is O(chunk * t).
-Keys after a chunk's last query are skipped, which halves the work of causal attention. On a CPU the scores of a few
-heads stay in the cache, so attention with a table is about as fast as PyTorch's own kernel without one. Sums are in a
-fixed order, so repeated runs give bitwise identical results.
+The scores of a chunk are computed, used and discarded, and computed again in the backward pass:
+memory is O(chunk * t). Keys after a chunk's last query are skipped, which halves the work of causal
+attention. On a CPU the scores of a few heads stay in the cache, so attention with a table is about
+as fast as PyTorch's own kernel without one. Sums are in a fixed order, so repeated runs give
+bitwise identical results.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: n heads, m key/value
-heads, c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk:
+n heads, m key/value heads, c queries, l keys.
 """
 
 import math
@@ -28,9 +30,10 @@ from kerple.attention.call import AttentionCall
 from kerple.attention.span import Span
 from kerple.attention.tables import PositionTables
 
-# Scores this far below the maximum of their row (probabilities below e^-40), and weights below this fraction of the
-# head's largest weight, are treated as masked. They are below float32's precision, but products and gradients turn them
-# into denormal numbers, with which a CPU multiplies thirty times slower.
+# Scores this far below the maximum of their row (probabilities below e^-40), and weights below this
+# fraction of the head's largest weight, are treated as masked. They are below float32's precision,
+# but products and gradients turn them into denormal numbers, with which a CPU multiplies thirty
+# times slower.
 MIN_SCORE = -40.0
 MIN_WEIGHT = 1e-10
 
@@ -61,18 +64,32 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     for first in range(0, call.q_len, rows):
         last = min(first + rows, call.q_len)
         keys = call.keys(slice(call.offset + first, call.offset + last))
-        chunk = partial(attend_to_chunk, call=call, first_query=call.offset + first, first_key=keys.start)
-        states = (call.query[:, :, first:last], call.key[:, :, keys], call.value[:, :, keys], call.tables.scores)
+        chunk = partial(
+            attend_to_chunk, call=call, first_query=call.offset + first, first_key=keys.start
+        )
+        states = (
+            call.query[:, :, first:last],
+            call.key[:, :, keys],
+            call.value[:, :, keys],
+            call.tables.scores,
+        )
         if torch.is_grad_enabled():
-            # The state of the random number generators is restored, so both passes drop the same probabilities.
-            contexts.append(checkpoint(chunk, *states, use_reentrant=False, preserve_rng_state=call.dropout_p > 0))
+            # The state of the random number generators is restored, so both passes drop the same
+            # probabilities.
+            contexts.append(
+                checkpoint(
+                    chunk, *states, use_reentrant=False, preserve_rng_state=call.dropout_p > 0
+                )
+            )
         else:
             contexts.append(chunk(*states))
     return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
 
 
 def _attend_to_single_query(call: AttentionCall) -> Tensor:
-    """Single-token decoding: one row of scores, whose distances are those of a table in reverse order."""
+    """Single-token decoding: one row of scores, whose distances are those of a table in reverse
+    order.
+    """
     max_kv_len, dtype = call.max_kv_len, call.compute_dtype
     key, value = call.key[:, :, -max_kv_len:], call.value[:, :, -max_kv_len:]
     # The queries of all heads that share a key/value head are the rows of one matrix.
@@ -84,9 +101,12 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     if weight is not None:
         weight = weight[:, :max_kv_len].flip(-1).unflatten(0, group)
     if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
-        # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a float32 mask with it.
+        # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a
+        # float32 mask with it.
         mask = None if bias is None else bias.to(dtype)
-        context: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scale)
+        context: Tensor = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=call.scale
+        )
         return context.reshape(call.context_shape)
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
     if weight is not None:
@@ -100,15 +120,15 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
 
 
 def _by_kv_head(states: Tensor, key: Tensor) -> Tensor:
-    """`[n, c, ...]` -> `[m, n/m c, ...]`: the rows of all heads that share a key/value head of `[m, l, d]` are the rows
-    of one matrix.
+    """`[n, c, ...]` -> `[m, n/m c, ...]`: the rows of all heads that share a key/value head of
+    `[m, l, d]` are the rows of one matrix.
     """
     return states.view(len(key), -1, states.shape[-1])
 
 
 class _ChunkScores:
-    """Computes the probabilities of a chunk, in both passes. The chunk's queries are in reverse order, as its tables
-    require (see `ToeplitzTable`).
+    """Computes the probabilities of a chunk, in both passes. The chunk's queries are in reverse
+    order, as its tables require (see `ToeplitzTable`).
     """
 
     def __init__(self, plan: ChunkPlan, call: AttentionCall, like: Tensor):
@@ -124,20 +144,28 @@ class _ChunkScores:
         if bias is not None and avoids_denormals:
             visible = bias[:, : plan.max_kv_len]
             self.steep_heads = (visible.amin(dim=1) - visible.amax(dim=1) < MIN_SCORE).tolist()
-        # A query sees at least itself, at distance 0. Elsewhere than on a CPU, asking would wait for the device.
+        # A query sees at least itself, at distance 0. Elsewhere than on a CPU, asking would wait
+        # for the device.
         self.may_be_empty = bias is not None
         if bias is not None and like.device.type == "cpu":
             self.may_be_empty = bool((bias[:, 0] == float("-inf")).any())
-        self.bias = ToeplitzTable(plan, 1 if bias is None else plan.heads, float("-inf"), like).load(bias)
-        self.weight = None if weight is None else ToeplitzTable(plan, plan.heads, 0.0, like).load(weight)
-        # Without a bias the table is only a mask. Without a window, it masks only pairs of a chunk's last `rows` keys.
+        self.bias = ToeplitzTable(
+            plan, 1 if bias is None else plan.heads, float("-inf"), like
+        ).load(bias)
+        self.weight = (
+            None if weight is None else ToeplitzTable(plan, plan.heads, 0.0, like).load(weight)
+        )
+        # Without a bias the table is only a mask. Without a window, it masks only pairs of a
+        # chunk's last `rows` keys.
         self.only_causal = bias is None and plan.max_kv_len == plan.kv_len
         reverse = torch.arange(plan.rows - 1, -1, -1, device=like.device)
         self.reverse_order = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
 
     def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
         """A chunk's rows of `[n, s, d]`, last query first: `[n, c, d]`."""
-        return states.narrow(1, chunk.first_query, chunk.rows).index_select(1, self.reverse_order[chunk.rows])
+        return states.narrow(1, chunk.first_query, chunk.rows).index_select(
+            1, self.reverse_order[chunk.rows]
+        )
 
     def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
         """Write a chunk's rows, last query first, to `[n, s, d]`."""
@@ -147,11 +175,15 @@ class _ChunkScores:
     def products(self, query: Tensor, key: Tensor, out: Tensor) -> Tensor:
         """scale * q.k of `[n, c, d]` and `[m, l, d]`, in `out` `[n, c, l]`."""
         rows = _by_kv_head(out, key)
-        torch.baddbmm(rows, _by_kv_head(query, key), key.transpose(1, 2), beta=0, alpha=self.scale, out=rows)
+        torch.baddbmm(
+            rows, _by_kv_head(query, key), key.transpose(1, 2), beta=0, alpha=self.scale, out=rows
+        )
         return out
 
     def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
-        """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no weight."""
+        """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no
+        weight.
+        """
         self.multiply_weight(first_head, products, out)
         scores, bias = self.bias.align(first_head, out)
         if self.only_causal:
@@ -174,7 +206,9 @@ class _ChunkScores:
 
 
 class _SeededDropout:
-    """Dropout of probabilities that is repeated in the backward pass, chunk by chunk in the same order."""
+    """Dropout of probabilities that is repeated in the backward pass, chunk by chunk in the same
+    order.
+    """
 
     def __init__(self, probability: float, seed: int, device: torch.device):
         self.keep = 1.0 - probability
@@ -182,7 +216,11 @@ class _SeededDropout:
 
     def factors(self, probabilities: Tensor) -> Tensor:
         """0, or 1 / (1 - p)."""
-        return torch.empty_like(probabilities).bernoulli_(self.keep, generator=self.generator).div_(self.keep)
+        return (
+            torch.empty_like(probabilities)
+            .bernoulli_(self.keep, generator=self.generator)
+            .div_(self.keep)
+        )
 
 
 class _Workspace:
@@ -218,7 +256,9 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
         call = _restored_call(ctx.saved_tensors, ctx.scale, ctx.span, ctx.dropout_p)
         with without_autocast(call.query.device):
-            grads = _chunked_backward(call, ctx.plan, ctx.seed, grad_context, *ctx.needs_input_grad[4:6])
+            grads = _chunked_backward(
+                call, ctx.plan, ctx.seed, grad_context, *ctx.needs_input_grad[4:6]
+            )
         return None, *grads
 
 
@@ -227,14 +267,24 @@ def _draw_seed(call: AttentionCall) -> int:
     return int(torch.randint(2**62, (), device="cpu")) if call.dropout_p else 0
 
 
-def _restored_call(tensors: Sequence[Tensor | None], scale: float, span: Span, dropout_p: float) -> AttentionCall:
+def _restored_call(
+    tensors: Sequence[Tensor | None], scale: float, span: Span, dropout_p: float
+) -> AttentionCall:
     """The call with these query, key, value, bias table and weight table."""
     query, key, value, bias_table, weight_table = tensors
     assert query is not None
     assert key is not None
     assert value is not None
     tables = PositionTables(bias=bias_table, weight=weight_table)
-    return AttentionCall(query=query, key=key, value=value, scale=scale, tables=tables, span=span, dropout_p=dropout_p)
+    return AttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        scale=scale,
+        tables=tables,
+        span=span,
+        dropout_p=dropout_p,
+    )
 
 
 def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
@@ -251,10 +301,14 @@ def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
     kv_groups = [plan.split_kv(states.to(like.dtype)) for states in (key, value)]
 
     # One matrix of scores at a time.
-    for head, queries, contexts, keys, values in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
+    for head, queries, contexts, keys, values in zip(
+        plan.first_heads(), *groups, *kv_groups, strict=True
+    ):
         for chunk in plan.chunks:
             matrix = workspace(len(queries), chunk.rows, chunk.keys)
-            chunk_key, chunk_value = (states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values))
+            chunk_key, chunk_value = (
+                states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values)
+            )
             scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
             scores.probabilities(head, matrix, out=matrix)
             if dropout is not None:
@@ -279,7 +333,8 @@ def _chunked_backward(
     scores = _ChunkScores(plan, call, like)
     grads = [like.new_empty(states.shape) for states in (call.query, call.key, call.value)]
 
-    # The first chunk of a group writes the gradients of all keys, unless a window excludes some of them.
+    # The first chunk of a group writes the gradients of all keys, unless a window excludes some of
+    # them.
     first_chunk_writes = plan.max_chunk_keys == plan.kv_len
     if not first_chunk_writes:
         for grad in grads[1:]:
@@ -289,9 +344,16 @@ def _chunked_backward(
     grad_bias = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_bias else None
     grad_weight = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_weight else None
     scores_size = plan.group_size * plan.rows * plan.max_chunk_keys
-    products_workspace, grad_workspace = _Workspace(scores_size, like), _Workspace(scores_size, like)
-    weighted_workspace = products_workspace if scores.weight is None else _Workspace(scores_size, like)
-    states_workspace = _Workspace(plan.group_size * plan.max_chunk_keys * max(head_size, call.value.shape[3]), like)
+    products_workspace, grad_workspace = (
+        _Workspace(scores_size, like),
+        _Workspace(scores_size, like),
+    )
+    weighted_workspace = (
+        products_workspace if scores.weight is None else _Workspace(scores_size, like)
+    )
+    states_workspace = _Workspace(
+        plan.group_size * plan.max_chunk_keys * max(head_size, call.value.shape[3]), like
+    )
     groups = [plan.split(states.to(dtype)) for states in (call.query, grad_context, grads[0])]
     kv_groups = [plan.split_kv(states.to(dtype)) for states in (call.key, call.value, *grads[1:])]
 
@@ -310,7 +372,10 @@ def _chunked_backward(
 
             # Value, and the gradient of the probabilities.
             grad = grad_workspace(*shape)
-            grad_rows, chunk_grad_context = _by_kv_head(grad, keys), _by_kv_head(chunk_grad_context, keys)
+            grad_rows, chunk_grad_context = (
+                _by_kv_head(grad, keys),
+                _by_kv_head(chunk_grad_context, keys),
+            )
             torch.bmm(chunk_grad_context, chunk_value.transpose(1, 2), out=grad_rows)
             dropped = probabilities
             if dropout is not None:
@@ -319,10 +384,14 @@ def _chunked_backward(
                 dropped = factors.mul_(probabilities)
             overwrite = first_chunk_writes and index == 0 and head % call.queries_per_kv == 0
             dropped = _by_kv_head(dropped, keys)
-            _add_product(chunk_grad_value, dropped, chunk_grad_context, 1.0, overwrite, states_workspace)
+            _add_product(
+                chunk_grad_value, dropped, chunk_grad_context, 1.0, overwrite, states_workspace
+            )
 
             # Through the softmax, in place.
-            torch.ops.aten._softmax_backward_data.out(grad, probabilities, -1, dtype, grad_input=grad)
+            torch.ops.aten._softmax_backward_data.out(
+                grad, probabilities, -1, dtype, grad_input=grad
+            )
             if grad_bias is not None:
                 grad_bias.add_gradient(head, grad)
             if grad_weight is not None:
@@ -334,20 +403,31 @@ def _chunked_backward(
             rows = states_workspace(*chunk_query.shape)
             torch.baddbmm(rows, grad_rows, chunk_key, beta=0, alpha=call.scale, out=rows)
             scores.write_reversed(grad_queries, chunk, rows.view(*shape[:2], head_size))
-            _add_product(chunk_grad_key, grad_rows, chunk_query, call.scale, overwrite, states_workspace)
+            _add_product(
+                chunk_grad_key, grad_rows, chunk_query, call.scale, overwrite, states_workspace
+            )
 
     grad_tables: list[Tensor | None] = [None, None]
     if grad_bias is not None and call.tables.bias is not None:
         grad_tables[0] = grad_bias.to_table(call.tables.bias.shape[1]).to(call.tables.bias.dtype)
     if grad_weight is not None and call.tables.weight is not None:
-        grad_tables[1] = grad_weight.to_table(call.tables.weight.shape[1]).to(call.tables.weight.dtype)
+        grad_tables[1] = grad_weight.to_table(call.tables.weight.shape[1]).to(
+            call.tables.weight.dtype
+        )
     return *(grad.to(call.query.dtype) for grad in grads), *grad_tables
 
 
 def _add_product(
-    target: Tensor, left: Tensor, right: Tensor, scale: float, overwrite: bool, workspace: _Workspace
+    target: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: float,
+    overwrite: bool,
+    workspace: _Workspace,
 ) -> None:
-    """Add scale * left^T right, of `[m, n/m c, l]` and `[m, n/m c, d]`, to `[m, l, d]`, or overwrite it."""
+    """Add scale * left^T right, of `[m, n/m c, l]` and `[m, n/m c, d]`, to `[m, l, d]`, or
+    overwrite it.
+    """
     left = left.transpose(1, 2)
     if overwrite or target.is_contiguous():
         torch.baddbmm(target, left, right, beta=0 if overwrite else 1, alpha=scale, out=target)
@@ -407,11 +487,15 @@ def _operator_backward(
     tensors = query, key, value, bias_table, weight_table
     call = _restored_call(tensors, scale, Span(window), dropout_p)
     with without_autocast(query.device):
-        grads = _chunked_backward(call, ChunkPlan.for_call(call), int(seed), grad_context, needs_bias, needs_weight)
+        grads = _chunked_backward(
+            call, ChunkPlan.for_call(call), int(seed), grad_context, needs_bias, needs_weight
+        )
     return [grad.contiguous() for grad in grads if grad is not None]
 
 
-_backward_operator = torch.library.custom_op(f"{_NAMESPACE}::attention_backward", _operator_backward, mutates_args=())
+_backward_operator = torch.library.custom_op(
+    f"{_NAMESPACE}::attention_backward", _operator_backward, mutates_args=()
+)
 
 
 @_backward_operator.register_fake
@@ -444,7 +528,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _gradients(ctx: Any, grad_context: Tensor, grad_seed: None) -> tuple[Tensor | None, ...]:
     needs_bias, needs_weight = ctx.needs_input_grad[3:5]
-    grads = _backward_operator(grad_context, *ctx.saved_tensors, *ctx.constants, needs_bias, needs_weight)
+    grads = _backward_operator(
+        grad_context, *ctx.saved_tensors, *ctx.constants, needs_bias, needs_weight
+    )
     states, tables = grads[:3], grads[3:]
     grad_bias = tables.pop(0) if needs_bias else None
     grad_weight = tables.pop(0) if needs_weight else None

@@ -1,8 +1,10 @@
-"""PyTorch's FlexAttention: as a backend, and `score_mod` for models that call FlexAttention themselves.
+"""PyTorch's FlexAttention: as a backend, and `score_mod` for models that call FlexAttention
+themselves.
 
-On a GPU FlexAttention is compiled, for each number of queries and keys, and sums the tables' gradients with atomics, so
-two runs may differ in the last bits. For a single query it is not compiled: in decoding, each token would need another
-kernel, and there is only one row of scores. On a CPU it is not compiled and has no backward pass.
+On a GPU FlexAttention is compiled, for each number of queries and keys, and sums the tables'
+gradients with atomics, so two runs may differ in the last bits. For a single query it is not
+compiled: in decoding, each token would need another kernel, and there is only one row of scores. On
+a CPU it is not compiled and has no backward pass.
 
 Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, δ distance.
 """
@@ -23,7 +25,8 @@ from kerple.positional import PositionalMethod
 
 # Queries and keys of a block: FlexAttention skips blocks without visible pairs.
 BLOCK = 128
-# torch.compile's limit is 8, after which it would run FlexAttention uncompiled, with all scores in memory.
+# torch.compile's limit is 8, after which it would run FlexAttention uncompiled, with all scores in
+# memory.
 MAX_KERNELS = 64
 # FlexAttention's score_mod: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -31,41 +34,61 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: int | None = None) -> ScoreMod:
-    """A positional method as a `score_mod`: weight(δ) * score + bias(δ), and -inf for keys after the query.
+def score_mod(
+    method: PositionalMethod, query: Tensor, key: Tensor, *, offset: int | None = None
+) -> ScoreMod:
+    """A positional method as a `score_mod`: weight(δ) * score + bias(δ), and -inf for keys after
+    the query.
 
-        flex_attention(query, key, value, score_mod=score_mod(method, query, key), block_mask=block_mask)
+        flex_attention(query, key, value, score_mod=score_mod(method, query, key),
+        block_mask=block_mask)
 
-    Bias and weight are evaluated here, as tables over the distances 0 ... t - 1. Create a new score_mod after each
-    optimizer step and for other lengths. Gradients reach the method's parameters where FlexAttention computes
-    gradients: compiled, on a GPU.
+    Bias and weight are evaluated here, as tables over the distances 0 ... t - 1. Create a new
+    score_mod after each optimizer step and for other lengths. Gradients reach the method's
+    parameters where FlexAttention computes gradients: compiled, on a GPU.
 
     Args:
         method: a method whose bias or weight is a function of the distance.
         query, key: `[b, h, s, d]` and `[b, g, t, d]`, as for FlexAttention.
-        offset: the position of the first query. By default t - s: the queries are the last positions. In a cache with
-            free places behind the last position, the number of positions before the queries.
+        offset: the position of the first query. By default t - s: the queries are the last
+            positions. In a cache with free places behind the last position, the number of positions
+            before the queries.
 
-    Attention is causal without a `block_mask`, too; a causal `block_mask` saves the time for masked keys. Positions
-    beyond the t keys give NaN: the score_mod was created for shorter tensors. Fewer queries than s are the first of
-    them, because FlexAttention tells a score_mod the index of a query, but not the number of queries.
+    Attention is causal without a `block_mask`, too; a causal `block_mask` saves the time for masked
+    keys. Positions beyond the t keys give NaN: the score_mod was created for shorter tensors. Fewer
+    queries than s are the first of them, because FlexAttention tells a score_mod the index of a
+    query, but not the number of queries.
 
-    Raises ValueError for a method that has neither bias nor weight, and for queries beyond the keys.
+    Raises ValueError for a method that has neither bias nor weight, and for queries beyond the
+    keys.
     """
     if not method.hooks & {"bias", "weight"}:
         hint = ""
         if "rotate" in method.hooks:
             hint = "; apply its rotate to queries and keys before attention"
         if "modify_scores" in method.hooks:
-            hint = "; its modify_scores uses the scores of other heads or keys, which a score_mod cannot access"
+            hint = (
+                "; its modify_scores uses the scores of other heads or keys, which a score_mod "
+                "cannot access"
+            )
         if "decay" in method.hooks:
-            hint = "; append its decay to queries, keys and values before attention (kerple.positional.append_decay)"
-        raise ValueError(f"{type(method).__name__} has no bias or weight over distance, so it has no score_mod{hint}")
+            hint = (
+                "; append its decay to queries, keys and values before attention "
+                "(kerple.positional.append_decay)"
+            )
+        raise ValueError(
+            f"{type(method).__name__} has no bias or weight over distance, so it has no "
+            f"score_mod{hint}"
+        )
     s, t = query.shape[-2], key.shape[-2]
     first = t - s if offset is None else offset
     if not 0 <= first <= t - s:
-        raise ValueError(f"score_mod: {s} queries from position {first} do not fit into {t} keys; check offset")
-    modify = table_score_mod(*tables(method, t, key.device), lambda batch, query, key: query + first - key)
+        raise ValueError(
+            f"score_mod: {s} queries from position {first} do not fit into {t} keys; check offset"
+        )
+    modify = table_score_mod(
+        *tables(method, t, key.device), lambda batch, query, key: query + first - key
+    )
 
     def causal(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         known = (query + first < t) & (key < t)
@@ -75,7 +98,9 @@ def score_mod(method: PositionalMethod, query: Tensor, key: Tensor, *, offset: i
     return causal
 
 
-def table_score_mod(bias: Tensor | None, weight: Tensor | None, distance_of: Distance, causal: bool = True) -> ScoreMod:
+def table_score_mod(
+    bias: Tensor | None, weight: Tensor | None, distance_of: Distance, causal: bool = True
+) -> ScoreMod:
     """weight(δ) * score + bias(δ) with tables over distance, `[h, length]`; see `score_mod`.
 
     Keys beyond the tables, which a mask excludes, get the values of the last distance.
@@ -106,16 +131,27 @@ def flex_attention(call: AttentionCall) -> Tensor:
     if call.documents is not None:
         mask, distance_of = _document_mask(call, call.documents)
     else:
-        mask = _block_mask(call.q_len, call.kv_len, call.span.window, call.query.device, call.span.causal)
+        mask = _block_mask(
+            call.q_len, call.kv_len, call.span.window, call.query.device, call.span.causal
+        )
         distance_of = lambda batch, query, key: query + call.offset - key  # noqa: E731
     modify = None
     if call.has_tables:
-        modify = table_score_mod(call.tables.bias, call.tables.weight, distance_of, call.span.causal)
+        modify = table_score_mod(
+            call.tables.bias, call.tables.weight, distance_of, call.span.causal
+        )
     if call.key_mask is not None:
         modify = _masked_score_mod(modify, call.key_mask)
-    compiled = call.query.device.type == "cuda" and call.q_len > 1 and not torch.compiler.is_compiling()
+    compiled = (
+        call.query.device.type == "cuda" and call.q_len > 1 and not torch.compiler.is_compiling()
+    )
     run = _run_compiled if compiled else _flex_module().flex_attention
-    options = {"score_mod": modify, "block_mask": mask, "scale": call.scale, "enable_gqa": call.queries_per_kv > 1}
+    options = {
+        "score_mod": modify,
+        "block_mask": mask,
+        "scale": call.scale,
+        "enable_gqa": call.queries_per_kv > 1,
+    }
     context: Tensor = run(call.query, call.key, call.value, **options)
     return context
 
@@ -152,9 +188,9 @@ def _run_compiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
             context: Tensor = _compiled_flex_attention()(query, key, value, **options)
         except exc.FailOnRecompileLimitHit as error:
             raise RuntimeError(
-                f"attention-backend 'flex' compiles a kernel for each number of queries and keys, and this process has "
-                f"compiled {limit}; use another backend or fewer different lengths, or raise "
-                "torch._dynamo.config.recompile_limit"
+                "attention-backend 'flex' compiles a kernel for each number of queries and keys, "
+                f"and this process has compiled {limit}; use another backend or fewer different "
+                "lengths, or raise torch._dynamo.config.recompile_limit"
             ) from error
     return context
 
@@ -170,7 +206,10 @@ def _document_mask(call: AttentionCall, documents: Documents) -> tuple[Any, Dist
         return query_positions[batch, query] - documents.positions[batch, key]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance, same = distance_of(batch, query, key), query_ids[batch, query] == documents.ids[batch, key]
+        distance, same = (
+            distance_of(batch, query, key),
+            query_ids[batch, query] == documents.ids[batch, key],
+        )
         return same & (distance >= nearest) & (distance < distances)
 
     shape = (len(documents.ids), None, call.q_len, call.kv_len)
@@ -178,9 +217,11 @@ def _document_mask(call: AttentionCall, documents: Documents) -> tuple[Any, Dist
 
 
 @lru_cache(maxsize=64)
-def _block_mask(s: int, t: int, window: int | None, device: torch.device, causal: bool = True) -> Any:
-    """The `BlockMask` of s queries, the last (if not causal, the first) of t positions. `create_block_mask` would need
-    a matrix `[s, t]`.
+def _block_mask(
+    s: int, t: int, window: int | None, device: torch.device, causal: bool = True
+) -> Any:
+    """The `BlockMask` of s queries, the last (if not causal, the first) of t positions.
+    `create_block_mask` would need a matrix `[s, t]`.
     """
     offset, distances = t - s if causal else 0, max(s, t) if window is None else window
     nearest = 0 if causal else 1 - distances
@@ -197,7 +238,9 @@ def _block_mask(s: int, t: int, window: int | None, device: torch.device, causal
         last_key = first_key + BLOCK - 1
         some = (first_key + nearest <= last_query) & (last_key > first_query - distances)
         complete = (last_key < t) & (first_query + BLOCK <= offset + s)
-        every = complete & (last_key + nearest <= first_query) & (first_key > last_query - distances)
+        every = (
+            complete & (last_key + nearest <= first_query) & (first_key > last_query - distances)
+        )
         blocks = [_visible_first(mask) for mask in (some & ~every, every)]
         return _flex_module().BlockMask.from_kv_blocks(
             *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
@@ -205,8 +248,8 @@ def _block_mask(s: int, t: int, window: int | None, device: torch.device, causal
 
 
 def _visible_first(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Bool `[blocks of queries, blocks of keys]` -> the number of True blocks of keys in each row, and the indices of
-    all, the True ones first; int32, for one sample and head.
+    """Bool `[blocks of queries, blocks of keys]` -> the number of True blocks of keys in each row,
+    and the indices of all, the True ones first; int32, for one sample and head.
     """
     counts, indices = blocks.sum(dim=1), blocks.int().argsort(dim=1, descending=True, stable=True)
     return counts.int()[None, None], indices.int()[None, None]

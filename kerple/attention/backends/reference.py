@@ -1,6 +1,7 @@
 """The reference backend: all scores in memory, in float32 (float64 for float64 inputs).
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk:
+c queries, l keys.
 """
 
 import torch
@@ -20,7 +21,13 @@ def reference_attention(call: AttentionCall) -> Tensor:
         first_key = call.keys(slice(call.offset, call.offset + call.q_len)).start
     key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
     return attend_to_chunk(
-        call.query, key, value, call.tables.scores, call=call, first_query=call.offset, first_key=first_key
+        call.query,
+        key,
+        value,
+        call.tables.scores,
+        call=call,
+        first_query=call.offset,
+        first_key=first_key,
     )
 
 
@@ -34,16 +41,19 @@ def attend_to_chunk(
     first_query: int,
     first_key: int,
 ) -> Tensor:
-    """Attention of `[b, h, c, d]` queries and `[b, g, l, d]` keys at consecutive positions, with all their scores in
-    memory. `call` says how scores are computed.
+    """Attention of `[b, h, c, d]` queries and `[b, g, l, d]` keys at consecutive positions, with
+    all their scores in memory. `call` says how scores are computed.
     """
     # Positions, and states in the dtype of the computation.
     queries = slice(first_query, first_query + query.shape[2])
     keys = slice(first_key, first_key + key.shape[2])
     dtype = call.compute_dtype
 
-    # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once more.
-    contiguous = [states.to(dtype, memory_format=torch.contiguous_format) for states in (query, key, value)]
+    # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once
+    # more.
+    contiguous = [
+        states.to(dtype, memory_format=torch.contiguous_format) for states in (query, key, value)
+    ]
     flat_query, flat_key, flat_value = (states.flatten(0, 1) for states in contiguous)
 
     # The queries of all heads that share a key/value head are the rows of one matrix.
@@ -52,16 +62,22 @@ def attend_to_chunk(
     key_positions = torch.arange(keys.start, keys.stop, device="cpu") + call.dropped
     if call.products is None:
         flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
-        scores = torch.baddbmm(flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale)
+        scores = torch.baddbmm(
+            flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale
+        )
         scores = scores.view(*query.shape[:3], key.shape[2])
     else:
-        scores = call.products(contiguous[0], contiguous[1], query_positions, key_positions, call.scale)
+        scores = call.products(
+            contiguous[0], contiguous[1], query_positions, key_positions, call.scale
+        )
 
     # The method's own scores, or bias and weight by distance.
     mask = call.mask(queries, keys)
     if call.modify_scores is not None:
         scores = call.modify_scores(
-            Chunk(scores, query, query_positions, key_positions, mask, score_table, call.span.causal)
+            Chunk(
+                scores, query, query_positions, key_positions, mask, score_table, call.span.causal
+            )
         )
     elif call.has_tables:
         distance = call.distances(queries, keys)
@@ -80,7 +96,9 @@ def attend_to_chunk(
 
 
 def softmax_or_zero(scores: Tensor) -> Tensor:
-    """The softmax over the last dimension; zero for rows that are -inf everywhere, which have no visible key."""
+    """The softmax over the last dimension; zero for rows that are -inf everywhere, which have no
+    visible key.
+    """
     is_empty = scores.amax(dim=-1, keepdim=True) == float("-inf")
     return scores.masked_fill(is_empty, 0.0).softmax(dim=-1).masked_fill(is_empty, 0.0)
 

@@ -22,9 +22,9 @@ MAX_FLASH_SIZE = 256
 def sdpa_attention(call: AttentionCall) -> Tensor:
     """Like `attend`, without a weight.
 
-    If PyTorch's causal mask, or none, is not enough, each chunk of queries gets a mask that contains the bias. So
-    `[b, h, s, t]` is never in memory, unless autograd saves the masks. On a GPU the mask must have the query's dtype,
-    which rounds the bias.
+    If PyTorch's causal mask, or none, is not enough, each chunk of queries gets a mask that
+    contains the bias. So `[b, h, s, t]` is never in memory, unless autograd saves the masks. On a
+    GPU the mask must have the query's dtype, which rounds the bias.
     """
     if call.tables.bias is None and call.is_plain and not call.has_pair_mask:
         return _attend(call, call.query, call.key, call.value, is_causal=call.span.causal)
@@ -62,8 +62,15 @@ def _attend(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """PyTorch's kernel for some of a call's queries and keys, and a mask `[s, t]` or `[b or 1, h or 1, s, t]`."""
-    attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, is_causal=is_causal, scale=call.scale)
+    """PyTorch's kernel for some of a call's queries and keys, and a mask `[s, t]` or
+    `[b or 1, h or 1, s, t]`.
+    """
+    attend = partial(
+        F.scaled_dot_product_attention,
+        dropout_p=call.dropout_p,
+        is_causal=is_causal,
+        scale=call.scale,
+    )
     if call.queries_per_kv == 1:
         return attend(query, key, value, attn_mask)
     if _supports_gqa(query, attn_mask):
@@ -80,8 +87,9 @@ def _attend(
 
 
 def _supports_gqa(query: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether a kernel of PyTorch shares key/value heads between query heads. On a GPU, only FlashAttention does; for
-    other calls with `enable_gqa`, PyTorch repeats keys and values and stores all scores.
+    """Whether a kernel of PyTorch shares key/value heads between query heads. On a GPU, only
+    FlashAttention does; for other calls with `enable_gqa`, PyTorch repeats keys and values and
+    stores all scores.
     """
     if query.device.type == "cpu":
         return True

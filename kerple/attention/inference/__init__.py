@@ -1,1 +1,3 @@
-"""Attention at inference, for texts longer than those of training: modes, their names, and the computation."""
+"""Attention at inference, for texts longer than those of training: modes, their names, and the
+computation.
+"""

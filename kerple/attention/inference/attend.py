@@ -1,12 +1,14 @@
 """Attention in modes with sinks, or with a distance map of a rotation, in chunks of queries.
 
-A chunk of queries attends to at most two ranges of keys: the sinks, and the keys from its window on. The scores of both
-are computed with all hooks of the positional method, at the distances that the mode defines, and share one softmax.
-Methods whose scores depend on several keys get both ranges at once, because the keys between them, which are masked,
-have no influence. The cost is proportional to the number of keys in these ranges, but for DAPE, whose table has all
-distances up to the query's position. Only the scores of one chunk are in memory.
+A chunk of queries attends to at most two ranges of keys: the sinks, and the keys from its window
+on. The scores of both are computed with all hooks of the positional method, at the distances that
+the mode defines, and share one softmax. Methods whose scores depend on several keys get both ranges
+at once, because the keys between them, which are masked, have no influence. The cost is
+proportional to the number of keys in these ranges, but for DAPE, whose table has all distances up
+to the query's position. Only the scores of one chunk are in memory.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk: c queries, l keys.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; in a chunk:
+c queries, l keys.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,8 @@ from kerple.attention.tables import score_table, tables
 from kerple.positional import Chunk, PositionalMethod
 from kerple.positional.functional import positions_on
 
-# (first, end) -> (bias, weight) at the distances first ... end-1, mapped if the mode has a map: `[h, n]` or None.
+# (first, end) -> (bias, weight) at the distances first ... end-1, mapped if the mode has a map:
+# `[h, n]` or None.
 Tables = Callable[[int, int], tuple[Tensor | None, Tensor | None]]
 
 
@@ -42,22 +45,27 @@ def attend_in_mode(
     """Attention of one positional method in any mode that it supports, `[b, h, s, d]`.
 
     Args:
-        query: `[b, h, s, d]` at the positions from `start` on, before the method's rotation, scaled by the mode.
-        key, value: `[b, g, t, d]` before rotation. If t < start + s, positions are missing: between the sinks and the
-            window if the mode has sinks, otherwise before the window. No query may see a missing key.
-        start: the position of the first query, t - s by default: the keys of all positions are there.
+        query: `[b, h, s, d]` at the positions from `start` on, before the method's rotation, scaled
+            by the mode.
+        key, value: `[b, g, t, d]` before rotation. If t < start + s, positions are missing: between
+            the sinks and the window if the mode has sinks, otherwise before the window. No query
+            may see a missing key.
+        start: the position of the first query, t - s by default: the keys of all positions are
+            there.
         scale: factor of q.k, 1 / sqrt(d) by default.
         tables_at: the method's bias and weight; by default those of all its heads.
         decay_sums: `[b, h, t]`, prefix sums of the keys' decays; None if the method has no decay.
 
-    Raises ValueError if the method does not support the mode, for more keys than positions, and if a query sees a
-    missing key.
+    Raises ValueError if the method does not support the mode, for more keys than positions, and if
+    a query sees a missing key.
     """
     # The mode, and which positions have no key.
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
-    if "decay" in method.hooks and decay_sums is None and scale is None:  # exported models have sums in their keys
+    if (
+        "decay" in method.hooks and decay_sums is None and scale is None
+    ):  # exported models have sums in their keys
         raise ValueError(f"{type(method).__name__} has a decay: pass decay_sums")
     s, t, device = query.shape[2], key.shape[2], query.device
     start = t - s if start is None else start
@@ -82,13 +90,17 @@ def attend_in_mode(
             chunk = query[:, :, first : first + rows]
             ranges = key_ranges(mode, queries)
             parts = [stored(keys, mode, missing) for keys in ranges]
-            keys_of_parts, values = ([states[:, :, part] for part in parts] for states in (key, value))
+            keys_of_parts, values = (
+                [states[:, :, part] for part in parts] for states in (key, value)
+            )
             scores = _scores(chunk, keys_of_parts, method, mode, queries, ranges, scale, tables_at)
             if decay_sums is not None:
                 query_sums = decay_sums[:, :, -s:][:, :, first : first + rows, None]
                 key_sums = torch.cat([decay_sums[:, :, None, part] for part in parts], dim=-1)
                 scores = scores + (query_sums - key_sums).to(scores.dtype)
-            contexts.append(_by_kv_head(scores.softmax(dim=-1), torch.cat(values, dim=2)).to(query.dtype))
+            contexts.append(
+                _by_kv_head(scores.softmax(dim=-1), torch.cat(values, dim=2)).to(query.dtype)
+            )
     return torch.cat(contexts, dim=2)
 
 
@@ -102,27 +114,30 @@ def key_ranges(mode: AttentionMode, queries: range) -> list[range]:
 
 
 def missing_keys(mode: AttentionMode, start: int, s: int, t: int) -> int:
-    """How many keys are missing if there are t for the positions up to the last of s queries, the first at `start`.
+    """How many keys are missing if there are t for the positions up to the last of s queries, the
+    first at `start`.
 
     Raises ValueError if there are more keys than positions, and if a query sees a missing key.
     """
     sinks, missing = mode.span.sinks, start + s - t
     if start < 0 or missing < 0:
         raise ValueError(
-            f"{s} queries from position {start} on, and {t} keys: there must be at least {s} keys, and none after the "
-            f"last query; pass the keys of all positions up to it, and start={max(0, t - s)} (the default)"
+            f"{s} queries from position {start} on, and {t} keys: there must be at least {s} keys, "
+            "and none after the last query; pass the keys of all positions up to it, and "
+            f"start={max(0, t - s)} (the default)"
         )
     if missing and mode.span.first_key(start) < sinks + missing:
         raise ValueError(
-            f"{t} keys for the positions 0 to {start + s - 1}: those of {sinks} to {sinks + missing - 1} are missing, "
-            f"but the query at position {start} attends to the keys from {mode.span.first_key(start)} on; pass them too"
+            f"{t} keys for the positions 0 to {start + s - 1}: those of {sinks} to "
+            f"{sinks + missing - 1} are missing, but the query at position {start} attends to the "
+            f"keys from {mode.span.first_key(start)} on; pass them too"
         )
     return missing
 
 
 def stored(keys: range, mode: AttentionMode, missing: int) -> slice:
-    """The places of keys of `key_ranges` among those of a text that lacks `missing` keys, after the sinks and before
-    the window.
+    """The places of keys of `key_ranges` among those of a text that lacks `missing` keys, after the
+    sinks and before the window.
     """
     begin = keys.start if keys.start < mode.span.sinks else keys.start - missing
     return slice(begin, begin + len(keys))
@@ -147,11 +162,16 @@ class Pairs(NamedTuple):
         """For ranges of positions in the text."""
         span = mode.span
         mask = span.mask(queries, keys, device)
-        query_positions, key_positions = (torch.arange(part.start, part.stop, device="cpu") for part in (queries, keys))
+        query_positions, key_positions = (
+            torch.arange(part.start, part.stop, device="cpu") for part in (queries, keys)
+        )
         if mode.reindexed and keys.start < span.sinks:
-            # In the cache, the query has the last of sinks + window positions, and the sinks have the first ones.
+            # In the cache, the query has the last of sinks + window positions, and the sinks have
+            # the first ones.
             query_positions = query_positions.clamp(max=span.max_kv_len(queries.stop) - 1)
-        query, key = (positions_on(positions, device) for positions in (query_positions, key_positions))
+        query, key = (
+            positions_on(positions, device) for positions in (query_positions, key_positions)
+        )
         distance = (query[:, None] - key).masked_fill(mask, 0)
         return cls(mask, query_positions, key_positions, distance)
 
@@ -171,7 +191,9 @@ class Pairs(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """A chunk of queries and a range of keys: queries after rotation `[b, h, c, d]`, and scale * q.k `[b, h, c, l]`."""
+    """A chunk of queries and a range of keys: queries after rotation `[b, h, c, d]`, and scale *
+    q.k `[b, h, c, l]`.
+    """
 
     query: Tensor
     scores: Tensor
@@ -188,8 +210,8 @@ def _scores(
     scale: float,
     tables_at: Tables,
 ) -> Tensor:
-    """The final scores of a chunk `[b, h, c, l]`, -inf for masked pairs, for all ranges of keys together. parts: the
-    keys of each range.
+    """The final scores of a chunk `[b, h, c, l]`, -inf for masked pairs, for all ranges of keys
+    together. parts: the keys of each range.
     """
     products = []
     for key, keys in zip(parts, ranges, strict=True):
@@ -199,14 +221,18 @@ def _scores(
     elif method.per_pair or len(products) == 1:
         finals = [_modified(part, method, mode) for part in products]
     else:
-        # Scores that depend on several keys. Masked keys affect others only if they are at most `lookahead` keys away.
+        # Scores that depend on several keys. Masked keys affect others only if they are at most
+        # `lookahead` keys away.
         sinks, window = products
         missing = min(method.lookahead, ranges[1].start - ranges[0].stop)
         final = _modified(_joined(sinks, window, missing), method, mode)
         first, _, second = final.split([len(ranges[0]), missing, len(ranges[1])], dim=-1)
         finals = [first, second]
     return torch.cat(
-        [scores.masked_fill(part.pairs.mask, float("-inf")) for scores, part in zip(finals, products, strict=True)],
+        [
+            scores.masked_fill(part.pairs.mask, float("-inf"))
+            for scores, part in zip(finals, products, strict=True)
+        ],
         dim=-1,
     )
 
@@ -223,7 +249,9 @@ def _range_products(
     pairs, distance_map = Pairs.of(mode, queries, keys, query.device), mode.distance_map
 
     def products(query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these positions."""
+        """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these
+        positions.
+        """
         states = query, key
         if "rotate" in method.hooks:
             states = mode.rotation(method).rotate(*states, query_positions, key_positions)
@@ -237,7 +265,9 @@ def _range_products(
         rotated, scores = products(pairs.query_positions, pairs.key_positions)
     if distance_map is not None and method.turns and pairs.farthest >= distance_map.near:
         _, far = products(*distance_map.far_positions(pairs.query_positions, pairs.key_positions))
-        scores = far if scores is None else torch.where(pairs.distance < distance_map.near, scores, far)
+        scores = (
+            far if scores is None else torch.where(pairs.distance < distance_map.near, scores, far)
+        )
     assert scores is not None
     return _Range(rotated, scores, pairs)
 
@@ -261,7 +291,9 @@ def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Te
     first, end = 0, int(pairs.query_positions[-1]) + 1
     if method.shift_invariant:  # its table need not begin at distance 0
         first, end = pairs.nearest, pairs.farthest + 1
-    table = score_table(method, end, part.scores.device, distance_map=mode.distance_map, first=first)
+    table = score_table(
+        method, end, part.scores.device, distance_map=mode.distance_map, first=first
+    )
     positions = pairs.query_positions - first, pairs.key_positions
     return method.final_scores(Chunk(part.scores, part.query, *positions, pairs.mask, table))
 
@@ -275,8 +307,8 @@ def _with_tables(part: _Range, tables_at: Tables) -> Tensor:
 
 
 def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
-    """`[b, h, c, n]` @ `[b, g, n, m]` -> `[b, h, c, m]` in at least float32. The rows of all heads that share a
-    key/value head are one matrix.
+    """`[b, h, c, n]` @ `[b, g, n, m]` -> `[b, h, c, m]` in at least float32. The rows of all heads
+    that share a key/value head are one matrix.
     """
     dtype = torch.promote_types(right.dtype, torch.float32)
     rows = left.to(dtype).unflatten(1, (right.shape[1], -1)).flatten(2, 3)

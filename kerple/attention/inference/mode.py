@@ -1,17 +1,20 @@
-"""Attention modes: how a trained model attends at inference, for texts longer than those of its training; their names.
+"""Attention modes: how a trained model attends at inference, for texts longer than those of its
+training; their names.
 
-A mode has four independent parts, none of which has parameters: the span of keys that a query attends to, a map of the
-distances, a scaling of the scores, and for rotary positions a scaling of the angles with the length of the text. Its
-name is a span, followed by any of `MODIFIERS`, at most one of each kind:
+A mode has four independent parts, none of which has parameters: the span of keys that a query
+attends to, a map of the distances, a scaling of the scores, and for rotary positions a scaling of
+the angles with the length of the text. Its name is a span, followed by any of `MODIFIERS`, at most
+one of each kind:
 
     full    window@512    full+clip@256    sinks@4+508    sinks@4+508+reindexed+logn
 
-It applies in every layer, so a token can depend on more tokens than one query attends to: with a window, on
-layers * (W - 1) earlier tokens.
+It applies in every layer, so a token can depend on more tokens than one query attends to: with a
+window, on layers * (W - 1) earlier tokens.
 
-Each mode has one canonical name: modifiers in the order of `MODIFIERS`, without optional arguments that equal their
-defaults (the training length, if it is known, and the factor 1 of dynamic-ntk), and without decimal places of whole
-numbers. With a training length of 128, `full+logn@128+linear` is `full+linear+logn`.
+Each mode has one canonical name: modifiers in the order of `MODIFIERS`, without optional arguments
+that equal their defaults (the training length, if it is known, and the factor 1 of dynamic-ntk),
+and without decimal places of whole numbers. With a training length of 128, `full+logn@128+linear`
+is `full+linear+logn`.
 
 Legend: s queries.
 """
@@ -33,7 +36,8 @@ from kerple.positional.distance_maps import Clip, DistanceMap, Group, Leaky, Lin
 
 @dataclass(frozen=True)
 class ScoreScaling:
-    """Base class: factors of the products q.k, by the position of the query. A bias is not multiplied.
+    """Base class: factors of the products q.k, by the position of the query. A bias is not
+    multiplied.
 
     The query itself is multiplied, so terms of CoPE and Transformer-XL that contain it are, too.
     """
@@ -46,8 +50,8 @@ class ScoreScaling:
 @dataclass(frozen=True)
 class LogLength(ScoreScaling):
     """max(1, ln n / ln length) for the query at position n - 1, whose text so far has n tokens (Su,
-    https://kexue.fm/archives/8823; Chiang and Cholak, arXiv 2202.12172). length: that of training. Raises ValueError if
-    it is below 2.
+    https://kexue.fm/archives/8823; Chiang and Cholak, arXiv 2202.12172). length: that of training.
+    Raises ValueError if it is below 2.
     """
 
     length: int
@@ -62,8 +66,8 @@ class LogLength(ScoreScaling):
 
 @dataclass(frozen=True)
 class YarnTemperature(ScoreScaling):
-    """1/t = (0.1 ln factor + 1)^2 (YaRN, arXiv 2309.00071, equation 22). factor: the ratio of the new length to that of
-    training. Raises ValueError if it is below 1.
+    """1/t = (0.1 ln factor + 1)^2 (YaRN, arXiv 2309.00071, equation 22). factor: the ratio of the
+    new length to that of training. Raises ValueError if it is below 1.
     """
 
     factor: float
@@ -73,16 +77,20 @@ class YarnTemperature(ScoreScaling):
             raise ValueError(f"yarn-temperature: the factor must be at least 1, not {self.factor}")
 
     def factors(self, positions: Tensor) -> Tensor:
-        return torch.full_like(positions, (0.1 * math.log(self.factor) + 1) ** 2, dtype=torch.float64)
+        return torch.full_like(
+            positions, (0.1 * math.log(self.factor) + 1) ** 2, dtype=torch.float64
+        )
 
 
 @dataclass(frozen=True)
 class DynamicNtk:
-    """NTK-aware scaling of rotations with a factor that grows with the text of N tokens: the base is multiplied
-    by (factor N / length - (factor - 1))^(r / (r - 2)) if N > length (transformers, modeling_rope_utils.py).
+    """NTK-aware scaling of rotations with a factor that grows with the text of N tokens: the base
+    is multiplied by (factor N / length - (factor - 1))^(r / (r - 2)) if N > length (transformers,
+    modeling_rope_utils.py).
 
-    `growth` is the expression in parentheses; `at_length` sets it. All tokens of a text use the same angles, so keys
-    can be cached. Raises ValueError if `factor` or `length`, that of training, is below 1.
+    `growth` is the expression in parentheses; `at_length` sets it. All tokens of a text use the
+    same angles, so keys can be cached. Raises ValueError if `factor` or `length`, that of training,
+    is below 1.
     """
 
     factor: float
@@ -91,11 +99,15 @@ class DynamicNtk:
 
     def __post_init__(self) -> None:
         if not 1 <= self.factor < math.inf or self.length < 1:
-            raise ValueError(f"dynamic-ntk: factor {self.factor} and length {self.length} must be at least 1")
+            raise ValueError(
+                f"dynamic-ntk: factor {self.factor} and length {self.length} must be at least 1"
+            )
 
     def at_length(self, length: int) -> "DynamicNtk":
         """For texts of up to `length` tokens."""
-        return replace(self, growth=self.factor * max(length, self.length) / self.length - (self.factor - 1))
+        return replace(
+            self, growth=self.factor * max(length, self.length) / self.length - (self.factor - 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -104,8 +116,9 @@ class AttentionMode:
 
     Attributes:
         span: the keys that a query attends to.
-        reindexed: distances to sinks are those in a cache of sinks + window tokens, in which the query has the last
-            position (StreamingLLM); otherwise those in the text (LM-Infinite without its limit on distances).
+        reindexed: distances to sinks are those in a cache of sinks + window tokens, in which the
+            query has the last position (StreamingLLM); otherwise those in the text (LM-Infinite
+            without its limit on distances).
         distance_map: applied to the distances before the bias or the rotation.
         scaling: multiplies the products of queries and keys.
         dynamic_ntk: the base of rotations.
@@ -119,12 +132,16 @@ class AttentionMode:
 
     def __post_init__(self) -> None:
         if not self.span.causal:
-            raise ValueError("inference modes are causal; for all keys, use Attention with causal=False")
+            raise ValueError(
+                "inference modes are causal; for all keys, use Attention with causal=False"
+            )
         if self.reindexed and not self.span.sinks:
             raise ValueError("reindexed distances are those to sinks, but the mode has none")
 
     def at_length(self, length: int) -> "AttentionMode":
-        """The mode for texts of up to `length` tokens, on which `linear` and `dynamic-ntk` depend."""
+        """The mode for texts of up to `length` tokens, on which `linear` and
+        `dynamic-ntk` depend.
+        """
         distance_map, dynamic_ntk = self.distance_map, self.dynamic_ntk
         if distance_map is None and dynamic_ntk is None:
             return self
@@ -136,18 +153,22 @@ class AttentionMode:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether attention depends on the length of the whole text, so that `at_length` must be called."""
+        """Whether attention depends on the length of the whole text, so that `at_length` must be
+        called.
+        """
         return self.at_length(1) != self
 
     def is_explicit(self, method: PositionalMethod | None) -> bool:
-        """Whether `attend_in_mode` computes the attention: positions of keys are not consecutive, or there are two
-        rotations. Otherwise backends do, with mapped tables.
+        """Whether `attend_in_mode` computes the attention: positions of keys are not consecutive,
+        or there are two rotations. Otherwise backends do, with mapped tables.
         """
-        return self.span.sinks > 0 or (self.distance_map is not None and method is not None and method.turns)
+        return self.span.sinks > 0 or (
+            self.distance_map is not None and method is not None and method.turns
+        )
 
     def for_layer(self, method: PositionalMethod) -> "AttentionMode":
-        """The mode in a layer with this method, if other layers have positions: without positions, distances and angles
-        have no effect.
+        """The mode in a layer with this method, if other layers have positions: without positions,
+        distances and angles have no effect.
         """
         if method.hooks:
             return self
@@ -158,13 +179,17 @@ class AttentionMode:
         if self.dynamic_ntk is None or self.dynamic_ntk.growth == 1:
             return method
         if self.dynamic_ntk.growth is None:
-            raise ValueError("dynamic-ntk depends on the length of the text: call at_length(length) first")
+            raise ValueError(
+                "dynamic-ntk depends on the length of the text: call at_length(length) first"
+            )
         stretched = method.stretched(self.dynamic_ntk.growth)
         assert stretched is not None  # see `unsupported_reason`
         return stretched
 
     def scale_query(self, query: Tensor, positions: Tensor) -> Tensor:
-        """Queries `[b, h, s, d]` at int64 positions `[s]` or `[b, 1, s]`, multiplied by the factors of their scores."""
+        """Queries `[b, h, s, d]` at int64 positions `[s]` or `[b, 1, s]`, multiplied by the factors
+        of their scores.
+        """
         if self.scaling is None:
             return query
         factors = self.scaling.factors(positions.to(query.device))
@@ -172,29 +197,41 @@ class AttentionMode:
         return (query.to(dtype) * factors.to(dtype)[..., None]).to(query.dtype)
 
     def unsupported_reason(self, method: PositionalMethod) -> str | None:
-        """Why a method does not support this mode, and what to do instead, as the rest of a sentence about it."""
+        """Why a method does not support this mode, and what to do instead, as the rest of a
+        sentence about it.
+        """
         special = self.span.sinks or self.distance_map is not None
         if special and method.length_dependent:
-            return "has angles that change with the length of the text; remove its scaling, or use full+dynamic-ntk"
+            return (
+                "has angles that change with the length of the text; remove its scaling, or use "
+                "full+dynamic-ntk"
+            )
         if method.interpolated and isinstance(self.distance_map, Linear):
-            return "has a scaling, which changes positions as linear does; use a mode without linear"
+            return (
+                "has a scaling, which changes positions as linear does; use a mode without linear"
+            )
         if method.score_scale != 1 and isinstance(self.scaling, YarnTemperature):
-            return "has scaling yarn, which contains the temperature; use a mode without yarn-temperature"
+            return (
+                "has scaling yarn, which contains the temperature; use a mode without "
+                "yarn-temperature"
+            )
         if self.dynamic_ntk is not None and method.stretched(1.0) is None:
             return (
-                "has no base that dynamic-ntk could change: it needs a rotation of more than 2 dimensions, without a "
-                "scaling or random positions"
+                "has no base that dynamic-ntk could change: it needs a rotation of more than 2 "
+                "dimensions, without a scaling or random positions"
             )
         if special and "decay" in method.hooks and method.hooks & {"rotate", "scale_qk"}:
             return (
-                "has both a decay and a rotation, which cannot be computed for keys that are not consecutive; use full"
+                "has both a decay and a rotation, which cannot be computed for keys that are not "
+                "consecutive; use full"
             )
         if self.reindexed and (
-            "modify_scores" in method.hooks or not (method.turns or method.hooks & {"bias", "weight"})
+            "modify_scores" in method.hooks
+            or not (method.turns or method.hooks & {"bias", "weight"})
         ):
             return (
-                "has no distances that could be counted within the cache (it modifies scores, or has absolute "
-                "positions or none); use sinks without reindexed"
+                "has no distances that could be counted within the cache (it modifies scores, or "
+                "has absolute positions or none); use sinks without reindexed"
             )
         if self.distance_map is not None:
             return self._unmapped_reason(method, self.distance_map)
@@ -203,22 +240,31 @@ class AttentionMode:
     def unsupported_by(
         self, methods: Sequence[PositionalMethod], windows: Sequence[int | None], name: str
     ) -> str | None:
-        """Why a model does not support this mode, and what to do instead, as the rest of a sentence about the mode;
-        None if it does. A model with a sliding window supports no blocks, no sinks and no wider window, which would
-        change no layer. Layers without positions support all distances if other layers have positions.
+        """Why a model does not support this mode, and what to do instead, as the rest of a sentence
+        about the mode; None if it does. A model with a sliding window supports no blocks, no sinks
+        and no wider window, which would change no layer. Layers without positions support all
+        distances if other layers have positions.
 
         methods, windows: of the layers. name: of the positional method.
         """
         span = self.span
         widest = None if None in windows else max((window or 0 for window in windows), default=None)
-        if any(windows) and (span.block is not None or span.sinks or (widest and (span.window or 0) > widest)):
+        if any(windows) and (
+            span.block is not None or span.sinks or (widest and (span.window or 0) > widest)
+        ):
             return (
-                "is not supported for models with sliding_window_width: a query attends to no keys outside of its "
-                "layer's window; use full, or window@W with a smaller W"
+                "is not supported for models with sliding_window_width: a query attends to no keys "
+                "outside of its layer's window; use full, or window@W with a smaller W"
             )
         has_positions = any(method.hooks for method in methods)
-        modes = [self.for_layer(method) for method in methods] if has_positions else [self] * len(methods)
-        reasons = [mode.unsupported_reason(method) for mode, method in zip(modes, methods, strict=True)]
+        modes = (
+            [self.for_layer(method) for method in methods]
+            if has_positions
+            else [self] * len(methods)
+        )
+        reasons = [
+            mode.unsupported_reason(method) for mode, method in zip(modes, methods, strict=True)
+        ]
         for layer, reason in enumerate(reasons):
             if reason is not None:
                 place = f" in layer {layer} (counted from 0)" if None in reasons else ""
@@ -231,14 +277,21 @@ class AttentionMode:
         if method.turns:
             if distance_map.piecewise_linear:
                 return None
-            return f"rotates by positions, so distance map {name}, which is not linear, cannot apply; use leaky@W,k"
+            return (
+                f"rotates by positions, so distance map {name}, which is not linear, cannot apply; "
+                "use leaky@W,k"
+            )
         device = next((parameter.device for parameter in method.parameters()), None)
-        has_table = "modify_scores" in method.hooks and method.mapped_table(torch.zeros(1, device=device)) is not None
+        has_table = (
+            "modify_scores" in method.hooks
+            and method.mapped_table(torch.zeros(1, device=device)) is not None
+        )
         if has_table or (method.hooks & {"bias", "weight"} and "rotate" not in method.hooks):
             return None
         return (
-            f"is not a function of the distance (absolute or sampled positions, positions that depend on the content, "
-            f"or none), so distance map {name} has no meaning; use a mode without a map"
+            "is not a function of the distance (absolute or sampled positions, positions that "
+            f"depend on the content, or none), so distance map {name} has no meaning; use a mode "
+            "without a map"
         )
 
 
@@ -247,7 +300,8 @@ DEFAULT_MODE = AttentionMode()
 
 @dataclass(frozen=True)
 class Modifier:
-    """A modifier: its field of `AttentionMode`, and what it is built from. docs/evaluation.md says what each one does.
+    """A modifier: its field of `AttentionMode`, and what it is built from. docs/evaluation.md says
+    what each one does.
 
     Attributes:
         arguments: their letters and types.
@@ -304,18 +358,20 @@ FULL_MODE = Mode("full")
 
 
 def parse_mode(name: str, train_length: int | None = None) -> Mode:
-    """The mode with this name, under its canonical name. train_length: in tokens; the default of arguments L.
+    """The mode with this name, under its canonical name. train_length: in tokens; the default of
+    arguments L.
 
-    Raises ValueError for an unknown name, missing or invalid arguments, and parts that cannot be combined.
+    Raises ValueError for an unknown name, missing or invalid arguments, and parts that cannot be
+    combined.
     """
     match = _SPAN.fullmatch(name)
     if match is None:
         suggestion = _suggested_mode(name)
         hint = "" if suggestion is None else f"did you mean {suggestion}? Otherwise, "
         raise ValueError(
-            f"inference mode {name!r} is unknown; {hint}choose full, window@W, blockwise, blockwise@L or sinks@S+W, "
-            "where the letters are numbers of tokens, e.g. window@512 or sinks@4+508, followed by modifiers, e.g. "
-            "+clip@256 (see docs/evaluation.md)"
+            f"inference mode {name!r} is unknown; {hint}choose full, window@W, blockwise, "
+            "blockwise@L or sinks@S+W, where the letters are numbers of tokens, e.g. window@512 or "
+            "sinks@4+508, followed by modifiers, e.g. +clip@256 (see docs/evaluation.md)"
         )
     span_name, span = _span(match, name, train_length)
     mode = AttentionMode(span)
@@ -325,16 +381,23 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
         field = MODIFIERS[key].field
         if getattr(mode, field):
             other = next(other for other in parts if MODIFIERS[other].field == field)
-            raise ValueError(f"inference mode {name}: {other} and {key} cannot be combined; use one of them")
+            raise ValueError(
+                f"inference mode {name}: {other} and {key} cannot be combined; use one of them"
+            )
         parts[key] = canonical
         if field == "reindexed" and not mode.span.sinks:
-            raise ValueError(f"inference mode {name}: reindexed only changes distances to sinks; use it with sinks@S+W")
+            raise ValueError(
+                f"inference mode {name}: reindexed only changes distances to sinks; use it with "
+                "sinks@S+W"
+            )
         mode = replace(mode, **{field: value})
     return Mode("+".join([span_name, *(parts[key] for key in MODIFIERS if key in parts)]), mode)
 
 
 def _suggested_mode(name: str) -> str | None:
-    """The mode that the user may have meant, with letters for missing numbers; None if there is no such mode."""
+    """The mode that the user may have meant, with letters for missing numbers; None if there is no
+    such mode.
+    """
     first, plus, rest = name.partition("+")
     key, _, arguments = first.partition("@")
     if key == "sinks":
@@ -393,25 +456,35 @@ def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str,
         hint = "" if suggestion is None else f"did you mean {suggestion}? Otherwise, "
         raise ValueError(
             f"inference mode {name}: modifier {part!r} is unknown; {hint}choose one of "
-            f"{', '.join(modifier.grammar(key) for key, modifier in MODIFIERS.items())} (see docs/evaluation.md)"
+            f"{', '.join(modifier.grammar(key) for key, modifier in MODIFIERS.items())} (see "
+            "docs/evaluation.md)"
         )
     # Its arguments, with defaults.
     modifier = MODIFIERS[key]
     texts = rest.split(",") if has_values else []
     types = [kind for _, kind in modifier.arguments]
     wrong = len(texts) != len(types) and not (modifier.optional and not texts)
-    if wrong or not all(_NUMBERS[kind].fullmatch(text) for kind, text in zip(types, texts, strict=False)):
+    if wrong or not all(
+        _NUMBERS[kind].fullmatch(text) for kind, text in zip(types, texts, strict=False)
+    ):
         raise ValueError(
-            f"inference mode {name}: {part!r} must be {modifier.grammar(key)}, with numbers for the letters: from 1, "
-            "and without leading zeros"
+            f"inference mode {name}: {part!r} must be {modifier.grammar(key)}, with numbers for "
+            "the letters: from 1, and without leading zeros"
         )
     values = [kind(text) for kind, text in zip(types, texts, strict=False)]
-    defaults = [{"F": 1.0}.get(letter, train_length) for letter, _ in modifier.arguments if modifier.optional]
+    defaults = [
+        {"F": 1.0}.get(letter, train_length)
+        for letter, _ in modifier.arguments
+        if modifier.optional
+    ]
     lengths = [train_length] if key == "dynamic-ntk" else []
     arguments = [*(values or defaults), *lengths]
     if None in arguments:
         advice = "pass train_length" if lengths else f"use {key}@LENGTH, or pass train_length"
-        raise ValueError(f"inference mode {name}: {key} depends on the training length, which is not known; {advice}")
+        raise ValueError(
+            f"inference mode {name}: {key} depends on the training length, which is not known; "
+            f"{advice}"
+        )
     canonical = key
     if values and values != defaults:
         canonical += "@" + ",".join(str(value).removesuffix(".0") for value in values)

@@ -10,7 +10,12 @@ from megatron.config.schema.model import ModelConfig
 from megatron.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.schema.output import CheckpointConfig, LoggingConfig
 from megatron.config.schema.parallel import BatchConfig, LauncherConfig, ParallelConfig
-from megatron.config.schema.training import CurriculumConfig, EvaluationConfig, GenerationConfig, TrainingConfig
+from megatron.config.schema.training import (
+    CurriculumConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    TrainingConfig,
+)
 
 
 class Sections(BaseModel):
@@ -35,8 +40,8 @@ class Sections(BaseModel):
     launcher: LauncherConfig
 
 
-# Sections by name, and the paths of their fields in the YAML. A path that ends in WILDCARD collects all keys of its
-# mapping that no other field claims.
+# Sections by name, and the paths of their fields in the YAML. A path that ends in WILDCARD collects
+# all keys of its mapping that no other field claims.
 SECTIONS: dict[str, type[ConfigSection]] = {}
 FIELDS: dict[KeyPath, tuple[str, str]] = {}  # path -> (section, field)
 ALIASES: dict[KeyPath, KeyPath] = {}  # other path with the same meaning -> path
@@ -50,7 +55,9 @@ MAPPINGS: set[KeyPath] = {path[:depth] for path in FIELDS for depth in range(1, 
 
 
 def canonical_path(key: str) -> KeyPath:
-    """The path of a dotted key: `-` and `_` are the same in its first part, and an alias is resolved."""
+    """The path of a dotted key: `-` and `_` are the same in its first part, and an alias is
+    resolved.
+    """
     first, *rest = key.split(".")
     path = (first.replace("-", "_"), *rest)
     return ALIASES.get(path, path)

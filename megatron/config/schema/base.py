@@ -1,7 +1,8 @@
 """The base class of all sections, the declaration of a field, and the value types.
 
-The path of a key is its place in the YAML: `("save",)` for a top-level key, `("optimizer", "params", "lr")` for a
-nested one. A path that ends in `"*"` collects all keys of that mapping that no other field claims.
+The path of a key is its place in the YAML: `("save",)` for a top-level key,
+`("optimizer", "params", "lr")` for a nested one. A path that ends in `"*"` collects all keys of
+that mapping that no other field claims.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ WILDCARD = "*"
 
 
 class ConfigSection(BaseModel):
-    """A frozen group of keys. Strict: no implicit type conversion ("2" is not 2, 1 is not true), no unknown names."""
+    """A frozen group of keys. Strict: no implicit type conversion ("2" is not 2, 1 is not true), no
+    unknown names.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -29,7 +32,9 @@ class ConfigSection(BaseModel):
         yield from ()
 
     def warnings(self) -> Iterator[str]:
-        """One message for each key whose meaning in GPT-NeoX is easily mistaken, or differs here."""
+        """One message for each key whose meaning in GPT-NeoX is easily mistaken, or
+        differs here.
+        """
         yield from ()
 
 
@@ -52,7 +57,12 @@ def field(
         constraints: passed to pydantic's Field (ge, gt, le, lt, min_length ...).
     """
     extra = {"path": path, "aliases": list(aliases), "placeholders": placeholders}
-    return Field(default, description=" ".join(description.split()), json_schema_extra=cast(Any, extra), **constraints)
+    return Field(
+        default,
+        description=" ".join(description.split()),
+        json_schema_extra=cast(Any, extra),
+        **constraints,
+    )
 
 
 def field_path(name: str, info: FieldInfo) -> KeyPath:
@@ -86,14 +96,20 @@ def _extra(info: FieldInfo) -> dict[str, Any]:
 
 def integral(value: Any) -> Any:
     """YAML reads 1.0e5 as a float. An integral float is accepted as an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INT else value
+    return (
+        int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INT
+        else value
+    )
 
 
 Int = Annotated[int, BeforeValidator(integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
 Steps = Annotated[
-    tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False), BeforeValidator(lambda x: () if x is None else x)
+    tuple[Annotated[Int, Field(ge=0)], ...],
+    Field(strict=False),
+    BeforeValidator(lambda x: () if x is None else x),
 ]
 # A single one is accepted instead of a list, as for the types below.
 Widths = Annotated[

@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from megatron.config.schema.base import Betas, CaseInsensitive, ConfigSection, Int, field
-from megatron.optimizers.registry import OPTIMIZERS, OptimizerName, OptimizerSpec, OptimizerType, optimizer_setting
+from megatron.optimizers.registry import (
+    OPTIMIZERS,
+    OptimizerName,
+    OptimizerSpec,
+    OptimizerType,
+    optimizer_setting,
+)
 from megatron.utils.errors import UserError
 
 # Keys with which DeepSpeed uses an optimizer of its own.
@@ -25,8 +31,10 @@ class OptimizerConfig(ConfigSection):
 
     type: Annotated[OptimizerType, CaseInsensitive] = field(
         "adam",
-        """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in GPT-NeoX. muon is for the
-        weight matrices of the blocks, with Adam for embeddings, norms, biases and positional parameters.""",
+        """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in
+            GPT-NeoX. muon is for the
+        weight matrices of the blocks, with Adam for embeddings, norms, biases and positional
+        parameters.""",
         path="optimizer.type",
     )
     use_bnb_optimizer: bool = field(
@@ -41,36 +49,49 @@ class OptimizerConfig(ConfigSection):
     )
     betas: Betas | None = field(
         None,
-        """Decay rates of the first and second moment of Adam (and of Adam in Muon), default [0.9, 0.999]; of Lion's
+        """Decay rates of the first and second moment of Adam (and of Adam in Muon), default [0.9,
+            0.999]; of Lion's
         update and momentum, default [0.9, 0.99].""",
         path="optimizer.params.betas",
     )
-    eps: float | None = field(None, "Adam's epsilon (also in Muon). Default: 1e-08.", path="optimizer.params.eps", gt=0)
+    eps: float | None = field(
+        None, "Adam's epsilon (also in Muon). Default: 1e-08.", path="optimizer.params.eps", gt=0
+    )
     momentum: float | None = field(
-        None, "Momentum of SGD, default 0, and Muon, default 0.95.", path="optimizer.params.momentum", ge=0, lt=1
+        None,
+        "Momentum of SGD, default 0, and Muon, default 0.95.",
+        path="optimizer.params.momentum",
+        ge=0,
+        lt=1,
     )
     params: dict[Literal["apex", "adam_w_mode", "nesterov"], bool] = field(
         {},
-        """apex: true uses NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's fused AdamW;
-        adam_w_mode: false adds the weight decay to Adam's gradient (L2) instead of decoupling it; nesterov: Nesterov
-        momentum, default false for SGD and true for Muon.""",
+        """apex: true uses NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's
+            fused AdamW;
+        adam_w_mode: false adds the weight decay to Adam's gradient (L2) instead of decoupling it;
+        nesterov: Nesterov momentum, default false for SGD and true for Muon.""",
         path="optimizer.params.*",
     )
     weight_decay: float = field(
         0.1,
-        "Weight decay. Norms, biases and positional parameters have none, except matrices of positional layers.",
+        "Weight decay. Norms, biases and positional parameters have none, except matrices of "
+        "positional layers.",
         aliases=("optimizer.params.weight_decay",),
         ge=0,
     )
     positional_lr_factor: float = field(
         1.0,
-        "Learning rate of the positional method's parameters, relative to that of the other parameters. 0: frozen.",
+        "Learning rate of the positional method's parameters, relative to that of the other "
+        "parameters. 0: frozen.",
         ge=0,
     )
-    gradient_clipping: float = field(1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0)
+    gradient_clipping: float = field(
+        1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0
+    )
     zero_stage: Int = field(
         0,
-        """ZeRO stage. 0: off; 1: shards the optimizer state over the data-parallel ranks; 2: also the gradients; 3:
+        """ZeRO stage. 0: off; 1: shards the optimizer state over the data-parallel ranks; 2: also
+            the gradients; 3:
         also the parameters. 2 and 3 require pipe_parallel_size 0.""",
         path="zero_optimization.stage",
         ge=0,
@@ -78,7 +99,8 @@ class OptimizerConfig(ConfigSection):
     )
     zero: dict[str, Any] = field(
         {},
-        """Further ZeRO keys, passed to DeepSpeed unchanged (https://www.deepspeed.ai/docs/config-json/). Offloading the
+        """Further ZeRO keys, passed to DeepSpeed unchanged
+            (https://www.deepspeed.ai/docs/config-json/). Offloading the
         optimizer and zenflow are not supported, so cpu_offload must be false.""",
         path="zero_optimization.*",
     )
@@ -104,7 +126,8 @@ class OptimizerConfig(ConfigSection):
         yield from self._zero_contradictions()
         if self.use_bnb_optimizer and OPTIMIZERS[self.type] is not OPTIMIZERS["adam"]:
             yield (
-                f'"use_bnb_optimizer": bitsandbytes is used only for Adam, but optimizer.type is {self.type}; remove '
+                '"use_bnb_optimizer": bitsandbytes is used only for Adam, but optimizer.type is '
+                f"{self.type}; remove "
                 "use_bnb_optimizer, or set optimizer.type to Adam"
             )
             return
@@ -113,61 +136,91 @@ class OptimizerConfig(ConfigSection):
             if name not in known:
                 accepted = ", ".join(sorted({*known, "weight_decay"}))
                 yield (
-                    f'"optimizer.params.{name}": {optimizer_setting(self.name)} does not have this parameter; remove '
+                    f'"optimizer.params.{name}": {optimizer_setting(self.name)} does not have this '
+                    "parameter; remove "
                     f"it ({self.name} has {accepted})"
                 )
         if "nesterov" in known and params["nesterov"] and not params["momentum"]:
-            yield '"optimizer.params.nesterov": Nesterov momentum needs optimizer.params.momentum above 0; set it'
+            yield (
+                '"optimizer.params.nesterov": Nesterov momentum needs optimizer.params.momentum '
+                "above 0; set it"
+            )
 
     def _zero_contradictions(self) -> Iterator[str]:
-        """Keys of zero_optimization that do not fit the stage, or that would bypass the clamping of parameters."""
+        """Keys of zero_optimization that do not fit the stage, or that would bypass the clamping of
+        parameters.
+        """
         for name, value in self.zero.items():
-            value = value.get("device", "none") if isinstance(value, dict) and name != "zenflow" else value
-            off = (False, "none", None, 1) if name == "zero_hpz_partition_size" else (False, "none", None)
+            value = (
+                value.get("device", "none")
+                if isinstance(value, dict) and name != "zenflow"
+                else value
+            )
+            off = (
+                (False, "none", None, 1)
+                if name == "zero_hpz_partition_size"
+                else (False, "none", None)
+            )
             is_on = value is True or value not in off
             if name in _OTHER_OPTIMIZERS and is_on:
                 yield (
-                    f"zero_optimization.{name} is not supported: DeepSpeed would replace this project's optimizer, "
-                    "which bounds positional parameters; remove the key, and use ZeRO on more GPUs"
+                    f"zero_optimization.{name} is not supported: DeepSpeed would replace this "
+                    "project's optimizer, which bounds positional parameters; remove the key, and "
+                    "use ZeRO on more GPUs"
                 )
             if name in _ZERO_3_KEYS and is_on and self.zero_stage != 3:
                 yield (
-                    f"zero_optimization.{name} has no effect with stage {self.zero_stage}: DeepSpeed uses it only with "
-                    "stage 3; remove the key, or use stage 3"
+                    f"zero_optimization.{name} has no effect with stage {self.zero_stage}: "
+                    "DeepSpeed uses it only with stage 3; remove the key, or use stage 3"
                 )
         norm = self.zero.get("compute_grad_norm")
         if (norm.lower() if isinstance(norm, str) else norm) not in _FALSE:
             return
         if self.gradient_clipping:
-            yield "zero_optimization.compute_grad_norm false needs gradient_clipping 0; set it, or remove the key"
+            yield (
+                "zero_optimization.compute_grad_norm false needs gradient_clipping 0; set it, or "
+                "remove the key"
+            )
         if self.zero_stage == 3:
             yield (
-                "zero_optimization.compute_grad_norm false with stage 3 is not supported by DeepSpeed; remove the key, "
-                "or use stage 1 or 2"
+                "zero_optimization.compute_grad_norm false with stage 3 is not supported by "
+                "DeepSpeed; remove the key, or use stage 1 or 2"
             )
 
 
 class ScheduleConfig(ConfigSection):
     """Learning-rate schedule"""
 
-    train_iters: Int | None = field(None, "Total number of optimizer steps. 0: evaluate only.", ge=0)
+    train_iters: Int | None = field(
+        None, "Total number of optimizer steps. 0: evaluate only.", ge=0
+    )
     lr_decay_iters: Int | None = field(
         None,
-        """Step at which the decay ends. Default: train_iters. Afterwards, cosine stays at min_lr (in GPT-NeoX, it would
+        """Step at which the decay ends. Default: train_iters. Afterwards, cosine stays at min_lr
+            (in GPT-NeoX, it would
         rise again).""",
         ge=1,
     )
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = field("linear", "Shape of the decay.")
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = field(
+        "linear", "Shape of the decay."
+    )
     lr_schedule: Literal["neox", "neox-2022"] | None = field(
         None,
-        """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at lr_decay_iters, and cosine ends
-        at min_lr. neox-2022: those of the original KERPLE code; the decay is spread over lr_decay_iters steps after the
-        warmup, so it does not complete, and min_lr is only a lower bound. Default: that of the checkpoint from which
-        the run resumes (neox-2022 for the original KERPLE checkpoints), otherwise neox.""",
+        """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at
+            lr_decay_iters, and cosine ends
+        at min_lr. neox-2022: those of the original KERPLE code; the decay is spread over
+        lr_decay_iters steps after the warmup, so it does not complete, and min_lr is only a lower
+        bound. Default: that of the checkpoint from which the run resumes (neox-2022 for the
+        original KERPLE checkpoints), otherwise neox.""",
     )
-    min_lr: float = field(0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0)
+    min_lr: float = field(
+        0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0
+    )
     decay_lr_to: float | None = field(
-        None, "min_lr as a fraction of the learning rate, as in the configurations of Llemma.", ge=0, le=1
+        None,
+        "min_lr as a fraction of the learning rate, as in the configurations of Llemma.",
+        ge=0,
+        le=1,
     )
     warmup: float = field(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
     warmup_iters: Int | None = field(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
@@ -176,34 +229,45 @@ class ScheduleConfig(ConfigSection):
         for key, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
             if key in self.model_fields_set and getattr(self, alternative) is not None:
                 yield f'"{key}" and "{alternative}" are both set; keep one of them'
-        if self.lr_decay_iters is not None and self.warmup_steps(self.lr_decay_iters) >= self.lr_decay_iters:
+        if (
+            self.lr_decay_iters is not None
+            and self.warmup_steps(self.lr_decay_iters) >= self.lr_decay_iters
+        ):
             key = "warmup" if self.warmup_iters is None else "warmup_iters"
             yield (
-                f"{key} {getattr(self, key):g}: the warmup must end before the decay, at lr_decay_iters "
-                f"{self.lr_decay_iters:,}; lower {key}, or raise lr_decay_iters"
+                f"{key} {getattr(self, key):g}: the warmup must end before the decay, at "
+                f"lr_decay_iters {self.lr_decay_iters:,}; lower {key}, or raise lr_decay_iters"
             )
 
     def warnings(self) -> Iterator[str]:
         decay_iters, train_iters = self.lr_decay_iters, self.train_iters or 0
         if decay_iters is not None and 0 < train_iters < decay_iters:
             yield (
-                f"lr_decay_iters {decay_iters:,} is above train_iters {train_iters:,}: training ends before the "
-                "learning rate has decayed; without lr_decay_iters, both end together"
+                f"lr_decay_iters {decay_iters:,} is above train_iters {train_iters:,}: training "
+                "ends before the learning rate has decayed; without lr_decay_iters, both end "
+                "together"
             )
-        if decay_iters is None or decay_iters >= train_iters or self.lr_decay_style not in ("linear", "cosine"):
+        if (
+            decay_iters is None
+            or decay_iters >= train_iters
+            or self.lr_decay_style not in ("linear", "cosine")
+        ):
             return
         is_incomplete = self.lr_schedule == "neox-2022" and self.warmup_steps(decay_iters) > 0
         if self.lowest_lr(1.0) == 0 and not is_incomplete:
             yield (
-                f"lr_decay_iters {decay_iters:,} is below train_iters {train_iters:,}: the learning rate of all later "
-                "steps is 0, so they change nothing; set min_lr, raise lr_decay_iters, or remove it"
+                f"lr_decay_iters {decay_iters:,} is below train_iters {train_iters:,}: the "
+                "learning rate of all later steps is 0, so they change nothing; set min_lr, raise "
+                "lr_decay_iters, or remove it"
             )
 
     @property
     def last_iteration(self) -> int:
         """`train_iters`. Raises UserError if it is not set."""
         if self.train_iters is None:
-            raise UserError("train-iters is not set; set it to the number of iterations (0: only evaluate)")
+            raise UserError(
+                "train-iters is not set; set it to the number of iterations (0: only evaluate)"
+            )
         return self.train_iters
 
     def lowest_lr(self, lr: float) -> float:
@@ -221,21 +285,40 @@ class PrecisionConfig(ConfigSection):
     precision: Literal["fp32", "fp16", "bfloat16"] | None = field(
         None, "Data type of weights and activations. Default: set by fp16 and bf16, else fp32."
     )
-    fp16_enabled: bool = field(False, "Mixed precision in the data type fp16.type.", path="fp16.enabled")
-    fp16_type: Literal["fp16", "float16", "bf16", "bfloat16"] = field(
-        "fp16", "Data type that fp16.enabled selects; bfloat16 is equivalent to bf16.enabled.", path="fp16.type"
+    fp16_enabled: bool = field(
+        False, "Mixed precision in the data type fp16.type.", path="fp16.enabled"
     )
-    bf16_enabled: bool = field(False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled")
+    fp16_type: Literal["fp16", "float16", "bf16", "bfloat16"] = field(
+        "fp16",
+        "Data type that fp16.enabled selects; bfloat16 is equivalent to bf16.enabled.",
+        path="fp16.type",
+    )
+    bf16_enabled: bool = field(
+        False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled"
+    )
     loss_scale: float = field(
-        0.0, "fp16: constant loss scale. 0: dynamic loss scaling.", path="fp16.loss_scale", ge=0, le=1e19
+        0.0,
+        "fp16: constant loss scale. 0: dynamic loss scaling.",
+        path="fp16.loss_scale",
+        ge=0,
+        le=1e19,
     )
     loss_scale_window: Int = field(
-        1000, "fp16: steps without overflow before the loss scale is doubled.", path="fp16.loss_scale_window", ge=1
+        1000,
+        "fp16: steps without overflow before the loss scale is doubled.",
+        path="fp16.loss_scale_window",
+        ge=1,
     )
     initial_scale_power: Int = field(
-        16, "fp16: the dynamic loss scale starts at 2 to this power.", path="fp16.initial_scale_power", ge=0, le=64
+        16,
+        "fp16: the dynamic loss scale starts at 2 to this power.",
+        path="fp16.initial_scale_power",
+        ge=0,
+        le=64,
     )
-    hysteresis: Int = field(2, "fp16: overflows before the loss scale is halved.", path="fp16.hysteresis", ge=1)
+    hysteresis: Int = field(
+        2, "fp16: overflows before the loss scale is halved.", path="fp16.hysteresis", ge=1
+    )
     min_loss_scale: float = field(
         1.0, "fp16: minimum of the dynamic loss scale.", path="fp16.min_loss_scale", gt=0, le=1e19
     )

@@ -34,22 +34,29 @@ class ParallelConfig(ConfigSection):
 
     pipe_parallel_size: Int = field(
         0,
-        """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's PipelineModule.""",
+        """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's
+            PipelineModule.""",
         ge=0,
     )
-    model_parallel_size: Int = field(1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1)
+    model_parallel_size: Int = field(
+        1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1
+    )
     distributed_backend: Literal["nccl", "gloo"] | None = field(
         None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
-    fp32_allreduce: bool = field(False, "True: average gradients over the data-parallel ranks in float32.")
+    fp32_allreduce: bool = field(
+        False, "True: average gradients over the data-parallel ranks in float32."
+    )
     pipe_partition_method: Annotated[str, AfterValidator(_partition_method)] = field(
         "type:transformer|mlp",
-        """How layers are distributed over pipeline stages: parameters (equal parameter counts), uniform (equal layer
+        """How layers are distributed over pipeline stages: parameters (equal parameter counts),
+            uniform (equal layer
         counts), or type:REGEX (equal counts of the layers whose class name matches).""",
     )
     deepspeed_extra_args: dict[str, Any] = field(
         {},
-        f"""Further keys of DeepSpeed, passed on unchanged (https://www.deepspeed.ai/docs/config-json/):
+        f"""Further keys of DeepSpeed, passed on unchanged
+            (https://www.deepspeed.ai/docs/config-json/):
         {", ".join(DEEPSPEED_KEYS)}. Other keys of this project decide the rest.""",
         path="deepspeed_extra_args.*",
     )
@@ -57,8 +64,9 @@ class ParallelConfig(ConfigSection):
     def contradictions(self) -> Iterator[str]:
         for name in sorted(self.deepspeed_extra_args.keys() - set(DEEPSPEED_KEYS)):
             yield (
-                f"deepspeed_extra_args.{name} is not passed on: it would contradict other keys of this project, or "
-                f"DeepSpeed does not read it; remove it (passed on: {', '.join(DEEPSPEED_KEYS)})"
+                f"deepspeed_extra_args.{name} is not passed on: it would contradict other keys of "
+                "this project, or DeepSpeed does not read it; remove it (passed on: "
+                f"{', '.join(DEEPSPEED_KEYS)})"
             )
 
     @property
@@ -67,13 +75,16 @@ class ParallelConfig(ConfigSection):
         return max(1, self.pipe_parallel_size) * self.model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Number of model replicas on `world_size` ranks. Raises UserError if the ranks cannot be divided."""
+        """Number of model replicas on `world_size` ranks. Raises UserError if the ranks cannot be
+        divided.
+        """
         replicas, remainder = divmod(world_size, self.ranks_per_replica)
         if replicas == 0 or remainder:
             raise UserError(
-                f"{world_size} process(es) cannot be divided into replicas of {self.ranks_per_replica}: "
-                f"pipe_parallel_size {self.pipe_parallel_size} times model_parallel_size {self.model_parallel_size}; "
-                f"use a multiple of {self.ranks_per_replica} processes (num_gpus)"
+                f"{world_size} process(es) cannot be divided into replicas of "
+                f"{self.ranks_per_replica}: pipe_parallel_size {self.pipe_parallel_size} times "
+                f"model_parallel_size {self.model_parallel_size}; use a multiple of "
+                f"{self.ranks_per_replica} processes (num_gpus)"
             )
         return replicas
 
@@ -88,9 +99,9 @@ class BatchSizes(NamedTuple):
     def __str__(self) -> str:
         replicas = self.global_batch // (self.micro_batch * self.accumulation)
         return (
-            f"batch: {self.global_batch:,} sequence{'s' * (self.global_batch > 1)} = {replicas:,} data-parallel "
-            f"rank{'s' * (replicas > 1)} x {self.micro_batch:,} x {self.accumulation:,} accumulation "
-            f"step{'s' * (self.accumulation > 1)}"
+            f"batch: {self.global_batch:,} sequence{'s' * (self.global_batch > 1)} = {replicas:,} "
+            f"data-parallel rank{'s' * (replicas > 1)} x {self.micro_batch:,} x "
+            f"{self.accumulation:,} accumulation step{'s' * (self.accumulation > 1)}"
         )
 
 
@@ -98,17 +109,23 @@ class BatchConfig(ConfigSection):
     """Batch"""
 
     train_batch_size: Int | None = field(
-        None, "Sequences per optimizer step, over all ranks. Default: computed from the next two keys.", ge=1
+        None,
+        "Sequences per optimizer step, over all ranks. Default: computed from the next two keys.",
+        ge=1,
     )
     train_micro_batch_size_per_gpu: Int | None = field(
         None, "Sequences per forward pass and rank. Default: computed from train_batch_size.", ge=1
     )
     gradient_accumulation_steps: Int | None = field(
-        None, "Forward passes per optimizer step. Default: computed from the other two keys, or 1.", ge=1
+        None,
+        "Forward passes per optimizer step. Default: computed from the other two keys, or 1.",
+        ge=1,
     )
 
     def resolve(self, data_parallel_size: int) -> BatchSizes:
-        """All three sizes for this number of replicas. Raises UserError if the given sizes contradict each other."""
+        """All three sizes for this number of replicas. Raises UserError if the given sizes
+        contradict each other.
+        """
         global_batch, micro_batch = self.train_batch_size, self.train_micro_batch_size_per_gpu
         accumulation = self.gradient_accumulation_steps
 
@@ -116,16 +133,21 @@ class BatchConfig(ConfigSection):
             divisor = value * data_parallel_size
             if total % divisor:
                 raise UserError(
-                    f"train_batch_size {total} is not a multiple of {key} {value} * {data_parallel_size} data-parallel "
-                    f"rank(s) = {divisor}; change these keys or the number of ranks"
+                    f"train_batch_size {total} is not a multiple of {key} {value} * "
+                    f"{data_parallel_size} data-parallel rank(s) = {divisor}; change these keys or "
+                    "the number of ranks"
                 )
             return total // divisor
 
         if global_batch is None:
             if micro_batch is None:
-                raise UserError("no batch size: set train_micro_batch_size_per_gpu or train_batch_size")
+                raise UserError(
+                    "no batch size: set train_micro_batch_size_per_gpu or train_batch_size"
+                )
             accumulation = accumulation or 1
-            return BatchSizes(micro_batch, accumulation, micro_batch * accumulation * data_parallel_size)
+            return BatchSizes(
+                micro_batch, accumulation, micro_batch * accumulation * data_parallel_size
+            )
         if micro_batch is None:
             accumulation = accumulation or 1
             micro_batch = divide(global_batch, "gradient_accumulation_steps", accumulation)
@@ -134,9 +156,10 @@ class BatchConfig(ConfigSection):
         product = micro_batch * accumulation * data_parallel_size
         if product != global_batch:
             raise UserError(
-                f"train_batch_size is {global_batch}, but train_micro_batch_size_per_gpu {micro_batch} * "
-                f"gradient_accumulation_steps {accumulation} * {data_parallel_size} data-parallel rank(s) = {product}; "
-                "set only two of the three, or change them to match"
+                f"train_batch_size is {global_batch}, but train_micro_batch_size_per_gpu "
+                f"{micro_batch} * gradient_accumulation_steps {accumulation} * "
+                f"{data_parallel_size} data-parallel rank(s) = {product}; set only two of the "
+                "three, or change them to match"
             )
         return BatchSizes(micro_batch, accumulation, global_batch)
 
@@ -146,41 +169,55 @@ class LauncherConfig(ConfigSection):
 
     hostfile: PathText | None = field(
         None,
-        """File with one `HOST slots=N` line per node. Default: the file named by the environment variable
+        """File with one `HOST slots=N` line per node. Default: the file named by the environment
+            variable
         DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is used.""",
     )
     include: str | None = field(
         None,
-        """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Selecting slots on several hosts requires launcher
+        """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Selecting slots on several hosts
+            requires launcher
         pdsh. Cannot be combined with num_gpus or num_nodes.""",
     )
     exclude: str | None = field(
-        None, "Hosts and slots not to use, in the same form. Cannot be combined with num_gpus or num_nodes."
+        None,
+        "Hosts and slots not to use, in the same form. Cannot be combined with num_gpus or "
+        "num_nodes.",
     )
-    num_nodes: Int = field(-1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1)
+    num_nodes: Int = field(
+        -1, "Number of nodes to use, in the order of the hostfile. -1: all.", ge=-1
+    )
     num_gpus: Int | None = field(
-        None, "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.", ge=1, le=1024
+        None,
+        "Processes per node, one per GPU. Default: one per available GPU; without a GPU, 1.",
+        ge=1,
+        le=1024,
     )
     master_addr: str | None = field(
         None,
-        """Address of the first host. Default: with Slurm, its first node; else the first address that `hostname -I`
+        """Address of the first host. Default: with Slurm, its first node; else the first address
+            that `hostname -I`
         prints on the first host (with no_ssh_check, the host's name).""",
     )
     master_port: Int | None = field(
         None,
-        """Port of the first node for torch.distributed. Default: a free port; on several nodes 29500; with Slurm a port
+        """Port of the first node for torch.distributed. Default: a free port; on several nodes
+            29500; with Slurm a port
         that depends on the job.""",
         ge=1,
         le=65535,
     )
     launcher: Annotated[Literal["pdsh", "openmpi", "slurm"], CaseInsensitive] = field(
-        "pdsh", "Program that starts the ranks on several hosts: pdsh over ssh, mpirun, or srun (docs/clusters.md)."
+        "pdsh",
+        "Program that starts the ranks on several hosts: pdsh over ssh, mpirun, or srun "
+        "(docs/clusters.md).",
     )
     deepspeed_slurm: bool = field(
         False, "True: srun has started the ranks, without deepy.py. Implied by `launcher: slurm`."
     )
     deepspeed_mpi: bool = field(
-        False, "True: mpirun has started the ranks, without deepy.py. Implied by `launcher: openmpi`."
+        False,
+        "True: mpirun has started the ranks, without deepy.py. Implied by `launcher: openmpi`.",
     )
     force_multi: bool = field(False, "True: use the multi-node launcher even for one node.")
     no_ssh_check: bool = field(
@@ -195,5 +232,7 @@ class LauncherConfig(ConfigSection):
         if self.num_nodes == 0:
             yield "num_nodes must be at least 1, or -1 for all nodes"
         for name in ("include", "exclude"):
-            if getattr(self, name) is not None and (self.num_gpus is not None or self.num_nodes > 0):
+            if getattr(self, name) is not None and (
+                self.num_gpus is not None or self.num_nodes > 0
+            ):
                 yield f"{name} selects the GPUs; remove num_gpus and num_nodes"

@@ -1,5 +1,5 @@
-"""Keys of the training loop (seed, intervals, validation, memory, the sequence-length schedule), of evaluation and of
-text generation.
+"""Keys of the training loop (seed, intervals, validation, memory, the sequence-length schedule), of
+evaluation and of text generation.
 """
 
 import math
@@ -19,43 +19,57 @@ class TrainingConfig(ConfigSection):
     seed: Int = field(1234, "Seed of initial weights, data order and dropout.", ge=0, lt=2**32)
     eval_interval: Int = field(1000, "Optimizer steps between validations.", ge=1)
     eval_iters: Int = field(100, "Batches per validation. 0: no validation.", ge=0)
-    seq_length_val: Int | None = field(None, "Sequence length of validation, in tokens. Default: seq_length.", ge=1)
+    seq_length_val: Int | None = field(
+        None, "Sequence length of validation, in tokens. Default: seq_length.", ge=1
+    )
     extrapolation_lengths: Ints | None = field(
         None,
-        """Additional sequence lengths, in tokens, at which every validation measures the loss; one curve per length.
+        """Additional sequence lengths, in tokens, at which every validation measures the loss; one
+            curve per length.
         Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
         min_length=1,
     )
     extrapolation_tokens: Int | None = field(
         None,
-        f"""Number of validation tokens to score for extrapolation_lengths, evenly spaced in the validation text and
+        f"""Number of validation tokens to score for extrapolation_lengths, evenly spaced in the
+            validation text and
         the same ones at every length. Default:
         {EXTRAPOLATION_TOKENS:,}, or one sequence of the longest length if that is more.""",
         ge=1,
     )
     log_interval: Int = field(100, "Optimizer steps between two log lines.", ge=1)
     checkpoint_activations: bool = field(
-        False, "True: activation checkpointing, which recomputes each block in the backward pass to save memory."
+        False,
+        "True: activation checkpointing, which recomputes each block in the backward pass to save "
+        "memory.",
     )
     checkpoint_num_layers: Int = field(1, "Blocks per checkpointed chunk.", ge=1)
-    exit_interval: Int | None = field(None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1)
+    exit_interval: Int | None = field(
+        None, "Save a checkpoint and exit when the step is a multiple of this.", ge=1
+    )
 
     @property
     def extrapolation_budget(self) -> int:
         """Maximum number of tokens to score at each of `extrapolation_lengths`."""
-        return self.extrapolation_tokens or max((EXTRAPOLATION_TOKENS, *(self.extrapolation_lengths or ())))
+        return self.extrapolation_tokens or max(
+            (EXTRAPOLATION_TOKENS, *(self.extrapolation_lengths or ()))
+        )
 
     def contradictions(self) -> Iterator[str]:
         if self.extrapolation_lengths is None:
             if self.extrapolation_tokens is not None:
-                yield "extrapolation_tokens is set, but extrapolation_lengths is not; set both or neither"
+                yield (
+                    "extrapolation_tokens is set, but extrapolation_lengths is not; set both or "
+                    "neither"
+                )
             return
         multiple, budget = math.lcm(*self.extrapolation_lengths), self.extrapolation_budget
         if multiple > budget:
             yield (
-                f"extrapolation_lengths {', '.join(map(str, self.extrapolation_lengths))} must score the same tokens, "
-                f"so their least common multiple, {multiple:,}, must not be more than extrapolation_tokens, "
-                f"{budget:,}; choose lengths that divide the longest, or raise extrapolation_tokens"
+                f"extrapolation_lengths {', '.join(map(str, self.extrapolation_lengths))} must "
+                f"score the same tokens, so their least common multiple, {multiple:,}, must not be "
+                f"more than extrapolation_tokens, {budget:,}; choose lengths that divide the "
+                "longest, or raise extrapolation_tokens"
             )
 
 
@@ -73,12 +87,16 @@ class CurriculumConfig(ConfigSection):
 
     enabled: bool = field(
         False,
-        """True: train on the first tokens of each sequence, as many as the schedule gives for the step. The remaining
-        tokens of the sequence are skipped, so the position in the data does not depend on the schedule.""",
+        """True: train on the first tokens of each sequence, as many as the schedule gives for the
+            step. The remaining
+        tokens of the sequence are skipped, so the position in the data does not depend on the
+        schedule.""",
         path="curriculum_learning.enabled",
     )
     curriculum_type: Literal["seqlen"] = field(
-        "seqlen", "The difficulty is the sequence length, in tokens.", path="curriculum_learning.curriculum_type"
+        "seqlen",
+        "The difficulty is the sequence length, in tokens.",
+        path="curriculum_learning.curriculum_type",
     )
     min_difficulty: Int | None = field(
         None, "Length of the first step.", path="curriculum_learning.min_difficulty", ge=1
@@ -91,11 +109,15 @@ class CurriculumConfig(ConfigSection):
     )
     schedule_type: Literal["fixed_discrete", "fixed_linear", "fixed_root"] = field(
         "fixed_linear",
-        "fixed_discrete: listed lengths; fixed_linear, fixed_root: the length grows with the step or with its root.",
+        "fixed_discrete: listed lengths; fixed_linear, fixed_root: the length grows with the step "
+        "or with its root.",
         path="curriculum_learning.schedule_type",
     )
     difficulty: Ints | None = field(
-        None, "fixed_discrete: lengths, in increasing order.", path=f"{_CONFIG}.difficulty", min_length=1
+        None,
+        "fixed_discrete: lengths, in increasing order.",
+        path=f"{_CONFIG}.difficulty",
+        min_length=1,
     )
     max_step: Ints | None = field(
         None,
@@ -104,33 +126,46 @@ class CurriculumConfig(ConfigSection):
         min_length=1,
     )
     total_curriculum_step: Int | None = field(
-        None, "fixed_linear, fixed_root: steps until max_difficulty.", path=f"{_CONFIG}.total_curriculum_step", ge=1
+        None,
+        "fixed_linear, fixed_root: steps until max_difficulty.",
+        path=f"{_CONFIG}.total_curriculum_step",
+        ge=1,
     )
     difficulty_step: Int | None = field(
-        None, "fixed_linear, fixed_root: lengths are multiples of this.", path=f"{_CONFIG}.difficulty_step", ge=1
+        None,
+        "fixed_linear, fixed_root: lengths are multiples of this.",
+        path=f"{_CONFIG}.difficulty_step",
+        ge=1,
     )
-    root_degree: Int | None = field(None, "fixed_root: degree of the root.", path=f"{_CONFIG}.root_degree", ge=1)
+    root_degree: Int | None = field(
+        None, "fixed_root: degree of the root.", path=f"{_CONFIG}.root_degree", ge=1
+    )
 
     def contradictions(self) -> Iterator[str]:
         if not self.enabled:
             return
         needed = {name: f"{_CONFIG}.{name}" for name in _NEEDED[self.schedule_type]}
-        needed |= {name: f"curriculum_learning.{name}" for name in ("min_difficulty", "max_difficulty")}
+        needed |= {
+            name: f"curriculum_learning.{name}" for name in ("min_difficulty", "max_difficulty")
+        }
         missing = [path for name, path in needed.items() if getattr(self, name) is None]
         for path in missing:
             yield f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it"
         others = {name for names in _NEEDED.values() for name in names}.difference(needed)
         for name in sorted(others):
             if getattr(self, name) is not None:
-                yield f"{_CONFIG}.{name} is not a key of schedule_type {self.schedule_type}; remove it"
+                yield (
+                    f"{_CONFIG}.{name} is not a key of schedule_type {self.schedule_type}; remove "
+                    "it"
+                )
         if missing:
             return
         if self.schedule_type == "fixed_discrete":
             yield from self._discrete_contradictions()
         elif self.min_difficulty > self.max_difficulty:  # type: ignore[operator]  # neither is None
             yield (
-                f"curriculum_learning.min_difficulty {self.min_difficulty} is more than max_difficulty "
-                f"{self.max_difficulty}; lower it"
+                f"curriculum_learning.min_difficulty {self.min_difficulty} is more than "
+                f"max_difficulty {self.max_difficulty}; lower it"
             )
 
     def warnings(self) -> Iterator[str]:
@@ -139,24 +174,25 @@ class CurriculumConfig(ConfigSection):
             return
         if shortest < longest <= math.ceil(shortest / step) * step:
             yield (
-                f"{_CONFIG}.difficulty_step {step}: every length is max_difficulty {longest}, because no multiple of "
-                f"{step} from min_difficulty {shortest} on is shorter; lower it"
+                f"{_CONFIG}.difficulty_step {step}: every length is max_difficulty {longest}, "
+                f"because no multiple of {step} from min_difficulty {shortest} on is shorter; "
+                "lower it"
             )
 
     def _discrete_contradictions(self) -> Iterator[str]:
         lengths, steps = self.difficulty or (), self.max_step or ()
         if len(steps) != len(lengths) - 1:
             yield (
-                f"{_CONFIG}.max_step has {len(steps)} steps for {len(lengths)} lengths; give the last step of every "
-                "length except the last one"
+                f"{_CONFIG}.max_step has {len(steps)} steps for {len(lengths)} lengths; give the "
+                "last step of every length except the last one"
             )
         for name, values in (("difficulty", lengths), ("max_step", steps)):
             if any(first >= second for first, second in pairwise(values)):
                 yield f"{_CONFIG}.{name} {list(values)} must be in increasing order"
         if (lengths[0], lengths[-1]) != (self.min_difficulty, self.max_difficulty):
             yield (
-                f"{_CONFIG}.difficulty {list(lengths)} must start with min_difficulty {self.min_difficulty} and end "
-                f"with max_difficulty {self.max_difficulty}"
+                f"{_CONFIG}.difficulty {list(lengths)} must start with min_difficulty "
+                f"{self.min_difficulty} and end with max_difficulty {self.max_difficulty}"
             )
 
 
@@ -164,27 +200,37 @@ class EvaluationConfig(ConfigSection):
     """Evaluation"""
 
     eval_tasks: Texts | None = field(
-        None, "Tasks of lm-evaluation-harness that evaluate.py runs instead of measuring extrapolation."
+        None,
+        "Tasks of lm-evaluation-harness that evaluate.py runs instead of measuring extrapolation.",
     )
-    eval_num_fewshot: Int | None = field(None, "Few-shot examples per question. Default: the task's own number.", ge=0)
+    eval_num_fewshot: Int | None = field(
+        None, "Few-shot examples per question. Default: the task's own number.", ge=0
+    )
     eval_limit: float | None = field(
-        None, "Maximum number of documents per task; below 1, a fraction of them. Default: all.", gt=0, le=MAX_INT
+        None,
+        "Maximum number of documents per task; below 1, a fraction of them. Default: all.",
+        gt=0,
+        le=MAX_INT,
     )
     eval_include_path: Paths | None = field(None, "Folders with further task files (YAML).")
     eval_max_length: Int | None = field(
         None,
-        """Maximum number of tokens per model call in tasks: longer prompts are cut at the start, longer documents are
-        split into windows. Default: 16 times the training length, or the size of a learned table.""",
+        """Maximum number of tokens per model call in tasks: longer prompts are cut at the start,
+            longer documents are
+        split into windows. Default: 16 times the training length, or the size of a learned
+        table.""",
         ge=1,
     )
     lengths: Ints | None = field(
         None,
-        "Lengths, in tokens, at which perplexity is measured. Default: the training length times 1, 2, 4, 8 and 16.",
+        "Lengths, in tokens, at which perplexity is measured. Default: the training length times "
+        "1, 2, 4, 8 and 16.",
         path="evaluation_lengths",
     )
     tokens: Int | None = field(
         None,
-        "Number of tokens to score, the same ones at every length. Default: the full validation split.",
+        "Number of tokens to score, the same ones at every length. Default: the full validation "
+        "split.",
         path="eval_tokens",
         ge=1,
     )
@@ -198,21 +244,33 @@ class GenerationConfig(ConfigSection):
 
     text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = field(
         None,
-        "unconditional: no prompt; input-file: prompts from sample_input_file; interactive: prompts from the console. "
-        "Default: input-file if sample_input_file is set, otherwise unconditional.",
+        "unconditional: no prompt; input-file: prompts from sample_input_file; interactive: "
+        "prompts from the console. Default: input-file if sample_input_file is set, otherwise "
+        "unconditional.",
     )
     temperature: float = field(0.0, "Sampling temperature. 0: greedy decoding.", ge=0)
     top_p: float = field(
-        0.0, "Nucleus sampling: sample from the most likely tokens with this total probability. 0: off.", ge=0, le=1
+        0.0,
+        "Nucleus sampling: sample from the most likely tokens with this total probability. 0: off.",
+        ge=0,
+        le=1,
     )
     top_k: Int = field(0, "Sample from this many most likely tokens. 0: from all.", ge=0)
-    maximum_tokens: Int = field(64, "Maximum number of tokens to generate per sample.", ge=1, le=10**9)
+    maximum_tokens: Int = field(
+        64, "Maximum number of tokens to generate per sample.", ge=1, le=10**9
+    )
     num_samples: Int = field(1, "Number of samples, in total or per prompt.", ge=1, le=10**9)
-    prompt_end: str = field("\n", "Separator of prompts, in the interactive mode and in the prompt file.")
+    prompt_end: str = field(
+        "\n", "Separator of prompts, in the interactive mode and in the prompt file."
+    )
     sample_input_file: PathText | None = field(
         None, "File of prompts, separated by prompt_end; same as generate.py -i."
     )
     sample_output_file: PathText | None = field(
-        None, "Output file, in JSON lines; same as generate.py -o. Default: texts are printed.", placeholders=True
+        None,
+        "Output file, in JSON lines; same as generate.py -o. Default: texts are printed.",
+        placeholders=True,
     )
-    recompute: bool = field(False, "True: generate without a KV cache, recomputing the full prefix for every token.")
+    recompute: bool = field(
+        False, "True: generate without a KV cache, recomputing the full prefix for every token."
+    )

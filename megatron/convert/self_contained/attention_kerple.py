@@ -36,8 +36,8 @@ from .positional_decay import append_decay, appended_sums, decay_sums, extra_dim
 
 BACKENDS = {"eager": CHUNKED, "sdpa": SDPA, "flex_attention": FLEX}
 POSITION_HOOKS = {"embed", "rotate", "modify_scores", "scale_qk"}
-# Arguments without a meaning here. transformers 4 passes cache_position to all models; the others are those of kernels
-# for packed sequences, which position_ids describe, too.
+# Arguments without a meaning here. transformers 4 passes cache_position to all models; the others
+# are those of kernels for packed sequences, which position_ids describe, too.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 IGNORED = ("cache_position", *PACKING)
 
@@ -50,14 +50,16 @@ def implementations(hooks, mode):
 
 
 def check_ignored(arguments, position_ids):
-    """Raises TypeError for arguments that `forward` does not have, and ValueError for packed sequences without
-    position_ids.
+    """Raises TypeError for arguments that `forward` does not have, and ValueError for packed
+    sequences without position_ids.
     """
     for name in arguments:
         if name not in IGNORED:
             raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
         if name in PACKING and position_ids is None:
-            raise ValueError(f"{name}: packed sequences need position_ids that begin at 0 in each of them")
+            raise ValueError(
+                f"{name}: packed sequences need position_ids that begin at 0 in each of them"
+            )
 
 
 @dataclass
@@ -94,7 +96,9 @@ class Layout:
         # The number of cached tokens, which is a tensor in graphs with a static cache.
         (batch, new), device, layers = hidden.shape[:2], hidden.device, getattr(cache, "layers", ())
         if mode is not None and any(hasattr(layer, "max_cache_len") for layer in layers):
-            raise ValueError("static caches are not supported in an inference mode; use a dynamic one")
+            raise ValueError(
+                "static caches are not supported in an inference mode; use a dynamic one"
+            )
         hooks = frozenset().union(*(method.hooks for method in methods))
         needs_positions = mode is not None or bool(hooks & POSITION_HOOKS)
 
@@ -120,18 +124,28 @@ class Layout:
         if position_ids is not None and (needs_positions or new > 1):
             given, is_text = position_ids.expand(batch, new), ids[:, places] == 0
             first = is_text.long().argmax(dim=1, keepdim=True)
-            shift = (given - positions[:, places]).gather(1, first) * is_text.any(dim=1, keepdim=True)
+            shift = (given - positions[:, places]).gather(1, first) * is_text.any(
+                dim=1, keepdim=True
+            )
             jumps = (given.diff(dim=1) != 1) & is_text[:, 1:] & is_text[:, :-1]
             if jumps.any():
                 if cached:
-                    raise ValueError("position_ids must be consecutive in each text if tokens are cached")
-                layout.uncacheable = "packed sequences (position_ids with jumps) cannot be cached; use use_cache=False"
+                    raise ValueError(
+                        "position_ids must be consecutive in each text if tokens are cached"
+                    )
+                layout.uncacheable = (
+                    "packed sequences (position_ids with jumps) cannot be cached; use "
+                    "use_cache=False"
+                )
                 ids = F.pad(jumps, (1, 0)).cumsum(dim=1).masked_fill(~is_text, -1)
                 positions, has_documents = given, True
             elif needs_positions and shift.any():
                 positions, has_documents = positions + shift, True
                 if mode is not None:
-                    raise ValueError("in an inference mode, position_ids must count the tokens of each text from 0")
+                    raise ValueError(
+                        "in an inference mode, position_ids must count the tokens of each text "
+                        "from 0"
+                    )
 
         # Only what is needed, because positions on the CPU wait for the device.
         if needs_positions:
@@ -147,15 +161,18 @@ class Layout:
             layout.documents = Documents(ids, positions, places)
         return layout
 
-    def _text(self, attention_mask: Tensor, batch: int, max_cache_len: int | None, traced: bool) -> Tensor | None:
+    def _text(
+        self, attention_mask: Tensor, batch: int, max_cache_len: int | None, traced: bool
+    ) -> Tensor | None:
         """Bool `[b, t]`, False for padding; None if there is none. max_cache_len: size of a
-        static cache, whose mask may be as long, because its last places are empty. Raises ValueError for another shape
-        or other values.
+        static cache, whose mask may be as long, because its last places are empty. Raises
+        ValueError for another shape or other values.
         """
         expected = [batch, self.total]
         if list(attention_mask.shape) not in (expected, [batch, max_cache_len]):
             raise ValueError(
-                f"attention_mask must be {expected}, for cached and new tokens, not {[*attention_mask.shape]}"
+                f"attention_mask must be {expected}, for cached and new tokens, not "
+                f"{[*attention_mask.shape]}"
             )
         text = attention_mask[:, : self.total] == 1
         if not traced and text.all():
@@ -164,8 +181,8 @@ class Layout:
         # Additive masks, and masks that number documents.
         known = text | (attention_mask[:, : self.total] == 0)
         message = (
-            "attention_mask must contain only 1 for tokens and 0 for padding; to separate documents, give position_ids "
-            "that begin at 0 in each of them"
+            "attention_mask must contain only 1 for tokens and 0 for padding; to separate "
+            "documents, give position_ids that begin at 0 in each of them"
         )
         if traced:
             torch._assert_async(known.all(), message)
@@ -191,7 +208,9 @@ class Layout:
             )
 
     def by_row(self, function, *states: Tensor) -> list[Tensor]:
-        """The results of `function(positions, *states)`, by row if they differ in their positions."""
+        """The results of `function(positions, *states)`, by row if they differ in
+        their positions.
+        """
         rows = [states]
         if len(self.positions) > 1:
             rows = zip(*(part.split(1) for part in states), strict=True)
@@ -213,7 +232,9 @@ class Layout:
         return self.by_row(lambda p, *row: method.rotate(*row, p, p), query, key)
 
     def append_decay(self, method, hidden, query, key, value, cache, layer):
-        """Query, key and value with the dimensions of the decay, if there is one. Padding has none."""
+        """Query, key and value with the dimensions of the decay, if there is one.
+        Padding has none.
+        """
         if "decay" not in method.hooks:
             return query, key, value
         decay, scale, previous = method.decay(hidden), query.shape[3] ** -0.5, None
@@ -222,7 +243,9 @@ class Layout:
         if isinstance(self.cached, Tensor) or self.cached:
             keys = cache.layers[layer].keys
             if keys.shape[3] == key.shape[3]:
-                raise ValueError("cached keys have no decays, as of prefix tuning; use prompt tuning")
+                raise ValueError(
+                    "cached keys have no decays, as of prefix tuning; use prompt tuning"
+                )
             last = torch.as_tensor(self.cached, device=keys.device).clamp(max=keys.shape[2]) - 1
             last_key = keys[:, :, last.clamp(min=0).reshape(1)] * (last >= 0)
             previous = appended_sums(last_key, query.shape[1] // key.shape[1], scale)
@@ -235,13 +258,15 @@ def tables_of(method, length, device, distance_map=None):
         return position_tables(method, length, device, distance_map=distance_map)
 
 
-def attend(query, key, value, method, tables, layout, window, dropout, implementation, output_attentions):
+def attend(
+    query, key, value, method, tables, layout, window, dropout, implementation, output_attentions
+):
     """The context `[b, h, s, d]` and the probabilities `[b, h, s, t]`, or None without
     `output_attentions`.
 
-    query `[b, h, s, d]` are the new tokens, key and value `[b, g, t, d]` the cached and new ones. If
-    a static cache has unused places after them, their probabilities are 0. window: number of keys
-    that a query sees; None: all.
+    query `[b, h, s, d]` are the new tokens, key and value `[b, g, t, d]` the cached and new ones.
+    If a static cache has unused places after them, their probabilities are 0. window: number of
+    keys that a query sees; None: all.
     """
     # The places of a static cache that are in use.
     places, group = key.shape[2], query.shape[1] // key.shape[1]
@@ -271,7 +296,9 @@ def attend(query, key, value, method, tables, layout, window, dropout, implement
 
     # An inference mode.
     if in_mode:
-        attend_to_text = partial(attend_to_text_in_mode, method=method, layout=layout, backend=backend)
+        attend_to_text = partial(
+            attend_to_text_in_mode, method=method, layout=layout, backend=backend
+        )
         if layout.documents is None:
             return attend_to_text(call), None
         return run_documents(call, layout.documents, attend_to_text), None
@@ -297,7 +324,10 @@ def attend_to_text_in_mode(call, method, layout, backend):
     if call.dropout_p:
         raise ValueError("attention_dropout must be 0 in an inference mode")
     query, key, first, total = call.query, call.key, call.dropped, call.dropped + call.kv_len
-    mode, start = layout.mode.at_length(layout.length or total).for_layer(method), first + call.offset
+    mode, start = (
+        layout.mode.at_length(layout.length or total).for_layer(method),
+        first + call.offset,
+    )
     if mode.is_explicit(method):
         return attend_in_mode(query, key, call.value, method, mode, start=start, scale=call.scale)
     if "rotate" in method.hooks:

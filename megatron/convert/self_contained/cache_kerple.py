@@ -1,6 +1,7 @@
 """The cache of keys and values in inference modes, which are cached before rotation.
 
-Legend: b batch, s new tokens, t all tokens (cached and new), g heads of keys and values, d head size.
+Legend: b batch, s new tokens, t all tokens (cached and new), g heads of keys and values, d head
+size.
 """
 
 import torch
@@ -12,8 +13,9 @@ class ModeCache(DynamicCache):
     """With a window, memory does not depend on the length of the text."""
 
     def __init__(self, num_layers, window=None, sinks=0, max_length=None):
-        """window, sinks: keys that later queries attend to, of the last and the first tokens; without
-        a window, all. max_length: of the text, on which the modes `linear` and `dynamic-ntk` depend.
+        """window, sinks: keys that later queries attend to, of the last and the first tokens;
+        without a window, all. max_length: of the text, on which the modes `linear` and
+        `dynamic-ntk` depend.
         """
         super().__init__()
         self.sinks, self.max_length = sinks, max_length
@@ -57,7 +59,9 @@ class BoundedLayer(DynamicLayer):
         return self.cumulative_length - self.keys.shape[2] if self.is_initialized else 0
 
     def update(self, key_states, value_states, cache_kwargs=None):
-        """Append `[b, g, s, d]`; return these and the kept ones. cache_kwargs: places in a static cache, not used."""
+        """Append `[b, g, s, d]`; return these and the kept ones. cache_kwargs: places in a static
+        cache, not used.
+        """
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[2]
         if keys.shape[2] > self.first + self.last:

@@ -4,7 +4,8 @@ from transformers import PretrainedConfig
 
 
 class KerpleConfig(PretrainedConfig):
-    """Configuration of the model in `modeling_kerple.py`. Other arguments are those of PretrainedConfig.
+    """Configuration of the model in `modeling_kerple.py`. Other arguments are those of
+    PretrainedConfig.
 
     Args:
         positional_options: options of the positional method in this folder.
@@ -15,10 +16,12 @@ class KerpleConfig(PretrainedConfig):
         norm: layernorm or rmsnorm.
         qk_norm: normalize each head of queries and keys.
         attention_window: number of keys that a query attends to, including its own; None: all.
-        max_position_embeddings: the training length, or the number of learned positions. Other methods have no limit.
+        max_position_embeddings: the training length, or the number of learned positions. Other
+            methods have no limit.
         training_length: default: max_position_embeddings.
-        inference_mode: how the model attends to longer texts, such as `window@512`, `full+clip@256` or
-            `sinks@4+508+reindexed+logn`; None: as in training. attention_mode.py lists the modes.
+        inference_mode: how the model attends to longer texts, such as `window@512`, `full+clip@256`
+            or `sinks@4+508+reindexed+logn`; None: as in training. attention_mode.py lists the
+            modes.
     """
 
     model_type = "kerple"

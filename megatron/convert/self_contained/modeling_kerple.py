@@ -1,9 +1,11 @@
-"""A KERPLE-NeoX language model for the transformers library, with the positional method it was trained with.
+"""A KERPLE-NeoX language model for the transformers library, with the positional method it was
+trained with.
 
-The positional method is in the `positional_*.py` files of this folder, unchanged from the training code.
-`attention_kerple_*.py` computes attention with it.
+The positional method is in the `positional_*.py` files of this folder, unchanged from the training
+code. `attention_kerple_*.py` computes attention with it.
 
-Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v vocabulary.
+Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v
+vocabulary.
 """
 
 from dataclasses import replace
@@ -12,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
@@ -46,11 +51,14 @@ def make_norm(config, size=None):
 
 
 def make_positional(config, layer=0):
-    """The positional method of the configuration, for a layer. Raises ValueError if this code is another method's."""
+    """The positional method of the configuration, for a layer. Raises ValueError if this code is
+    another method's.
+    """
     if config.positional_method != NAME:
         raise ValueError(
-            f"the configuration has positional_method {config.positional_method}, but the code that was loaded with it "
-            f"computes {NAME}; load the model with the code in its own folder"
+            f"the configuration has positional_method {config.positional_method}, but the code "
+            f"that was loaded with it computes {NAME}; load the model with the code in its own "
+            "folder"
         )
     shape = ModelShape(
         num_heads=config.num_attention_heads,
@@ -64,15 +72,17 @@ def make_positional(config, layer=0):
 
 
 def inference_mode(config, methods):
-    """The attention mode of the configuration, for the methods of all layers; None: as in training. Raises ValueError
-    for a mode that is not valid, or that the model does not support.
+    """The attention mode of the configuration, for the methods of all layers; None: as in training.
+    Raises ValueError for a mode that is not valid, or that the model does not support.
     """
     if config.inference_mode is None:
         return None
     mode = parse_mode(config.inference_mode, config.training_length)
     if mode == FULL_MODE:
         return None
-    reason = mode.attention.unsupported_by(methods, [config.attention_window], config.positional_method)
+    reason = mode.attention.unsupported_by(
+        methods, [config.attention_window], config.positional_method
+    )
     if reason is not None:
         raise ValueError(f"inference mode {mode.name} {reason}")
     return replace(mode.attention, span=mode.attention.span.within(config.attention_window))
@@ -91,28 +101,43 @@ def is_shared(method):
 
 
 def check_loaded(method, device):
-    """Raises ValueError if accelerate has offloaded parameters: it loads those of modules that are called, and the
-    positional method is not.
+    """Raises ValueError if accelerate has offloaded parameters: it loads those of modules that are
+    called, and the positional method is not.
     """
-    if not torch.compiler.is_compiling() and device.type != "meta" and any(p.is_meta for p in method.parameters()):
+    if (
+        not torch.compiler.is_compiling()
+        and device.type != "meta"
+        and any(p.is_meta for p in method.parameters())
+    ):
         raise ValueError(
-            "the parameters of the positional method are offloaded to the CPU or disk, which is not supported; give "
-            "gpt_neox.positional (if it exists, otherwise gpt_neox.layers) a device in device_map, or raise max_memory"
+            "the parameters of the positional method are offloaded to the CPU or disk, which is "
+            "not supported; give gpt_neox.positional (if it exists, otherwise gpt_neox.layers) a "
+            "device in device_map, or raise max_memory"
         )
 
 
 class KerpleAttention(nn.Module):
-    """Causal self-attention, `[b, s, e] -> [b, s, e]`. Consecutive query heads can share a head of keys and values."""
+    """Causal self-attention, `[b, s, e] -> [b, s, e]`. Consecutive query heads can share a head of
+    keys and values.
+    """
 
     def __init__(self, config, layer_idx):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        queries, keys = (
+            heads * config.head_dim
+            for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
-        self.query_key_value = nn.Linear(config.hidden_size, queries + 2 * keys, bias=config.attention_bias)
+        self.query_key_value = nn.Linear(
+            config.hidden_size, queries + 2 * keys, bias=config.attention_bias
+        )
         if config.qk_norm:
-            self.query_norm, self.key_norm = make_norm(config, config.head_dim), make_norm(config, config.head_dim)
+            self.query_norm, self.key_norm = (
+                make_norm(config, config.head_dim),
+                make_norm(config, config.head_dim),
+            )
         self.dense = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
         method = make_positional(config, layer_idx)
         self.positional = None if is_shared(method) else method
@@ -124,7 +149,8 @@ class KerpleAttention(nn.Module):
         if self.positional is not None and layout.mode is None:
             tables = tables_of(method, layout.total, hidden.device)
         batch, new, _ = hidden.shape
-        # The rows of the weight are grouped by key head: the queries that share a key, the key, and its value.
+        # The rows of the weight are grouped by key head: the queries that share a key, the key, and
+        # its value.
         shape = batch, new, -1, self.queries_per_key + 2, self.config.head_dim
         states = self.query_key_value(hidden).view(shape).transpose(1, 2)
         query, key, value = states.split((self.queries_per_key, 1, 1), dim=3)
@@ -133,13 +159,20 @@ class KerpleAttention(nn.Module):
             # Autocast computes norms in float32.
             query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
         query, key = layout.rotate(method, query, key)
-        query, key, value = layout.append_decay(method, hidden, query, key, value, cache, self.layer_idx)
+        query, key, value = layout.append_decay(
+            method, hidden, query, key, value, cache, self.layer_idx
+        )
         if cache is not None:
             # transformers 4 needs the places in a static cache.
             places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
             key, value = cache.update(key, value, self.layer_idx, places)
         dropout = self.config.attention_dropout if self.training else 0.0
-        options = self.config.attention_window, dropout, self.config._attn_implementation, output_attentions
+        options = (
+            self.config.attention_window,
+            dropout,
+            self.config._attn_implementation,
+            output_attentions,
+        )
         context, probabilities = attend(query, key, value, method, tables, layout, *options)
         context = context[..., : self.config.head_dim].transpose(1, 2).reshape(batch, new, -1)
         return self.dense(context), probabilities
@@ -150,8 +183,12 @@ class KerpleMLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.dense_4h_to_h = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.dense_h_to_4h = nn.Linear(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
+        )
+        self.dense_4h_to_h = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, hidden):
@@ -184,16 +221,21 @@ class KerpleLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.parallel_residual = config.use_parallel_residual
 
-    # Reentrant checkpointing needs the tensors that require gradients as separate positional arguments. With gradient
-    # checkpointing, all supported versions of transformers remove a cache that is called `layer_past`.
-    def forward(self, hidden, bias, weight, scores, shared, layout, layer_past=None, output_attentions=False):
+    # Reentrant checkpointing needs the tensors that require gradients as separate positional
+    # arguments. With gradient checkpointing, all supported versions of transformers remove a cache
+    # that is called `layer_past`.
+    def forward(
+        self, hidden, bias, weight, scores, shared, layout, layer_past=None, output_attentions=False
+    ):
         tables = PositionTables(bias=bias, weight=weight, scores=scores)
         attended, probabilities = self.attention(
             self.input_layernorm(hidden), tables, shared, layout, layer_past, output_attentions
         )
         attended = self.dropout(attended)
         if self.parallel_residual:
-            hidden = hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+            hidden = (
+                hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+            )
         else:
             hidden = hidden + attended
             hidden = hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
@@ -219,28 +261,36 @@ class KerplePreTrainedModel(PreTrainedModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention, is_init_check=False):
-        """The implementation for `attn_implementation`; None selects sdpa if the positional method allows it. Raises
-        ValueError for one that cannot compute the method.
+        """The implementation for `attn_implementation`; None selects sdpa if the positional method
+        allows it. Raises ValueError for one that cannot compute the method.
         """
         with torch.device("meta"):
-            methods = [make_positional(self.config, layer) for layer in range(self.config.num_hidden_layers)]
+            methods = [
+                make_positional(self.config, layer)
+                for layer in range(self.config.num_hidden_layers)
+            ]
         mode = inference_mode(self.config, methods)
         supported = implementations(frozenset().union(*(method.hooks for method in methods)), mode)
         if requested_attention is None:
             return "sdpa" if "sdpa" in supported else "eager"
         if requested_attention not in supported:
+            method = str(self.config.positional_method)
+            if mode is not None:
+                method += f" in mode {self.config.inference_mode}"
             raise ValueError(
-                f'Specified `attn_implementation="{requested_attention}"` is not supported with the positional method '
-                f"{self.config.positional_method}{'' if mode is None else f' in mode {self.config.inference_mode}'}; "
-                f"choose from {', '.join(supported)}"
+                f'Specified `attn_implementation="{requested_attention}"` is not supported with '
+                f"the positional method {method}; choose from {', '.join(supported)}"
             )
         return requested_attention
 
     def _init_weights(self, module):
         super()._init_weights(module)
-        # transformers 5.0 and 5.10, among others, also call this for loaded modules, whose tensors have a mark.
+        # transformers 5.0 and 5.10, among others, also call this for loaded modules, whose tensors
+        # have a mark.
         if isinstance(module, PositionalMethod):
-            marks = [getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()]
+            marks = [
+                getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()
+            ]
             if not all(marks):
                 module.reset_parameters()
 
@@ -254,7 +304,9 @@ class KerpleModel(KerplePreTrainedModel):
         self.emb_dropout = nn.Dropout(config.hidden_dropout)
         method = make_positional(config)
         self.positional = method if is_shared(method) else None
-        self.layers = nn.ModuleList([KerpleLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [KerpleLayer(config, index) for index in range(config.num_hidden_layers)]
+        )
         self.final_layer_norm = make_norm(config)
         self.mode = inference_mode(config, self.methods())
         self.gradient_checkpointing = False
@@ -262,13 +314,21 @@ class KerpleModel(KerplePreTrainedModel):
 
     def methods(self):
         """The positional method that all layers share, or those of the layers."""
-        return [layer.attention.positional for layer in self.layers] if self.positional is None else [self.positional]
+        return (
+            [layer.attention.positional for layer in self.layers]
+            if self.positional is None
+            else [self.positional]
+        )
 
     def new_cache(self, max_length=None):
-        """An empty cache for the inference mode. max_length: of the text, if the mode depends on it."""
+        """An empty cache for the inference mode. max_length: of the text, if the mode depends on
+        it.
+        """
         if self.mode is None:
             return DynamicCache()
-        return ModeCache(self.config.num_hidden_layers, self.mode.span.window, self.mode.span.sinks, max_length)
+        return ModeCache(
+            self.config.num_hidden_layers, self.mode.span.window, self.mode.span.sinks, max_length
+        )
 
     def get_input_embeddings(self):
         return self.embed_in
@@ -291,17 +351,23 @@ class KerpleModel(KerplePreTrainedModel):
         token_type_ids=None,
         **ignored,
     ):
-        """Tokens `[b, s]` (or embeddings `[b, s, e]`) that follow those in the cache -> hidden states `[b, s, e]`.
+        """Tokens `[b, s]` (or embeddings `[b, s, e]`) that follow those in the cache -> hidden
+        states `[b, s, e]`.
 
-        attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text; without
-        attention_mask and cache, every jump starts another text of the row (packed sequences). cache: another name of
-        past_key_values. token_type_ids: ignored; tokenizers return them. ignored: see `check_ignored`.
+        attention_mask: `[b, t]`, 0 for padding. position_ids: `[b, s]`, consecutive in each text;
+        without attention_mask and cache, every jump starts another text of the row (packed
+        sequences). cache: another name of past_key_values. token_type_ids: ignored; tokenizers
+        return them. ignored: see `check_ignored`.
         """
         # Inputs.
         check_ignored(ignored, position_ids)
         config, cache = self.config, one_cache(cache, past_key_values)
-        output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output_attentions = (
+            config.output_attentions if output_attentions is None else output_attentions
+        )
+        output_hidden_states = (
+            config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
@@ -353,7 +419,8 @@ class KerpleModel(KerplePreTrainedModel):
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
     """Tokens `[b, s]` to logits `[b, s, v]`.
 
-    accepts_loss_kwargs: Trainer passes `num_items_in_batch`, and does not divide the loss by the accumulation steps.
+    accepts_loss_kwargs: Trainer passes `num_items_in_batch`, and does not divide the loss by the
+        accumulation steps.
     """
 
     accepts_loss_kwargs = True
@@ -372,7 +439,9 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         self.embed_out = embeddings
 
     def new_cache(self, max_length=None):
-        """An empty cache for the inference mode. max_length: of the text, if the mode depends on it."""
+        """An empty cache for the inference mode. max_length: of the text, if the mode depends on
+        it.
+        """
         return self.gpt_neox.new_cache(max_length)
 
     def prepare_inputs_for_generation(self, *args, **kwargs):
@@ -390,13 +459,14 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         if mode is not None:
             if generation_config.cache_implementation not in (None, "dynamic"):
                 raise ValueError(
-                    f"cache_implementation {generation_config.cache_implementation!r} is not supported in an inference "
+                    f"cache_implementation {generation_config.cache_implementation!r} is not "
+                    "supported in an inference "
                     'mode; use "dynamic"'
                 )
             if generation_config.use_cache is False and mode.length_dependent:
                 raise ValueError(
-                    f"inference mode {self.config.inference_mode} depends on the final length of the text, which is "
-                    "unknown without a cache; use use_cache=True"
+                    f"inference mode {self.config.inference_mode} depends on the final length of "
+                    "the text, which is unknown without a cache; use use_cache=True"
                 )
             if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
                 model_kwargs[CACHE_NAME] = self.new_cache(max_cache_length + 1)
@@ -406,8 +476,9 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask, cache=None, past_key_values=None, **kwargs):
-        """For a static cache: the mask `[b, t]` with t as constant as the cache. The other arguments are those of other
-        models' masks. A cache under another name is left to `forward`, which rejects it.
+        """For a static cache: the mask `[b, t]` with t as constant as the cache. The other
+        arguments are those of other models' masks. A cache under another name is left to `forward`,
+        which rejects it.
         """
         cache = one_cache(cache, past_key_values)
         if attention_mask is None or cache is None:
@@ -432,9 +503,10 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         num_items_in_batch=None,
         **ignored,
     ):
-        """Like KerpleModel. labels: `[b, s]`, compared with the prediction at the previous token; -100 is ignored.
-        logits_to_keep: compute logits for the last N positions (0: all), or for these ones. num_items_in_batch: divide
-        the sum of the losses by this number; default: by the number of labels.
+        """Like KerpleModel. labels: `[b, s]`, compared with the prediction at the previous token;
+        -100 is ignored. logits_to_keep: compute logits for the last N positions (0: all), or for
+        these ones. num_items_in_batch: divide the sum of the losses by this number; default: by the
+        number of labels.
         """
         outputs = self.gpt_neox(
             input_ids,
@@ -447,12 +519,17 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             **ignored,
         )
-        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        positions = (
+            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        )
         logits = self.embed_out(outputs.last_hidden_state[:, positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
             )
         return CausalLMOutputWithPast(
             loss=loss,
@@ -463,14 +540,17 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         )
 
 
-# Trainer's label smoothing shifts the labels, and the text-generation pipeline accepts models, by these names.
+# Trainer's label smoothing shifts the labels, and the text-generation pipeline accepts models, by
+# these names.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(KerpleConfig.model_type, KerpleForCausalLM.__name__)
 
 
 class KerpleForSequenceClassification(GenericForSequenceClassification, KerplePreTrainedModel):
-    """The class of each row `[b, num_labels]`, from the hidden state of its last token that is not padding.
+    """The class of each row `[b, num_labels]`, from the hidden state of its last token that is not
+    padding.
 
-    accepts_loss_kwargs: Trainer divides the loss, the mean over the rows of a micro-batch, by the accumulation steps.
+    accepts_loss_kwargs: Trainer divides the loss, the mean over the rows of a micro-batch, by the
+        accumulation steps.
     """
 
     base_model_prefix = "gpt_neox"

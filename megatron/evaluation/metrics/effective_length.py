@@ -1,4 +1,6 @@
-"""Effective lengths of a checkpoint's heads (KERPLE, Figure 6): the smallest distance with a bias below -2."""
+"""Effective lengths of a checkpoint's heads (KERPLE, Figure 6): the smallest distance with a bias
+below -2.
+"""
 
 from collections.abc import Iterable
 
@@ -21,16 +23,28 @@ def plan_effective_lengths(provenance: Provenance, corpus: str | None) -> Record
     )
 
 
-def effective_lengths(planned: Record, methods: Iterable[tuple[str, PositionalMethod]]) -> EffectiveLengthRecord:
+def effective_lengths(
+    planned: Record, methods: Iterable[tuple[str, PositionalMethod]]
+) -> EffectiveLengthRecord:
     """The planned record with its values.
 
-    methods: (label, method) pairs from `megatron.checkpoint.inspection.positional_methods`. Methods without a bias
-    are skipped; if none is left, the record has a note.
+    methods: (label, method) pairs from `megatron.checkpoint.inspection.positional_methods`. Methods
+    without a bias are skipped; if none is left, the record has a note.
     """
-    by_label = {label: method.effective_length(LIMIT).tolist() for label, method in methods if "bias" in method.hooks}
-    note = (
-        None
-        if by_label
-        else f"{planned['pos_emb']} has no bias over distance alone, so its heads have no effective length"
-    )
-    return {**planned, "note": note, "layers": list(by_label), "effective_lengths": list(by_label.values())}
+    by_label = {
+        label: method.effective_length(LIMIT).tolist()
+        for label, method in methods
+        if "bias" in method.hooks
+    }
+    note = None
+    if not by_label:
+        note = (
+            f"{planned['pos_emb']} has no bias over distance alone, so its heads have no effective "
+            "length"
+        )
+    return {
+        **planned,
+        "note": note,
+        "layers": list(by_label),
+        "effective_lengths": list(by_label.values()),
+    }

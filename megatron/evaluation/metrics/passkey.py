@@ -1,9 +1,10 @@
 """Passkey retrieval: can a model repeat a number that is hidden somewhere in a long text?
 
-The prompt consists of an introduction, filler sentences chosen by the seed, among them at the given depth a sentence
-with the pass key, and a question. Prompt and answer have exactly `length + 1` tokens, so the model reads `length`
-tokens as for any other measure. The answer is correct if greedy decoding gives the complete number, i.e. if each of its
-tokens is the most probable one given the tokens before it.
+The prompt consists of an introduction, filler sentences chosen by the seed, among them at the given
+depth a sentence with the pass key, and a question. Prompt and answer have exactly `length + 1`
+tokens, so the model reads `length` tokens as for any other measure. The answer is correct if greedy
+decoding gives the complete number, i.e. if each of its tokens is the most probable one given the
+tokens before it.
 
 After Mohtashami and Jaggi (arXiv 2305.16300), with different sentences.
 """
@@ -64,13 +65,18 @@ class Prompts:
     def token_ids(self) -> Tensor:
         """The ids of all parts except the pass keys, int64 `[n]`."""
         introduction, question, filler = self._pieces
-        return torch.tensor([*introduction, *question, *(token for sentence in filler for token in sentence)])
+        return torch.tensor(
+            [*introduction, *question, *(token for sentence in filler for token in sentence)]
+        )
 
     def keys(self, length: int, depth: float, trials: int) -> list[tuple[list[int], list[int]]]:
         """Token ids of (sentence with the pass key, answer) for each trial."""
         numbers = self._generator(length, depth).integers(10_000, 100_000, trials)
         tokenize = self.tokenizer.tokenize_continuation
-        return [(tokenize(KEY.format(key=number)), tokenize(ANSWER.format(key=number))) for number in numbers]
+        return [
+            (tokenize(KEY.format(key=number)), tokenize(ANSWER.format(key=number)))
+            for number in numbers
+        ]
 
     def determined_by(self, length: int, depth: float, trials: int) -> object:
         """Everything that determines the prompts, for the record's digest."""
@@ -79,17 +85,20 @@ class Prompts:
     def check(self, length: int, depth: float, trials: int) -> None:
         """Raises UserError if the length is too short for introduction, pass key and question."""
         introduction, question, _ = self._pieces
-        longest = max(len(sentence) + len(answer) for sentence, answer in self.keys(length, depth, trials))
+        longest = max(
+            len(sentence) + len(answer) for sentence, answer in self.keys(length, depth, trials)
+        )
         minimum = len(introduction) + len(question) + longest - 1
         if length < minimum:
             raise UserError(
-                f"--passkey: {length:,} tokens are too few for the pass key and the question, which take {minimum:,} "
-                f"with this tokenizer; choose --lengths of at least {minimum:,}"
+                f"--passkey: {length:,} tokens are too few for the pass key and the question, "
+                f"which take {minimum:,} with this tokenizer; choose --lengths of at least "
+                f"{minimum:,}"
             )
 
     def build(self, length: int, depth: float, trials: int) -> tuple[Tensor, list[int]]:
-        """(prompts followed by their answers, int64 `[trials, length + 1]`; number of answer tokens of each). The
-        length must pass `check`.
+        """(prompts followed by their answers, int64 `[trials, length + 1]`; number of answer tokens
+        of each). The length must pass `check`.
         """
         introduction, question, filler = self._pieces
         generator = self._generator(length, depth)
@@ -98,7 +107,9 @@ class Prompts:
             room = length + 1 - len(introduction) - len(question) - len(sentence) - len(answer)
             text, boundaries = _filler(filler, room, generator)
             place = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
-            rows.append([*introduction, *text[:place], *sentence, *text[place:], *question, *answer])
+            rows.append(
+                [*introduction, *text[:place], *sentence, *text[place:], *question, *answer]
+            )
             answer_lengths.append(len(answer))
         return torch.tensor(rows), answer_lengths
 
@@ -109,7 +120,9 @@ class Prompts:
 def _filler(
     sentences: Sequence[Sequence[int]], room: int, generator: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """(exactly `room` tokens of random sentences, the first of which may be cut; the boundaries between sentences)."""
+    """(exactly `room` tokens of random sentences, the first of which may be cut; the boundaries
+    between sentences).
+    """
     sizes = np.array([len(sentence) for sentence in sentences])
     choices = generator.integers(len(sentences), size=room // sizes.min() + 1)
     ends = np.cumsum(sizes[choices])
@@ -127,12 +140,16 @@ class PasskeyTask(EvalTask):
     prompts: Prompts
     depth: float
 
-    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
+    def run(
+        self, context: EvalContext, share: Segments, advance: Callable[[int], None]
+    ) -> list[Record]:
         """If the model has no positions for the length, the record has a note instead of values."""
         # Answers have different lengths, the rows of a batch the same number of positions.
         length, trials = share.length, len(self.segments.starts)
         rows, answer_lengths = self.prompts.build(length, self.depth, trials)
-        answers = torch.tensor(answer_lengths)[torch.tensor(share.starts, dtype=torch.int64) // (length + 1)]
+        answers = torch.tensor(answer_lengths)[
+            torch.tensor(share.starts, dtype=torch.int64) // (length + 1)
+        ]
         longest, correct, note = max(answer_lengths), torch.zeros((), dtype=torch.int64), None
         try:
             hidden: list[Tensor] = []
@@ -175,12 +192,15 @@ def plan_passkey(
     provenance: Provenance,
     corpus: str | None = None,
 ) -> list[PasskeyTask]:
-    """The tasks by mode, length and depth, in this order. Raises UserError if a length is too short for the prompt."""
+    """The tasks by mode, length and depth, in this order. Raises UserError if a length is too short
+    for the prompt.
+    """
     # The prompts must fit into memory.
     if trials * (max(lengths) + 1) > MAX_TOKENS:
         raise UserError(
-            f"--passkey-trials {trials:,}: the prompts of {max(lengths):,} tokens have more than {MAX_TOKENS:,} tokens "
-            f"in total; choose at most {MAX_TOKENS // (max(lengths) + 1):,} trials"
+            f"--passkey-trials {trials:,}: the prompts of {max(lengths):,} tokens have more than "
+            f"{MAX_TOKENS:,} tokens in total; choose at most {MAX_TOKENS // (max(lengths) + 1):,} "
+            "trials"
         )
 
     # The texts do not depend on the mode.

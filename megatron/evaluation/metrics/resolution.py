@@ -1,15 +1,17 @@
-"""Attention resolution: how well attention scores distinguish neighboring distances (LEX, arXiv 2212.10554, eqs. 3, 4).
+"""Attention resolution: how well attention scores distinguish neighboring distances (LEX, arXiv
+2212.10554, eqs. 3, 4).
 
-Let s[n] be the mean of the final scores of all unmasked pairs of query and key at distance n, and D the number of such
-distances. Then, for each head,
+Let s[n] be the mean of the final scores of all unmasked pairs of query and key at distance n, and D
+the number of such distances. Then, for each head,
 
     R = sum_n e^s[n] (e^s[n] - e^s[n+1]) / (sum_n e^s[n])^2,    n = 0 ... D - 2 in both sums,
 
-and R is averaged over heads, layers and texts. It is below 1; the paper does not state the scale of its
-numbers. Scores are summed by distance while the model reads the text in chunks, so memory is linear in the length.
+and R is averaged over heads, layers and texts. It is below 1; the paper does not state the scale of
+its numbers. Scores are summed by distance while the model reads the text in chunks, so memory is
+linear in the length.
 
-Legend: b batch, h heads, g heads of keys, s query length, t key length, d head size; in a chunk: c queries, l keys;
-n distances.
+Legend: b batch, h heads, g heads of keys, s query length, t key length, d head size; in a chunk: c
+queries, l keys; n distances.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +33,8 @@ from megatron.evaluation.text import Text
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 
-# Scores are computed for MAX_QUERIES queries at a time; fewer, but at least MIN_QUERIES, if that exceeds MAX_SCORES.
+# Scores are computed for MAX_QUERIES queries at a time; fewer, but at least MIN_QUERIES, if that
+# exceeds MAX_SCORES.
 MIN_QUERIES, MAX_QUERIES = 16, 256
 MAX_SCORES = 4 * 1024 * 1024
 
@@ -42,19 +45,25 @@ class ResolutionTask(EvalTask):
 
     text: Text
 
-    def run(self, context: EvalContext, share: Segments, advance: Callable[[int], None]) -> list[Record]:
-        """If the model has no positions for the length, the record has a note instead of values. The model must be a
-        `GPT`, because other models do not record scores.
+    def run(
+        self, context: EvalContext, share: Segments, advance: Callable[[int], None]
+    ) -> list[Record]:
+        """If the model has no positions for the length, the record has a note instead of values.
+        The model must be a `GPT`, because other models do not record scores.
         """
         # Sums over texts, as soon as a batch of texts is complete.
         model: GPT = context.model
         totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
         try:
             with record_scores(model) as recorders:
-                for chunk in context.reader.hidden_states(self.text.tokens, share, self.mode.attention, self.text.bos):
+                for chunk in context.reader.hidden_states(
+                    self.text.tokens, share, self.mode.attention, self.text.bos
+                ):
                     advance(chunk.hidden.shape[0] * chunk.hidden.shape[1])
                     if chunk.position + chunk.hidden.shape[1] == share.length:
-                        totals += torch.stack([layer.resolution().mean(dim=1).sum() for layer in recorders]).cpu()
+                        totals += torch.stack(
+                            [layer.resolution().mean(dim=1).sum() for layer in recorders]
+                        ).cpu()
                         for layer in recorders:
                             layer.reset()
         except PositionsExceeded as error:
@@ -81,23 +90,27 @@ class ResolutionTask(EvalTask):
 def plan_resolution(
     text: Text, lengths: Sequence[int], modes: Sequence[str], texts: int, provenance: Provenance
 ) -> list[ResolutionTask]:
-    """One task per mode and length, in this order, on the first `texts` segments of the text. Raises UserError if the
-    text has fewer.
+    """One task per mode and length, in this order, on the first `texts` segments of the text.
+    Raises UserError if the text has fewer.
     """
     tasks = []
     for mode in parse_modes(modes, provenance.train_length):
         if mode.attention != AttentionMode(mode.span) or mode.span.sinks:
             raise UserError(
-                f"--resolution: not measured in inference mode {mode.name}; use full, window@W and blockwise, and run "
-                "the other modes without --resolution"
+                f"--resolution: not measured in inference mode {mode.name}; use full, window@W and "
+                "blockwise, and run the other modes without --resolution"
             )
         for length in lengths:
             available = (len(text.tokens) - 1) // length
             if available < texts:
-                advice = f"--resolution {available}, or shorter lengths" if available else "shorter lengths"
+                advice = (
+                    f"--resolution {available}, or shorter lengths"
+                    if available
+                    else "shorter lengths"
+                )
                 raise text.error(
-                    f"--resolution {texts}: the text has only {available:,} segments of {length:,} tokens; choose "
-                    f"{advice}"
+                    f"--resolution {texts}: the text has only {available:,} segments of {length:,} "
+                    f"tokens; choose {advice}"
                 )
             segments = Segments(length, range(0, texts * length, length))
             planned = provenance.record(
@@ -137,7 +150,9 @@ class ScoreRecorder:
         s, t = call.q_len, call.kv_len
 
         # As many queries at once as memory allows.
-        rows = max(MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t)))
+        rows = max(
+            MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t))
+        )
         if method is not None and "scale_qk" in method.hooks:
             rows = min(rows, method.segment)
         max_kv_len = span.max_kv_len(t)
@@ -154,7 +169,10 @@ class ScoreRecorder:
             keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
             if decay_sums is not None:
-                of_queries, of_keys = decay_sums[..., t - s + first : end], decay_sums[..., begin:end]
+                of_queries, of_keys = (
+                    decay_sums[..., t - s + first : end],
+                    decay_sums[..., begin:end],
+                )
                 scores = scores + (of_queries.unsqueeze(-1) - of_keys.unsqueeze(-2)).to(dtype)
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and "modify_scores" in method.hooks:
@@ -186,16 +204,21 @@ class ScoreRecorder:
             self._sums = query.new_zeros(*query.shape[:2], 0, dtype=torch.float64)
             self._counts = query.new_zeros(0, dtype=torch.float64)
         missing = max(0, distances - len(self._counts))
-        self._sums, self._counts = F.pad(self._sums, (0, missing)), F.pad(self._counts, (0, missing))
+        self._sums, self._counts = (
+            F.pad(self._sums, (0, missing)),
+            F.pad(self._counts, (0, missing)),
+        )
 
 
 def sum_by_distance(values: Tensor) -> Tensor:
-    """`[..., c, l]`, with the c queries at the last of the l keys' positions -> float64 `[..., l]`, sums over the pairs
-    at each distance 0 to l - 1. Pairs with the key after the query are ignored.
+    """`[..., c, l]`, with the c queries at the last of the l keys' positions -> float64 `[..., l]`,
+    sums over the pairs at each distance 0 to l - 1. Pairs with the key after the query are ignored.
     """
     c, l = values.shape[-2:]  # noqa: E741
     # Shift each row by one more than the row above, so that each column is a distance.
-    skewed: Tensor = F.pad(values.flip(-1), (0, c)).flatten(-2)[..., :-c].unflatten(-1, (c, l + c - 1))
+    skewed: Tensor = (
+        F.pad(values.flip(-1), (0, c)).flatten(-2)[..., :-c].unflatten(-1, (c, l + c - 1))
+    )
     return skewed.sum(dim=-2, dtype=torch.float64)[..., c - 1 :]
 
 

@@ -1,4 +1,6 @@
-"""The command lines of tools/datasets, called in this process. (Started as processes in test_preprocessing.py.)"""
+"""The command lines of tools/datasets, called in this process. (Started as processes in
+test_preprocessing.py.)
+"""
 
 import json
 
@@ -14,7 +16,9 @@ from tools.datasets import merge_datasets, preprocess_data, train_tokenizer
 
 @pytest.fixture
 def run(capsys):
-    """run(script, *arguments) returns the status, the standard output and the standard error of a tool."""
+    """run(script, *arguments) returns the status, the standard output and the standard error of a
+    tool.
+    """
 
     def run_script(script, *arguments):
         capsys.readouterr()
@@ -33,12 +37,19 @@ def test_train_a_tokenizer_and_preprocess(tmp_path, run):
     texts = tmp_path / "texts.jsonl"
     texts.write_bytes(json_lines(*KINDS.values()))
     vocab_file = tmp_path / "deep" / "tokenizer.json"
-    status, output, error = run(train_tokenizer, "--input", texts, "--vocab-size", 600, "--output", vocab_file)
+    status, output, error = run(
+        train_tokenizer, "--input", texts, "--vocab-size", 600, "--output", vocab_file
+    )
     assert (status, output) == (0, f"{vocab_file}: 600 ids\n"), error
     (tmp_path / "more.txt").write_text("one more")
     status, output, error = run(
         preprocess_data,
-        *("--input", f"{texts},{tmp_path / 'more.txt'}", "--output-prefix", tmp_path / "out" / "mine"),
+        *(
+            "--input",
+            f"{texts},{tmp_path / 'more.txt'}",
+            "--output-prefix",
+            tmp_path / "out" / "mine",
+        ),
         *("--tokenizer-type", "HFTokenizer", "--vocab-file", vocab_file, "--append-eod"),
         *("--workers", 1, "--num-docs", 8, "--dataset-impl", "mmap", "--log-interval", 1),
     )
@@ -53,7 +64,9 @@ def test_train_a_tokenizer_and_preprocess(tmp_path, run):
 def test_keys_inputs_and_subset(tmp_path, run):
     for name, subset in (("a", "Github"), ("b", "ArXiv")):
         line = {"text": f"text {name}", "title": f"title {name}", "meta": {"pile_set_name": subset}}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n" + "broken\n" * (name == "b"))
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps(line) + "\n" + "broken\n" * (name == "b")
+        )
     inputs = ["--input", tmp_path / "a.jsonl", "--input", tmp_path / "b.jsonl"]
     output_options = ["--output-prefix", tmp_path / "x", "--tokenizer-type", "CharLevelTokenizer"]
     status, _, error = run(preprocess_data, *inputs, *output_options)
@@ -72,10 +85,26 @@ def test_keys_inputs_and_subset(tmp_path, run):
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
-        (preprocess_data, "--input gone --output-prefix x --tokenizer-type CharLevelTokenizer", "input gone"),
-        (preprocess_data, "--input a.jsonl --output-prefix x --tokenizer-type TiktokenTokenizer", "Tiktoken"),
-        (preprocess_data, "--input a.jsonl --output-prefix x --workers 0 --tokenizer-type X", "--workers: "),
-        (train_tokenizer, "--input a.jsonl --vocab-size 300 --output t.json", "nothing to train on"),
+        (
+            preprocess_data,
+            "--input gone --output-prefix x --tokenizer-type CharLevelTokenizer",
+            "input gone",
+        ),
+        (
+            preprocess_data,
+            "--input a.jsonl --output-prefix x --tokenizer-type TiktokenTokenizer",
+            "Tiktoken",
+        ),
+        (
+            preprocess_data,
+            "--input a.jsonl --output-prefix x --workers 0 --tokenizer-type X",
+            "--workers: ",
+        ),
+        (
+            train_tokenizer,
+            "--input a.jsonl --vocab-size 300 --output t.json",
+            "nothing to train on",
+        ),
         (train_tokenizer, "--input nowhere --vocab-size 300 --output b.txt/t.json", "--output: "),
         (train_tokenizer, "--input nowhere --vocab-size 300 --output .", "--output .: "),
     ],
@@ -93,7 +122,9 @@ def test_errors(tmp_path, run, monkeypatch, tool, arguments, message):
 def test_vocabulary_size_that_cannot_be_reached(tmp_path, run):
     (tmp_path / "a.txt").write_text("abab")
     output = tmp_path / "tokenizer.json"
-    _, shown, _ = run(train_tokenizer, "--input", tmp_path / "a.txt", "--vocab-size", 500, "--output", output)
+    _, shown, _ = run(
+        train_tokenizer, "--input", tmp_path / "a.txt", "--vocab-size", 500, "--output", output
+    )
     assert shown == f"{output}: 258 ids, not 500: the text has no more pairs to merge\n"
 
 
@@ -113,11 +144,28 @@ def test_tildes_in_paths(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "b.txt").write_text("more text")
-    options = ("--input=~/a.txt,~/b.txt", "--output-prefix=~/x", "--tokenizer-type", "CharLevelTokenizer")
+    options = (
+        "--input=~/a.txt,~/b.txt",
+        "--output-prefix=~/x",
+        "--tokenizer-type",
+        "CharLevelTokenizer",
+    )
     assert run(preprocess_data, *options)[0] == 0
     assert run(preprocess_data, *options, "--output-prefix=~/y")[0] == 0
-    assert run(merge_datasets, "--input", "~/x_text_document", "~/y_text_document", "--output-prefix=~/merged")[0] == 0
-    assert run(train_tokenizer, "--input=~/a.txt", "--vocab-size=258", "--output=~/tokenizer.json")[0] == 0
+    assert (
+        run(
+            merge_datasets,
+            "--input",
+            "~/x_text_document",
+            "~/y_text_document",
+            "--output-prefix=~/merged",
+        )[0]
+        == 0
+    )
+    assert (
+        run(train_tokenizer, "--input=~/a.txt", "--vocab-size=258", "--output=~/tokenizer.json")[0]
+        == 0
+    )
     assert (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "merged.bin").stat().st_size > 0
     assert not (tmp_path / "~").exists()
@@ -129,7 +177,9 @@ def test_merge(tmp_path, run):
         arguments = ["--input", tmp_path / f"{name}.txt", "--output-prefix", tmp_path / name]
         run(preprocess_data, *arguments, "--tokenizer-type", "CharLevelTokenizer", "--append-eod")
     prefixes = [tmp_path / "a_text_document", tmp_path / "b_text_document"]
-    status, output, error = run(merge_datasets, "--input", *prefixes, "--output-prefix", tmp_path / "merged")
+    status, output, error = run(
+        merge_datasets, "--input", *prefixes, "--output-prefix", tmp_path / "merged"
+    )
     assert status == 0, error
     assert f"{tmp_path / 'merged'}.bin/.idx: 2 documents, " in output
     assert dataset_text(tmp_path / "merged") == "text a\0text b\0"

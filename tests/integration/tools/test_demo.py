@@ -21,9 +21,12 @@ def test_the_conclusions_claim_what_the_standard_errors_support():
     ]
     assert demo.conclusions(records) == [
         "kerple_log: from 128 to 2,048 tokens the loss falls (-0.1000 ± 0.0041 nats per token)",
-        "alibi: from 128 to 2,048 tokens the loss shows no clear change (+0.0125 ± 0.0826 nats per token)",
+        "alibi: from 128 to 2,048 tokens the loss shows no clear change (+0.0125 ± 0.0826 nats per "
+        "token)",
         "rotary: from 128 to 2,048 tokens the loss rises (+1.0000 ± 0.0408 nats per token)",
         "alibi minus kerple_log at 2,048: +0.1125 ± 0.0862 nats per token: a tie on this text",
-        "rotary minus kerple_log at 2,048: +1.1000 ± 0.0389 nats per token: kerple_log is better on this text",
-        "± is the standard error over documents. With one seed per method, this does not rank the methods in general.",
+        "rotary minus kerple_log at 2,048: +1.1000 ± 0.0389 nats per token: kerple_log is better "
+        "on this text",
+        "± is the standard error over documents. With one seed per method, this does not rank the "
+        "methods in general.",
     ]

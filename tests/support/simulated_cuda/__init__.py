@@ -1,9 +1,10 @@
 """A simulated CUDA device: records what a GPU would execute, without a GPU.
 
-Tensors on `cuda` are tracked by PyTorch's FakeTensorMode (shape, dtype, device, no data); tensors on the CPU are real.
-`guard.cpp` registers the device, so it must be loaded before torch: run tests with the environment of
-`environment()`. Within `SimulatedCuda`, an operation that mixes devices raises as it would on a GPU, Triton kernels are
-recorded instead of launched, and every host synchronization and blocking copy is recorded.
+Tensors on `cuda` are tracked by PyTorch's FakeTensorMode (shape, dtype, device, no data); tensors
+on the CPU are real. `guard.cpp` registers the device, so it must be loaded before torch: run tests
+with the environment of `environment()`. Within `SimulatedCuda`, an operation that mixes devices
+raises as it would on a GPU, Triton kernels are recorded instead of launched, and every host
+synchronization and blocking copy is recorded.
 
 Needs g++, once per torch version.
 """
@@ -32,7 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
-from tests.support.simulated_cuda.traffic import Cost, operator_cost, operator_launches, tensors_in, triton_cost
+from tests.support.simulated_cuda.traffic import (
+    Cost,
+    operator_cost,
+    operator_launches,
+    tensors_in,
+    triton_cost,
+)
 
 GUARD_SOURCE = Path(__file__).with_name("guard.cpp")
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,14 +48,57 @@ aten = torch.ops.aten
 
 # Operations that return a view or an uninitialized tensor: they launch no kernel.
 NO_KERNEL = {
-    *("alias", "as_strided", "detach", "expand", "narrow", "permute", "reshape", "_reshape_alias", "select", "slice"),
-    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "is_same_size"),
-    *("_unsafe_view", "chunk", "diagonal", "view_as_real", "view_as_complex", "_has_same_storage_numel"),
+    *(
+        "alias",
+        "as_strided",
+        "detach",
+        "expand",
+        "narrow",
+        "permute",
+        "reshape",
+        "_reshape_alias",
+        "select",
+        "slice",
+    ),
+    *(
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+    ),
+    *(
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "lift_fresh",
+        "is_same_size",
+    ),
+    *(
+        "_unsafe_view",
+        "chunk",
+        "diagonal",
+        "view_as_real",
+        "view_as_complex",
+        "_has_same_storage_numel",
+    ),
     *("_efficientzerotensor", "to"),  # `to` calls `_to_copy` if necessary
 }
 # Operations whose output size depends on data: the host waits for the device.
-DATA_DEPENDENT = ("nonzero", "masked_select", "unique", "_unique", "_unique2", "repeat_interleave.Tensor")
+DATA_DEPENDENT = (
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique",
+    "_unique2",
+    "repeat_interleave.Tensor",
+)
 
 
 def build_guard() -> Path:
@@ -66,7 +116,16 @@ def build_guard() -> Path:
         raise RuntimeError("the simulated CUDA device needs g++ (Debian: apt-get install g++)")
     torch_dir = Path(torch.__file__).parent
     partial = library.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", str(GUARD_SOURCE), "-o", str(partial)]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        str(GUARD_SOURCE),
+        "-o",
+        str(partial),
+    ]
     command += [f"-I{torch_dir}/include", f"-I{torch_dir}/include/torch/csrc/api/include"]
     command += [f"-L{torch_dir}/lib", "-lc10", "-ltorch_cpu"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -79,9 +138,17 @@ def build_guard() -> Path:
 def environment() -> dict[str, str]:
     """The environment of a process with a simulated CUDA device."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    libraries = f"{Path(torch.__file__).parent / 'lib'}:{variables.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+    libraries = (
+        f"{Path(torch.__file__).parent / 'lib'}:{variables.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+    )
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cuda"}
-    return {**variables, **ranks, "LD_PRELOAD": str(build_guard()), "LD_LIBRARY_PATH": libraries, ENVIRONMENT_KEY: "1"}
+    return {
+        **variables,
+        **ranks,
+        "LD_PRELOAD": str(build_guard()),
+        "LD_LIBRARY_PATH": libraries,
+        ENVIRONMENT_KEY: "1",
+    }
 
 
 def is_active() -> bool:
@@ -92,8 +159,15 @@ def is_active() -> bool:
 def _project_frames() -> str:
     """The innermost frames of this project, for messages."""
     frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(str(ROOT))]
-    frames = [frame for frame in frames if "/tests/support/" not in frame.filename and "/.venv/" not in frame.filename]
-    return " < ".join(f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}" for frame in reversed(frames[-4:]))
+    frames = [
+        frame
+        for frame in frames
+        if "/tests/support/" not in frame.filename and "/.venv/" not in frame.filename
+    ]
+    return " < ".join(
+        f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
+        for frame in reversed(frames[-4:])
+    )
 
 
 class SimulatedCuda(TorchDispatchMode):
@@ -102,7 +176,8 @@ class SimulatedCuda(TorchDispatchMode):
     Attributes:
         kernels: kernel launches by operator or Triton kernel name.
         synchronizations: reasons why the host waited for the device.
-        blocking_copies: host-to-device copies that block the host (pageable memory or non_blocking=False).
+        blocking_copies: host-to-device copies that block the host (pageable memory or
+            non_blocking=False).
         scalar: what `item()` returns.
         allocated, peak: bytes of the tensors in the device's memory now, and at most since `reset`.
     """
@@ -159,9 +234,21 @@ class SimulatedCuda(TorchDispatchMode):
         yield torch.cuda, "is_bf16_supported", lambda *_, **__: True
         yield torch.cuda, "get_rng_state", lambda *_, **__: rng_state
         yield torch.cuda, "set_rng_state", lambda *_, **__: None
-        yield torch.cuda, "synchronize", lambda *_: self.synchronizations.append(f"synchronize {_project_frames()}")
+        yield (
+            torch.cuda,
+            "synchronize",
+            lambda *_: self.synchronizations.append(f"synchronize {_project_frames()}"),
+        )
         handle = _handle_class(self)
-        for name in ("device", "device_of", "Stream", "Event", "stream", "current_stream", "default_stream"):
+        for name in (
+            "device",
+            "device_of",
+            "Stream",
+            "Event",
+            "stream",
+            "current_stream",
+            "default_stream",
+        ):
             yield torch.cuda, name, handle
         major, minor = self.capability
         properties = SimpleNamespace(
@@ -175,7 +262,12 @@ class SimulatedCuda(TorchDispatchMode):
         yield torch.cuda, "get_device_properties", lambda *_: properties
         yield torch.cuda, "is_initialized", lambda: True
         yield torch.cuda, "set_device", lambda _: None
-        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        for name in (
+            "memory_allocated",
+            "max_memory_allocated",
+            "memory_reserved",
+            "max_memory_reserved",
+        ):
             yield torch.cuda, name, lambda *_: 0
         for name in ("empty_cache", "reset_peak_memory_stats"):
             yield torch.cuda, name, lambda *_: None
@@ -185,17 +277,27 @@ class SimulatedCuda(TorchDispatchMode):
         yield torch.Tensor, "pin_memory", _pinned
         yield torch.Tensor, "is_pinned", lambda tensor, *_: hasattr(tensor, "simulated_pinned")
         # A function, not a bound method, so that the class passes the kernel.
-        yield JITFunction, "run", lambda kernel, *args, **options: self._launch_triton(kernel, *args, **options)
+        yield (
+            JITFunction,
+            "run",
+            lambda kernel, *args, **options: self._launch_triton(kernel, *args, **options),
+        )
         yield torch.nn.functional, "scaled_dot_product_attention", _cuda_sdpa
 
     def record(self, name: str, launches: int, cost: Callable[[], Cost]) -> None:
-        """Called for every operator and Triton kernel that runs on the device. Calling `cost` is slow."""
+        """Called for every operator and Triton kernel that runs on the device. Calling `cost` is
+        slow.
+        """
         self.kernels[name] += launches
 
-    def _launch_triton(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def _launch_triton(
+        self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any
+    ) -> None:
         for argument in (*arguments, *options.values()):
             if isinstance(argument, Tensor) and argument.device.type != "cuda":
-                raise RuntimeError(f"{kernel.fn.__name__}: pointer argument is on {argument.device}, not on cuda")
+                raise RuntimeError(
+                    f"{kernel.fn.__name__}: pointer argument is on {argument.device}, not on cuda"
+                )
         named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
         grid = grid(named) if callable(grid) else grid
         self.record(f"triton.{kernel.fn.__name__}", 1, lambda: triton_cost(kernel, named, grid))
@@ -234,16 +336,23 @@ class SimulatedCuda(TorchDispatchMode):
             if not isinstance(destination, FakeTensor):
                 self.synchronizations.append(f"copy to the host {_project_frames()}")
                 return destination
-            self._record_host_copy(source, bool(args[2]) if len(args) > 2 else kwargs.get("non_blocking", False))
+            self._record_host_copy(
+                source, bool(args[2]) if len(args) > 2 else kwargs.get("non_blocking", False)
+            )
         elif on_host and target == "cuda":
             self._record_host_copy(on_host[0], kwargs.get("non_blocking", False))
         elif any(tensor.dim() for tensor in on_host):
             # Index tensors may be on the CPU, but the device then waits for a copy of them.
-            if name.startswith(("index", "_index_put_impl_", "index_put")) and not on_host[0].dtype.is_floating_point:
+            if (
+                name.startswith(("index", "_index_put_impl_", "index_put"))
+                and not on_host[0].dtype.is_floating_point
+            ):
                 self.blocking_copies.append(f"{name} with indices on the CPU {_project_frames()}")
             else:
                 shapes = [(*tensor.shape,) for tensor in on_host]
-                raise RuntimeError(f"{name}: tensors on cuda and on the CPU {shapes} at {_project_frames()}")
+                raise RuntimeError(
+                    f"{name}: tensors on cuda and on the CPU {shapes} at {_project_frames()}"
+                )
 
         def to_fake(leaf: Any) -> Any:
             is_real = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
@@ -257,7 +366,11 @@ class SimulatedCuda(TorchDispatchMode):
         # Collectives (c10d) have nothing to do on one rank.
         if func.overloadpacket.__name__ not in NO_KERNEL and func.namespace not in ("prim", "c10d"):
             launches = operator_launches(func, args, result)
-            self.record(func.overloadpacket.__name__, launches, lambda: operator_cost(func, args, kwargs, result))
+            self.record(
+                func.overloadpacket.__name__,
+                launches,
+                lambda: operator_cost(func, args, kwargs, result),
+            )
         return result
 
     def _run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -266,7 +379,9 @@ class SimulatedCuda(TorchDispatchMode):
         try:
             with torch._C._PreserveDispatchKeyGuard(), torch.no_grad():
                 # Autograd's keys decompose composite operators.
-                torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
+                torch._C._dispatch_tls_set_dispatch_key_excluded(
+                    torch._C.DispatchKey.AutogradFunctionality, False
+                )
                 return OPDEFS[func.name()]._init_fn(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)
@@ -300,7 +415,9 @@ def _pinned(tensor: Tensor, *_: Any) -> Tensor:
 
 
 def _handle_class(device: SimulatedCuda) -> type:
-    """A class for torch.cuda's devices, streams and events: it only records operations that wait."""
+    """A class for torch.cuda's devices, streams and events: it only records operations
+    that wait.
+    """
 
     class Handle:
         def __init__(self, *arguments: Any, **options: Any):
@@ -346,8 +463,8 @@ def _cuda_sdpa(
 ) -> Tensor:
     """scaled_dot_product_attention through the operators that a GPU would use.
 
-    Raises RuntimeError for a mask that the CUDA kernels do not accept, and for different numbers of heads if the call
-    does not enable them or only a kernel that stores all scores supports them.
+    Raises RuntimeError for a mask that the CUDA kernels do not accept, and for different numbers of
+    heads if the call does not enable them or only a kernel that stores all scores supports them.
     """
     is_flash = attn_mask is None and query.dtype != torch.float32
     if query.shape[1] != key.shape[1] and not (enable_gqa and is_flash):
@@ -356,18 +473,23 @@ def _cuda_sdpa(
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+            ~attn_mask, float("-inf")
+        )
     if attn_mask is not None:
         if attn_mask.dtype != query.dtype:
             raise RuntimeError(f"attention mask is {attn_mask.dtype}, query is {query.dtype}")
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     efficient = aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
+    return efficient(
+        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
 
 
 @torch.no_grad()
 def move_to_cuda(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
-    """Replace the parameters and buffers of a model with simulated ones on `cuda`, floating point ones in `dtype`.
+    """Replace the parameters and buffers of a model with simulated ones on `cuda`, floating point
+    ones in `dtype`.
 
     Shared tensors stay shared. Call it within `SimulatedCuda`.
     """
@@ -378,7 +500,9 @@ def move_to_cuda(model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.
                 if tensor is None:
                     continue
                 if id(tensor) not in replaced:
-                    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                    kind = (
+                        dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                    )
                     moved: Tensor = torch.empty(tensor.shape, dtype=kind, device="cuda")
                     if isinstance(tensor, torch.nn.Parameter):
                         moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)

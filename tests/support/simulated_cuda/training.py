@@ -30,7 +30,8 @@ def process_group() -> Iterator[None]:
 
 
 class SimulatedTraining:
-    """An engine for configuration files of `configs/` and overrides. Use it within `device`, in a `process_group()`.
+    """An engine for configuration files of `configs/` and overrides. Use it within `device`, in a
+    `process_group()`.
 
     The model has no values: it is built on the meta device.
     """
@@ -58,7 +59,9 @@ class SimulatedTraining:
 
         layout = Layout(0, 1, 1, 1, 1, 0, 0, 0, torch.device("cuda"))
         with (
-            patch.multiple(torch.nn.Module, to=to_device, bfloat16=unchanged, half=unchanged, float=unchanged),
+            patch.multiple(
+                torch.nn.Module, to=to_device, bfloat16=unchanged, half=unchanged, float=unchanged
+            ),
             patch.multiple(engine, GPTWithLoss=on_meta, initialize=lambda *_, **__: None),
         ):
             self.engine = engine.build_engine(self.config, VOCABULARY, layout, lambda line: None)
@@ -67,7 +70,9 @@ class SimulatedTraining:
         """Train three steps; the device then has the records of the third one."""
         shape = (self.engine.micro_batch, self.config.model.seq_length)
         tokens = torch.zeros(shape, dtype=torch.long, device="cuda")
-        batches: Iterator[dict[str, Tensor]] = iter(lambda: {"tokens": tokens, "labels": tokens}, {})
+        batches: Iterator[dict[str, Tensor]] = iter(
+            lambda: {"tokens": tokens, "labels": tokens}, {}
+        )
         for iteration in range(3):
             self.device.reset()
             self.engine.train_step(batches, 1e-4, iteration)

@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from experiments import pictures
-from experiments.pictures import distance_curves, initial_methods, main, method_picture, trained_methods
+from experiments.pictures import (
+    distance_curves,
+    initial_methods,
+    main,
+    method_picture,
+    trained_methods,
+)
 from kerple.positional import primary_names
 from tests.support.checkpoints import write_checkpoint
 from tests.support.errors import assert_rejected
@@ -26,13 +32,27 @@ def test_page(tmp_path, monkeypatch, capsys):
     plots = {path.stem: float(path.read_text()) for path in (tmp_path / "pictures").iterdir()}
     assert capsys.readouterr().out.endswith(f"page.md and {len(plots)} pictures\n")
     assert set(re.findall(r"\(pictures/(\w+)\.png\)", page)) == set(plots)
-    assert set(primary_names()) - set(plots) == {"none", "learned", "sinusoidal", "cope", "dape", "dape_rotary"}
+    assert set(primary_names()) - set(plots) == {
+        "none",
+        "learned",
+        "sinusoidal",
+        "cope",
+        "dape",
+        "dape_rotary",
+    }
     names = re.findall(r"^### (\w+)$", page, flags=re.MULTILINE)
     assert sorted(names) == list(primary_names())
-    assert names.index("kerple") < names.index("alibi") < names.index("rotary") < names.index("dape_kerple")
+    assert (
+        names.index("kerple")
+        < names.index("alibi")
+        < names.index("rotary")
+        < names.index("dape_kerple")
+    )
     assert "DAPE with the bias of ALiBi" in page
     current = (ROOT / "docs" / "positional-methods.md").read_text(encoding="utf-8")
-    assert page == current, "run experiments/pictures.py (see make pictures) after changing a description"
+    assert page == current, (
+        "run experiments/pictures.py (see make pictures) after changing a description"
+    )
     (tmp_path / "pictures" / "alibi.png").unlink()
     main(["--output", str(tmp_path / "page.md"), "--only", "alibi"])
     assert capsys.readouterr().out.endswith("page.md and 1 pictures\n")
@@ -54,14 +74,18 @@ def test_curves():
     assert set(curves) == {"bias", "weight"}
     assert curves["bias"].shape[0] == 4
     assert (curves["weight"][:, 0] == 1).all()
-    picture = method_picture("kerple_power_ap_ap", {"at initialization": methods["kerple_power_ap_ap"]})
+    picture = method_picture(
+        "kerple_power_ap_ap", {"at initialization": methods["kerple_power_ap_ap"]}
+    )
     assert picture.startswith(b"\x89PNG")
     assert len(picture) < 80_000
     assert method_picture("none", {"at initialization": methods["none"]}) is None
     # DAPE: the static bias plus the output of its network for a score of 0
     method = methods["dape_alibi"].method
     static = method.static.bias(torch.tensor([700.0]))[:, 0]
-    hidden = F.leaky_relu(F.linear(torch.cat((torch.zeros(4), static)), *method.first.parameters()), 0.01)
+    hidden = F.leaky_relu(
+        F.linear(torch.cat((torch.zeros(4), static)), *method.first.parameters()), 0.01
+    )
     output = F.linear(hidden, *method.second.parameters())
     (curve,) = distance_curves(*methods["dape_alibi"]).values()
     torch.testing.assert_close(curve[:, 700], static + output)

@@ -23,7 +23,9 @@ def few_methods(monkeypatch):
 
 @pytest.fixture
 def cpu_as_gpu(monkeypatch):
-    """Returns a function that makes the CPU look like a GPU with the given fused kernels. It returns their calls."""
+    """Returns a function that makes the CPU look like a GPU with the given fused kernels. It
+    returns their calls.
+    """
 
     def install(run) -> list[int]:
         use_cpu_as_gpu(monkeypatch)
@@ -53,7 +55,9 @@ def test_without_a_gpu(capsys, monkeypatch, tmp_path):
     assert torch.__version__ in result["machine"]
 
 
-@pytest.mark.parametrize("options", [["--head-size", "63"], ["--head-size", "0"], ["--json", "missing/doctor.json"]])
+@pytest.mark.parametrize(
+    "options", [["--head-size", "63"], ["--head-size", "0"], ["--json", "missing/doctor.json"]]
+)
 def test_wrong_options(options, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
@@ -65,9 +69,15 @@ def test_wrong_options(options, capsys, monkeypatch, tmp_path):
 def test_a_gpu_whose_kernels_work(cpu_as_gpu):
     calls = cpu_as_gpu(chunked_attention)
     check = doctor.check_method("kerple_log", CPU, torch.bfloat16, 16)
-    assert (check.device, check.backends, check.failure, check.unsupported) == ("NVIDIA Test", ["fused"], None, None)
+    assert (check.device, check.backends, check.failure, check.unsupported) == (
+        "NVIDIA Test",
+        ["fused"],
+        None,
+        None,
+    )
     assert {"result", "query", "bias_coefficients"} <= set(check.errors)
-    # Training; evaluation with and without a window, for two kinds of lengths; each with grouped queries and without.
+    # Training; evaluation with and without a window, for two kinds of lengths; each with grouped
+    # queries and without.
     assert len(calls) == 10
     # Another check of the process runs the kernels again.
     doctor.check_method("kerple_log", CPU, torch.bfloat16, 16)
@@ -99,7 +109,9 @@ def test_a_gpu_whose_kernels_are_wrong_for_grouped_queries(cpu_as_gpu):
 
     def run(call):
         repeats = (1, call.queries_per_kv, 1, 1)
-        return chunked_attention(replace(call, key=call.key.repeat(repeats), value=call.value.repeat(repeats)))
+        return chunked_attention(
+            replace(call, key=call.key.repeat(repeats), value=call.value.repeat(repeats))
+        )
 
     cpu_as_gpu(run)
     check = doctor.check_method("kerple_log", CPU, torch.bfloat16, 16)
@@ -117,7 +129,9 @@ def test_one_gpu_of_each_kind_is_checked(monkeypatch):
 
 def test_decays_are_checked(monkeypatch):
     calls = []
-    monkeypatch.setattr(doctor, "relative_errors", lambda call, *_, **__: calls.append(call) or {"result": 0.0})
+    monkeypatch.setattr(
+        doctor, "relative_errors", lambda call, *_, **__: calls.append(call) or {"result": 0.0}
+    )
     doctor.check_method("forgetting", CPU, torch.float32, 64)
     assert calls
     assert all(call.decay_sums.diff().abs().max() > 0 for call in calls)
@@ -140,14 +154,22 @@ def test_float32_is_checked_without_tf32(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "tensor", "error", "in_float64", "fails"),
     [
-        ("dape", "query", 1e-3, 1e-12, False),  # as measured where rounding moves a hidden unit across the kink
+        (
+            "dape",
+            "query",
+            1e-3,
+            1e-12,
+            False,
+        ),  # as measured where rounding moves a hidden unit across the kink
         ("dape", "query", 1e-3, 1e-3, True),  # not due to rounding
         ("dape", "key", 5e-3, 1e-12, True),
         ("dape", "result", 1e-3, 1e-12, True),  # the result has no jump
         ("kerple_log", "query", 1e-3, 1e-12, True),
     ],
 )
-def test_jumps_of_gradients_at_kinks_are_no_failure(name, tensor, error, in_float64, fails, monkeypatch):
+def test_jumps_of_gradients_at_kinks_are_no_failure(
+    name, tensor, error, in_float64, fails, monkeypatch
+):
     def relative_errors(call, *arguments, **options):
         found = in_float64 if call.query.dtype == torch.float64 else error
         return {"result": 1e-7, "query": 1e-7, "key": 1e-7, tensor: found}

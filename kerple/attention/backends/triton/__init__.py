@@ -1,1 +1,3 @@
-"""The fused backend: `launch` prepares and launches the Triton kernels in `kernels`, and imports them on first use."""
+"""The fused backend: `launch` prepares and launches the Triton kernels in `kernels`, and imports
+them on first use.
+"""

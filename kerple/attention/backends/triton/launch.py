@@ -1,35 +1,43 @@
-"""The fused backend: attention in Triton kernels. Scores and probabilities are never stored, so memory is O(length).
+"""The fused backend: attention in Triton kernels. Scores and probabilities are never stored, so
+memory is O(length).
 
-The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691), with bias and weight over distance:
+The algorithm is FlashAttention's online softmax (arXiv 2205.14135, 2307.08691), with bias and
+weight over distance:
 
-- **Tables instead of formulas.** Each pair in a tile loads its entry of the table `[h, length]`. The 32 lanes of a warp
-  read a few neighboring words, which is one request to the first-level cache, otherwise idle during matrix products;
-  half of the pairs share a load with another pair at the same distance. Computing a closed form is slower: a logarithm
-  per pair is another pass of the special function unit, which the softmax already keeps busy. A Toeplitz matrix in
-  memory would need 32 KiB of second-level cache traffic per tile, in addition to 16 KiB for its keys and values.
-- **The table is the mask.** It contains -inf for distances that are not visible, so no tile computes a mask.
-- **Gradients of a few coefficients per head, without atomics.** If a table depends on one to four coefficients, as
-  KERPLE's kernels do, their gradients are sums over pairs of the scores' gradient times the table's derivative, which
-  is a table as well (`TableJacobian`). The kernel for the query's gradient computes these sums without additional
-  matrix products.
-- **Gradients of any table.** A sum along diagonals is awkward within a tile, but all tiles at the same block distance
-  have the same distances in the same places. In a separate kernel, each program handles one block distance, recomputes
-  scores and their gradient (two matrix products in addition to the seven of the backward pass), and adds complete tiles
-  in registers. Only the result is summed along diagonals. T5's buckets need it only for distances before the last
-  bucket.
-- **Decays as vectors.** The bias of forgetting attention is a difference of prefix sums of the query and the key, so
-  each tile loads a vector of keys; the softmax cancels that of the queries. The gradient of a prefix
-  sum is the sum of the scores' gradient over the keys of its query, minus the sum over the queries of its key. The
-  former would be zero with exact numbers. But the rounded result is used for each row's sum (see below), and in the
-  gradient of a decay, which adds up those of all later prefix sums, errors of all later queries would remain.
-- **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only on the GPU, the
-  dtype, the head size and the presence of a weight, grouped queries and documents (`tiles.py`), never on timing.
+- **Tables instead of formulas.** Each pair in a tile loads its entry of the table `[h, length]`.
+  The 32 lanes of a warp read a few neighboring words, which is one request to the first-level
+  cache, otherwise idle during matrix products; half of the pairs share a load with another pair at
+  the same distance. Computing a closed form is slower: a logarithm per pair is another pass of the
+  special function unit, which the softmax already keeps busy. A Toeplitz matrix in memory would
+  need 32 KiB of second-level cache traffic per tile, in addition to 16 KiB for its keys and values.
+- **The table is the mask.** It contains -inf for distances that are not visible, so no tile
+  computes a mask.
+- **Gradients of a few coefficients per head, without atomics.** If a table depends on one to four
+  coefficients, as KERPLE's kernels do, their gradients are sums over pairs of the scores' gradient
+  times the table's derivative, which is a table as well (`TableJacobian`). The kernel for the
+  query's gradient computes these sums without additional matrix products.
+- **Gradients of any table.** A sum along diagonals is awkward within a tile, but all tiles at the
+  same block distance have the same distances in the same places. In a separate kernel, each program
+  handles one block distance, recomputes scores and their gradient (two matrix products in addition
+  to the seven of the backward pass), and adds complete tiles in registers. Only the result is
+  summed along diagonals. T5's buckets need it only for distances before the last bucket.
+- **Decays as vectors.** The bias of forgetting attention is a difference of prefix sums of the
+  query and the key, so each tile loads a vector of keys; the softmax cancels that of the queries.
+  The gradient of a prefix sum is the sum of the scores' gradient over the keys of its query, minus
+  the sum over the queries of its key. The former would be zero with exact numbers. But the rounded
+  result is used for each row's sum (see below), and in the gradient of a decay, which adds up those
+  of all later prefix sums, errors of all later queries would remain.
+- **Deterministic.** Every sum is computed by one program in a fixed order. Tile sizes depend only
+  on the GPU, the dtype, the head size and the presence of a weight, grouped queries and documents
+  (`tiles.py`), never on timing.
 
-As in FlashAttention, the gradient through the softmax uses the rounded result for each row's sum. In half precision,
-this rounding limits the accuracy of the tables' gradients, which are summed in float32.
+As in FlashAttention, the gradient through the softmax uses the rounded result for each row's sum.
+In half precision, this rounding limits the accuracy of the tables' gradients, which are summed in
+float32.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; k block distances, p parts of
-the tiles at a block distance, or jacobian directions of a table; q tiles of queries.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size; k block
+distances, p parts of the tiles at a block distance, or jacobian directions of a table; q tiles of
+queries.
 """
 
 import functools
@@ -53,7 +61,8 @@ MAX_GRID = 65_535
 LOG2_E = 1.0 / math.log(2.0)
 # Programs that keep a GPU busy while they add up tiles: a few for each of its multiprocessors.
 TABLE_PROGRAMS = 1056
-# Bytes of tiles to be summed along diagonals; if all heads need more, a few heads at a time are computed.
+# Bytes of tiles to be summed along diagonals; if all heads need more, a few heads at a time are
+# computed.
 TILES_BYTES = 128 * 1024 * 1024
 
 
@@ -66,7 +75,10 @@ def unavailable_reason(requirements: Requirements) -> str | None:
     if torch.version.hip:
         return "supports only NVIDIA GPUs, and this PyTorch is built for AMD GPUs (ROCm)"
     if device.type != "cuda" and not kernels.INTERPRETED:
-        return f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for tests)"
+        return (
+            f"runs on a GPU, not on {device.type} (TRITON_INTERPRET=1 runs it there, slowly, for "
+            "tests)"
+        )
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return no_tiles_reason(Gpu.of(device), requirements.dtype, requirements.head_size)
@@ -83,14 +95,20 @@ def _load_kernels() -> ModuleType | None:
 
 
 def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
-    """The context `[b, h, s, d]`, in memory `[b, s, h, d]` as a model needs it; and lse, float32 `[b, h, s]`."""
+    """The context `[b, h, s, d]`, in memory `[b, s, h, d]` as a model needs it; and lse, float32
+    `[b, h, s]`.
+    """
     batch, heads, s, head_size = query.shape
     context = query.new_empty(batch, s, heads, head_size).transpose(1, 2)
     return context, query.new_empty(batch, heads, s, dtype=torch.float32)
 
 
-def add_margins(table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv_len: int) -> Tensor:
-    """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a factor."""
+def add_margins(
+    table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv_len: int
+) -> Tensor:
+    """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a
+    factor.
+    """
     from kerple.attention.backends.triton.kernels import MARGIN
 
     table = table[..., :max_kv_len].detach().float()
@@ -98,8 +116,8 @@ def add_margins(table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv
 
 
 def document_tiles(documents: Documents) -> DocumentTiles:
-    """The tiles of documents with `ranges`, on their device. The largest positions, where most keys are visible, come
-    first. They are computed once for all layers.
+    """The tiles of documents with `ranges`, on their device. The largest positions, where most keys
+    are visible, come first. They are computed once for all layers.
     """
     if documents.tiles is not None:
         return documents.tiles
@@ -111,14 +129,18 @@ def document_tiles(documents: Documents) -> DocumentTiles:
     document = torch.arange(len(ranges), device="cpu").repeat_interleave(count)
     position = torch.arange(len(document), device="cpu") * ROWS - place[document]
     order = position.argsort(descending=True, stable=True)
-    tiles = torch.stack((row[document], first[document], length[document], place[document], position), dim=1)[order]
+    tiles = torch.stack(
+        (row[document], first[document], length[document], place[document], position), dim=1
+    )[order]
     positions = torch.arange(0, documents.ids.shape[1], ROWS, device="cpu")
     counts = (position >= positions[:, None]).sum(1)
     offsets = torch.arange(ROWS, device="cpu")
     in_document = torch.minimum(position[:, None] + offsets, length[document, None] - 1)
     tokens = (row[document] * documents.ids.shape[1] + first[document])[:, None] + in_document
     parts = tiles.int(), counts.int(), tokens.flatten()
-    documents.tiles = DocumentTiles(*(part.to(documents.ids.device, non_blocking=True) for part in parts))
+    documents.tiles = DocumentTiles(
+        *(part.to(documents.ids.device, non_blocking=True) for part in parts)
+    )
     return documents.tiles
 
 
@@ -139,8 +161,8 @@ class Launcher:
         *,
         has_table: bool,
     ):
-        """bias, weight: see `KernelTables`. documents: `DocumentTiles`, for as many queries as keys, or empty.
-        has_table: the scores have a bias or a weight.
+        """bias, weight: see `KernelTables`. documents: `DocumentTiles`, for as many queries as
+        keys, or empty. has_table: the scores have a bias or a weight.
         """
         from kerple.attention.backends.triton import kernels, table_kernels
 
@@ -161,7 +183,8 @@ class Launcher:
             documents=self.documents is not None,
         )
 
-        # Without a table, the mask is added before the scale; a scale that is not positive would not keep its -inf.
+        # Without a table, the mask is added before the scale; a scale that is not positive would
+        # not keep its -inf.
         reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
 
         # Without a weight, the kernels get a pointer that they do not read.
@@ -186,11 +209,14 @@ class Launcher:
         self.flags = {"HAS_TABLE": reads_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
     def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of log2."""
+        """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of
+        log2.
+        """
         from kerple.attention.backends.triton.memory import DECAY_BLOCK
 
         margin, block = self.kernels.MARGIN, DECAY_BLOCK.value
-        # The kernels take both results as contiguous; those of a view, such as blocks, would have its memory order.
+        # The kernels take both results as contiguous; those of a view, such as blocks, would have
+        # its memory order.
         sums = decay_sums.detach().contiguous() * LOG2_E
         if self.documents is not None:
             sums = sums.transpose(0, 1).flatten(1)[None, :, self.documents.tokens]
@@ -205,17 +231,23 @@ class Launcher:
         return len(self.documents.tiles) * (ROWS // tile), heads
 
     def _new_empty(self, *shape: int) -> Tensor:
-        """Space for float32 results; zero if there are documents, because padding and empty tiles get no result."""
+        """Space for float32 results; zero if there are documents, because padding and empty tiles
+        get no result.
+        """
         if self.documents is None:
             return self.query.new_empty(shape, dtype=torch.float32)
         return self.query.new_zeros(shape, dtype=torch.float32)
 
-    def _launch(self, kernel: Any, grid: Sequence[int], *arguments: object, **options: object) -> None:
+    def _launch(
+        self, kernel: Any, grid: Sequence[int], *arguments: object, **options: object
+    ) -> None:
         with torch.cuda.device_of(self.query):
             kernel[grid](*arguments, **options)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The context `[b, h, s, d]`, and lse, the log2 of the softmax's denominators, float32 `[b, h, s]`."""
+        """The context `[b, h, s, d]`, and lse, the log2 of the softmax's denominators, float32
+        `[b, h, s]`.
+        """
         tile = self.tiles.forward
         context, lse = empty_outputs(self.query)
         if self.documents is not None:
@@ -225,7 +257,15 @@ class Launcher:
             self._grid(self.s, tile.queries, self.heads),
             *(*self.inputs, context, lse),
             *_strides(self.query, self.key, self.value, context),
-            *(*self.strides, self.heads, self.group, self.s, self.t, self.scale * LOG2_E, self.max_kv_len),
+            *(
+                *self.strides,
+                self.heads,
+                self.group,
+                self.s,
+                self.t,
+                self.scale * LOG2_E,
+                self.max_kv_len,
+            ),
             **self.constants,
             **self.flags,
             **_tile_options(tile),
@@ -235,7 +275,9 @@ class Launcher:
     def row_stats(self, context: Tensor, grad_context: Tensor, lse: Tensor) -> Tensor:
         """lse and delta of each query, `[b, h, rows, 2]`; see `row_stats_kernel`."""
         tiles, heads = self._grid(self.s, ROWS, self.heads)
-        row_stats = self.query.new_empty(heads // self.heads, self.heads, tiles * ROWS, 2, dtype=torch.float32)
+        row_stats = self.query.new_empty(
+            heads // self.heads, self.heads, tiles * ROWS, 2, dtype=torch.float32
+        )
         self._launch(
             self.kernels.row_stats_kernel,
             (tiles, heads),
@@ -259,9 +301,9 @@ class Launcher:
         *,
         out: Tensor,
     ) -> tuple[list[Tensor], Tensor]:
-        """Write the query's gradient to `out`. Return the float32 gradients of the coefficients `[h, p]` of the first
-        `bias_directions` directions and of the others, without empty ones; and with a decay the sums of the scores'
-        gradient over keys, float32 `[b, h, s]`.
+        """Write the query's gradient to `out`. Return the float32 gradients of the coefficients
+        `[h, p]` of the first `bias_directions` directions and of the others, without empty ones;
+        and with a decay the sums of the scores' gradient over keys, float32 `[b, h, s]`.
         """
         tile = self.tiles.query
         tiles, heads = self._grid(self.s, tile.queries, self.heads)
@@ -275,7 +317,15 @@ class Launcher:
             (tiles, heads),
             *(*self.inputs, grad_context, row_stats, read, out, sums, row_sums),
             *_strides(self.query, self.key, self.value, grad_context, out),
-            *(*self.strides, row_stats.stride(1), read.stride(0), self.heads, self.group, self.s, self.t),
+            *(
+                *self.strides,
+                row_stats.stride(1),
+                read.stride(0),
+                self.heads,
+                self.group,
+                self.s,
+                self.t,
+            ),
             *(self.scale, self.scale * LOG2_E, self.max_kv_len),
             BIAS_DIRECTIONS=bias_directions,
             WEIGHT_DIRECTIONS=count - bias_directions,
@@ -293,9 +343,11 @@ class Launcher:
                 grads.append(grad[:, bias_directions:] * self.scale)
         return grads, row_sums
 
-    def key_value_gradients(self, grad_context: Tensor, row_stats: Tensor, *, out: tuple[Tensor, Tensor]) -> Tensor:
-        """Write the gradients of key and value to `out`. Return with a decay the sums of the scores' gradient over
-        queries, float32 `[b, h, t]`.
+    def key_value_gradients(
+        self, grad_context: Tensor, row_stats: Tensor, *, out: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Write the gradients of key and value to `out`. Return with a decay the sums of the
+        scores' gradient over queries, float32 `[b, h, t]`.
         """
         tile = self.tiles.key_value
         column_sums = self._sums(self.t)
@@ -313,16 +365,22 @@ class Launcher:
         return column_sums
 
     def _sums(self, length: int) -> Tensor:
-        """Space for a number per head and token with a decay; otherwise a tensor that kernels do not write."""
+        """Space for a number per head and token with a decay; otherwise a tensor that kernels do
+        not write.
+        """
         if not self.has_decay:
             return self.query
         return self._new_empty(self.batch, self.heads, length)
 
     def table_gradients(
-        self, grad_context: Tensor, row_stats: Tensor, tables: Sequence[Tensor | None], dense: int | None
+        self,
+        grad_context: Tensor,
+        row_stats: Tensor,
+        tables: Sequence[Tensor | None],
+        dense: int | None,
     ) -> list[Tensor | None]:
-        """The gradients of a bias and a weight table for distances below `dense`, zero beyond these and max_kv_len;
-        None for None.
+        """The gradients of a bias and a weight table for distances below `dense`, zero beyond these
+        and max_kv_len; None for None.
         """
         # Sums by block distance, for blocks of a side.
         tile = self.tiles.tables
@@ -330,8 +388,12 @@ class Launcher:
         length = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
 
         # Block distances with a visible pair, and parts of each: enough programs, and no more.
-        count = 1 + min((self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side)
-        sample_tiles = self._grid(self.s, side, 1)[0] * (self.batch if self.documents is None else 1)
+        count = 1 + min(
+            (self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side
+        )
+        sample_tiles = self._grid(self.s, side, 1)[0] * (
+            self.batch if self.documents is None else 1
+        )
         counts = None if self.documents is None else self.documents.counts
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
@@ -342,7 +404,9 @@ class Launcher:
         for index, table in enumerate(tables):
             if table is not None:
                 grads[index] = table.new_zeros(table.shape, dtype=torch.float32)
-                workspaces[index] = workspaces[index].new_empty(group_heads, parts, count, side, side)
+                workspaces[index] = workspaces[index].new_empty(
+                    group_heads, parts, count, side, side
+                )
 
         # Sum the pairs by tile of distances, then the diagonals of each tile.
         for first_head in range(0, self.heads, group_heads):
@@ -352,7 +416,14 @@ class Launcher:
                 (count, parts, heads),
                 *(*self.inputs, counts, grad_context, row_stats, *workspaces),
                 *_strides(self.query, self.key, self.value, grad_context),
-                *(*self.strides, row_stats.stride(1), first_head, self.batch, self.heads, self.group),
+                *(
+                    *self.strides,
+                    row_stats.stride(1),
+                    first_head,
+                    self.batch,
+                    self.heads,
+                    self.group,
+                ),
                 *(self.s, self.t, self.scale, self.scale * LOG2_E),
                 **self.constants,
                 GRAD_BIAS=tables[0] is not None,

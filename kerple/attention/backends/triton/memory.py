@@ -11,8 +11,12 @@ DOCUMENT_TILE = tl.constexpr(ROWS)
 
 
 @triton.jit
-def load_rows(base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and beyond the head size."""
+def load_rows(
+    base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and beyond
+    the head size.
+    """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
@@ -25,8 +29,12 @@ def load_rows(base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr,
 
 
 @triton.jit
-def store_rows(base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store `[ROWS, BLOCK_D]` from row `first`, except for rows >= `rows` and columns beyond the head size."""
+def store_rows(
+    base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Store `[ROWS, BLOCK_D]` from row `first`, except for rows >= `rows` and columns beyond the
+    head size.
+    """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
@@ -34,16 +42,24 @@ def store_rows(base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.con
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
 
 
-# Triton decides at a kernel's definition whether to compile or interpret it. The interpreter has no inline assembly.
+# Triton decides at a kernel's definition whether to compile or interpret it. The interpreter has no
+# inline assembly.
 COMPILED = tl.constexpr(isinstance(store_rows, triton.JITFunction))
 
 
 @triton.jit
 def load_float32(pointers):
-    """Numbers that a kernel only reads, without the shared memory through which `tl.load` would stage them."""
+    """Numbers that a kernel only reads, without the shared memory through which `tl.load` would
+    stage them.
+    """
     if COMPILED:
         numbers = tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+            "ld.global.nc.f32 $0, [$1];",
+            "=f,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     else:
         numbers = tl.load(pointers)
@@ -51,15 +67,19 @@ def load_float32(pointers):
 
 
 @triton.jit
-def look_up(table, first_distance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The table's entries `[ROWS, COLUMNS]` for the pairs of a tile; `first_distance` is that of its first pair.
+def look_up(
+    table, first_distance, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """The table's entries `[ROWS, COLUMNS]` for the pairs of a tile; `first_distance` is that of
+    its first pair.
 
     The distance grows by 1 per row and falls by 1 per column; if TRANSPOSED, the other way around.
 
-    `tl.load` would treat these loads as operands of the matrix products and stage them through shared memory one word
-    at a time. With 64-bit offsets, a pointer to which rows are added before columns, and index ranges that no other
-    part of the kernel uses (they do not start at 0), the addresses of a thread become one base plus constants, and
-    pairs at the same distance share a load: 18 loads for the 32 pairs of a thread in a 128 x 64 tile with 8 warps.
+    `tl.load` would treat these loads as operands of the matrix products and stage them through
+    shared memory one word at a time. With 64-bit offsets, a pointer to which rows are added before
+    columns, and index ranges that no other part of the kernel uses (they do not start at 0), the
+    addresses of a thread become one base plus constants, and pairs at the same distance share a
+    load: 18 loads for the 32 pairs of a thread in a 128 x 64 tile with 8 warps.
     """
     row = tl.arange(ROWS, 2 * ROWS).to(tl.int64)
     column = tl.arange(COLUMNS, 2 * COLUMNS).to(tl.int64)
@@ -104,7 +124,9 @@ def load_base(bases, position):
 
 @triton.jit
 def store_sums(pointers, sums, mask):
-    """`tl.store` would rearrange the sums in shared memory, for which matrix products would have to wait."""
+    """`tl.store` would rearrange the sums in shared memory, for which matrix products would have to
+    wait.
+    """
     if COMPILED:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.u32 $0, 0; }",
@@ -120,13 +142,18 @@ def store_sums(pointers, sums, mask):
 
 @triton.jit
 def load_document_tile(documents, index, BLOCK: tl.constexpr):
-    """Tile number `index` of BLOCK tokens: (its sample, the first token of its document in the row, the document's
-    length, the place of its first token in padded documents, the position of the tile in the document).
+    """Tile number `index` of BLOCK tokens: (its sample, the first token of its document in the row,
+    the document's length, the place of its first token in padded documents, the position of the
+    tile in the document).
 
     documents: see `launch.document_tiles`.
     """
     parts = DOCUMENT_TILE // BLOCK
     row = documents + index // parts * 5
     first = tl.load(row + 4) + index % parts * BLOCK
-    sample, origin, place = tl.load(row).to(tl.int64), tl.load(row + 1).to(tl.int64), tl.load(row + 3).to(tl.int64)
+    sample, origin, place = (
+        tl.load(row).to(tl.int64),
+        tl.load(row + 1).to(tl.int64),
+        tl.load(row + 3).to(tl.int64),
+    )
     return sample, origin, tl.load(row + 2), place, first

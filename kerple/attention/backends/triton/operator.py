@@ -1,10 +1,10 @@
-"""The fused backend as `torch.library` operators. `torch.compile` does not trace into them, so a compiled block has no
-graph break.
+"""The fused backend as `torch.library` operators. `torch.compile` does not trace into them, so a
+compiled block has no graph break.
 
 `launch.py` describes the algorithm.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, p jacobian directions of a
-table.
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, p jacobian
+directions of a table.
 """
 
 import math
@@ -34,7 +34,8 @@ from kerple.positional import TableJacobian
 
 # The last of the 128 rows of the largest tile is 127 strides from the first.
 MAX_ROW_STRIDE = (2**31 - 1) // 127
-# The maximum number of directions, of bias and weight together, for which `query_kernel` sums gradients.
+# The maximum number of directions, of bias and weight together, for which `query_kernel` sums
+# gradients.
 MAX_DIRECTIONS = 4
 
 
@@ -44,25 +45,36 @@ def fused_attention(call: AttentionCall) -> Tensor:
     if tables.kernel is None or tables.max_kv_len != call.max_kv_len:
         tables = prepare_tables(tables, call.query.shape[1], call.max_kv_len, call.query.device)
     assert tables.kernel is not None
-    query, key, value = (_with_contiguous_rows(states) for states in (call.query, call.key, call.value))
+    query, key, value = (
+        _with_contiguous_rows(states) for states in (call.query, call.key, call.value)
+    )
     constants = call.scale, call.span.window
     documents = [] if call.documents is None else list(document_tiles(call.documents))
-    # The operator takes more of the host's time than `_FusedAttention`, but torch.compile does not trace into it.
+    # The operator takes more of the host's time than `_FusedAttention`, but torch.compile does not
+    # trace into it.
     if torch.compiler.is_compiling():
-        context, _ = _attention(query, key, value, *tables.kernel, call.decay_sums, documents, *constants)
+        context, _ = _attention(
+            query, key, value, *tables.kernel, call.decay_sums, documents, *constants
+        )
         return cast(Tensor, context)
     leaves = tables.kernel[:4]  # the fields with gradients
     arguments = (tables.kernel, documents, constants, query, key, value, *leaves, call.decay_sums)
     return cast(Tensor, _FusedAttention.apply(*arguments))
 
 
-def prepare_tables(tables: PositionTables, heads: int, max_kv_len: int, device: torch.device | str) -> PositionTables:
-    """The same tables, with what the kernels make of them for calls of `heads` query heads and this `max_kv_len`.
+def prepare_tables(
+    tables: PositionTables, heads: int, max_kv_len: int, device: torch.device | str
+) -> PositionTables:
+    """The same tables, with what the kernels make of them for calls of `heads` query heads and this
+    `max_kv_len`.
 
     Layers that share the result do not repeat this. Requires Triton.
     """
     bias, weight = tables.bias, tables.weight
-    of_bias, of_weight = _used_jacobian(bias, tables.bias_jacobian), _used_jacobian(weight, tables.weight_jacobian)
+    of_bias, of_weight = (
+        _used_jacobian(bias, tables.bias_jacobian),
+        _used_jacobian(weight, tables.weight_jacobian),
+    )
     used = [jacobian for jacobian in (of_bias, of_weight) if jacobian is not None]
     if sum(jacobian.coefficients.shape[1] for jacobian in used) > MAX_DIRECTIONS:
         of_bias, of_weight, used = None, None, []
@@ -73,8 +85,12 @@ def prepare_tables(tables: PositionTables, heads: int, max_kv_len: int, device: 
         parts = []
         for jacobian in used:
             part = jacobian.directions[..., jacobian.dense : max_kv_len]
-            parts.append(F.pad(part, (min(jacobian.dense, max_kv_len), 0)) if jacobian.dense else part)
-        directions = add_margins(torch.cat(parts, dim=1).transpose(0, 1), max_kv_len=max_kv_len).contiguous()
+            parts.append(
+                F.pad(part, (min(jacobian.dense, max_kv_len), 0)) if jacobian.dense else part
+            )
+        directions = add_margins(
+            torch.cat(parts, dim=1).transpose(0, 1), max_kv_len=max_kv_len
+        ).contiguous()
 
     values = bias
     if values is None:
@@ -94,7 +110,12 @@ def prepare_tables(tables: PositionTables, heads: int, max_kv_len: int, device: 
 
 
 def _used_jacobian(table: Tensor | None, jacobian: TableJacobian | None) -> TableJacobian | None:
-    if table is None or jacobian is None or not torch.is_grad_enabled() or not jacobian.coefficients.requires_grad:
+    if (
+        table is None
+        or jacobian is None
+        or not torch.is_grad_enabled()
+        or not jacobian.coefficients.requires_grad
+    ):
         return None
     return jacobian
 
@@ -124,8 +145,8 @@ def _forward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of `KernelTables`; documents are
-    `DocumentTiles`, or empty.
+    """(context, lse), see `Launcher.forward`. Arguments of the tables are the fields of
+    `KernelTables`; documents are `DocumentTiles`, or empty.
     """
     has_table = bias_table is not None or weight_table is not None
     arguments = query, key, value, bias, weight, decay_sums, documents, scale, window
@@ -162,8 +183,9 @@ def _backward(
     scale: float,
     window: int | None,
 ) -> list[Tensor]:
-    """The gradients of query, key and value, in the layout of `_empty_gradients`, followed by those that are needed of
-    bias table, weight table, the coefficients `[h, p]` of bias and weight, and decay sums.
+    """The gradients of query, key and value, in the layout of `_empty_gradients`, followed by those
+    that are needed of bias table, weight table, the coefficients `[h, p]` of bias and weight, and
+    decay sums.
 
     bias_directions: the first of the directions, those of the bias.
     """
@@ -181,16 +203,22 @@ def _backward(
         grad_coefficients, row_sums = launcher.query_gradient(
             grad_context, row_stats, directions, bias_directions, out=grad_query
         )
-        column_sums = launcher.key_value_gradients(grad_context, row_stats, out=(grad_key, grad_value))
+        column_sums = launcher.key_value_gradients(
+            grad_context, row_stats, out=(grad_key, grad_value)
+        )
         tables = [bias_table if needs_bias else None, weight_table if needs_weight else None]
         if needs_bias and needs_weight and bias_dense == weight_dense:
             grad_tables = launcher.table_gradients(grad_context, row_stats, tables, bias_dense)
         else:
             grad_tables = [None, None]
             if needs_bias:
-                grad_tables[0] = launcher.table_gradients(grad_context, row_stats, [tables[0], None], bias_dense)[0]
+                grad_tables[0] = launcher.table_gradients(
+                    grad_context, row_stats, [tables[0], None], bias_dense
+                )[0]
             if needs_weight:
-                grad_tables[1] = launcher.table_gradients(grad_context, row_stats, [None, tables[1]], weight_dense)[1]
+                grad_tables[1] = launcher.table_gradients(
+                    grad_context, row_stats, [None, tables[1]], weight_dense
+                )[1]
         grads = [*states, *(grad for grad in grad_tables if grad is not None), *grad_coefficients]
         if decay_sums is not None:
             grad_sums = -column_sums.to(decay_sums.dtype)
@@ -199,7 +227,9 @@ def _backward(
     return grads
 
 
-_attention_backward = torch.library.custom_op("kerple::fused_attention_backward", _backward, mutates_args=())
+_attention_backward = torch.library.custom_op(
+    "kerple::fused_attention_backward", _backward, mutates_args=()
+)
 
 
 @_attention_backward.register_fake
@@ -253,7 +283,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, grad_context: Tensor | None, grad_lse: None) -> tuple[Any, ...]:
     if grad_context is None:
         return *(None,) * 13, [None] * len(ctx.documents), None, None
-    states, grad_tables, grad_sums = _all_gradients(_attention_backward, grad_context, ctx, ctx.needs_input_grad[3:5])
+    states, grad_tables, grad_sums = _all_gradients(
+        _attention_backward, grad_context, ctx, ctx.needs_input_grad[3:5]
+    )
     return *states, *grad_tables, *(None,) * 5, grad_sums, [None] * len(ctx.documents), None, None
 
 
@@ -263,10 +295,14 @@ def _all_gradients(
     ctx: Any,
     needs_table: tuple[bool, bool],
 ) -> tuple[Sequence[Tensor], list[Tensor | None], Tensor | None]:
-    """The gradients of query, key and value, of the tables and coefficients, and of the decay sums."""
+    """The gradients of query, key and value, of the tables and coefficients, and of
+    the decay sums.
+    """
     counts, rest = ctx.kernel_constants
     saved = ctx.saved_tensors  # may be read only once if activations are recomputed
-    grads = backward(grad_context, *saved[:-2], ctx.documents, *saved[-2:], counts[0], *needs_table, *rest)
+    grads = backward(
+        grad_context, *saved[:-2], ctx.documents, *saved[-2:], counts[0], *needs_table, *rest
+    )
     packed = _is_packed(*saved[:2])
     states = grads[0].unbind() if packed else grads[:3]
     others = iter(grads[1 if packed else 3 :])
@@ -280,8 +316,9 @@ _attention.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The operator's functions without its dispatch: from its `KernelTables`, documents, (scale, window), query, key
-    and value, the tables and coefficients that have gradients, and decay sums, to the context.
+    """The operator's functions without its dispatch: from its `KernelTables`, documents, (scale,
+    window), query, key and value, the tables and coefficients that have gradients, and decay sums,
+    to the context.
     """
 
     @staticmethod
@@ -304,7 +341,9 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
-        states, grad_tables, grad_sums = _all_gradients(_backward, grad_context, ctx, ctx.needs_input_grad[6:8])
+        states, grad_tables, grad_sums = _all_gradients(
+            _backward, grad_context, ctx, ctx.needs_input_grad[6:8]
+        )
         return None, None, None, *states, *grad_tables, grad_sums
 
 
@@ -313,8 +352,9 @@ def _is_packed(query: Tensor, key: Tensor) -> bool:
 
 
 def _empty_gradients(query: Tensor, key: Tensor) -> list[Tensor]:
-    """Space for the gradients of query, key and value: a tensor `[3, b, h, s, d]`, stored as `[b, s, h, 3, d]` like a
-    model's projection, so that the model need not copy it; or three tensors if the shapes differ.
+    """Space for the gradients of query, key and value: a tensor `[3, b, h, s, d]`, stored as
+    `[b, s, h, 3, d]` like a model's projection, so that the model need not copy it; or three
+    tensors if the shapes differ.
     """
     if not _is_packed(query, key):
         return [torch.empty_like(query), torch.empty_like(key), torch.empty_like(key)]
@@ -323,7 +363,9 @@ def _empty_gradients(query: Tensor, key: Tensor) -> list[Tensor]:
 
 
 def _with_contiguous_rows(states: Tensor) -> Tensor:
-    """The kernels require the elements of a row to be contiguous, and int32 offsets of the rows of a tile."""
+    """The kernels require the elements of a row to be contiguous, and int32 offsets of the rows of
+    a tile.
+    """
     is_supported = states.stride(-1) == 1 and states.stride(-2) <= MAX_ROW_STRIDE
     return states if is_supported else states.contiguous()
 

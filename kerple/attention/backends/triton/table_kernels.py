@@ -1,9 +1,10 @@
-"""The Triton kernels for the gradients of any table over distance; see `kernels.py` for the conventions.
+"""The Triton kernels for the gradients of any table over distance; see `kernels.py` for the
+conventions.
 
-These gradients are sums of the scores' gradient along diagonals, without atomics. Square tiles at the same block
-distance k (query tile m and the key tile k tiles before it) have the same distances in the same places. So a program
-handles one block distance, adds complete tiles in registers, and writes one tile. A second kernel sums these tiles
-along their diagonals. Both orders are fixed.
+These gradients are sums of the scores' gradient along diagonals, without atomics. Square tiles at
+the same block distance k (query tile m and the key tile k tiles before it) have the same distances
+in the same places. So a program handles one block distance, adds complete tiles in registers, and
+writes one tile. A second kernel sums these tiles along their diagonals. Both orders are fixed.
 
 Legend: h heads, d head size, k block distances, p parts of the tiles at a block distance.
 """
@@ -28,13 +29,14 @@ def sum_tiles_kernel(
     bias_tiles, weight_tiles,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t,
     grad_context_b, grad_context_h, grad_context_s,
-    table_h, decay_h, bases_h, row_stats_h, first_head, batch, heads, group, s, t, scale, scale_log2,
-    SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DECAY: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    GRAD_BIAS: tl.constexpr, GRAD_WEIGHT: tl.constexpr,
+    table_h, decay_h, bases_h, row_stats_h, first_head, batch, heads, group, s, t, scale,
+    scale_log2, SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DECAY: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, GRAD_BIAS: tl.constexpr, GRAD_WEIGHT: tl.constexpr,
     MARGIN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """bias_tiles and weight_tiles `[h, p, k, BLOCK, BLOCK]`: the scores' gradient, and this times q.k, summed over the
-    tiles at block distance k of one of p parts of all samples and queries."""
+    """bias_tiles and weight_tiles `[h, p, k, BLOCK, BLOCK]`: the scores' gradient, and this times
+    q.k, summed over the tiles at block distance k of one of p parts of all samples and queries.
+    """
     # Pointers to this head, at the first sample.
     block_distance = tl.program_id(0)
     part = tl.program_id(1)
@@ -52,8 +54,11 @@ def sum_tiles_kernel(
     sample_tiles = (s + BLOCK - 1) // BLOCK - first_tile
     tiles = tl.maximum(sample_tiles, 0) * batch
     if HAS_DOCUMENTS:
-        # The tiles of `documents` are in descending order of position: those with keys at this distance come first.
-        tiles = tl.load(tile_counts + block_distance * BLOCK // DOCUMENT_TILE) * (DOCUMENT_TILE // BLOCK)
+        # The tiles of `documents` are in descending order of position: those with keys at this
+        # distance come first.
+        tiles = tl.load(tile_counts + block_distance * BLOCK // DOCUMENT_TILE) * (
+            DOCUMENT_TILE // BLOCK
+        )
     part_tiles = (tiles + tl.num_programs(1) - 1) // tl.num_programs(1)
     row = tl.arange(0, BLOCK)
     bias_sum = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -72,18 +77,38 @@ def sum_tiles_kernel(
         # Recompute the probabilities.
         lse, delta = load_row_stats(row_stats + padded_row * row_stats_h + 2 * place, first, BLOCK)
         queries = load_rows(
-            query + sample * query_b + origin * query_s, first, query_s, queries_end, SIZE, BLOCK, BLOCK_D
+            query + sample * query_b + origin * query_s,
+            first,
+            query_s,
+            queries_end,
+            SIZE,
+            BLOCK,
+            BLOCK_D,
         )
-        keys = load_rows(key + sample * key_b + origin * key_t, first_key, key_t, keys_end, SIZE, BLOCK, BLOCK_D)
+        keys = load_rows(
+            key + sample * key_b + origin * key_t, first_key, key_t, keys_end, SIZE, BLOCK, BLOCK_D
+        )
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores, _ = tile_scores(
-            products, block_distance * BLOCK, True, bias, weight, scale_log2, True, HAS_WEIGHT, BLOCK, BLOCK, False
+            products,
+            block_distance * BLOCK,
+            True,
+            bias,
+            weight,
+            scale_log2,
+            True,
+            HAS_WEIGHT,
+            BLOCK,
+            BLOCK,
+            False,
         )
         if HAS_DECAY:
             head_bases = bases + padded_row * bases_h + place // DECAY_BLOCK
             # The keys of this tile may be in two blocks.
             key_bases = tl.load(
-                head_bases + tl.maximum(first_key + row, 0) // DECAY_BLOCK, mask=first_key + row < keys_end, other=0.0
+                head_bases + tl.maximum(first_key + row, 0) // DECAY_BLOCK,
+                mask=first_key + row < keys_end,
+                other=0.0,
             )
             shift = key_bases - query_base(head_bases, offset, first)
             key_decay = load_decay(decay + padded_row * decay_h + MARGIN + place, first_key, BLOCK)
@@ -94,11 +119,17 @@ def sum_tiles_kernel(
 
         # The scores' gradient.
         grad_contexts = load_rows(
-            grad_context + sample * grad_context_b + origin * grad_context_s, first, grad_context_s, queries_end,
-            SIZE, BLOCK, BLOCK_D,
+            grad_context + sample * grad_context_b + origin * grad_context_s, first,
+            grad_context_s, queries_end, SIZE, BLOCK, BLOCK_D,
         )  # fmt: skip
         values = load_rows(
-            value + sample * value_b + origin * value_t, first_key, value_t, keys_end, SIZE, BLOCK, BLOCK_D
+            value + sample * value_b + origin * value_t,
+            first_key,
+            value_t,
+            keys_end,
+            SIZE,
+            BLOCK,
+            BLOCK_D,
         )
         grad_scores = tl.dot(grad_contexts, tl.trans(values), input_precision=PRECISION)
         grad_scores = probabilities * (grad_scores - delta[:, None])
@@ -106,7 +137,9 @@ def sum_tiles_kernel(
             bias_sum += grad_scores
         if GRAD_WEIGHT:
             weight_sum += grad_scores * products
-    tile_index = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + part) * tl.num_programs(0) + block_distance
+    tile_index = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + part) * tl.num_programs(
+        0
+    ) + block_distance
     entries = tile_index * BLOCK * BLOCK + row[:, None] * BLOCK + row[None, :]
     if GRAD_BIAS:
         tl.store(bias_tiles + entries, bias_sum)
@@ -115,11 +148,15 @@ def sum_tiles_kernel(
 
 
 @triton.jit
-def sum_diagonals_kernel(tiles, grad_table, grad_table_h, parts, length, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Tiles `[h, p, k, BLOCK, BLOCK]` -> their sums over p and along diagonals, `[h, length]` float32.
+def sum_diagonals_kernel(
+    tiles, grad_table, grad_table_h, parts, length, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Tiles `[h, p, k, BLOCK, BLOCK]` -> their sums over p and along diagonals, `[h, length]`
+    float32.
 
-    Row i of a tile at block distance k has the distance k * BLOCK + r in column i - r if i >= r. If i < r, that
-    distance is in column i - r + BLOCK of the tile at block distance k + 1. So there is one entry per row and part.
+    Row i of a tile at block distance k has the distance k * BLOCK + r in column i - r if i >= r. If
+    i < r, that distance is in column i - r + BLOCK of the tile at block distance k + 1. So there is
+    one entry per row and part.
     """
     block_distance = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,29 +1,33 @@
 """Tile sizes of the fused kernels, by GPU.
 
-They follow from counts in compiled machine code (`benchmarks/kernel_counts.py --arch`), not from measurements. For each
-GPU, a tile fits into shared memory, spills few or no registers, and keeps the busiest unit (instructions, tensor cores,
-exponentials or shared memory) busy for the fewest cycles. Cycles below are for 8,192 pairs of query and key in
-bfloat16. The GPUs differ most in their matrix instructions:
+They follow from counts in compiled machine code (`benchmarks/kernel_counts.py --arch`), not from
+measurements. For each GPU, a tile fits into shared memory, spills few or no registers, and keeps
+the busiest unit (instructions, tensor cores, exponentials or shared memory) busy for the fewest
+cycles. Cycles below are for 8,192 pairs of query and key in bfloat16. The GPUs differ most in their
+matrix instructions:
 
-- **mma.sync** (sm_80 to sm_89, sm_12x): operands and sums are in registers. With four warps, most tiles spill, so all
-  but the smallest have eight, and a multiprocessor runs one program. Three stages, where they fit, load the next tile
-  during the current one. Tensor cores are the limit: at head size 64, the forward kernel takes 2,048 cycles for its
-  products on sm_120, and 850 to issue its instructions. At head size 128, the kernel for keys and values takes 5,120
-  cycles to load its operands from shared memory with 128 queries (112 KiB, sm_80) and 7,168 with 64 (72 KiB). Of the
-  other tiles that fit into 99 KiB, 32 x 128 spills up to 192 bytes per thread, and 32 x 64 leaves four warps on a
-  multiprocessor. Without tables, a branch around the lookup of the mask would make Triton rearrange the scores in
-  shared memory and spill up to 1,592 bytes per thread on sm_80 and 656 on sm_120, so these GPUs look up a table of
-  zeros. With grouped queries and documents, 64 x 128 would spill up to 168 bytes.
+- **mma.sync** (sm_80 to sm_89, sm_12x): operands and sums are in registers. With four warps, most
+  tiles spill, so all but the smallest have eight, and a multiprocessor runs one program. Three
+  stages, where they fit, load the next tile during the current one. Tensor cores are the limit: at
+  head size 64, the forward kernel takes 2,048 cycles for its products on sm_120, and 850 to issue
+  its instructions. At head size 128, the kernel for keys and values takes 5,120 cycles to load its
+  operands from shared memory with 128 queries (112 KiB, sm_80) and 7,168 with 64 (72 KiB). Of the
+  other tiles that fit into 99 KiB, 32 x 128 spills up to 192 bytes per thread, and 32 x 64 leaves
+  four warps on a multiprocessor. Without tables, a branch around the lookup of the mask would make
+  Triton rearrange the scores in shared memory and spill up to 1,592 bytes per thread on sm_80 and
+  656 on sm_120, so these GPUs look up a table of zeros. With grouped queries and documents, 64 x
+  128 would spill up to 168 bytes.
 - **wgmma** (sm_90): operands are in shared memory.
-- **tcgen05** (sm_10x, sm_11x): operands are in shared memory and sums in tensor memory, which leaves registers for
-  larger tiles. The products of the forward kernel take 256 cycles at head size 64, so instructions are the limit. At
-  head size 128, the kernel for keys and values issues 30 % fewer with 64 x 128 than with Hopper's 32 x 128.
+- **tcgen05** (sm_10x, sm_11x): operands are in shared memory and sums in tensor memory, which
+  leaves registers for larger tiles. The products of the forward kernel take 256 cycles at head size
+  64, so instructions are the limit. At head size 128, the kernel for keys and values issues 30 %
+  fewer with 64 x 128 than with Hopper's 32 x 128.
 
-float32 is computed without tensor cores and is the same everywhere. Three products in TF32 ("tf32x3") are an
-alternative for `attention_gpu.py --tune`: Triton adds each tile's sum in float32, so the error, emulated with tensor
-cores that truncate, is that of float32. On sm_90 their kernels issue 42 to 57 % fewer instructions, on sm_80 the
-forward kernel issues 2 % more. With grouped queries, the key and value kernel
-needs eight warps: four would spill 352 bytes per thread.
+float32 is computed without tensor cores and is the same everywhere. Three products in TF32
+("tf32x3") are an alternative for `attention_gpu.py --tune`: Triton adds each tile's sum in float32,
+so the error, emulated with tensor cores that truncate, is that of float32. On sm_90 their kernels
+issue 42 to 57 % fewer instructions, on sm_80 the forward kernel issues 2 % more. With grouped
+queries, the key and value kernel needs eight warps: four would spill 352 bytes per thread.
 """
 
 from dataclasses import dataclass
@@ -50,8 +54,8 @@ class Tiles:
 
     Attributes:
         kib: the maximum shared memory of the kernels, in KiB.
-        skip_mask: without tables, tiles without masked pairs skip the lookup of the mask; otherwise the kernels look up
-            a table of zeros.
+        skip_mask: without tables, tiles without masked pairs skip the lookup of the mask; otherwise
+            the kernels look up a table of zeros.
         precision: how float32 inputs are multiplied, an `input_precision` of `tl.dot`.
     """
 
@@ -80,7 +84,9 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
-        """The GPU of a device. For a CPU, where only the interpreter runs the kernels, a Hopper GPU."""
+        """The GPU of a device. For a CPU, where only the interpreter runs the kernels, a Hopper
+        GPU.
+        """
         if device.type != "cuda":
             return cls("CPU", 90, 227 * 1024)
         properties = torch.cuda.get_device_properties(device)
@@ -99,7 +105,10 @@ def no_tiles_reason(gpu: Gpu, dtype: torch.dtype | None, head_size: int | None) 
     kib = tiles_for(gpu, dtype, head_size, weight=True).kib
     if kib * 1024 > gpu.shared_memory:
         available = gpu.shared_memory // 1024
-        return f"needs {kib} KiB of shared memory for {dtype} and head size {head_size}; {gpu.name} has {available}"
+        return (
+            f"needs {kib} KiB of shared memory for {dtype} and head size {head_size}; {gpu.name} "
+            f"has {available}"
+        )
     return None
 
 
@@ -112,9 +121,11 @@ def tiles_for(
     grouped: bool = False,
     documents: bool = False,
 ) -> Tiles:
-    """The tiles for a GPU. An unknown architecture gets those of mma.sync, which need the least shared memory.
+    """The tiles for a GPU. An unknown architecture gets those of mma.sync, which need the least
+    shared memory.
 
-    Tiles depend only on the arguments, so that the order of sums is fixed. They may not fit: see `no_tiles_reason`.
+    Tiles depend only on the arguments, so that the order of sums is fixed. They may not fit: see
+    `no_tiles_reason`.
     """
     small = head_size <= 64
     major = gpu.architecture // 10
@@ -127,12 +138,24 @@ def tiles_for(
         forward = Tile(128, 64, 8 if weight else 4, 3)
         return Tiles(forward, Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), kib=64)
     if major == 9:
-        return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=128)
+        return Tiles(
+            Tile(128, 64, 8, 2),
+            Tile(32, 128, 8, 2),
+            Tile(128, 64, 8, 2),
+            Tile(64, 64, 8, 2),
+            kib=128,
+        )
     if major in (10, 11) and small:
         tables = Tile(64, 64, 8 if weight else 4, 2)
         return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), tables, kib=82)
     if major in (10, 11):
-        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), kib=162)
+        return Tiles(
+            Tile(128, 64, 8, 3),
+            Tile(64, 128, 8, 2),
+            Tile(128, 64, 8, 2),
+            Tile(64, 64, 8, 2),
+            kib=162,
+        )
     if small:
         key_value = Tile(32, 128, 8, 2) if grouped and documents else Tile(64, 128, 8, 3)
         query, tables = Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
@@ -140,4 +163,6 @@ def tiles_for(
     large = gpu.shared_memory >= 112 * 1024
     key_value = Tile(128 if large else 64, 64, 8, 2)
     query, tables = Tile(128, 32, 8, 3), Tile(32, 32, 4, 2)
-    return Tiles(Tile(128, 64, 8, 3), key_value, query, tables, kib=112 if large else 96, skip_mask=False)
+    return Tiles(
+        Tile(128, 64, 8, 3), key_value, query, tables, kib=112 if large else 96, skip_mask=False
+    )

@@ -10,7 +10,13 @@ import pytest
 import yaml
 
 from experiments.corpora import debian
-from experiments.corpora.debian import DEBIAN_CORPORA, CorpusDefinition, DebianCorpus, Package, prepare
+from experiments.corpora.debian import (
+    DEBIAN_CORPORA,
+    CorpusDefinition,
+    DebianCorpus,
+    Package,
+    prepare,
+)
 from megatron.data.indexed_dataset import open_indexed_files
 from megatron.preparation import corpora
 from megatron.tokenizer.tokenizer import build_tokenizer
@@ -25,17 +31,27 @@ def debian_package(files: dict[str, bytes]) -> bytes:
     content = b"!<arch>\n"
     members = {
         "debian-binary": b"2.0\n",
-        "control.tar.xz": lzma.compress(tar_of({"./control": b"Package: x\n"})) + b"x",  # an odd size
+        "control.tar.xz": lzma.compress(tar_of({"./control": b"Package: x\n"}))
+        + b"x",  # an odd size
         "data.tar.xz": lzma.compress(tar_of(files)),
     }
     for name, member in members.items():
-        content += b"%-16s%-12d%-6d%-6d%-8s%-10d`\n" % (name.encode(), 0, 0, 0, b"100644", len(member))
+        content += b"%-16s%-12d%-6d%-6d%-8s%-10d`\n" % (
+            name.encode(),
+            0,
+            0,
+            0,
+            b"100644",
+            len(member),
+        )
         content += member + b"\n" * (len(member) % 2)
     return content
 
 
 FILES = {
-    f"./src/{number:02}.c": "".join(f"int f{number}_{line}(int x);\n" for line in range(30)).encode()
+    f"./src/{number:02}.c": "".join(
+        f"int f{number}_{line}(int x);\n" for line in range(30)
+    ).encode()
     for number in range(20)
 }
 SIMILAR = FILES["./src/19.c"] + b"\n/* */\n"
@@ -70,7 +86,9 @@ def corpus(tmp_path, monkeypatch):
     """corpus(folder, ...) is a corpus of two packages, which the default folder has."""
 
     def make(folder="packages", limit_mb=None, **fields) -> DebianCorpus:
-        definition = CorpusDefinition(**{"packages": (CODE, DOC), "split": "60,20,20", "sha256": SHA256, **fields})
+        definition = CorpusDefinition(
+            **{"packages": (CODE, DOC), "split": "60,20,20", "sha256": SHA256, **fields}
+        )
         monkeypatch.setitem(DEBIAN_CORPORA, "debian_c", definition)
         return DebianCorpus("debian_c", tmp_path / folder, limit_mb)
 
@@ -85,7 +103,9 @@ def test_documents(corpus, capsys):
     contents = [content for _, content in documents]
     unique = {
         **FILES,
-        "./src/19.c": min(FILES["./src/19.c"], SIMILAR, key=lambda content: hashlib.sha256(content).digest()),
+        "./src/19.c": min(
+            FILES["./src/19.c"], SIMILAR, key=lambda content: hashlib.sha256(content).digest()
+        ),
     }
     assert sorted(contents) == sorted([*unique.values(), b"int z(void);\n"])
     hashes = [hashlib.sha256(content).digest() for content in contents]
@@ -93,7 +113,12 @@ def test_documents(corpus, capsys):
     assert dict(documents)["code_1.0+deb_all.deb:./src/07.c"] == FILES["./src/07.c"]
     assert dict(documents)["doc_1_all.deb:./doc/z.c.gz"] == b"int z(void);\n"
     output = capsys.readouterr().out
-    reasons = "1 in excluded folders", "1 longer than 131,072 bytes", "1 not UTF-8", "2 empty or tables of numbers"
+    reasons = (
+        "1 in excluded folders",
+        "1 longer than 131,072 bytes",
+        "1 not UTF-8",
+        "2 empty or tables of numbers",
+    )
     assert all(f"left out: {reason}" in output for reason in reasons)
     assert "23 documents: 1 exact duplicates and 1 near-duplicates removed, 21 kept" in output
 
@@ -110,13 +135,17 @@ def test_limit(corpus):
 
 def test_pattern(corpus):
     assert_rejected("SHA-256", corpus(pattern=rb"\bz\b").tokenizer_texts)
-    assert [content for _, content in corpus(pattern=rb"\bz\b", limit_mb=1).documents] == [b"int z(void);\n"]
+    assert [content for _, content in corpus(pattern=rb"\bz\b", limit_mb=1).documents] == [
+        b"int z(void);\n"
+    ]
 
 
 def test_tokenizer_is_trained_on_the_training_part_only(corpus, monkeypatch):
     documents = corpus().documents
     assert len(documents) == 21
-    assert corpus().tokenizer_texts() == [content.decode() for _, content in documents[:13]]  # round(0.6 * 21)
+    assert corpus().tokenizer_texts() == [
+        content.decode() for _, content in documents[:13]
+    ]  # round(0.6 * 21)
     monkeypatch.setattr(corpora, "TOKENIZER_BYTES", len(documents[0][1]) + 1)
     assert corpus().tokenizer_texts() == [content.decode() for _, content in documents[:2]]
 
@@ -135,7 +164,9 @@ def test_unexpected_documents(corpus):
     ],
 )
 def test_packages_come_from_package_managers(corpus, tmp_path, monkeypatch, file, command):
-    """A package manager writes the file; another version of it, or a failure, is an error that names the file."""
+    """A package manager writes the file; another version of it, or a failure, is an error that
+    names the file.
+    """
     content = debian_package({"./z.c": b"int z;"})
     if not file.endswith(".deb"):
         content = tar_of({"package/z.c": b"int z;"}, "w:gz")
@@ -149,18 +180,28 @@ def test_packages_come_from_package_managers(corpus, tmp_path, monkeypatch, file
         (Path(cwd) / file).write_bytes(written)
 
     monkeypatch.setattr(debian.subprocess, "run", run)
-    assert_rejected(f"new/{file}.*{package.sha256}", corpus("new", packages=(package,)).tokenizer_texts)
+    assert_rejected(
+        f"new/{file}.*{package.sha256}", corpus("new", packages=(package,)).tokenizer_texts
+    )
     written = content
     (tmp_path / "new" / file).unlink()
-    assert [text for _, text in corpus("new", packages=(package,), limit_mb=1).documents] == [b"int z;"]
+    assert [text for _, text in corpus("new", packages=(package,), limit_mb=1).documents] == [
+        b"int z;"
+    ]
     written = None
-    assert_rejected(f"{command[0]}.*{file}.*--packages", corpus("other", packages=(package,)).tokenizer_texts)
+    assert_rejected(
+        f"{command[0]}.*{file}.*--packages", corpus("other", packages=(package,)).tokenizer_texts
+    )
 
 
 def test_archives_in_a_package(corpus, tmp_path):
     """linux-source contains another archive, and packages contain compressed documentation."""
     source = lzma.compress(tar_of({"linux/a.c": b"int a;", "linux/Makefile": b"no"}))
-    files = {"./usr/src/linux.tar.xz": source, "./b.c.gz": gzip.compress(b"int b;"), "./c.png": b"no"}
+    files = {
+        "./usr/src/linux.tar.xz": source,
+        "./b.c.gz": gzip.compress(b"int b;"),
+        "./c.png": b"no",
+    }
     content = debian_package({**files, "./x.ZIP": zip_of({"d.c": b"int d;"})})
     (tmp_path / "packages" / "x.deb").write_bytes(content)
     package = Package("x.deb", hashlib.sha256(content).hexdigest(), ".c")
@@ -186,7 +227,9 @@ def test_dataset(corpus, tmp_path, capsys):
     tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
     assert tokenizer.vocab_size == 270
     files = open_indexed_files(prefix)
-    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
+    texts = [
+        tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])
+    ]
     assert texts == [content.decode() + "<|endoftext|>" for _, content in documents]
 
 

@@ -36,15 +36,21 @@ def test_exact_and_near_duplicates():
     first, second = random_text(generator), random_text(generator)
     slightly, heavily = edited(first, generator, 40), edited(first, generator, 600)
     similarity = [
-        len(shingles(first) & shingles(text)) / len(shingles(first) | shingles(text)) for text in (slightly, heavily)
+        len(shingles(first) & shingles(text)) / len(shingles(first) | shingles(text))
+        for text in (slightly, heavily)
     ]
     assert similarity[0] > 0.8
     assert similarity[1] < 0.2
     deduplicator = Deduplicator()
-    decisions = [deduplicator.is_new(text.encode()) for text in (first, second, first, slightly, heavily, slightly)]
+    decisions = [
+        deduplicator.is_new(text.encode())
+        for text in (first, second, first, slightly, heavily, slightly)
+    ]
     # A removed near-duplicate that comes again is an exact duplicate.
     assert decisions == [True, True, False, False, True, False]
-    assert str(deduplicator) == "6 documents: 2 exact duplicates and 1 near-duplicates removed, 3 kept"
+    assert (
+        str(deduplicator) == "6 documents: 2 exact duplicates and 1 near-duplicates removed, 3 kept"
+    )
 
 
 def test_results_are_the_same_everywhere():

@@ -1,4 +1,6 @@
-"""Copying records, and the blocks of pages. tests/integration/test_results.py compares the committed pages."""
+"""Copying records, and the blocks of pages. tests/integration/test_results.py compares the
+committed pages.
+"""
 
 import itertools
 import json
@@ -17,9 +19,13 @@ def test_records_are_copied_compactly(tmp_path):
     for name, records in {"1": [losses], "2": [by_position]}.items():
         folder = tmp_path / "sweep" / "runs" / name
         folder.mkdir(parents=True)
-        (folder / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "results.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     pages.add_results(tmp_path / "sweep", tmp_path / "records")
-    assert [path.parts[-3:-1] for path in (tmp_path / "records").rglob("*.jsonl")] == [("sweep", "7")]
+    assert [path.parts[-3:-1] for path in (tmp_path / "records").rglob("*.jsonl")] == [
+        ("sweep", "7")
+    ]
     first, second = read_results(tmp_path / "records" / "sweep")
     assert (first["loss"], first["groups"]["losses"]) == (2.123456789, [2.1235])
     assert not first["checkpoint"]["path"].startswith("/")

@@ -37,7 +37,9 @@ def test_queries_and_keys_are_rotated_at_their_positions(s, causal):
     queries = positions[-s:] if causal else positions[:s]
     rotated = method.rotate(query[:, :, queries], key, queries, positions)
     expected = attend(*rotated, value, causal=causal)
-    torch.testing.assert_close(Attention(method)(query[:, :, queries], key, value, causal=causal), expected)
+    torch.testing.assert_close(
+        Attention(method)(query[:, :, queries], key, value, causal=causal), expected
+    )
 
 
 def test_the_positions_of_documents_are_those_in_the_documents():
@@ -82,6 +84,8 @@ def test_a_backend_in_the_place_of_the_method_is_named():
 
 def test_the_package_offers_attention_and_all_methods():
     assert kerple.KerpleLog is KerpleLog
-    assert {type(kerple.build(name, SHAPE)).__name__ for name in primary_names()} <= set(dir(kerple.positional))
+    assert {type(kerple.build(name, SHAPE)).__name__ for name in primary_names()} <= set(
+        dir(kerple.positional)
+    )
     with pytest.raises(AttributeError, match="KerpelLog"):
         kerple.KerpelLog  # noqa: B018

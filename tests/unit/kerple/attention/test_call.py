@@ -6,7 +6,13 @@ import torch
 from kerple.attention import FULL, Attention, Documents, Span, attend, position_tables
 from kerple.attention.backends import sdpa
 from kerple.positional import ModelShape, TableJacobian, XPos, build, primary_names
-from tests.support.attention import attend_with, dense_attention, random_states, upstream_gradient, visible_pairs
+from tests.support.attention import (
+    attend_with,
+    dense_attention,
+    random_states,
+    upstream_gradient,
+    visible_pairs,
+)
 from tests.support.methods import VARIANTS
 
 
@@ -22,20 +28,32 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
     [
         ({"key": torch.randn(1, 2, 6, 5)}, r"query \[1, 2, 6, 4\], key \[1, 2, 6, 5\]"),
         ({"query": torch.randn(2, 6, 4)}, r"query \[2, 6, 4\]"),
-        ({"query": torch.randn(1, 6, 2, 4), "bias_table": torch.zeros(2, 6)}, r"\[1, 6, 2, 4\] .*transpose\(1, 2\)"),
+        (
+            {"query": torch.randn(1, 6, 2, 4), "bias_table": torch.zeros(2, 6)},
+            r"\[1, 6, 2, 4\] .*transpose\(1, 2\)",
+        ),
         ({"value": torch.randn(1, 1, 6, 4)}, r"key \[1, 2, 6, 4\] and value \[1, 1, 6, 4\]"),
-        ({name: torch.randn(1, 3, 6, 4) for name in ("key", "value")}, r"key \[1, 3, 6, 4\] .*g divides h"),
+        (
+            {name: torch.randn(1, 3, 6, 4) for name in ("key", "value")},
+            r"key \[1, 3, 6, 4\] .*g divides h",
+        ),
         ({"query": torch.randn(1, 2, 7, 4)}, "7 queries for 6 keys"),
         ({"query": torch.randn(1, 2, 7, 4), "causal": False, "window": 3}, "7 queries for 6 keys"),
         ({"query": torch.randn(1, 2, 6, 4).bfloat16()}, "dtype: torch.bfloat16, torch.float32"),
         ({"dropout_p": 1.0}, r"dropout_p .* 1\.0"),
         ({"decay_sums": torch.zeros(1, 2, 6), "causal": False}, "decay_sums"),
-        ({"query": torch.randn(1, 2, 5, 4), "document_ids": INTEGERS, "causal": False}, "document_ids"),
+        (
+            {"query": torch.randn(1, 2, 5, 4), "document_ids": INTEGERS, "causal": False},
+            "document_ids",
+        ),
         ({"bias_table": torch.zeros(2, 5)}, r"bias_table \[2, 5\] must be \[2, at least 6\]"),
         ({"bias_table": torch.zeros(2, 2, 6)}, r"bias_table \[2, 2, 6\]"),
         ({"bias_table": torch.zeros(3, 2, 6), "causal": False}, r"bias_table \[3, 2, 6\]"),
         ({"weight_table": torch.zeros(3, 6)}, r"weight_table \[3, 6\]"),
-        ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, r"key_mask .*\[1, 5\] must be bool \[1, 6\]"),
+        (
+            {"key_mask": torch.ones(1, 5, dtype=torch.bool)},
+            r"key_mask .*\[1, 5\] must be bool \[1, 6\]",
+        ),
         ({"key_mask": torch.ones(1, 6)}, "key_mask torch.float32"),
         ({"bias_jacobian": jacobian(2, 1, 5)}, r"bias_jacobian .* \[2, 1, 5\]"),
         ({"weight_jacobian": jacobian(1, 1, 6)}, "weight_jacobian"),
@@ -48,7 +66,9 @@ def test_invalid_arguments_are_named(change, message):
 
 
 def assert_backends_compute(method, states, arguments, expected, leaves):
-    """Compare values and gradients of each backend that supports the method; flex has no gradients on a CPU."""
+    """Compare values and gradients of each backend that supports the method; flex has no gradients
+    on a CPU.
+    """
     upstream = upstream_gradient(expected)
     grads = torch.autograd.grad(expected, leaves, upstream, allow_unused=True, retain_graph=True)
     backends = ["auto", "reference", "chunked"]
@@ -65,7 +85,9 @@ def assert_backends_compute(method, states, arguments, expected, leaves):
             continue
         actual = Attention(method, backend)(*states, **arguments)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-        actual_grads = torch.autograd.grad(actual, leaves, upstream, allow_unused=True, retain_graph=True)
+        actual_grads = torch.autograd.grad(
+            actual, leaves, upstream, allow_unused=True, retain_graph=True
+        )
         for grad, expected_grad in zip(actual_grads, grads, strict=True):
             if expected_grad is not None:
                 torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
@@ -73,7 +95,8 @@ def assert_backends_compute(method, states, arguments, expected, leaves):
 
 # Methods with each way of using positions.
 SPANNED = ("kerple_power_ap_ap", "xpos", "dape_v2_kerple", "fire", "forgetting")
-# Keys that take part: with padding on the left (longer than a window and a block) and on the right, and with a hole.
+# Keys that take part: with padding on the left (longer than a window and a block) and on the right,
+# and with a hole.
 KEYS = torch.ones(3, 17, dtype=torch.bool)
 KEYS[0, :6], KEYS[1, 11:], KEYS[2, 5:8] = False, False, False
 SHAPE = ModelShape(num_heads=4, head_size=6, hidden_size=24, num_layers=1, max_positions=17)
@@ -83,13 +106,17 @@ SHAPE = ModelShape(num_heads=4, head_size=6, hidden_size=24, num_layers=1, max_p
 @pytest.mark.parametrize(
     ("name", "s", "span"),
     [
-        *((name, s, span) for name in SPANNED for s, span in ((17, FULL), (1, Span(window=3)), (9, Span(block=4)))),
+        *(
+            (name, s, span)
+            for name in SPANNED
+            for s, span in ((17, FULL), (1, Span(window=3)), (9, Span(block=4)))
+        ),
         *(("rotary", 17, FULL), ("rotary", 1, FULL), ("kerple_power_ap_ap", 17, Span(window=3))),
     ],
 )
 def test_values_and_gradients(name, s, span, key_mask):
-    """In each backend, in flex without gradients: grouped queries, value heads of another size, and keys that take no
-    part, with zero for queries without a visible key.
+    """In each backend, in flex without gradients: grouped queries, value heads of another size, and
+    keys that take no part, with zero for queries without a visible key.
     """
     torch.manual_seed(0)
     method = build(name, SHAPE).double()
@@ -105,7 +132,12 @@ def test_values_and_gradients(name, s, span, key_mask):
     visible = visible_pairs(17, span)[-s:]
     mask = ~(visible.expand(3, 1, s, 17) if key_mask is None else visible & key_mask[:, None, None])
     expected = dense_attention(method, query, key, value, mask, sums)
-    arguments = {"decay_sums": sums, "window": span.window, "block": span.block, "key_mask": key_mask}
+    arguments = {
+        "decay_sums": sums,
+        "window": span.window,
+        "block": span.block,
+        "key_mask": key_mask,
+    }
     assert_backends_compute(method, states, arguments, expected, leaves)
 
 
@@ -115,14 +147,26 @@ def test_a_key_mask_in_each_document():
     actual = attend(query, key, value, document_ids=ids, key_mask=KEYS)
     parts = []
     for document in (slice(0, 5), slice(5, 17)):
-        parts.append(attend(*(states[:, :, document] for states in (query, key, value)), key_mask=KEYS[:, document]))
+        parts.append(
+            attend(
+                *(states[:, :, document] for states in (query, key, value)),
+                key_mask=KEYS[:, document],
+            )
+        )
     torch.testing.assert_close(actual, torch.cat(parts, dim=2), rtol=1e-9, atol=1e-11)
     masked = attend(query[:, :, -3:], key, value, document_ids=ids, key_mask=KEYS)  # with one mask
     torch.testing.assert_close(masked, actual[:, :, -3:], rtol=1e-9, atol=1e-11)
 
 
-OTHER_CALLS = [(17, 17, 3, "key_mask"), (17, 17, None, "documents"), (5, 17, None, "key_mask"), (9, 6, None, "")]
-BIDIRECTIONAL = [name for name in primary_names() if name not in VARIANTS and not build(name, SHAPE).causal_only]
+OTHER_CALLS = [
+    (17, 17, 3, "key_mask"),
+    (17, 17, None, "documents"),
+    (5, 17, None, "key_mask"),
+    (9, 6, None, ""),
+]
+BIDIRECTIONAL = [
+    name for name in primary_names() if name not in VARIANTS and not build(name, SHAPE).causal_only
+]
 
 
 @pytest.mark.parametrize(
@@ -134,8 +178,8 @@ BIDIRECTIONAL = [name for name in primary_names() if name not in VARIANTS and no
     ],
 )
 def test_attention_in_both_directions(name, options, s, t, window, extra, monkeypatch):
-    """Values and gradients in each backend, in flex without gradients, also in chunks of queries, with other numbers
-    of queries than keys, grouped queries and value heads of another size.
+    """Values and gradients in each backend, in flex without gradients, also in chunks of queries,
+    with other numbers of queries than keys, grouped queries and value heads of another size.
     """
     for limit in ("MODIFY_MIN_ROWS", "MODIFY_MAX_ROWS"):
         monkeypatch.setattr(f"kerple.attention.backends.chunk_plan.{limit}", 5)
@@ -160,7 +204,9 @@ def test_attention_in_both_directions(name, options, s, t, window, extra, monkey
         alone = [[part[:, :, tokens] for part in states] for tokens in parts]
         contexts = []
         for part, length in zip(alone, (6, 11), strict=True):
-            contexts.append(dense_attention(method, *part, mask[:, :, :length, :length], causal=False))
+            contexts.append(
+                dense_attention(method, *part, mask[:, :, :length, :length], causal=False)
+            )
         expected = torch.cat(contexts, dim=2)
     else:
         expected = dense_attention(method, *states, mask, causal=False)
@@ -187,7 +233,9 @@ def test_queries_whose_biases_are_all_infinite(s):
     """They get zero, and finite gradients, in each backend; flex has no gradients on a CPU."""
     bias = torch.randn(2, 7).index_fill(0, torch.tensor([0]), float("-inf"))
     for backend in ("reference", "chunked", "sdpa", "flex"):
-        states = [torch.randn(1, 2, length, 4, requires_grad=backend != "flex") for length in (s, 7, 7)]
+        states = [
+            torch.randn(1, 2, length, 4, requires_grad=backend != "flex") for length in (s, 7, 7)
+        ]
         context = attend(*states, bias_table=bias, backend=backend)
         assert torch.equal(context[0, 0], torch.zeros(s, 4))
         assert context[0, 1].abs().min() > 0
@@ -205,7 +253,9 @@ def test_a_bias_per_pair_is_named():
 
 @pytest.mark.parametrize("batch", [0, 2])
 def test_blocks_beyond_the_grid_of_a_gpu(batch, monkeypatch):
-    """Several calls, each of at most the largest number of rows and heads; also for an empty batch."""
+    """Several calls, each of at most the largest number of rows and heads; also for an
+    empty batch.
+    """
     states = torch.randn(3, batch, 2, 30, 4)
     expected = attend(*states.unbind(), block=4, backend="chunked")
     monkeypatch.setattr("kerple.attention.parts.MAX_BATCH_HEADS", 8)

@@ -77,15 +77,21 @@ def test_auto_chooses_the_fastest_backend_for_each_call_on_a_cpu(calls, fused_av
     assert [backend for backend, *_ in calls] == ["sdpa", "chunked", "chunked", "chunked"]
 
 
-@pytest.mark.parametrize("options", [{"causal": False}, {"key_mask": torch.ones(1, 6, dtype=torch.bool)}])
+@pytest.mark.parametrize(
+    "options", [{"causal": False}, {"key_mask": torch.ones(1, 6, dtype=torch.bool)}]
+)
 def test_calls_that_fused_does_not_support(calls, fused_available, options, monkeypatch):
-    monkeypatch.setattr(dispatch, "fused_is_fastest", lambda requirements, q_len: fused_supports(requirements))
+    monkeypatch.setattr(
+        dispatch, "fused_is_fastest", lambda requirements, q_len: fused_supports(requirements)
+    )
 
     def fused_supports(requirements):
         return dispatch.unsupported_reason("fused", requirements) is None
 
     states = random_states()
-    with pytest.raises(NotImplementedError, match=r"'fused' .*auto.*reference, sdpa, chunked, flex"):
+    with pytest.raises(
+        NotImplementedError, match=r"'fused' .*auto.*reference, sdpa, chunked, flex"
+    ):
         attend(*states, backend="fused", **options)
     attend(*states, bias_table=torch.zeros(2, 6), **options)
     attend(*states, **options)
@@ -97,7 +103,12 @@ def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
     """Not for a single query, nor for calls that exceed the limits of the kernels."""
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     method, plain = build("kerple_log", SHAPE), build("rotary", SHAPE)
-    shapes = {(4, 8, 2, 64): True, (4, 8, 1, 64): False, (4, 8, 2, 136): False, (8192, 8, 2, 64): False}
+    shapes = {
+        (4, 8, 2, 64): True,
+        (4, 8, 1, 64): False,
+        (4, 8, 2, 136): False,
+        (8192, 8, 2, 64): False,
+    }
     for shape, expected in shapes.items():
         assert runs_fused(method, "auto", on_gpu, shape) == expected
         assert not runs_fused(method, "auto", torch.zeros(0).bfloat16(), shape)
@@ -121,7 +132,9 @@ def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
     """Until a kernel is rejected."""
     choices = []
     choose = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda call, *rest: choices.append(call.q_len) or choose(call, *rest))
+    monkeypatch.setattr(
+        dispatch, "choose", lambda call, *rest: choices.append(call.q_len) or choose(call, *rest)
+    )
     attention = Attention(build("kerple_log", SHAPE))
     for s in (6, 6, 3, 6):
         attention(*random_states(s, 6))
@@ -159,7 +172,9 @@ def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
     expected = run_attend("reference", arguments, document_ids=ids)
 
     def run(*tensors):
-        return attend(**dict(zip(arguments, tensors, strict=True)), backend=backend, document_ids=ids)
+        return attend(
+            **dict(zip(arguments, tensors, strict=True)), backend=backend, document_ids=ids
+        )
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     result = compiled(*arguments.values())
@@ -168,14 +183,20 @@ def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", pytest.param("chunked", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "backend", ["reference", "sdpa", pytest.param("chunked", marks=pytest.mark.ci)]
+)
 @pytest.mark.parametrize("window", [None, 9])
 def test_one_graph_serves_all_lengths(backend, window):
-    """PyTorch's own attention needs two for 20 lengths: one for the first, and one for all others."""
+    """PyTorch's own attention needs two for 20 lengths: one for the first, and one for
+    all others.
+    """
     torch._dynamo.reset()
     graphs = CompileCounter()
     attention = Attention(KerpleLog(2), backend)
-    compiled = torch.compile(lambda *states: attention(*states, window=window), fullgraph=True, backend=graphs)
+    compiled = torch.compile(
+        lambda *states: attention(*states, window=window), fullgraph=True, backend=graphs
+    )
     for length in range(10, 50, 2):
         states = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
         context = compiled(*states)
@@ -183,7 +204,8 @@ def test_one_graph_serves_all_lengths(backend, window):
     expected = attention(*states, window=window)
     torch.testing.assert_close(context, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(context.square().sum(), states), torch.autograd.grad(expected.square().sum(), states)
+        torch.autograd.grad(context.square().sum(), states),
+        torch.autograd.grad(expected.square().sum(), states),
     )
 
 
@@ -214,7 +236,9 @@ def test_tables_that_do_not_fit_the_method_are_rejected():
     with pytest.raises(ValueError, match=r"bias.*KerpleLog needs one"):
         Attention(build("kerple_log", SHAPE))(*random_states(), tables=PositionTables())
     with pytest.raises(ValueError, match=r"bias.*Rotary has none"):
-        Attention(build("rotary", SHAPE))(*random_states(), tables=PositionTables(bias=torch.zeros(2, 6)))
+        Attention(build("rotary", SHAPE))(
+            *random_states(), tables=PositionTables(bias=torch.zeros(2, 6))
+        )
 
 
 def test_a_method_s_table_for_modify_scores_is_required():
@@ -265,7 +289,8 @@ def test_autocast_does_not_change_scores(backend, s):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = attend(backend=backend, **arguments)
     assert torch.equal(result, expected[0])
-    # The chunked backend recomputes scores in its backward pass, which may run inside autocast as well.
+    # The chunked backend recomputes scores in its backward pass, which may run inside autocast as
+    # well.
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=backend == "chunked" and s > 1):
         grads = run_attend(backend, arguments)[1:]
     for grad, expected_grad in zip(grads, expected[1:], strict=True):
@@ -284,7 +309,8 @@ def test_complete_blocks_are_one_call(calls):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("dape_v2_kerple", {}), ("stick_breaking", {}), ("xpos", {}), ("fire", {"random_range": 20})]
+    ("name", "options"),
+    [("dape_v2_kerple", {}), ("stick_breaking", {}), ("xpos", {}), ("fire", {"random_range": 20})],
 )
 def test_positions_are_on_the_cpu_whatever_the_default_device(name, options):
     method = build(name, SHAPE, **options).eval()
@@ -315,7 +341,9 @@ def test_scale_replaces_the_root_of_the_head_size(method):
     arguments = attend_arguments(method, 1, 2, 20, 20, 4)
     scaled = {**arguments, "query": (arguments["query"] * 0.3 * 2).detach()}
     expected = attend(backend="reference", **scaled)
-    for backend in ("reference", "chunked", "sdpa") if method == "none" else ("reference", "chunked"):
+    for backend in (
+        ("reference", "chunked", "sdpa") if method == "none" else ("reference", "chunked")
+    ):
         actual = attend(backend=backend, scale=0.3, **arguments)
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
@@ -329,10 +357,12 @@ def test_scale_replaces_the_root_of_the_head_size(method):
 )
 @pytest.mark.filterwarnings("ignore:All-NaN")
 def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypatch):
-    """Neither pass reads what is outside of a window (8) and the chunk or tile (32) that it is in: nan at both ends
-    of the sequence does not reach the middle.
+    """Neither pass reads what is outside of a window (8) and the chunk or tile (32) that it is in:
+    nan at both ends of the sequence does not reach the middle.
     """
-    monkeypatch.setattr(launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(32, 32, 4, 1)] * 4, kib=0))
+    monkeypatch.setattr(
+        launch, "tiles_for", lambda *_, **__: Tiles(*[Tile(32, 32, 4, 1)] * 4, kib=0)
+    )
     monkeypatch.setattr(sdpa, "MASK_ROWS", 32)
     monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_MAX_ROWS", 32)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 32)
@@ -356,7 +386,12 @@ def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypa
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("kerple_log", {"random_range": 64}), ("fire", {"random_range": 64}), ("forgetting", {}), ("learned", {})],
+    [
+        ("kerple_log", {"random_range": 64}),
+        ("fire", {"random_range": 64}),
+        ("forgetting", {}),
+        ("learned", {}),
+    ],
 )
 def test_random_positions_and_heads_smaller_than_the_hidden_size(name, options):
     shape = ModelShape(num_heads=2, head_size=4, hidden_size=12, num_layers=1, max_positions=10)

@@ -19,7 +19,9 @@ def test_positions_count_the_tokens_of_a_document():
 
 
 def test_ids_of_sequences_with_lengths():
-    assert ids_of_sequences(torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [[0, 0, 2, 2, 2]]
+    assert ids_of_sequences(torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [
+        [0, 0, 2, 2, 2]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,13 @@ from kerple.attention import (
     run,
 )
 from kerple.positional import ModelShape, XPos, build, decay_sums, primary_names
-from tests.support.attention import DecayingXPos, attend_arguments, dense_attention, upstream_gradient, visible_pairs
+from tests.support.attention import (
+    DecayingXPos,
+    attend_arguments,
+    dense_attention,
+    upstream_gradient,
+    visible_pairs,
+)
 from tests.support.attention import random_states as float64_states
 from tests.support.methods import VARIANTS
 
@@ -39,7 +45,9 @@ def test_decays_with_scaled_queries_and_keys():
 
 @pytest.mark.parametrize(("s", "t"), [(1, 48), (9, 64), (33, 49)])
 @pytest.mark.parametrize("block", [1, 8, 100])
-@pytest.mark.parametrize(("name", "backends"), [("none", ("auto", "sdpa")), ("kerple_power_ap_ap", ("chunked",))])
+@pytest.mark.parametrize(
+    ("name", "backends"), [("none", ("auto", "sdpa")), ("kerple_power_ap_ap", ("chunked",))]
+)
 def test_blockwise_attention(name, backends, block, s, t):
     method = build(name, SHAPE).double()
     query, key, value = leaves = float64_states(4, 6, t)
@@ -49,14 +57,19 @@ def test_blockwise_attention(name, backends, block, s, t):
     grads = torch.autograd.grad(expected, leaves, upstream_gradient(expected))
     for backend in ("reference", *backends):
         tables = position_tables(method, t, query.device)
-        actual = Attention(method, backend)(query[:, :, -s:], key, value, block=block, tables=tables)
+        actual = Attention(method, backend)(
+            query[:, :, -s:], key, value, block=block, tables=tables
+        )
         actual_grads = torch.autograd.grad(actual, leaves, upstream_gradient(expected))
         exact = (actual, *actual_grads[:3]), (expected, *grads[:3])
         torch.testing.assert_close(*exact, rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(actual_grads[3:], grads[3:], rtol=1e-5, atol=1e-6)  # tables are float32
+        torch.testing.assert_close(
+            actual_grads[3:], grads[3:], rtol=1e-5, atol=1e-6
+        )  # tables are float32
 
 
-# Ragged documents; of equal size; with padding on both sides; with padding inside, as after right-padded prompts.
+# Ragged documents; of equal size; with padding on both sides; with padding inside, as after
+# right-padded prompts.
 IDS = torch.tensor(
     [
         [0] * 3 + [1] * 7 + [2] * 5 + [3] * 2,
@@ -101,8 +114,8 @@ SPANNED = ("kerple_power_ap_ap", "rotary", "xpos", "dape_v2_kerple", "forgetting
 
 
 def by_document(method, states, decays, s, span):
-    """Attention `[b, h, s, d]` of the last s queries, document by document, each at positions from 0 on; zero for
-    padding.
+    """Attention `[b, h, s, d]` of the last s queries, document by document, each at positions from
+    0 on; zero for padding.
     """
     context = torch.zeros_like(states[0])
     for row in range(BATCH):
@@ -118,7 +131,9 @@ def by_document(method, states, decays, s, span):
             index[tokens] = torch.arange(len(tokens))
             is_token = (IDS[row] == number)[None, :, None]
             context = torch.where(
-                (torch.arange(BATCH) == row)[:, None, None, None] & is_token, part[:, :, index], context
+                (torch.arange(BATCH) == row)[:, None, None, None] & is_token,
+                part[:, :, index],
+                context,
             )
     return context[:, :, LENGTH - s :]
 
@@ -141,8 +156,8 @@ def backends(method, s):
     ],
 )
 def test_a_document_is_attended_to_as_if_it_were_alone(name, s, span):
-    """Values, and gradients of the states and the method's parameters (not in flex), of complete rows and with a KV
-    cache. Tables and angles are float32.
+    """Values, and gradients of the states and the method's parameters (not in flex), of complete
+    rows and with a KV cache. Tables and angles are float32.
     """
     torch.manual_seed(0)
     method = build(name, SHAPE).double()
@@ -198,8 +213,13 @@ def test_it_follows_the_definition(method, s):
     for backend in supported:
         actual = attend(backend=backend, document_ids=IDS, **arguments)
         torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
-        torch.testing.assert_close(torch.autograd.grad(actual, leaves, upstream), expected_grads, rtol=1e-6, atol=1e-8)
-    states = {name: part.detach() if isinstance(part, torch.Tensor) else part for name, part in arguments.items()}
+        torch.testing.assert_close(
+            torch.autograd.grad(actual, leaves, upstream), expected_grads, rtol=1e-6, atol=1e-8
+        )
+    states = {
+        name: part.detach() if isinstance(part, torch.Tensor) else part
+        for name, part in arguments.items()
+    }
     actual = attend(backend="flex", document_ids=IDS, **states)
     torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
 
@@ -223,8 +243,13 @@ def test_padding_alone_has_gradients(method):
 
 
 def test_documents_at_other_positions():
-    """FIRE depends on the position of the query, not only on the distance. Rows begin at different positions."""
-    method, states = build("fire", SHAPE), [part.float() for part in float64_states(4, 6, LENGTH, batch=2)]
+    """FIRE depends on the position of the query, not only on the distance. Rows begin at different
+    positions.
+    """
+    method, states = (
+        build("fire", SHAPE),
+        [part.float() for part in float64_states(4, 6, LENGTH, batch=2)],
+    )
     positions = torch.arange(LENGTH) + torch.tensor([[0], [900]])
     documents = Documents(torch.zeros(2, LENGTH, dtype=torch.int64), positions)
     for s in (LENGTH, 3):
@@ -234,7 +259,12 @@ def test_documents_at_other_positions():
         for row, dropped in enumerate((0, 900)):
             part = [part[row : row + 1] for part in (query, key, value)]
             names = dict(zip(("query", "key", "value"), part, strict=True))
-            options = {"scale": SHAPE.head_size**-0.5, "method": method, "tables": tables, "dropped": dropped}
+            options = {
+                "scale": SHAPE.head_size**-0.5,
+                "method": method,
+                "tables": tables,
+                "dropped": dropped,
+            }
             expected = run(AttentionCall(**names, **options), "chunked")
             torch.testing.assert_close(actual[row : row + 1], expected)
     assert not torch.allclose(actual[1:], Attention(method, "chunked")(*part))
@@ -244,12 +274,16 @@ def test_documents_at_other_positions():
     ("backend", "name"),
     [
         *((backend, "kerple_log") for backend in ("reference", "chunked", "sdpa", "flex")),
-        *(("chunked", name) for name in ("stick_breaking", "xpos")),  # their documents have calls of their own
+        *(
+            ("chunked", name) for name in ("stick_breaking", "xpos")
+        ),  # their documents have calls of their own
     ],
 )
 @torch.no_grad()
 def test_queries_at_given_places(backend, name):
-    """As in a static cache, which has unused places after the queries. In the second row, they are later keys."""
+    """As in a static cache, which has unused places after the queries. In the second row, they are
+    later keys.
+    """
     torch.manual_seed(0)
     method = build(name, ModelShape(4, 8, 32, 1, 14))
     query, key, value = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64).unbind()
@@ -272,13 +306,17 @@ def test_xpos_in_both_directions_at_far_positions():
     states = [part.requires_grad_() for part in torch.randn(3, 1, 1, 400, 4).half()]
     context = Attention(method)(*states, causal=False)
     rotated = *method.rotate(*states[:2], torch.arange(400), torch.arange(400)), states[2]
-    expected = dense_attention(method, *(part.double() for part in rotated), torch.zeros(()).bool(), causal=False)
+    expected = dense_attention(
+        method, *(part.double() for part in rotated), torch.zeros(()).bool(), causal=False
+    )
     torch.testing.assert_close(context.double(), expected, rtol=1e-2, atol=1e-3)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(context.sum(), states))
 
 
 def masked_language_model_loss(causal: bool) -> float:
-    """The last loss of a layer with xPos that fills in one token of a text of three tokens and their repetition."""
+    """The last loss of a layer with xPos that fills in one token of a text of three tokens and
+    their repetition.
+    """
     torch.manual_seed(0)
     method = XPos(16, scale_base=8.0)
     embedding, query_key_value, output = nn.Embedding(9, 32), nn.Linear(32, 96), nn.Linear(32, 8)
@@ -299,6 +337,8 @@ def masked_language_model_loss(causal: bool) -> float:
 
 @pytest.mark.ci
 def test_masked_language_modeling_with_xpos():
-    """Causal attention does not see the repetition of the first three tokens, so it guesses half of them: ln(8) / 2."""
+    """Causal attention does not see the repetition of the first three tokens, so it guesses half of
+    them: ln(8) / 2.
+    """
     assert masked_language_model_loss(causal=False) < 0.01
     assert masked_language_model_loss(causal=True) > 0.5

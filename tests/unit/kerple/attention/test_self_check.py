@@ -56,10 +56,18 @@ def chunked_with(call: AttentionCall, **changes: object) -> torch.Tensor:
 
 # What a broken kernel might compute, and the message.
 BROKEN = {
-    "result": (lambda call: chunked_attention(call) * 1.01, "the result has a relative error of 1.0e-02"),
-    "nan": (lambda call: chunked_attention(call) * float("nan"), "the result has a relative error of nan"),
+    "result": (
+        lambda call: chunked_attention(call) * 1.01,
+        "the result has a relative error of 1.0e-02",
+    ),
+    "nan": (
+        lambda call: chunked_attention(call) * float("nan"),
+        "the result has a relative error of nan",
+    ),
     "table": (
-        lambda call: chunked_with(call, tables=replace(call.tables, bias=call.tables.bias.roll(1, dims=1))),
+        lambda call: chunked_with(
+            call, tables=replace(call.tables, bias=call.tables.bias.roll(1, dims=1))
+        ),
         "the result has a relative error",
     ),
     "key": (
@@ -79,7 +87,9 @@ def kernels(monkeypatch):
     return partial(install_kernels, monkeypatch)
 
 
-def check(method: str = "kerple_log", backend: str = "auto", *, training: bool = True) -> list[Verdict]:
+def check(
+    method: str = "kerple_log", backend: str = "auto", *, training: bool = True
+) -> list[Verdict]:
     return check_kernels(build(method, SHAPE), *SIZES, training=training, backend=backend)
 
 
@@ -94,13 +104,22 @@ def random_call(backend: str = "auto") -> torch.Tensor:
 @pytest.mark.parametrize("method", ["none", "kerple_log", "rpe", "forgetting"])
 @pytest.mark.quick(2)
 def test_the_kernels_pass(method):
-    """The interpreter passes with tables, with jacobians, with one that is valid only from some distance on, and with
-    a decay.
+    """The interpreter passes with tables, with jacobians, with one that is valid only from some
+    distance on, and with a decay.
     """
     verdicts = check(method, "fused") + check(method, "fused", training=False)
-    assert [verdict.failure for verdict in verdicts] == [None] * 4  # windows and other lengths are other verdicts
-    assert ["not multiples of 16" in str(verdict) for verdict in verdicts] == [False, True, False, True]
-    gradients = {"query", "key", "value"} | ({"bias_coefficients"} if method == "kerple_log" else set())
+    assert [verdict.failure for verdict in verdicts] == [
+        None
+    ] * 4  # windows and other lengths are other verdicts
+    assert ["not multiples of 16" in str(verdict) for verdict in verdicts] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    gradients = {"query", "key", "value"} | (
+        {"bias_coefficients"} if method == "kerple_log" else set()
+    )
     gradients |= {"decay_sums"} if method == "forgetting" else set()
     assert {"result", *gradients} <= set(verdicts[0].errors)
     assert set(verdicts[-1].errors) == {"result"}
@@ -115,7 +134,9 @@ def test_every_method_has_a_backend_for_documents(method, monkeypatch):
 
 def test_the_kernels_pass_with_documents_grouped_queries_and_windows():
     options = {"training": True, "backend": "fused", "documents": True, "windowed": True}
-    verdicts = check_kernels(build("kerple_power_ap_ap", SHAPE), Heads(2, 1, 16), *SIZES[1:], **options)
+    verdicts = check_kernels(
+        build("kerple_power_ap_ap", SHAPE), Heads(2, 1, 16), *SIZES[1:], **options
+    )
     assert [verdict.failure for verdict in verdicts] == [None, None]
     assert "weight, grouped, documents, gradients" in str(verdicts[0])
     assert "weight, window, grouped, documents, gradients" in str(verdicts[1])
@@ -123,12 +144,18 @@ def test_the_kernels_pass_with_documents_grouped_queries_and_windows():
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    [("alibi", torch.float16), ("kerple_power_ap_ap", torch.bfloat16), ("forgetting", torch.bfloat16)],
+    [
+        ("alibi", torch.float16),
+        ("kerple_power_ap_ap", torch.bfloat16),
+        ("forgetting", torch.bfloat16),
+    ],
 )
 def test_half_precision_is_far_from_the_limits(method, dtype):
     torch.manual_seed(0)
     with interpreted_bfloat16():
-        (verdict,) = check_kernels(build(method, SHAPE), *SIZES[:2], dtype, training=True, backend="fused")
+        (verdict,) = check_kernels(
+            build(method, SHAPE), *SIZES[:2], dtype, training=True, backend="fused"
+        )
     assert max(verdict.errors.values()) < self_check.MAX_ERROR[dtype] / 3
 
 
@@ -147,7 +174,9 @@ def test_broken_kernels_fail(name, kernels):
 
 
 def test_wrong_gradients_of_coefficients_fail(kernels):
-    """The error is found in a backend that uses the jacobian instead of the gradient of the table."""
+    """The error is found in a backend that uses the jacobian instead of the gradient
+    of the table.
+    """
 
     def run(call: AttentionCall) -> torch.Tensor:
         jacobian = call.tables.bias_jacobian
@@ -166,7 +195,10 @@ def test_auto_uses_another_backend_after_a_failure(kernels, capsys):
     assert torch.equal(result, random_call("chunked"))
     assert calls == [self_check.Q_LEN - self_check.ODD]  # the 10 keys are not a multiple of 16
     (message,) = capsys.readouterr().err.splitlines()
-    assert "FAILED (cpu, float32, head size 16, bias, gradients, lengths that are not multiples of 16)" in message
+    assert (
+        "FAILED (cpu, float32, head size 16, bias, gradients, lengths that are not multiples of 16)"
+        in message
+    )
     assert "1.0e-02" in message
     assert "python -m kerple.doctor" in message
     random_call()
@@ -196,7 +228,9 @@ def test_a_failure_excludes_its_dtype_and_head_size(kernels):
 
 
 def test_the_first_call_checks(kernels, capsys):
-    """`attend`, which knows no method, also checks: without gradients and in inference mode; tables may be short."""
+    """`attend`, which knows no method, also checks: without gradients and in inference mode; tables
+    may be short.
+    """
     calls = kernels(chunked_attention)
     states = torch.randn(1, 2, 10, 16)
     bias = torch.zeros(2, 10, requires_grad=True)
@@ -214,14 +248,18 @@ def test_gradients_and_windows_are_checked_on_their_own(kernels):
     def verdict(**changes: object) -> Verdict | None:
         call = AttentionCall(query=states, key=states, value=states, scale=0.25, tables=tables)
         call = replace(call, **changes)
-        return self_check.ensure_checked(call, dispatch.BACKENDS["fused"], dispatch.BACKENDS["chunked"])
+        return self_check.ensure_checked(
+            call, dispatch.BACKENDS["fused"], dispatch.BACKENDS["chunked"]
+        )
 
     assert verdict(query=states.clone().requires_grad_()) is not None
     assert verdict() is None  # the same forward kernel
     assert verdict(span=Span(window=30)) is None
     assert verdict(span=Span(window=3)) is not None
     assert verdict(tables=PositionTables()) is not None
-    assert verdict(query=states[:, :, :16], key=states[:, :, :16], value=states[:, :, :16]) is not None
+    assert (
+        verdict(query=states[:, :, :16], key=states[:, :, :16], value=states[:, :, :16]) is not None
+    )
     assert verdict(key=states[:, :1], value=states[:, :1]) is not None
 
 

@@ -13,7 +13,11 @@ def test_mask_and_first_key_follow_the_definition(span):
     mask = span.mask(range(5, 11), range(2, 11), "cpu")
     assert torch.equal(~mask, visible[5:, 2:])
     first_keys = [span.first_key(position) for position in range(11)]
-    assert first_keys == visible.int().argmax(dim=1).tolist() == span.first_key(torch.arange(11)).tolist()
+    assert (
+        first_keys
+        == visible.int().argmax(dim=1).tolist()
+        == span.first_key(torch.arange(11)).tolist()
+    )
     assert visible.sum(dim=1).max() <= span.max_kv_len(11)
     assert span.mask(range(3), range(3), "meta").device.type == "meta"
 

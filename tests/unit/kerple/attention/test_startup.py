@@ -42,7 +42,11 @@ def test_the_choice_is_described(fused_available):
 
 def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
     monkeypatch.setattr(launch, "_load_kernels", lambda: None)
-    backends = {("alibi", False): "chunked", ("forgetting", False): "sdpa", ("rotary", True): "sdpa"}
+    backends = {
+        ("alibi", False): "chunked",
+        ("forgetting", False): "sdpa",
+        ("rotary", True): "sdpa",
+    }
     for (name, windowed), backend in backends.items():
         expected = f"{backend} (auto: fused needs Triton, which is not installed)"
         assert choice(name, "cuda", windowed=windowed) == expected

@@ -28,8 +28,11 @@ def test_tables_cover_the_distances():
 def test_rounded_distances_collapse_as_in_the_release():
     method = build("kerple_log", SHAPE)
     with torch.no_grad():
-        rounded, exact = (tables(method, 16_384, "cpu", rounded=value)[0] for value in (True, False))
-    # bfloat16 has 8 significant bits: 256 integers, then 128 values for each doubling up to 2^14, and 2^14.
+        rounded, exact = (
+            tables(method, 16_384, "cpu", rounded=value)[0] for value in (True, False)
+        )
+    # bfloat16 has 8 significant bits: 256 integers, then 128 values for each doubling up to 2^14,
+    # and 2^14.
     distances = torch.arange(16_384).bfloat16().unique()
     assert len(distances) == 256 + 6 * 128 + 1
     assert all(row.unique().numel() <= len(distances) for row in rounded)
@@ -46,7 +49,9 @@ def test_rounded_tables_are_those_of_bfloat16_arithmetic():
         rounded = tables(method, 16_384, "cpu", rounded=True)[0]
     # The release computed -p log(1 + a δ) in bfloat16, and rounded every operation.
     distance = torch.arange(16_384, dtype=torch.bfloat16)
-    p, a = (getattr(method, name).detach().bfloat16().reshape(-1, 1) for name in ("bias_p", "bias_a"))
+    p, a = (
+        getattr(method, name).detach().bfloat16().reshape(-1, 1) for name in ("bias_p", "bias_a")
+    )
     expected = (-p * torch.log(1 + a * distance)).float()
     torch.testing.assert_close(rounded, expected, rtol=4 * 2.0**-8, atol=2.0**-7)
 

@@ -13,19 +13,29 @@ def test_sinusoidal_adds_sines_then_cosines():
     hidden = torch.randn(2, 4, 6, requires_grad=True)
     positions = [0, 1, 511, 65_536]
     expected = [
-        [function(position / 10_000 ** (2 * i / 6)) for function in (math.sin, math.cos) for i in range(3)]
+        [
+            function(position / 10_000 ** (2 * i / 6))
+            for function in (math.sin, math.cos)
+            for i in range(3)
+        ]
         for position in positions
     ]
     added = Sinusoidal(hidden_size=6).embed(hidden, torch.tensor(positions))
     torch.testing.assert_close(
-        (added - hidden).double(), torch.tensor(expected).double().expand(2, 4, 6), rtol=0, atol=1e-6
+        (added - hidden).double(),
+        torch.tensor(expected).double().expand(2, 4, 6),
+        rtol=0,
+        atol=1e-6,
     )
     added.sum().backward()
     assert torch.equal(hidden.grad, torch.ones_like(hidden))
 
 
 def test_sinusoidal_keeps_the_dtype_and_needs_an_even_hidden_size():
-    assert Sinusoidal(4).embed(torch.zeros(1, 2, 4).bfloat16(), torch.arange(2)).dtype == torch.bfloat16
+    assert (
+        Sinusoidal(4).embed(torch.zeros(1, 2, 4).bfloat16(), torch.arange(2)).dtype
+        == torch.bfloat16
+    )
     with pytest.raises(ValueError, match="even hidden size; got 5"):
         Sinusoidal(hidden_size=5)
 
@@ -46,7 +56,9 @@ def test_learned_adds_its_rows_and_gathers_their_gradient():
 
 def test_a_position_beyond_the_learned_table_is_rejected():
     method = Learned(hidden_size=4, max_positions=8)
-    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {"weight": (8, 4)}
+    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {
+        "weight": (8, 4)
+    }
     method.embed(torch.zeros(1, 8, 4), torch.arange(8))
     with pytest.raises(PositionsExceeded, match=r"learned .*7 .*8"):
         method.embed(torch.zeros(1, 9, 4), torch.arange(9))
@@ -59,6 +71,8 @@ def test_learned_is_drawn_from_a_normal_distribution():
 
 
 def test_none_has_no_hooks_and_no_parameters():
-    method = build("none", ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=8))
+    method = build(
+        "none", ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_positions=8)
+    )
     assert not method.hooks
     assert list(method.parameters()) == []

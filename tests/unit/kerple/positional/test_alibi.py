@@ -24,7 +24,9 @@ def test_slopes(heads, exponents):
     distance = torch.tensor([0.0, 1.0, 2.0, 513.0, 65_536.0])
     bias = method.bias(distance)
     assert bias.dtype == torch.float32
-    torch.testing.assert_close(bias.double(), -expected[:, None] * distance.double(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        bias.double(), -expected[:, None] * distance.double(), rtol=1e-7, atol=0
+    )
     assert method.bias(distance.reshape(5, 1)).shape == (heads, 5, 1)
     assert not method.state_dict()
 

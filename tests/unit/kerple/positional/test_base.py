@@ -55,12 +55,22 @@ YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        *((name, {"base": 1}, "base 1: ") for name in ("sinusoidal", "p_rope", "xpos", "dape_rotary")),
-        *(("rotary", {"fraction": fraction}, f"8 times fraction {fraction}") for fraction in (0.1, 0.375, 1.5)),
+        *(
+            (name, {"base": 1}, "base 1: ")
+            for name in ("sinusoidal", "p_rope", "xpos", "dape_rotary")
+        ),
+        *(
+            ("rotary", {"fraction": fraction}, f"8 times fraction {fraction}")
+            for fraction in (0.1, 0.375, 1.5)
+        ),
         ("rotary", {"base": float("nan")}, "base nan: "),
         ("rotary", {"scaling": "cubic"}, "'cubic'.*llama3"),
         ("rotary", {"factor": 2}, "factor 2.*llama3"),
-        ("rotary", {"scaling": "linear", "factor": 2, "beta_fast": 3}, "beta_fast 3.*scaling 'linear'"),
+        (
+            "rotary",
+            {"scaling": "linear", "factor": 2, "beta_fast": 3},
+            "beta_fast 3.*scaling 'linear'",
+        ),
         ("rotary", {"scaling": "linear"}, "scaling linear"),
         ("rotary", {"scaling": "ntk", "factor": 0.5}, r"scaling ntk.*factor.*0\.5"),
         ("rotary", {"scaling": "ntk", "factor": "4x"}, "factor '4x'"),
@@ -72,17 +82,30 @@ YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
         ),
         *(("p_rope", {"p": p}, rf"p {p} .*0.*1.*4") for p in (0.0, 1.5, -0.5, 0.1)),
         ("xpos", {"scale_base": 0.5}, r"scale_base 0\.5"),
-        *(("sandwich", options, "sandwich") for options in ({"dimensions": 7}, {"dimensions": 0}, {"base": 1.0})),
+        *(
+            ("sandwich", options, "sandwich")
+            for options in ({"dimensions": 7}, {"dimensions": 0}, {"base": 1.0})
+        ),
         ("sandwich", {"base": float("nan")}, "base nan"),
-        *(("rpe", options, "num_buckets") for options in ({"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16})),
+        *(
+            ("rpe", options, "num_buckets")
+            for options in ({"num_buckets": 1}, {"num_buckets": 32, "max_distance": 16})
+        ),
         ("rpe", {"num_buckets": 33, "bidirectional": True}, "num_buckets 33"),
         ("kerple", {"bias": None}, "set the option bias, or weight, or both"),
         *(
-            ("kerple", {"highest_exponent": bound}, f"highest_exponent {bound} is not in 0.01 ... 2")
+            (
+                "kerple",
+                {"highest_exponent": bound},
+                f"highest_exponent {bound} is not in 0.01 ... 2",
+            )
             for bound in (2.5, 0.0)
         ),
         ("kerple_log", {"highest_exponent": 1}, "highest_exponent 1"),
-        *((name, {"parameters": "own"}, "'own'.*per-layer") for name in ("kerple_log", "kerple", "kerple_square__a")),
+        *(
+            (name, {"parameters": "own"}, "'own'.*per-layer")
+            for name in ("kerple_log", "kerple", "kerple_square__a")
+        ),
         ("cope", {"npos_max": 1}, "npos_max 1: CoPE"),
         ("fire", {"threshold": 0}, "threshold 0"),
         *((name, {"mlp_width": 0}, "mlp_width 0") for name in ("fire", "dape_v2_kerple")),
@@ -97,7 +120,9 @@ def test_invalid_options_are_rejected(name, options, message):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
-    """With states on the meta device, reading a value or combining them with a CPU tensor raises an error."""
+    """With states on the meta device, reading a value or combining them with a CPU tensor raises an
+    error.
+    """
     method = build(name, SHAPE).to("meta")
     positions, distance = torch.arange(3, 9), torch.arange(9.0, device="meta")
     assert method.embed(torch.empty(1, 6, 16, device="meta"), positions).is_meta
@@ -112,14 +137,19 @@ def test_hooks_compute_on_the_device_of_the_states_and_read_no_values(name):
     if "weight" in method.hooks:
         assert method.weight(distance).is_meta
     if "modify_scores" in method.hooks:
-        scores, mask = torch.empty(1, 2, 6, 6, device="meta"), torch.empty(6, 6, dtype=torch.bool, device="meta")
+        scores, mask = (
+            torch.empty(1, 2, 6, 6, device="meta"),
+            torch.empty(6, 6, dtype=torch.bool, device="meta"),
+        )
         chunk = Chunk(scores, query, positions, positions, mask, method.table(distance))
         assert method.final_scores(chunk).is_meta
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_are_finite_also_at_distance_0(name):
-    """For example, the derivative of sqrt at 0 is infinite: the first training step would make all weights nan."""
+    """For example, the derivative of sqrt at 0 is infinite: the first training step would make all
+    weights nan.
+    """
     assert non_finite_gradients(build(name, SHAPE), SHAPE) == []
 
 
@@ -132,7 +162,9 @@ def test_the_example_in_the_documentation(monkeypatch):
     assert method.hooks == {"bias"}
     assert 0 < method.slope.min() <= method.slope.max() < 0.5
     distance = torch.tensor([[0.0, 9.0]])
-    assert torch.equal(method.bias(distance), -method.slope[:, None, None] * torch.tensor([[0.0, 3.0]]))
+    assert torch.equal(
+        method.bias(distance), -method.slope[:, None, None] * torch.tensor([[0.0, 3.0]])
+    )
     assert non_finite_gradients(method, SHAPE) == []
 
 
@@ -143,17 +175,26 @@ JACOBIANS = {name: jacobians(method, LENGTH, "cpu") for name, method in METHODS.
 
 
 def gradients(method, upstreams: list[torch.Tensor], table_jacobians) -> list[torch.Tensor]:
-    """Of the parameters, for upstream gradients of bias and weight, through the jacobians where they are valid."""
+    """Of the parameters, for upstream gradients of bias and weight, through the jacobians where
+    they are valid.
+    """
     total = torch.zeros(())
     distance = torch.arange(LENGTH)
-    for table, upstream, jacobian in zip(tables(method, LENGTH, "cpu"), upstreams, table_jacobians, strict=True):
+    for table, upstream, jacobian in zip(
+        tables(method, LENGTH, "cpu"), upstreams, table_jacobians, strict=True
+    ):
         if table is None:
             continue
         near = upstream if jacobian is None else upstream * (distance < jacobian.dense)
         total = total + (table * near).sum()
         if jacobian is not None:
             far = upstream * (distance >= jacobian.dense)
-            total = total + (jacobian.coefficients * torch.einsum("hpn,hn->hp", jacobian.directions, far)).sum()
+            total = (
+                total
+                + (
+                    jacobian.coefficients * torch.einsum("hpn,hn->hp", jacobian.directions, far)
+                ).sum()
+            )
     return torch.autograd.grad(total, list(method.parameters()))
 
 
@@ -193,7 +234,9 @@ def test_a_subclass_that_overrides_the_bias_does_not_inherit_the_jacobian():
     assert jacobians(Steeper(2), 8, "cpu") == (None, None)
 
 
-@pytest.mark.parametrize("name", ["embeds", "rotates", "has_weight", "modifies_scores", "scales_qk", "has_decay"])
+@pytest.mark.parametrize(
+    "name", ["embeds", "rotates", "has_weight", "modifies_scores", "scales_qk", "has_decay"]
+)
 def test_replaced_members_are_rejected(name):
     with pytest.raises(TypeError, match=rf"Old: {name} .*`hooks`"):
         type("Old", (PositionalMethod,), {name: property(lambda self: False)})
@@ -217,7 +260,9 @@ def test_no_logits_depend_on_later_tokens(name):
     for changed in (1, 13, 23):
         other = tokens.clone()
         other[:, changed:] = random_tokens(2, 24 - changed, seed=changed)
-        torch.testing.assert_close(model(other)[:, :changed], expected[:, :changed], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            model(other)[:, :changed], expected[:, :changed], rtol=0, atol=1e-5
+        )
         assert (model(other)[:, changed:] - expected[:, changed:]).abs().max() > 1e-3
 
 
@@ -237,7 +282,9 @@ FAR_SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, m
 
 @torch.no_grad()
 def attend_from_the_end(method: PositionalMethod, hidden: torch.Tensor) -> torch.Tensor:
-    """Attention of the last queries of hidden `[3, t, e]`, whose rows become query, key and value."""
+    """Attention of the last queries of hidden `[3, t, e]`, whose rows become query,
+    key and value.
+    """
     positions = torch.arange(FAR)
     embedded = method.embed(hidden, positions).unflatten(-1, (2, 8)).transpose(1, 2)
     query, key, value = embedded.unsqueeze(1).unbind(0)
@@ -274,7 +321,9 @@ def scores_at(name: str, first_position: int) -> torch.Tensor:
     return scores.masked_fill(mask, 0.0)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].hooks & {"rotate", "modify_scores"}])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if METHODS[name].hooks & {"rotate", "modify_scores"}]
+)
 def test_relative_methods_are_shift_invariant(name):
     near, far = scores_at(name, 0), scores_at(name, 60_000)
     if "fire" in name:  # FIRE divides by the query's position beyond its threshold
@@ -303,7 +352,9 @@ def test_methods_call_their_layers():
         for _, method in outermost(model):
             for module in list(method.modules()):
                 for child_name, child in list(module.named_children()):
-                    if type(child).__module__.startswith("torch.nn") or isinstance(child, nn.Linear):
+                    if type(child).__module__.startswith("torch.nn") or isinstance(
+                        child, nn.Linear
+                    ):
                         setattr(module, child_name, OnlyCalled(child))
                         replaced.add(name)
         assert torch.equal(model(tokens), expected), name

@@ -28,7 +28,10 @@ HEADS, SIZE = 3, 4
 
 def formula(method):
     def scores(query, key, visible):
-        position, products = torch.arange(key.shape[2]), query @ key.transpose(-1, -2) / math.sqrt(SIZE)
+        position, products = (
+            torch.arange(key.shape[2]),
+            query @ key.transpose(-1, -2) / math.sqrt(SIZE),
+        )
         return modified_scores(method, products, query, position[:, None] - position, ~visible)
 
     return scores
@@ -38,7 +41,13 @@ def formula(method):
     "name",
     [
         *("dape", "dape_kerple", "dape_alibi", "dape_fire", "fire"),
-        *("dape_v2_kerple", "dape_v2_alibi", "dape_v2_fire", "dape_v2_kerple_kernel1", "dape_v2_kerple_kernel5"),
+        *(
+            "dape_v2_kerple",
+            "dape_v2_alibi",
+            "dape_v2_fire",
+            "dape_v2_kerple_kernel1",
+            "dape_v2_kerple_kernel5",
+        ),
     ],
 )
 def test_released_module(name):
@@ -50,8 +59,8 @@ def test_released_module(name):
     chunk = Chunk(scores, None, position, position, mask, method.table(position.float()))
     actual = method.modify_scores(chunk).masked_fill(mask, 0.0)
     torch.testing.assert_close(actual, final, rtol=0, atol=1e-5)
-    # As attention calls it, only the scores of the last k // 2 queries differ: the release has no hidden units after
-    # the last key of the sequence.
+    # As attention calls it, only the scores of the last k // 2 queries differ: the release has no
+    # hidden units after the last key of the sequence.
     actual, last = method.final_scores(chunk).masked_fill(mask, 0.0), length - radius
     torch.testing.assert_close(actual[:, :, :last], final[:, :, :last], rtol=0, atol=1e-5)
     if radius:
@@ -86,7 +95,13 @@ def test_initial_weights_are_those_of_nn_linear():
 def test_values_and_gradients(cls, options):
     torch.manual_seed(0)
     method = cls(HEADS, **options).double()
-    assert_is_formula(method, formula(method), HEADS, SIZE, atol=3e-6 if cls in (DapeKerple, DapeV2Kerple) else 1e-10)
+    assert_is_formula(
+        method,
+        formula(method),
+        HEADS,
+        SIZE,
+        atol=3e-6 if cls in (DapeKerple, DapeV2Kerple) else 1e-10,
+    )
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -115,7 +130,9 @@ def test_scores_do_not_change_when_the_text_goes_on(kernel_size):
     whole = method.final_scores(Chunk(scores, None, position, position, mask, table))
     for query in range(9):
         row, keys = slice(query, query + 1), slice(query + 1)
-        chunk = Chunk(scores[:, :, row, keys], None, position[row], position[keys], mask[row, keys], table)
+        chunk = Chunk(
+            scores[:, :, row, keys], None, position[row], position[keys], mask[row, keys], table
+        )
         decoded = method.final_scores(chunk)
         torch.testing.assert_close(decoded, whole[:, :, row, keys], rtol=0, atol=1e-12)
 
@@ -128,10 +145,23 @@ def test_masked_scores_do_not_influence_others():
     scores = torch.randn(1, HEADS, 9, 9, dtype=torch.float64)
     table = method.table(torch.arange(9.0))
     changed = torch.where(mask, torch.randn_like(scores) * 100, scores)
-    before, after = (method.modify_scores(Chunk(s, None, position, position, mask, table)) for s in (scores, changed))
+    before, after = (
+        method.modify_scores(Chunk(s, None, position, position, mask, table))
+        for s in (scores, changed)
+    )
     assert torch.equal(before.masked_fill(mask, 0), after.masked_fill(mask, 0))
     # Two convolutions: a key's score depends on those of the two keys on either side.
     scores.requires_grad_()
     out = method.modify_scores(Chunk(scores, None, position, position, mask, table))
     (gradient,) = torch.autograd.grad(out[0, 0, 8, 4], scores)
-    assert (gradient[0].abs().sum(0)[8] > 0).tolist() == [False, False, True, True, True, True, True, False, False]
+    assert (gradient[0].abs().sum(0)[8] > 0).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -1,4 +1,6 @@
-"""Distance maps: the formulas at single distances, and positions whose differences are the mapped distances."""
+"""Distance maps: the formulas at single distances, and positions whose differences are the mapped
+distances.
+"""
 
 import math
 
@@ -32,7 +34,10 @@ def test_far_positions(distance_map):
     difference, mapped = far_query[:, None] - far_key, distance_map((query[:, None] - key).double())
     if isinstance(distance_map, Group):  # Self-Extend divides positions, not distances
         mapped = (query[:, None] // 4 - key // 4 + 6 - 6 // 4).double()
-        assert set((mapped - distance_map((query[:, None] - key).double())).flatten().tolist()) == {0.0, 1.0}
+        assert set((mapped - distance_map((query[:, None] - key).double())).flatten().tolist()) == {
+            0.0,
+            1.0,
+        }
     torch.testing.assert_close(difference, mapped, rtol=0, atol=1e-12)
 
 

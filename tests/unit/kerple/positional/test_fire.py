@@ -13,11 +13,19 @@ def fire_bias(method, length: int, activation=torch.relu) -> torch.Tensor:
     """`[h, t, t]`; values above the diagonal are not used."""
     rows = []
     for i in range(length):
-        top = torch.maximum(torch.tensor([float(i)], dtype=torch.float64), (method.m * method.threshold).abs())
+        top = torch.maximum(
+            torch.tensor([float(i)], dtype=torch.float64), (method.m * method.threshold).abs()
+        )
         below = torch.log((method.c * top).abs() + 1) + 1e-6
         ratios = [torch.log((method.c * (i - j)).abs() + 1) / below for j in range(length)]
-        hidden = [activation(method.first.weight[:, 0] * ratio + method.first.bias) for ratio in ratios]
-        rows.append(torch.stack([method.second.weight @ units + method.second.bias for units in hidden], dim=-1))
+        hidden = [
+            activation(method.first.weight[:, 0] * ratio + method.first.bias) for ratio in ratios
+        ]
+        rows.append(
+            torch.stack(
+                [method.second.weight @ units + method.second.bias for units in hidden], dim=-1
+            )
+        )
     return torch.stack(rows, dim=-2)
 
 

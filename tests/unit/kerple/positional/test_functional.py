@@ -26,12 +26,18 @@ def test_angles_are_exact_at_far_positions():
     cosines, sines = Angles(6, 10_000.0, scale=2.0)(positions, torch.device("cpu"))
     for row, position in enumerate(positions.tolist()):
         angles = [position * frequency for frequency in default_frequencies(6, 10_000.0)]
-        assert cosines[row].tolist() == pytest.approx([2 * math.cos(angle) for angle in angles], abs=1e-6)
-        assert sines[row].tolist() == pytest.approx([2 * math.sin(angle) for angle in angles], abs=1e-6)
+        assert cosines[row].tolist() == pytest.approx(
+            [2 * math.cos(angle) for angle in angles], abs=1e-6
+        )
+        assert sines[row].tolist() == pytest.approx(
+            [2 * math.sin(angle) for angle in angles], abs=1e-6
+        )
 
 
 def test_angles_with_other_frequencies():
-    cosines, _ = Angles(4, 10_000.0, frequencies=(0.5, 0.25))(torch.tensor([2]), torch.device("cpu"))
+    cosines, _ = Angles(4, 10_000.0, frequencies=(0.5, 0.25))(
+        torch.tensor([2]), torch.device("cpu")
+    )
     assert cosines[0].tolist() == pytest.approx([math.cos(1.0), math.cos(0.5)])
 
 
@@ -54,7 +60,11 @@ def cached_tensors() -> Callable[[], list[torch.Tensor]]:
 
     def compute() -> list[torch.Tensor]:
         positions, ones = torch.arange(3), torch.ones(3, 2, requires_grad=True)
-        return [constant(cpu), *angles(positions, cpu), *xpos.scale_qk(ones, ones, positions, positions)]
+        return [
+            constant(cpu),
+            *angles(positions, cpu),
+            *xpos.scale_qk(ones, ones, positions, positions),
+        ]
 
     return compute
 
@@ -87,20 +97,27 @@ def test_tensors_that_an_evaluation_cached_can_be_used_in_training():
 
 def test_constants_are_traced_in_one_graph():
     constant = DeviceConstant((1.0, 0.5))
-    compiled = torch.compile(lambda states: states * constant(states.device), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda states: states * constant(states.device), fullgraph=True, backend="eager"
+    )
     assert compiled(torch.ones(2)).tolist() == compiled(torch.ones(2)).tolist() == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("positions", [torch.arange(3, 9), torch.tensor([4, 4, 1]), torch.arange(0)])
+@pytest.mark.parametrize(
+    "positions", [torch.arange(3, 9), torch.tensor([4, 4, 1]), torch.arange(0)]
+)
 def test_positions_on_another_device(positions):
     moved = positions_on(positions, torch.device("meta"))
     assert moved.shape == positions.shape
     assert moved.device.type == "meta"
-    assert torch.equal(positions_on(positions, torch.device("cpu"), torch.float32), positions.float())
+    assert torch.equal(
+        positions_on(positions, torch.device("cpu"), torch.float32), positions.float()
+    )
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys"), [((0, 5), (0, 5)), ((3, 6), (0, 6)), ((7, 9), (4, 9)), ((4, 5), (0, 5)), ((2, 4), (0, 8))]
+    ("queries", "keys"),
+    [((0, 5), (0, 5)), ((3, 6), (0, 6)), ((7, 9), (4, 9)), ((4, 5), (0, 5)), ((2, 4), (0, 8))],
 )
 def test_by_pair_looks_up_the_distance_of_every_pair(queries, keys):
     """Zero for keys after the query, and for distances beyond the table of 6."""
@@ -120,7 +137,10 @@ def test_by_pair_looks_up_the_distance_of_every_pair(queries, keys):
 
 
 def test_tensors_are_cast_together():
-    tensors = [torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True), torch.ones(1, requires_grad=True)]
+    tensors = [
+        torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(1, requires_grad=True),
+    ]
     results = cast_together(tensors, torch.float64)
     for tensor, result in zip(tensors, results, strict=True):
         assert torch.equal(result, tensor.double())

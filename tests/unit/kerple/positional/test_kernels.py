@@ -1,4 +1,6 @@
-"""The kernels, expressions of them, and the numerical check that they are conditionally positive definite."""
+"""The kernels, expressions of them, and the numerical check that they are conditionally positive
+definite.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ def test_kernels_with_an_exponent_above_2_are_not_cpd():
 
 
 @pytest.mark.parametrize(
-    ("points", "message"), [([1], "at least two points"), ([1, 2, 1], "all different"), ([0, 1], "not finite")]
+    ("points", "message"),
+    [([1], "at least two points"), ([1, 2, 1], "all different"), ([0, 1], "not finite")],
 )
 def test_invalid_points_are_rejected(points, message):
     with pytest.raises(ValueError, match=message):

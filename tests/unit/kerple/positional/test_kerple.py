@@ -1,4 +1,6 @@
-"""KERPLE's methods against the paper's formulas in float64: tables, gradients, parameters, and that they are CPD."""
+"""KERPLE's methods against the paper's formulas in float64: tables, gradients, parameters, and that
+they are CPD.
+"""
 
 import numpy as np
 import pytest
@@ -50,7 +52,11 @@ METHODS = [
     (
         KerpleSum,
         {"bias": "0.5 log + 3*log3 + gaussian", "weight": ".25 square"},
-        [("bias_1_log_", "log", 0.5), ("bias_2_log3_", "log3", 3), ("bias_3_gaussian_", "gaussian", 1)],
+        [
+            ("bias_1_log_", "log", 0.5),
+            ("bias_2_log3_", "log3", 3),
+            ("bias_3_gaussian_", "gaussian", 1),
+        ],
         [("wei_1_square_", "square", 0.25)],
     ),
     (KerpleSum, {"bias": None, "weight": "log"}, [], [("wei_1_log_", "log", 1)]),
@@ -66,7 +72,9 @@ def scalars_of(terms) -> dict[str, tuple[str, str]]:
     return {
         prefix + scalar: (kernel, scalar)
         for prefix, kernel, _ in terms
-        for scalar in FORMULAS[kernel].__code__.co_varnames[1 : FORMULAS[kernel].__code__.co_argcount]
+        for scalar in FORMULAS[kernel].__code__.co_varnames[
+            1 : FORMULAS[kernel].__code__.co_argcount
+        ]
     }
 
 
@@ -81,7 +89,10 @@ def expected_sum(terms, varied: str | None = None, step: complex = 0.0) -> np.nd
     total = 0.0
     for prefix, kernel, factor in terms:
         names = scalars_of([(prefix, kernel, factor)])
-        values = [used(*scalar)[:, None] + (step if name == varied else 0.0) for name, scalar in names.items()]
+        values = [
+            used(*scalar)[:, None] + (step if name == varied else 0.0)
+            for name, scalar in names.items()
+        ]
         total = total + factor * FORMULAS[kernel](DISTANCES, *values)
     return total
 
@@ -100,26 +111,38 @@ def filled(method, *groups):
 def test_values_and_gradients_follow_the_paper(cls, options, bias, weight, dtype):
     method = filled(cls(num_heads=5, **options), bias, weight)
     names = {*scalars_of(bias), *scalars_of(weight)}
-    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == dict.fromkeys(
-        names, (5, 1, 1)
-    )
+    assert {
+        name: tuple(tensor.shape) for name, tensor in method.state_dict().items()
+    } == dict.fromkeys(names, (5, 1, 1))
     assert method.hooks == {name for name, terms in (("bias", bias), ("weight", weight)) if terms}
     distance = torch.tensor(DISTANCES, dtype=torch.float32)
-    for terms, hook, outer in ((bias, method.bias, lambda sums: sums), (weight, method.weight, np.exp)):
+    for terms, hook, outer in (
+        (bias, method.bias, lambda sums: sums),
+        (weight, method.weight, np.exp),
+    ):
         if not terms:
-            assert torch.equal(hook(distance), torch.full((5, len(DISTANCES)), float(np.real(outer(0.0)))))
+            assert torch.equal(
+                hook(distance), torch.full((5, len(DISTANCES)), float(np.real(outer(0.0))))
+            )
             continue
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             table = hook(distance)
         assert table.dtype == torch.float32
-        np.testing.assert_allclose(table.detach().double(), outer(expected_sum(terms)), rtol=1e-5, atol=1e-7)
-        # A complex step gives exact derivatives. A parameter beyond its bound gets the derivative at the bound. Each
-        # distance is tested alone, because the largest gradient would hide the others in a sum.
+        np.testing.assert_allclose(
+            table.detach().double(), outer(expected_sum(terms)), rtol=1e-5, atol=1e-7
+        )
+        # A complex step gives exact derivatives. A parameter beyond its bound gets the derivative
+        # at the bound. Each distance is tested alone, because the largest gradient would hide the
+        # others in a sum.
         for name in scalars_of(terms):
             derivative = np.imag(outer(expected_sum(terms, name, 1e-30j))) / 1e-30
             for column in range(len(DISTANCES)):
-                (gradient,) = torch.autograd.grad(table[:, column].sum(), getattr(method, name), retain_graph=True)
-                np.testing.assert_allclose(gradient.double().flatten(), derivative[:, column], rtol=1e-4, atol=1e-8)
+                (gradient,) = torch.autograd.grad(
+                    table[:, column].sum(), getattr(method, name), retain_graph=True
+                )
+                np.testing.assert_allclose(
+                    gradient.double().flatten(), derivative[:, column], rtol=1e-4, atol=1e-8
+                )
 
 
 def test_a_bfloat16_model_has_float32_tables():
@@ -141,7 +164,9 @@ def test_every_method_is_conditionally_positive_definite(cls, options, bias, wei
     if bias:
         assert is_cpd(method.bias, points).all()
     if weight:  # the exponential of a CPD kernel is positive definite
-        assert is_cpd(lambda distance: method.weight(distance).log(), torch.linspace(0, 2, 12)).all()
+        assert is_cpd(
+            lambda distance: method.weight(distance).log(), torch.linspace(0, 2, 12)
+        ).all()
         gram = method.weight((points[:, None] - points).abs().float()).double()
         assert torch.linalg.eigvalsh(gram).min() >= -len(points) * torch.finfo(torch.float32).eps
 
@@ -161,9 +186,9 @@ def test_every_method_is_conditionally_positive_definite(cls, options, bias, wei
 )
 def test_parameters_have_the_names_shapes_and_distributions_of_the_release(cls, ranges):
     method = cls(num_heads=4000)
-    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == dict.fromkeys(
-        ranges, (4000, 1, 1)
-    )
+    assert {
+        name: tuple(tensor.shape) for name, tensor in method.state_dict().items()
+    } == dict.fromkeys(ranges, (4000, 1, 1))
     for name, high in ranges.items():
         values = getattr(method, name).detach()
         assert values.min() == np.float32(0.01)
@@ -183,7 +208,10 @@ def test_the_same_generator_draws_the_same_parameters_in_any_dtype():
 
 def test_statistics_are_the_values_used():
     method = filled(KerplePower(5), [("bias_", "power", 1)])
-    expected = {"bias_a": torch.tensor([0.3, 0.9, 0.01, 0.01, 1.7]), "bias_p": torch.tensor([0.4, 1.0, 2.0, 2.0, 0.01])}
+    expected = {
+        "bias_a": torch.tensor([0.3, 0.9, 0.01, 0.01, 1.7]),
+        "bias_p": torch.tensor([0.4, 1.0, 2.0, 2.0, 0.01]),
+    }
     statistics = method.statistics()
     for name, values in expected.items():
         assert torch.equal(statistics[name], values)
@@ -195,34 +223,48 @@ def test_effective_length_is_where_the_bias_falls_below_minus_two():
     with torch.no_grad():
         method.bias_p.copy_(torch.tensor([1.0, 2.0, 0.1])[:, None, None])
         method.bias_a.copy_(torch.tensor([1.0, 0.5, 0.1])[:, None, None])
-    # -p log(1 + a d) = -2 at d = (exp(2/p) - 1) / a: 6.39, 3.44 and 4.9e9, which is beyond the limit.
+    # -p log(1 + a d) = -2 at d = (exp(2/p) - 1) / a: 6.39, 3.44 and 4.9e9, which is beyond the
+    # limit.
     assert method.effective_length(limit=1000).tolist() == [7, 4, 1000]
     with pytest.raises(ValueError, match="KerpleWeight"):
         KerpleWeight(3).effective_length()
 
 
-# The kernels in torch, for the rule of the release: each forward pass first clamps the data of the parameters.
+# The kernels in torch, for the rule of the release: each forward pass first clamps the data of the
+# parameters.
 LOG1P, EXP = torch.log1p, torch.exp
 TORCH_FORMULAS = {
     KerpleLog: lambda d, p: [-p["bias_p"] * LOG1P(p["bias_a"] * d)],
     KerpleLog3: lambda d, p: [-p["bias_r1"] * LOG1P(p["bias_r2"] * d ** p["bias_r3"])],
-    KerpleBiasWeight: lambda d, p: [-p["bias_a"] * d ** p["bias_p"], EXP(-p["wei_a"] * d ** p["wei_p"])],
+    KerpleBiasWeight: lambda d, p: [
+        -p["bias_a"] * d ** p["bias_p"],
+        EXP(-p["wei_a"] * d ** p["wei_p"]),
+    ],
 }
 BOUNDED_BY_2 = {KerpleLog: (), KerpleLog3: ("bias_r3",), KerpleBiasWeight: ("bias_p", "wei_p")}
 
 
 @pytest.mark.parametrize("cls", TORCH_FORMULAS)
 def test_projected_training_follows_the_rule_of_the_release(cls):
-    """300 Adam steps that push every parameter up and down, so that it reaches its bounds and must leave them again."""
+    """300 Adam steps that push every parameter up and down, so that it reaches its bounds and must
+    leave them again.
+    """
     torch.manual_seed(0)
     method = cls(num_heads=4)
-    released = {name: parameter.detach().clone().requires_grad_() for name, parameter in method.named_parameters()}
-    ours, theirs = (torch.optim.Adam(list(group), lr=0.05) for group in (method.parameters(), released.values()))
+    released = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in method.named_parameters()
+    }
+    ours, theirs = (
+        torch.optim.Adam(list(group), lr=0.05) for group in (method.parameters(), released.values())
+    )
     distance = torch.tensor([1.5, 2.0])
     met: dict[str, set[float]] = {name: set() for name in released}
     for step in range(300):
         for name, parameter in released.items():
-            parameter.data = parameter.data.clamp(min=0.01, max=2 if name in BOUNDED_BY_2[cls] else None)
+            parameter.data = parameter.data.clamp(
+                min=0.01, max=2 if name in BOUNDED_BY_2[cls] else None
+            )
             met[name].update(parameter.flatten().tolist())
             torch.testing.assert_close(method.get_parameter(name), parameter, rtol=1e-5, atol=1e-5)
         hooks = [getattr(method, name) for name in sorted(method.hooks)]

@@ -29,7 +29,11 @@ ALIASES = {
     "fox": "forgetting",
     "xl_bias": "transformer_xl",
     **{"nope_c": "dape", "kerple_c": "dape_kerple", "alibi_c": "dape_alibi", "fire_c": "dape_fire"},
-    **{"kerple_dapev2": "dape_v2_kerple", "alibi_dapev2": "dape_v2_alibi", "fire_dapev2": "dape_v2_fire"},
+    **{
+        "kerple_dapev2": "dape_v2_kerple",
+        "alibi_dapev2": "dape_v2_alibi",
+        "fire_dapev2": "dape_v2_fire",
+    },
     **{"rope_dapev1": "dape_rotary", "rope_dapev2": "dape_v2_rotary"},
 }
 
@@ -48,7 +52,9 @@ def test_names():
 @pytest.mark.parametrize("name", primary_names())
 def test_every_method_has_statistics_per_head(name):
     method = build(name, SHAPE)
-    assert all(value.shape == (4,) and not value.requires_grad for value in method.statistics().values())
+    assert all(
+        value.shape == (4,) and not value.requires_grad for value in method.statistics().values()
+    )
 
 
 def test_an_unknown_name_is_rejected_with_similar_ones():
@@ -106,7 +112,9 @@ def test_a_plugin_that_raises_registers_nothing(tmp_path):
     path = tmp_path / "broken.py"
     text = PLUGIN.replace("toy_step", "toy_broken")
     path.write_text(text + "\nraise RuntimeError('half way')\n")
-    with pytest.raises(PluginError, match=rf"broken\.py, line {len(text.splitlines()) + 2}: RuntimeError: half way"):
+    with pytest.raises(
+        PluginError, match=rf"broken\.py, line {len(text.splitlines()) + 2}: RuntimeError: half way"
+    ):
         load_plugin(path)
     assert "toy_broken" not in registered_names()
     path.write_text(PLUGIN.replace("toy_step", "toy_broken"))

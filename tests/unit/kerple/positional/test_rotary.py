@@ -1,4 +1,6 @@
-"""Rotary positions, p-RoPE and xPos against complex multiplication in float64; scalings against their sources."""
+"""Rotary positions, p-RoPE and xPos against complex multiplication in float64; scalings against
+their sources.
+"""
 
 import pytest
 import torch
@@ -14,12 +16,18 @@ from tests.support.attention import assert_is_formula, attended, xpos_products
 TRAINED = 128
 
 
-def rotated_exactly(states: torch.Tensor, positions: torch.Tensor, base: float, rotated: int) -> torch.Tensor:
-    """Dimensions (i, i + r/2) as a complex number, times exp(i * position * base^(-2i/r)); float64."""
+def rotated_exactly(
+    states: torch.Tensor, positions: torch.Tensor, base: float, rotated: int
+) -> torch.Tensor:
+    """Dimensions (i, i + r/2) as a complex number, times exp(i * position *
+    base^(-2i/r)); float64.
+    """
     states = states.double()
     half = rotated // 2
     pairs = torch.complex(states[..., :half], states[..., half:rotated])
-    frequencies = torch.tensor([base ** (-2 * i / rotated) for i in range(half)], dtype=torch.float64)
+    frequencies = torch.tensor(
+        [base ** (-2 * i / rotated) for i in range(half)], dtype=torch.float64
+    )
     angles = positions.double()[:, None] * frequencies
     pairs = pairs * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((pairs.real, pairs.imag, states[..., rotated:]), dim=-1)
@@ -30,13 +38,18 @@ def test_values_and_gradients(base, fraction):
     torch.manual_seed(0)
     method = Rotary(head_size=16, base=base, fraction=fraction)
     rotated = int(16 * fraction)
-    query_positions, key_positions = torch.arange(60, 65), torch.tensor([0, 1, 2, 511, 512, 2048, 65_535, 65_536])
+    query_positions, key_positions = (
+        torch.arange(60, 65),
+        torch.tensor([0, 1, 2, 511, 512, 2048, 65_535, 65_536]),
+    )
     # With the strides of the model: heads and positions are interleaved in memory.
     query = torch.randn(2, 5, 3, 16).transpose(1, 2).requires_grad_()
     key = torch.randn(2, 8, 3, 16).transpose(1, 2).requires_grad_()
 
     results = method.rotate(query, key, query_positions, key_positions)
-    for states, positions, result in zip((query, key), (query_positions, key_positions), results, strict=True):
+    for states, positions, result in zip(
+        (query, key), (query_positions, key_positions), results, strict=True
+    ):
         exact = states.detach().double().requires_grad_()
         expected = rotated_exactly(exact, positions, base, rotated)
         assert result.dtype == torch.float32
@@ -83,7 +96,9 @@ def test_positions_changed_in_place_miss_the_cache():
     positions += 7
     after, _ = method.rotate(states, states, positions, positions)
     assert not torch.equal(before, after)
-    torch.testing.assert_close(after.double(), rotated_exactly(states, positions, 10_000.0, 8), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        after.double(), rotated_exactly(states, positions, 10_000.0, 8), rtol=0, atol=1e-6
+    )
 
 
 def transformers_config(kind: str, size: int, base: float, **parameters) -> GPTNeoXConfig:
@@ -91,7 +106,12 @@ def transformers_config(kind: str, size: int, base: float, **parameters) -> GPTN
         hidden_size=2 * size,
         num_attention_heads=2,
         max_position_embeddings=TRAINED,
-        rope_parameters={"rope_type": kind, "rope_theta": base, "partial_rotary_factor": 1.0, **parameters},
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": base,
+            "partial_rotary_factor": 1.0,
+            **parameters,
+        },
     )
 
 
@@ -115,19 +135,29 @@ def test_frequencies_are_those_of_transformers(size, base, factor):
         Rotary(size, base=base, scaling="linear", factor=factor),
         *transformers_frequencies("linear", size, base, factor=factor),
     )
-    # Dynamic scaling at a length of `factor` times that of training, where its own factor is 1, is the NTK-aware base.
-    dynamic = transformers_frequencies("dynamic", size, base, seq_len=int(factor * TRAINED), factor=1.0)
+    # Dynamic scaling at a length of `factor` times that of training, where its own factor is 1, is
+    # the NTK-aware base.
+    dynamic = transformers_frequencies(
+        "dynamic", size, base, seq_len=int(factor * TRAINED), factor=1.0
+    )
     assert_frequencies(Rotary(size, base=base, scaling="ntk", factor=factor), *dynamic)
     for options in ({}, {"beta_fast": 8, "beta_slow": 2}, {"attention_factor": 1.5}):
         method = Rotary(size, TRAINED, base=base, scaling="yarn", factor=factor, **options)
         assert_frequencies(
             method,
             *transformers_frequencies(
-                "yarn", size, base, factor=factor, original_max_position_embeddings=TRAINED, **options
+                "yarn",
+                size,
+                base,
+                factor=factor,
+                original_max_position_embeddings=TRAINED,
+                **options,
             ),
         )
     from_model, explicit = (
-        Rotary(size, maximum, base=base, scaling="yarn", factor=factor, trained_length=trained).angles.frequencies
+        Rotary(
+            size, maximum, base=base, scaling="yarn", factor=factor, trained_length=trained
+        ).angles.frequencies
         for maximum, trained in ((TRAINED, None), (7, TRAINED))
     )
     assert explicit == from_model
@@ -141,7 +171,10 @@ def test_llama3_frequencies_are_those_of_transformers(turns):
     method = Rotary(size, TRAINED, base=base, scaling="llama3", factor=8, **turns)
     parameters = {"factor": 8.0, "original_max_position_embeddings": TRAINED, **complete}
     assert_frequencies(method, *transformers_frequencies("llama3", size, base, **parameters))
-    ratios = {round(a / b, 9) for a, b in zip(method.angles.frequencies, default_frequencies(size, base), strict=True)}
+    ratios = {
+        round(a / b, 9)
+        for a, b in zip(method.angles.frequencies, default_frequencies(size, base), strict=True)
+    }
     assert {1.0, 0.125} < ratios
 
 
@@ -149,21 +182,31 @@ PARAMETERS = {
     "linear": {},
     "dynamic": {},
     "yarn": {"original_max_position_embeddings": TRAINED},
-    "llama3": {"original_max_position_embeddings": TRAINED, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama3": {
+        "original_max_position_embeddings": TRAINED,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
 }
 
 
 @pytest.mark.parametrize("kind", PARAMETERS)
 @pytest.mark.parametrize("length", [TRAINED // 2, TRAINED, TRAINED + 1, 4 * TRAINED])
 def test_cosines_and_sines_are_those_of_transformers(kind, length):
-    """As computed by a model's own module, attention scaling of yarn included. Its angles are float32."""
+    """As computed by a model's own module, attention scaling of yarn included. Its angles are
+    float32.
+    """
     size, base = 32, 10_000.0
-    theirs = GPTNeoXRotaryEmbedding(transformers_config(kind, size, base, factor=4.0, **PARAMETERS[kind]))
+    theirs = GPTNeoXRotaryEmbedding(
+        transformers_config(kind, size, base, factor=4.0, **PARAMETERS[kind])
+    )
     expected = theirs(torch.zeros(1), torch.arange(length)[None])
     method = Rotary(size, TRAINED, base=base, scaling=kind, factor=4)
     positions = torch.arange(length)
     # Rotating (1, 0) gives (cos, sin); float32 angles below 512 differ by at most 512 * 2^-24.
-    states = torch.cat((torch.ones(length, size // 2), torch.zeros(length, size // 2)), dim=1)[None, None]
+    states = torch.cat((torch.ones(length, size // 2), torch.zeros(length, size // 2)), dim=1)[
+        None, None
+    ]
     rotated, _ = method.rotate(states, states, positions, positions)
     halves = torch.cat([part[0, :, : size // 2] for part in expected], dim=1)
     torch.testing.assert_close(rotated[0, 0], halves, rtol=0, atol=max(1e-6, length * 2**-24))
@@ -179,7 +222,9 @@ def test_dynamic_scaling_depends_on_the_length():
     method = Rotary(16, TRAINED, scaling="dynamic", factor=4)
     longer, _ = method.rotate(states, states, positions, positions)
     # As ntk with the factor of this length; shorter texts are not scaled, also afterwards.
-    ntk, _ = Rotary(16, scaling="ntk", factor=4 * 3 - 3).rotate(states, states, positions, positions)
+    ntk, _ = Rotary(16, scaling="ntk", factor=4 * 3 - 3).rotate(
+        states, states, positions, positions
+    )
     torch.testing.assert_close(longer, ntk, rtol=0, atol=1e-6)
     plain, _ = Rotary(16).rotate(states, states, positions, positions)
     for first, last in ((0, TRAINED), (TRAINED - 9, TRAINED), (0, 5)):
@@ -187,13 +232,17 @@ def test_dynamic_scaling_depends_on_the_length():
         rotated, _ = method.rotate(part, part, positions[first:last], positions[first:last])
         assert torch.equal(rotated, plain[:, :, first:last])
     with pytest.raises(ValueError, match="trained_length 128"):
-        method.rotate(states[:, :, :1], states[:, :, :1], torch.tensor([TRAINED]), torch.tensor([TRAINED]))
+        method.rotate(
+            states[:, :, :1], states[:, :, :1], torch.tensor([TRAINED]), torch.tensor([TRAINED])
+        )
 
 
 POSITIONS = torch.tensor([0, 1, 2, 511, 65_536])
 
 
-@pytest.mark.parametrize(("size", "p", "kept"), [(16, 0.75, 6), (16, 0.25, 2), (10, 0.5, 2), (8, 1.0, 4)])
+@pytest.mark.parametrize(
+    ("size", "p", "kept"), [(16, 0.75, 6), (16, 0.25, 2), (10, 0.5, 2), (8, 1.0, 4)]
+)
 def test_only_the_highest_frequencies_rotate(size, p, kept):
     torch.manual_seed(0)
     states = torch.randn(2, 3, len(POSITIONS), size, requires_grad=True)
@@ -229,7 +278,9 @@ def test_values_and_gradients_of_xpos(scale_base):
         return xpos_products(query, key, position[:, None] - position, scale_base) / SIZE**0.5
 
     # Angles and factors are rounded to float32.
-    assert_is_formula(method, scores, 2, SIZE, backends=("reference", "chunked", "sdpa", "auto"), atol=3e-6)
+    assert_is_formula(
+        method, scores, 2, SIZE, backends=("reference", "chunked", "sdpa", "auto"), atol=3e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +294,9 @@ def test_values_and_gradients_of_xpos(scale_base):
     ],
 )
 def test_65_536_positions_in_every_precision(dtype, tolerance, span):
-    """The last queries of a long text, with keys cached after rotation: no overflow, no denormals."""
+    """The last queries of a long text, with keys cached after rotation: no overflow,
+    no denormals.
+    """
     torch.manual_seed(0)
     length, last, size = 65_536, 6, 16
     method = XPos(size)
@@ -262,7 +315,9 @@ def test_65_536_positions_in_every_precision(dtype, tolerance, span):
 def test_factors_fit_half_precision_and_are_never_denormal():
     method, positions = XPos(64), torch.arange(65_536)
     for first in (65_536 - 2048, 65_535):
-        queries, keys = method.scale_qk(torch.ones(1, 64), torch.ones(1, 64), positions[first:], positions)
+        queries, keys = method.scale_qk(
+            torch.ones(1, 64), torch.ones(1, 64), positions[first:], positions
+        )
         for values in (queries, keys):
             assert values.max() <= (0.4 / 1.4) ** -2 + 1e-4
             assert ((values == 0) | (values >= 9e-19)).all()

@@ -34,7 +34,9 @@ def test_attention_and_gradients(dtype, window):
     gradients = torch.autograd.grad(attended, states, upstream.to(dtype))
     exact_gradients = torch.autograd.grad(expected, exact, upstream)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
-    for actual, exact_value in zip((attended, *gradients), (expected, *exact_gradients), strict=True):
+    for actual, exact_value in zip(
+        (attended, *gradients), (expected, *exact_gradients), strict=True
+    ):
         torch.testing.assert_close(actual.double(), exact_value, rtol=tolerance, atol=tolerance)
 
 
@@ -43,7 +45,9 @@ def test_extreme_scores():
     query = torch.full((1, 1, 4, 1), 100.0, requires_grad=True)
     key = torch.tensor([1.0, -1.0, 1.0, 1.0]).view(1, 1, 4, 1)
     value = torch.eye(4)[None, None]
-    context = Attention(StickBreaking())(*(states.expand(-1, -1, -1, 4) / 2 for states in (query, key)), value)
+    context = Attention(StickBreaking())(
+        *(states.expand(-1, -1, -1, 4) / 2 for states in (query, key)), value
+    )
     expected = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]])
     torch.testing.assert_close(context[0, 0], expected)
     assert torch.autograd.grad(context.square().sum(), query)[0].isfinite().all()

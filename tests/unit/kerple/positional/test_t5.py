@@ -10,8 +10,8 @@ from kerple.positional import T5
 
 
 def bucket(distance: int, buckets: int, furthest: int) -> int:
-    """The first E buckets, half of them, have one distance each. Then E + floor(log(d/E) / log(furthest/E) * L), at
-    most the last bucket, with L the number of the other buckets.
+    """The first E buckets, half of them, have one distance each. Then E + floor(log(d/E) /
+    log(furthest/E) * L), at most the last bucket, with L the number of the other buckets.
 
     floor(log x / log y * L) is the largest k with y^k <= x^L, which fractions compute exactly.
     """
@@ -20,12 +20,16 @@ def bucket(distance: int, buckets: int, furthest: int) -> int:
         return distance
     rest = buckets - exact
     k = 0
-    while k + 1 < rest and Fraction(furthest, exact) ** (k + 1) <= Fraction(distance, exact) ** rest:
+    while (
+        k + 1 < rest and Fraction(furthest, exact) ** (k + 1) <= Fraction(distance, exact) ** rest
+    ):
         k += 1
     return exact + k
 
 
-@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (32, 256), (64, 512), (8, 20), (7, 50), (2, 5)])
+@pytest.mark.parametrize(
+    ("buckets", "furthest"), [(32, 128), (32, 256), (64, 512), (8, 20), (7, 50), (2, 5)]
+)
 def test_buckets_are_exact(buckets, furthest):
     method = T5(num_heads=2, head_size=4, num_buckets=buckets, max_distance=furthest).bfloat16()
     distances = [*range(2 * furthest), 65_536]
@@ -61,15 +65,21 @@ def test_bias_is_the_table_times_the_root_of_the_head_size():
 
 def test_the_table_has_its_name_in_checkpoints_and_is_xavier_normal():
     method = T5(num_heads=3000, head_size=64)
-    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {"weight": (32, 3000)}
+    assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {
+        "weight": (32, 3000)
+    }
     assert method.weight.std().item() == pytest.approx((2 / 3032) ** 0.5, rel=0.02)
 
 
 @pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (64, 256), (16, 40)])
 def test_buckets_of_both_directions_are_those_of_transformers(buckets, furthest):
-    method = T5(num_heads=2, head_size=4, num_buckets=buckets, max_distance=furthest, bidirectional=True)
+    method = T5(
+        num_heads=2, head_size=4, num_buckets=buckets, max_distance=furthest, bidirectional=True
+    )
     distance = torch.arange(-400, 401)
     function = modeling_t5.T5Attention._relative_position_bucket
     expected = function(-distance, bidirectional=True, num_buckets=buckets, max_distance=furthest)
     torch.testing.assert_close(method.buckets(distance.float()), expected)
-    assert torch.equal(method.bias_jacobian(torch.zeros(1)).coefficients[:, 0], 2 * method.weight[buckets // 2 - 1])
+    assert torch.equal(
+        method.bias_jacobian(torch.zeros(1)).coefficients[:, 0], 2 * method.weight[buckets // 2 - 1]
+    )

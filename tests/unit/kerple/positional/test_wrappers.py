@@ -1,4 +1,6 @@
-"""Randomized positions (samples; each kind of method against its formula in float64), and a method per layer."""
+"""Randomized positions (samples; each kind of method against its formula in float64), and a method
+per layer.
+"""
 
 import copy
 import pickle
@@ -9,7 +11,15 @@ import torch
 
 from kerple.attention import Attention, score_table
 from kerple.attention.tables import jacobians
-from kerple.positional import ModelShape, PerLayer, PositionsExceeded, build, build_layers, primary_names, project
+from kerple.positional import (
+    ModelShape,
+    PerLayer,
+    PositionsExceeded,
+    build,
+    build_layers,
+    primary_names,
+    project,
+)
 from tests.support.attention import modified_scores, xpos_products
 
 RANGE, LENGTH = 50, 6
@@ -38,7 +48,8 @@ def test_samples_in_training():
     assert (samples.diff(dim=1) > 0).all()
     assert samples.min() == 0
     assert samples.max() == RANGE - 1
-    # The k-th smallest of n without repetition from 0 ... L - 1 is (L + 1) k / (n + 1) - 1 on average.
+    # The k-th smallest of n without repetition from 0 ... L - 1 is (L + 1) k / (n + 1) - 1 on
+    # average.
     expected = torch.tensor([(RANGE + 1) * k / (LENGTH + 1) - 1 for k in range(1, LENGTH + 1)])
     torch.testing.assert_close(samples.float().mean(0), expected, rtol=0, atol=1.5)
     with pytest.raises(PositionsExceeded, match=r"position 6 .*6"):
@@ -59,7 +70,9 @@ def test_samples_in_evaluation_do_not_depend_on_the_length():
     expected = method.sampled(torch.arange(20))
     assert (expected.diff() > 0).all()
     assert torch.equal(method.sampled(torch.arange(7, 12)), expected[7:12])
-    assert not torch.equal(random_method(random_length=20, random_seed=1).eval().sampled(torch.arange(20)), expected)
+    assert not torch.equal(
+        random_method(random_length=20, random_seed=1).eval().sampled(torch.arange(20)), expected
+    )
     with pytest.raises(PositionsExceeded, match=r"20.*random_length"):
         method.sampled(torch.tensor([20]))
 
@@ -86,12 +99,16 @@ def test_tables_of_texts_that_are_longer_than_the_range():
 
 
 def check_attention(method, plain, scores_of, causal=True):
-    """Values, and gradients of states and parameters, for scores of (query, key, sampled positions, masked keys)."""
+    """Values, and gradients of states and parameters, for scores of (query, key, sampled positions,
+    masked keys).
+    """
     assert method.state_dict().keys() == plain.state_dict().keys()
     plain.load_state_dict(method.state_dict())
     method.begin_step(1)
     positions = method.sampled(POSITIONS)
-    states = [torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    states = [
+        torch.randn(2, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    ]
     attended = Attention(method, "chunked")(*states, causal=causal)
 
     future = torch.ones(LENGTH, LENGTH).triu(1).bool() & causal
@@ -109,13 +126,18 @@ def check_attention(method, plain, scores_of, causal=True):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["alibi", "rpe", "kerple_power_ap_ap", "kerple_power__ap", "kerple_log_rotary"])
+@pytest.mark.parametrize(
+    "name", ["alibi", "rpe", "kerple_power_ap_ap", "kerple_power__ap", "kerple_log_rotary"]
+)
 def test_attention_at_sampled_positions(name, causal):
     torch.manual_seed(0)
     plain = build(name, SHAPE)
 
     def scores_of(query, key, positions, future):
-        scores, distance = query @ key.transpose(-1, -2) / 8**0.5, (positions[:, None] - positions).abs().float()
+        scores, distance = (
+            query @ key.transpose(-1, -2) / 8**0.5,
+            (positions[:, None] - positions).abs().float(),
+        )
         if "weight" in plain.hooks:
             scores = scores * plain.weight(distance)
         return scores + plain.bias(distance) if "bias" in plain.hooks else scores
@@ -125,7 +147,8 @@ def test_attention_at_sampled_positions(name, causal):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(
-    "name", ["fire", "dape_kerple", "dape_rotary", "transformer_xl", "dape_v2_kerple", "dape_v2_fire"]
+    "name",
+    ["fire", "dape_kerple", "dape_rotary", "transformer_xl", "dape_v2_kerple", "dape_v2_fire"],
 )
 def test_scores_of_methods_that_modify_them(name):
     torch.manual_seed(0)
@@ -147,17 +170,23 @@ def test_a_query_alone_has_the_result_of_the_complete_text(name):
     query, key, value = torch.randn(3, 1, 2, 16, 8).unbind()
     complete = Attention(method, "chunked")(query, key, value)
     for end in range(1, 17):
-        alone = Attention(method, "chunked")(query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end])
+        alone = Attention(method, "chunked")(
+            query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end]
+        )
         torch.testing.assert_close(alone[:, :, 0], complete[:, :, end - 1])
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("training", [True, False])
 def test_xpos_decays_with_sampled_distances(training):
-    """In segments whose sampled positions span more than `scale_base` each, so that their factors differ."""
+    """In segments whose sampled positions span more than `scale_base` each, so that their factors
+    differ.
+    """
     torch.manual_seed(0)
     assert random_method("xpos").causal_only
-    method, plain = (build("xpos", SHAPE, scale_base=8, **options) for options in ({"random_range": RANGE}, {}))
+    method, plain = (
+        build("xpos", SHAPE, scale_base=8, **options) for options in ({"random_range": RANGE}, {})
+    )
     plain.rotate = lambda query, key, *_: (query, key)  # `xpos_products` rotates
 
     def scores_of(query, key, positions, future):
@@ -175,7 +204,10 @@ def test_embeddings_and_rotations_at_sampled_positions(name):
     hidden, states = torch.randn(1, LENGTH, 16), torch.randn(1, 2, LENGTH, 8)
     assert "modify_scores" not in method.hooks
     assert torch.equal(method.embed(hidden, POSITIONS), plain.embed(hidden, positions))
-    rotated, expected = (part.rotate(states, states, p, p)[0] for part, p in ((method, POSITIONS), (plain, positions)))
+    rotated, expected = (
+        part.rotate(states, states, p, p)[0]
+        for part, p in ((method, POSITIONS), (plain, positions))
+    )
     assert torch.equal(rotated, expected)
 
 
@@ -190,7 +222,16 @@ def test_pickled_methods():
 
 
 def test_methods_without_positions_are_rejected():
-    without = {"dape", "dape_v2", "cope", "none", "forgetting", "cable", "stick_breaking", "per_layer"}
+    without = {
+        "dape",
+        "dape_v2",
+        "cope",
+        "none",
+        "forgetting",
+        "cable",
+        "stick_breaking",
+        "per_layer",
+    }
     for name in primary_names():
         with pytest.raises(ValueError, match="random_range") if name in without else nullcontext():
             random_method(name)
@@ -203,7 +244,10 @@ def test_methods_without_positions_are_rejected():
         ({"random_range": 5}, "random_length 6.*random_range 5"),
         ({"random_range": 9.5}, r"random_range 9\.5"),
         ({"random_range": 9, "random_length": 0}, "random_length 0"),
-        ({"random_range": 9, "scaling": "dynamic", "factor": 2}, "Rotary needs consecutive positions"),
+        (
+            {"random_range": 9, "scaling": "dynamic", "factor": 2},
+            "Rotary needs consecutive positions",
+        ),
     ],
 )
 def test_invalid_options_are_rejected(options, message):
@@ -233,7 +277,9 @@ def test_each_layer_is_its_own_method():
         for part in (method, alone):
             part.reset_parameters(torch.Generator().manual_seed(layer))
         assert not method.shared
-        assert {flag: getattr(method, flag) for flag in flags} == {flag: getattr(alone, flag) for flag in flags}
+        assert {flag: getattr(method, flag) for flag in flags} == {
+            flag: getattr(alone, flag) for flag in flags
+        }
         assert torch.equal(attend(method, *states), attend(alone, *states))
         assert method.statistics().keys() == alone.statistics().keys()
         bias, weight = jacobians(method, TOKENS, "cpu")

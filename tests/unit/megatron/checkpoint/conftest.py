@@ -8,7 +8,9 @@ from tests.support.runs import training_settings
 
 
 def full_settings(folder, data_path, **keys):
-    return training_settings(folder, data_path, **{"train_iters": 2, "save_interval": 1, "eval_iters": 0, **keys})
+    return training_settings(
+        folder, data_path, **{"train_iters": 2, "save_interval": 1, "eval_iters": 0, **keys}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,8 @@ def resume(tmp_path, data_path):
     """Train one more step from a copy of the run in `tmp_path`."""
 
     def run(**keys):
-        return train(Config.from_flat(full_settings(tmp_path, data_path, **{"train_iters": 3, **keys})))
+        return train(
+            Config.from_flat(full_settings(tmp_path, data_path, **{"train_iters": 3, **keys}))
+        )
 
     return run

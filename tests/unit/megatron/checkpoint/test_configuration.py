@@ -4,21 +4,34 @@ import json
 
 import pytest
 
-from megatron.checkpoint.configuration import checkpoint_config, model_differences, replaces_positional_method
+from megatron.checkpoint.configuration import (
+    checkpoint_config,
+    model_differences,
+    replaces_positional_method,
+)
 from megatron.checkpoint.directory import find_damage, read_manifest, write_manifest_of_folder
 from megatron.config import Config
 from tests.support.checkpoints import settings_of, write_checkpoint
 
 
 def test_a_checkpoint_cannot_choose_code_or_files(tmp_path):
-    """Without configuration files, evaluate.py and generate.py use the checkpoint's configuration."""
-    keys = {"eval-tasks": ["task.yaml"], "eval_include_path": [str(tmp_path)], "eval_results_prefix": str(tmp_path)}
+    """Without configuration files, evaluate.py and generate.py use the checkpoint's
+    configuration.
+    """
+    keys = {
+        "eval-tasks": ["task.yaml"],
+        "eval_include_path": [str(tmp_path)],
+        "eval_results_prefix": str(tmp_path),
+    }
     files = {"sample_input_file": "/etc/passwd", "sample-output-file": str(tmp_path / "out")}
     write_checkpoint(tmp_path, "none", "nowhere", **keys, **files, text_gen_type="input-file")
     config = checkpoint_config(tmp_path / "global_step4")
     assert (config.evaluation.eval_tasks, config.evaluation.eval_include_path) == (None, None)
     assert config.evaluation.eval_results_prefix is None
-    assert (config.generation.sample_input_file, config.generation.sample_output_file) == (None, None)
+    assert (config.generation.sample_input_file, config.generation.sample_output_file) == (
+        None,
+        None,
+    )
     assert config.generation.text_gen_type == "input-file"
     chosen = checkpoint_config(tmp_path / "global_step4", {"sample_output_file": "mine"})
     assert chosen.generation.sample_output_file == "mine"
@@ -27,7 +40,11 @@ def test_a_checkpoint_cannot_choose_code_or_files(tmp_path):
 def test_keys_that_concern_only_training_are_ignored(tmp_path):
     write_checkpoint(tmp_path, "none", "nowhere")
     path = tmp_path / "global_step4" / "configs" / "config.yml"
-    keys = {"distributed-backend": "mpi", "deepspeed_extra_args": {"aio": {}}, "torch_compile": True}
+    keys = {
+        "distributed-backend": "mpi",
+        "deepspeed_extra_args": {"aio": {}},
+        "torch_compile": True,
+    }
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     assert checkpoint_config(tmp_path / "global_step4").parallel.distributed_backend is None
 
@@ -66,14 +83,26 @@ def test_position_options_that_evaluation_may_change():
     assert "the options of pos_emb" in difference
     assert model_differences(plain, linear, evaluation=True) == []
     # The default of trained_length is the length of the run.
-    yarn, longer = {"scaling": "yarn", "factor": 4}, settings_of("rotary", "nowhere", max_position_embeddings=128)
+    yarn, longer = (
+        {"scaling": "yarn", "factor": 4},
+        settings_of("rotary", "nowhere", max_position_embeddings=128),
+    )
     assert "trained_length" in str(
-        model_differences(configuration("rotary", **yarn), Config.from_flat({**longer, "pos_emb_options": yarn}))
+        model_differences(
+            configuration("rotary", **yarn), Config.from_flat({**longer, "pos_emb_options": yarn})
+        )
     )
     assert model_differences(linear, Config.from_flat({**longer, "pos_emb_options": scaling})) == []
-    assert model_differences(configuration("kerple_log"), configuration("kerple_log", parameters="shared")) == []
+    assert (
+        model_differences(
+            configuration("kerple_log"), configuration("kerple_log", parameters="shared")
+        )
+        == []
+    )
     assert model_differences(
-        configuration("kerple_log"), configuration("kerple_log", parameters="per-layer"), evaluation=True
+        configuration("kerple_log"),
+        configuration("kerple_log", parameters="per-layer"),
+        evaluation=True,
     )
 
 

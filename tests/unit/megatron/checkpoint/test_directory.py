@@ -1,4 +1,6 @@
-"""The checkpoint directory: damaged checkpoints, deletion, and processes killed between any two system calls."""
+"""The checkpoint directory: damaged checkpoints, deletion, and processes killed between any two
+system calls.
+"""
 
 import json
 import os
@@ -38,7 +40,9 @@ def save(directory, iteration, value=None, keep=None):
     unfinished = directory / f"{tag_for(iteration)}.unfinished"
     unfinished.mkdir()
     weights = {"w": torch.full((1000,), float(iteration if value is None else value))}
-    records, failure = write_files(unfinished, [("weights.pt", weights), ("configs/config.yml", b"{}\n")])
+    records, failure = write_files(
+        unfinished, [("weights.pt", weights), ("configs/config.yml", b"{}\n")]
+    )
     assert failure is None
     write_manifest(unfinished, iteration, records)
     publish(directory, unfinished, tag_for(iteration))
@@ -67,7 +71,9 @@ def test_clean_up_removes_what_a_killed_process_left(tmp_path):
 
 
 def test_clean_up_completes_a_first_save(tmp_path):
-    """Killed before `latest` was written; with several checkpoints, `latest` was lost in another way."""
+    """Killed before `latest` was written; with several checkpoints, `latest` was lost in another
+    way.
+    """
     save(tmp_path, 5)
     (tmp_path / "latest").unlink()
     clean_up(tmp_path)
@@ -160,7 +166,14 @@ def test_a_file_that_grew_is_damaged(tmp_path):
 
 @pytest.mark.parametrize(
     ("lineage", "expected"),
-    [([], [3, 5]), ([2], [3, 5]), ([2, 3], [3, 5]), ([2, 4], None), ([2, 3, 5, 6], None), (None, None)],
+    [
+        ([], [3, 5]),
+        ([2], [3, 5]),
+        ([2, 3], [3, 5]),
+        ([2, 4], None),
+        ([2, 3, 5, 6], None),
+        (None, None),
+    ],
 )
 def test_only_checkpoints_of_the_same_run_are_replaced(lineage, expected, tmp_path):
     """The saved run began at iteration 2."""
@@ -168,10 +181,14 @@ def test_only_checkpoints_of_the_same_run_are_replaced(lineage, expected, tmp_pa
     for iteration in (3, 5):
         saved_lineage = [*saved_lineage, iteration]
         save(tmp_path, iteration)
-        torch.save({"training": {"lineage": saved_lineage}}, tmp_path / tag_for(iteration) / STATE_FILE)
+        torch.save(
+            {"training": {"lineage": saved_lineage}}, tmp_path / tag_for(iteration) / STATE_FILE
+        )
     assert check_replaced(tmp_path, lambda iteration: iteration == 4, lineage) == []
     if expected is None:
-        assert_rejected("global_step", check_replaced, tmp_path, lambda iteration: iteration in (3, 5), lineage)
+        assert_rejected(
+            "global_step", check_replaced, tmp_path, lambda iteration: iteration in (3, 5), lineage
+        )
     else:
         assert check_replaced(tmp_path, lambda iteration: iteration in (3, 5), lineage) == expected
 
@@ -187,7 +204,12 @@ def test_checkpoints_may_be_links(tmp_path):
     (run / "global_step4").symlink_to(tmp_path / "nowhere")
     save(run, 2, value=7, keep=1)
     save(run, 4)
-    assert sorted(path.name for path in run.iterdir()) == ["global_step2", "global_step3", "global_step4", "latest"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "global_step2",
+        "global_step3",
+        "global_step4",
+        "latest",
+    ]
     assert value_of(run / "global_step2") == 7.0
     assert saved_iterations(tmp_path / "archive") == [1, 2]
     assert value_of(tmp_path / "archive/global_step2") == 2.0
@@ -217,8 +239,8 @@ def in_fork(action):
 
 
 class Kills:
-    """Copies of a directory before each file operation of this process: what it leaves if it is killed there, without
-    any clean-up.
+    """Copies of a directory before each file operation of this process: what it leaves if it is
+    killed there, without any clean-up.
     """
 
     def __init__(self):
@@ -226,14 +248,17 @@ class Kills:
         sys.addaudithook(self._audit)
 
     def _audit(self, event, _):
-        before, self._before_operation = self._before_operation, None  # not before the operations of copying
+        before, self._before_operation = (
+            self._before_operation,
+            None,
+        )  # not before the operations of copying
         if before is not None and (event == "open" or event.startswith(("os.", "shutil."))):
             before()
         self._before_operation = before
 
     def run(self, action, directory, copies, only=None):
-        """Run `action`, and copy `directory` to `copies`/N before its N-th operation, or only before the N-th one. The
-        last copy is made at the end, if `action` has fewer operations.
+        """Run `action`, and copy `directory` to `copies`/N before its N-th operation, or only
+        before the N-th one. The last copy is made at the end, if `action` has fewer operations.
         """
         number = 0
 
@@ -250,13 +275,17 @@ class Kills:
             shutil.copytree(directory, copies / str(number))
 
 
-@pytest.mark.parametrize("iteration", [pytest.param(3, marks=pytest.mark.ci), 2], ids=["next", "same-again"])
+@pytest.mark.parametrize(
+    "iteration", [pytest.param(3, marks=pytest.mark.ci), 2], ids=["next", "same-again"]
+)
 def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
-    """Saving a new iteration, and replacing the checkpoint that `latest` names. Then a second kill during the clean-up
-    and a complete save.
+    """Saving a new iteration, and replacing the checkpoint that `latest` names. Then a second kill
+    during the clean-up and a complete save.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and irrelevant for a kill
-    saved, once, cleaned, twice = (tmp_path / name for name in ("saved", "once", "cleaned", "twice"))
+    saved, once, cleaned, twice = (
+        tmp_path / name for name in ("saved", "once", "cleaned", "twice")
+    )
     save(saved, 1)
     save(saved, 2)
     in_fork(lambda: Kills().run(lambda: save(saved, iteration, value=7, keep=1), saved, once))
@@ -266,7 +295,9 @@ def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
     def clean_up_all():
         kills = Kills()
         for name in names:
-            kills.run(partial(clean_up, cleaned / name), cleaned / name, twice / name, only=int(name) % 5)
+            kills.run(
+                partial(clean_up, cleaned / name), cleaned / name, twice / name, only=int(name) % 5
+            )
 
     in_fork(clean_up_all)
     assert len(names) > 21
@@ -279,7 +310,10 @@ def test_killed_before_any_system_call(iteration, tmp_path, monkeypatch):
         assert value_of(find_valid_step(directory)) == values[-1]
         save(directory, iteration, value=8, keep=1)
         assert value_of(find_valid_step(directory)) == 8.0
-        assert sorted(path.name for path in directory.iterdir()) == [f"global_step{iteration}", "latest"]
+        assert sorted(path.name for path in directory.iterdir()) == [
+            f"global_step{iteration}",
+            "latest",
+        ]
     assert set(values) == {2.0, 7.0}
 
 

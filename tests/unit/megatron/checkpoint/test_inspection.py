@@ -21,10 +21,18 @@ def test_a_released_checkpoint(method):
     step = checkpoints(method) / "global_step300"
     description = describe(step, settings_of(step))
     model, _ = load_model(checkpoints(method))
-    assert (description["iteration"], description["manifest"], description["tensor_parallel"]) == (300, "none", 1)
+    assert (description["iteration"], description["manifest"], description["tensor_parallel"]) == (
+        300,
+        "none",
+        1,
+    )
     assert description["optimizer"] == "the release's"
-    if method != "kerple_power_original":  # the release stores a constant of this model as a parameter
-        assert description["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    if (
+        method != "kerple_power_original"
+    ):  # the release stores a constant of this model as a parameter
+        assert description["parameters"] == sum(
+            parameter.numel() for parameter in model.parameters()
+        )
     (positional,) = model.positional_methods().values()
     expected = {name: values.tolist() for name, values in positional.statistics().items()}
     if "bias" in positional.hooks:
@@ -57,14 +65,19 @@ def test_tied_output_weights_are_counted_once(tmp_path):
     config = checkpoint_config(step, {"no_weight_tying": False}).model
     model, _ = load_model(checkpoints("alibi"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert describe(step, config)["parameters"] == parameters - model.output.final_linear.weight.numel()
+    assert (
+        describe(step, config)["parameters"]
+        == parameters - model.output.final_linear.weight.numel()
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_equal_slices_are_counted(value, tmp_path):
     """As after initialization: biases are 0 on all ranks."""
     model, _ = load_model(checkpoints("kerple_log"))
-    step = shutil.copytree(checkpoints("kerple_log") / "global_step300", tmp_path / "global_step300")
+    step = shutil.copytree(
+        checkpoints("kerple_log") / "global_step300", tmp_path / "global_step300"
+    )
     for path in step.glob("layer_*.pt"):
         state = torch.load(path, weights_only=True)
         for name, tensor in state.items():
@@ -72,7 +85,9 @@ def test_equal_slices_are_counted(value, tmp_path):
                 tensor.fill_(value)
         torch.save(state, path)
     split_for_ranks(step, 2)
-    assert describe(step)["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert describe(step)["parameters"] == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     file = step / "layer_02-model_01-model_states.pt"
     state = torch.load(file, weights_only=True)
     del state["mlp.dense_4h_to_h.bias"]

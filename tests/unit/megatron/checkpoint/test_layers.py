@@ -63,7 +63,9 @@ def test_a_model_is_filled_from_its_files(pos_emb, tmp_path):
     assert embedding_rows(open_layers(step), step) == source.settings.padded_vocab_size
     check_sizes(step, target.settings)
     load_layers(weight_layers(target.layers(), target.settings.config), step)
-    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,9 @@ def test_an_output_layer_that_the_configured_model_ties_must_equal_the_embedding
         check_sizes(step, tied.settings)
 
 
-@pytest.mark.parametrize(("pos_emb", "fix"), [("kerple_log", '"parameters": "per-layer"'), ("rpe", '"per_layer"')])
+@pytest.mark.parametrize(
+    ("pos_emb", "fix"), [("kerple_log", '"parameters": "per-layer"'), ("rpe", '"per_layer"')]
+)
 def test_layers_that_share_a_method_must_have_the_same_parameters(pos_emb, fix, tmp_path):
     model = small_gpt(pos_emb)
     step = save(model, tmp_path / "global_step1")
@@ -135,7 +139,9 @@ def test_layers_that_share_a_method_must_have_the_same_parameters(pos_emb, fix, 
 NEOX_STATE = {"iteration": 1, "dp_world_size": 1}
 
 
-def save_shards(model: GPT, step: Path, ranks: int, state_file: dict[str, object] | None = NEOX_STATE) -> Path:
+def save_shards(
+    model: GPT, step: Path, ranks: int, state_file: dict[str, object] | None = NEOX_STATE
+) -> Path:
     """Write the layers' tensors for each tensor-parallel rank."""
     save(model, step)
     split_for_ranks(step, ranks)
@@ -148,7 +154,10 @@ def change(step: Path, index: int, rank: int, **changes: float) -> None:
     """Multiply tensors of a layer file, named with _ instead of dots."""
     path = layer_file(step, index, rank)
     state = torch.load(path, weights_only=True)
-    torch.save({name: tensor * changes.get(name.replace(".", "_"), 1) for name, tensor in state.items()}, path)
+    torch.save(
+        {name: tensor * changes.get(name.replace(".", "_"), 1) for name, tensor in state.items()},
+        path,
+    )
 
 
 def loaded(model: GPT, step: Path) -> GPT:
@@ -160,7 +169,9 @@ def loaded(model: GPT, step: Path) -> GPT:
 
 
 def by_kind(rows: Tensor, groups: int, size: int) -> Tensor:
-    """The rows of query_key_value of a rank, from this project's order to GPT-NeoX's, head by head."""
+    """The rows of query_key_value of a rank, from this project's order to GPT-NeoX's,
+    head by head.
+    """
     heads = list(rows.split(size))
     per_group = len(heads) // groups
     queries = [head for number, head in enumerate(heads) if number % per_group < per_group - 2]
@@ -185,7 +196,9 @@ def test_biases_that_ranks_add_before_their_sum(parallel_residual, tmp_path):
         with pytest.raises(CheckpointError, match=r"attention\.dense\.bias.*tensor-parallel"):
             loaded(model, step)
         own = loaded(model, save_shards(model, tmp_path / "own", 2, {"training": {}}))
-        assert torch.equal(own.layers()[2].mlp.dense_4h_to_h.bias, model.layers()[2].mlp.dense_4h_to_h.bias)
+        assert torch.equal(
+            own.layers()[2].mlp.dense_4h_to_h.bias, model.layers()[2].mlp.dense_4h_to_h.bias
+        )
 
 
 def test_norms_of_ranks_that_were_trained_apart_are_averaged(tmp_path):

@@ -55,7 +55,11 @@ def without(name):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("layer_00-model_00-model_states.pt", lambda _: {"word_embeddings.weight": 3}, "weight of type int, not"),
+        (
+            "layer_00-model_00-model_states.pt",
+            lambda _: {"word_embeddings.weight": 3},
+            "weight of type int, not",
+        ),
         ("mp_rank_00_model_states.pt", lambda _: [1], "contains a list instead of a dictionary"),
         ("mp_rank_00_model_states.pt", without("training"), "the entry training is missing"),
     ],
@@ -123,11 +127,18 @@ def test_the_directory_without_checkpoint(resume, tmp_path, capsys):
             1,
             "its vocabulary is padded to 512 .* set padded_vocab_size to 512",
         ),
-        ({"make_vocab_size_divisible_by": 256}, 500, 3, "cannot be split over model_parallel_size 3"),
+        (
+            {"make_vocab_size_divisible_by": 256},
+            500,
+            3,
+            "cannot be split over model_parallel_size 3",
+        ),
         ({"padded_vocab_size": 1024}, 500, 2, 1024),
     ],
 )
-def test_the_padding_of_the_checkpoints_vocabulary_is_kept(keys, tokens, ranks, expected, trained_run):
+def test_the_padding_of_the_checkpoints_vocabulary_is_kept(
+    keys, tokens, ranks, expected, trained_run
+):
     """The checkpoint has 512 rows."""
     config, step = (
         Config.from_flat(settings_of("kerple_log", "nowhere", **keys)),
@@ -144,7 +155,9 @@ def test_the_padding_of_the_checkpoints_vocabulary_is_kept(keys, tokens, ranks, 
 
 
 @pytest.mark.parametrize(("iteration", "schedule"), [(0, "neox"), (4, "neox-2022")])
-def test_the_schedule_after_a_checkpoint_of_another_program(iteration, schedule, resume, data_path, tmp_path):
+def test_the_schedule_after_a_checkpoint_of_another_program(
+    iteration, schedule, resume, data_path, tmp_path
+):
     """A converted model, of iteration 0, has not begun the release's schedule."""
     write_checkpoint(tmp_path / "converted", "kerple_log", data_path, iteration=iteration)
     keys = {"load": str(tmp_path / "converted"), "save": None}
@@ -152,7 +165,9 @@ def test_the_schedule_after_a_checkpoint_of_another_program(iteration, schedule,
 
 
 def test_hosts_with_different_checkpoints_are_an_error(trained_run, resume, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "run_on_all_ranks", lambda function: [function(), b"another manifest"])
+    monkeypatch.setattr(
+        loading, "run_on_all_ranks", lambda function: [function(), b"another manifest"]
+    )
     with pytest.raises(CheckpointError, match=r"load: .*iteration 2 on all hosts"):
         resume(load=str(trained_run / "checkpoints"))
 
@@ -171,7 +186,9 @@ def test_load_without_latest_does_not_start_from_scratch(step, resume):
 def test_code_in_a_checkpoints_configuration_is_not_run(step, resume, tmp_path):
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     config = json.loads((step / "configs" / "config.yml").read_text())
-    (step / "configs" / "config.yml").write_text(json.dumps({**config, "pos_emb_module": str(tmp_path / "trap.py")}))
+    (step / "configs" / "config.yml").write_text(
+        json.dumps({**config, "pos_emb_module": str(tmp_path / "trap.py")})
+    )
     write_manifest_of_folder(step, 2)
     assert resume().iteration == 3
     assert not (tmp_path / "sprung").exists()

@@ -1,4 +1,6 @@
-"""Optimizer files: joining fragments of any layout, and the released optimizer's numbered parameters."""
+"""Optimizer files: joining fragments of any layout, and the released optimizer's numbered
+parameters.
+"""
 
 import pytest
 import torch
@@ -76,7 +78,9 @@ def test_fragments_of_a_torch_optimizer():
 
     parameters = {"a": nn.Parameter(torch.ones(2, 3)), "b": nn.Parameter(torch.ones(4))}
     fragments = optimizer_fragments(Engine(parameters.values()), parameters)
-    assert {name: (item.shape, item.start, item.master.numel()) for name, item in fragments.items()} == {
+    assert {
+        name: (item.shape, item.start, item.master.numel()) for name, item in fragments.items()
+    } == {
         "a": ((2, 3), 0, 6),
         "b": ((4,), 0, 4),
     }
@@ -101,9 +105,18 @@ def test_the_releases_state_is_found_by_name(method):
     [
         (lambda state: None, "has no optimizer state"),
         (lambda state: {"fp32_flat": 1}, "not that of torch's Adam"),
-        (lambda state: {**state, "param_groups": state["param_groups"] * 2}, "several parameter groups"),
-        (lambda state: {**state, "param_groups": [{"params": [0, 1]}]}, "has 2 parameters, but the layer files have"),
-        (lambda state: {**state, "state": {}}, "its parameter 0 does not have the shape of 0.word_embeddings.weight"),
+        (
+            lambda state: {**state, "param_groups": state["param_groups"] * 2},
+            "several parameter groups",
+        ),
+        (
+            lambda state: {**state, "param_groups": [{"params": [0, 1]}]},
+            "has 2 parameters, but the layer files have",
+        ),
+        (
+            lambda state: {**state, "state": {}},
+            "its parameter 0 does not have the shape of 0.word_embeddings.weight",
+        ),
     ],
 )
 def test_a_state_that_does_not_fit_has_a_reason(change, reason):
@@ -115,7 +128,10 @@ def test_a_state_that_does_not_fit_has_a_reason(change, reason):
 
 def test_the_state_of_a_model_with_grouped_query_attention_is_not_used(tmp_path):
     """GPT-NeoX orders the rows of its queries, keys and values differently."""
-    torch.save({"attention.query_key_value.weight": torch.ones(16, 8)}, tmp_path / "layer_02-model_00-model_states.pt")
+    torch.save(
+        {"attention.query_key_value.weight": torch.ones(16, 8)},
+        tmp_path / "layer_02-model_00-model_states.pt",
+    )
     saved = {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}
     _, reason = read_original_optimizer(saved, tmp_path, None, STATE_TENSORS)
     assert reason.startswith("num_kv_heads: ")

@@ -51,7 +51,9 @@ def test_an_error_is_returned_after_all_files_were_requested(failure, tmp_path, 
     assert requested == ["a.pt", "b.pt", "c.pt"]
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, data_path, monkeypatch, capsys):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
+    tmp_path, data_path, monkeypatch, capsys
+):
     def fail(*_):
         raise PermissionError(13, "Permission denied", "global_step1")
 

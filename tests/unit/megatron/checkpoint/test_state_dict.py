@@ -38,7 +38,9 @@ def test_random_states_continue_after_a_file(tmp_path):
         ({"cur_scale": 64.0, "cur_iter": 7}, True, False, 1024.0),
     ],
 )
-def test_only_a_dynamic_loss_scale_is_restored_to_a_dynamic_one(saved, dynamic, loss_scale, expected):
+def test_only_a_dynamic_loss_scale_is_restored_to_a_dynamic_one(
+    saved, dynamic, loss_scale, expected
+):
     scaler = SimpleNamespace(dynamic=dynamic, cur_scale=1024.0)
     deepspeed = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
     counters = {name: number for number, name in enumerate(COUNTERS, start=3)}

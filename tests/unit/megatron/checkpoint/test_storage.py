@@ -42,7 +42,9 @@ def test_exploits_are_rejected(form, read, tmp_path):
 
 
 @pytest.mark.parametrize("read", READERS)
-@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 cut short", pickle.dumps({"x": Exploit("nowhere")})])
+@pytest.mark.parametrize(
+    "content", [b"", b"text", b"PK\x03\x04 cut short", pickle.dumps({"x": Exploit("nowhere")})]
+)
 def test_no_message_recommends_executing_the_file(read, content, tmp_path):
     (tmp_path / "file.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"file\.pt: (rejected|cannot be read)") as caught:
@@ -65,7 +67,10 @@ def test_a_truncated_file_is_damaged(tmp_path):
 def test_data_classes_of_deepspeed_and_numpy_are_loaded(tmp_path):
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-    torch.save({"scaler": LossScaler(scale=8.0), "random": np.arange(3, dtype=np.uint32)}, tmp_path / "file.pt")
+    torch.save(
+        {"scaler": LossScaler(scale=8.0), "random": np.arange(3, dtype=np.uint32)},
+        tmp_path / "file.pt",
+    )
     content = load_file(tmp_path / "file.pt")
     assert content["scaler"].cur_scale == 8.0
     assert content["random"].tolist() == [0, 1, 2]
@@ -75,7 +80,10 @@ def test_data_classes_of_deepspeed_and_numpy_are_loaded(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [([1], "contains a list instead of named tensors"), ({"w": 3}, "has w of type int, not a tensor")],
+    [
+        ([1], "contains a list instead of named tensors"),
+        ({"w": 3}, "has w of type int, not a tensor"),
+    ],
 )
 def test_layer_files_contain_named_tensors(content, message, tmp_path):
     torch.save(content, tmp_path / "layer.pt")
@@ -99,7 +107,8 @@ def test_a_full_disk_raises_its_own_error():
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "No such file"), (b"{", "is not valid JSON"), (b"[1]", "is not a JSON object")]
+    ("content", "message"),
+    [(None, "No such file"), (b"{", "is not valid JSON"), (b"[1]", "is not a JSON object")],
 )
 def test_json_errors_name_the_file(content, message, tmp_path):
     if content is not None:
@@ -113,7 +122,12 @@ WEIGHT = torch.arange(12.0).reshape(3, 4)
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_ordinary_files_are_accepted(legacy, tmp_path):
-    value = {"w": WEIGHT, "half": WEIGHT.half(), "step": 3, "nested": [{"p": torch.nn.Parameter(WEIGHT)}, None, 0.5]}
+    value = {
+        "w": WEIGHT,
+        "half": WEIGHT.half(),
+        "step": 3,
+        "nested": [{"p": torch.nn.Parameter(WEIGHT)}, None, 0.5],
+    }
     torch.save(value, tmp_path / "file.pt", _use_new_zipfile_serialization=not legacy)
     loaded = load_tensors(tmp_path / "file.pt")
     assert torch.equal(loaded["w"], WEIGHT)

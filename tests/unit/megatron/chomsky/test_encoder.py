@@ -33,7 +33,9 @@ def test_encoder_attends_to_both_sides(pos_emb):
             context[:, m, head] = torch.einsum("bn,bnd->bd", probabilities, qkv[:, :, 2, head])
     hidden = hidden + layer.projection(context.reshape(2, 7, 16))
     hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
-    torch.testing.assert_close(model(symbols), model.output(model.norm(hidden)), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        model(symbols), model.output(model.norm(hidden)), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_cope_sums_the_gates_between_query_and_key():
@@ -59,7 +61,11 @@ def test_cope_sums_the_gates_between_query_and_key():
 def test_the_original_architecture():
     """The layers of the benchmark's code, written out."""
     torch.manual_seed(0)
-    model = Encoder(5, 3, "none", num_layers=2, hidden_size=16, num_heads=2, architecture="original").double().eval()
+    model = (
+        Encoder(5, 3, "none", num_layers=2, hidden_size=16, num_heads=2, architecture="original")
+        .double()
+        .eval()
+    )
     symbols = torch.randint(0, 5, (2, 7))
     hidden = model.embedding(symbols)
     for layer in model.layers:
@@ -67,13 +73,18 @@ def test_the_original_architecture():
         assert layer.projection.bias is None
         query, key, value = layer.query_key_value(hidden).view(2, 7, 3, 2, 8).permute(2, 0, 3, 1, 4)
         context = (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value
-        hidden = layer.attention_norm(hidden + layer.projection(context.transpose(1, 2).reshape(2, 7, 16)))
+        hidden = layer.attention_norm(
+            hidden + layer.projection(context.transpose(1, 2).reshape(2, 7, 16))
+        )
         hidden = layer.mlp_norm(hidden + layer.mlp[2](layer.mlp[0](hidden).relu()))
     torch.testing.assert_close(model(symbols), model.output(hidden), rtol=0, atol=1e-9)
     assert not torch.equal(model.train()(symbols), model(symbols)), "dropout"
-    large = Encoder(5, 3, "sinusoidal", num_layers=1, hidden_size=256, num_heads=2, architecture="original")
+    large = Encoder(
+        5, 3, "sinusoidal", num_layers=1, hidden_size=256, num_heads=2, architecture="original"
+    )
     assert large.dropout.p == 0.1
-    # A normal distribution truncated at two standard deviations has 0.8796 of its standard deviation.
+    # A normal distribution truncated at two standard deviations has 0.8796 of its standard
+    # deviation.
     assert large.embedding.weight.std().item() == pytest.approx(0.02 * 16 * 0.8796, rel=0.1)
     assert large.layers[0].mlp[0].weight.std().item() == pytest.approx(256**-0.5 * 0.8796, rel=0.02)
     assert not large.layers[0].mlp[0].bias.any()
@@ -84,4 +95,6 @@ def test_every_method_trains(pos_emb):
     model = Encoder(5, 3, pos_emb, num_layers=2, hidden_size=16, num_heads=2)
     model(torch.randint(0, 5, (2, 9))).square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values()), gradients
+    assert all(
+        gradient is not None and gradient.isfinite().all() for gradient in gradients.values()
+    ), gradients

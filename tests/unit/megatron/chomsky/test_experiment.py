@@ -13,7 +13,14 @@ from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
 TINY = ExperimentSettings(
-    steps=6, batch=4, train_longest=6, test_longest=9, test_samples=4, num_layers=2, hidden_size=16, num_heads=2
+    steps=6,
+    batch=4,
+    train_longest=6,
+    test_longest=9,
+    test_samples=4,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
 )
 
 
@@ -33,7 +40,11 @@ def test_equal_seeds_give_equal_weights():
 def test_parameters_stay_within_their_bounds():
     learner = experiment(learning_rate=1.0)
     learner.train(lambda step, loss: None)
-    kernel = {name: value for name, value in learner.model.named_parameters() if "bias_p" in name or "bias_a" in name}
+    kernel = {
+        name: value
+        for name, value in learner.model.named_parameters()
+        if "bias_p" in name or "bias_a" in name
+    }
     assert kernel
     assert all(value.min() >= 0.01 - 1e-9 for value in kernel.values())
 
@@ -68,14 +79,22 @@ def test_doublings_of_the_training_length_are_tested():
     learner = experiment(test_every=0, test_longest=30)
     result = learner.test(lambda tested, length: None)
     assert list(result["accuracies"]) == ["6", "12", "24"]
-    assert result["score"] == pytest.approx((result["accuracies"]["12"] + result["accuracies"]["24"]) / 2)
+    assert result["score"] == pytest.approx(
+        (result["accuracies"]["12"] + result["accuracies"]["24"]) / 2
+    )
 
 
 def test_stored_results(tmp_path):
     path = tmp_path / "chomsky.json"
     assert read_chomsky_results(path, TINY) == []
     accuracies = {"7": 0.25, "8": 0.5, "9": 0.75}
-    result = {"task": "even_pairs", "pos_emb": "none", "seed": 0, "score": 0.5, "accuracies": accuracies}
+    result = {
+        "task": "even_pairs",
+        "pos_emb": "none",
+        "seed": 0,
+        "score": 0.5,
+        "accuracies": accuracies,
+    }
     write_chomsky_results(path, TINY, [result])
     assert read_chomsky_results(path, TINY) == [result]
     with pytest.raises(UserError, match=r"other settings \(steps 6, not 7\)"):

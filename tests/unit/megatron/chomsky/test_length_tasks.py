@@ -1,4 +1,6 @@
-"""The length tests: answers and distances recomputed in plain Python, and the distributions of what is drawn."""
+"""The length tests: answers and distances recomputed in plain Python, and the distributions of what
+is drawn.
+"""
 
 import numpy as np
 import pytest
@@ -32,28 +34,43 @@ def associative_recall(tokens):
     assert all(key < 64 <= value < 128 for key, (value, _) in pairs.items())
     queries = {i: pairs[token] for i, token in enumerate(tokens) if i >= 8 and token in pairs}
     assert all(token >= 128 for i, token in enumerate(tokens) if i >= 8 and i not in queries)
-    assert sorted(key for _, key in queries.values()) == list(range(0, 8, 2)), "each key is asked for once"
+    assert sorted(key for _, key in queries.values()) == list(range(0, 8, 2)), (
+        "each key is asked for once"
+    )
     assert all(i % 2 == 0 for i in queries)
     return queries
 
 
 def variable_tracking(tokens):
-    assignments = {i + 2: (tokens[i + 1], tokens[i + 2]) for i, token in enumerate(tokens) if token == 1}
+    assignments = {
+        i + 2: (tokens[i + 1], tokens[i + 2]) for i, token in enumerate(tokens) if token == 1
+    }
     assert len(assignments) == 8
     assert len({name for name, _ in assignments.values()}) == 8
     ask = tokens.index(0)
-    assert all(token >= 38 for i, token in enumerate(tokens[:ask]) if not {i, i + 1, i + 2} & {*assignments})
+    assert all(
+        token >= 38
+        for i, token in enumerate(tokens[:ask])
+        if not {i, i + 1, i + 2} & {*assignments}
+    )
     answers, value, after = {}, tokens[ask + 1], -1
     for query in range(ask + 1, len(tokens)):
         assert tokens[query] == value
-        ((place, name),) = [(place, name) for place, (name, source) in assignments.items() if source == value]
+        ((place, name),) = [
+            (place, name) for place, (name, source) in assignments.items() if source == value
+        ]
         assert place > after, "a variable is assigned before it is used"
         answers[query], value, after = (name, place), name, place
-    assert value not in {source for _, source in assignments.values()}, "the whole chain is asked for"
+    assert value not in {source for _, source in assignments.values()}, (
+        "the whole chain is asked for"
+    )
     return answers
 
 
-SOLVERS = {solver.__name__: solver for solver in (copying, induction, associative_recall, variable_tracking)}
+SOLVERS = {
+    solver.__name__: solver
+    for solver in (copying, induction, associative_recall, variable_tracking)
+}
 
 
 @pytest.mark.parametrize("length", ["shortest", 64, 65, 200])
@@ -62,10 +79,17 @@ def test_answers_and_distances(name, length):
     task = LENGTH_TASKS[name]
     length = task.shortest if length == "shortest" else length
     tokens, targets, distances = sample(name, length)
-    assert tokens.shape == targets.shape == distances.shape == (32, length - (name == "copying" and length % 2 == 0))
+    assert (
+        tokens.shape
+        == targets.shape
+        == distances.shape
+        == (32, length - (name == "copying" and length % 2 == 0))
+    )
     assert tokens.min() >= 0
     assert tokens.max() < task.symbols
-    for row, expected, distance in zip(tokens.tolist(), targets.tolist(), distances.tolist(), strict=True):
+    for row, expected, distance in zip(
+        tokens.tolist(), targets.tolist(), distances.tolist(), strict=True
+    ):
         answers = SOLVERS[name](row)
         assert {i: target for i, target in enumerate(expected) if target != IGNORED} == {
             query: answer for query, (answer, _) in answers.items()
@@ -96,7 +120,9 @@ def test_queries_of_associative_recall_follow_zoology_s_power_law():
     assert_probabilities(places, power_law)  # the first key's place is drawn first
     # All places, as drawn one after another without replacement.
     generator = np.random.default_rng(0)
-    drawn = np.concatenate([generator.choice(count, 4, replace=False, p=power_law) for _ in range(4000)])
+    drawn = np.concatenate(
+        [generator.choice(count, 4, replace=False, p=power_law) for _ in range(4000)]
+    )
     scored = (np.nonzero(targets[:, 8:] != IGNORED)[1] // 2)[: 4 * 4000]
     difference = 4 * (
         frequencies(drawn, count) - frequencies(scored, count)
@@ -113,8 +139,8 @@ def test_other_distributions_are_uniform():
     assert_probabilities(targets[:, 6], np.full(26, 1 / 26))
     tokens, targets, distances = sample("variable_tracking", 60, 20_000)
     assert_probabilities(targets[:, -1] - 12, np.full(26, 1 / 26))
-    # The first of 8 assignments is as often of the queried chain as of the other; its place is that of the smallest
-    # of 8 slots among 39.
+    # The first of 8 assignments is as often of the queried chain as of the other; its place is that
+    # of the smallest of 8 slots among 39.
     places = np.argmax(tokens == 1, axis=1)
     assert places.mean() == pytest.approx((39 + 1) / 9 - 1, abs=0.15)
     queried = tokens[np.arange(20_000), places + 2] == tokens[:, 56]

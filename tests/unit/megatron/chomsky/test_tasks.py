@@ -58,8 +58,12 @@ SOLVERS = {
     "reverse_string": lambda x: list(reversed(x)),
     "modular_arithmetic": lambda x: [value(text(x, "+-*()"))],
     "duplicate_string": lambda x: x + x,
-    "odds_first": lambda x: [s for i, s in enumerate(x) if i % 2] + [s for i, s in enumerate(x) if i % 2 == 0],
-    "compute_sqrt": lambda x: [int(digit) for digit in format(math.isqrt(number(x[::-1])), f"0{(len(x) + 1) // 2}b")],
+    "odds_first": lambda x: (
+        [s for i, s in enumerate(x) if i % 2] + [s for i, s in enumerate(x) if i % 2 == 0]
+    ),
+    "compute_sqrt": lambda x: [
+        int(digit) for digit in format(math.isqrt(number(x[::-1])), f"0{(len(x) + 1) // 2}b")
+    ],
     "bucket_sort": lambda x: sorted(x),
 }
 ENDED = {
@@ -144,7 +148,9 @@ def test_targets_cover_their_classes(name):
 
 def test_a_third_of_the_signs_of_modular_arithmetic_multiply():
     inputs = TASKS["modular_arithmetic"].sample(np.random.default_rng(0), 500, 40).inputs
-    plus, times = (int((inputs == token).sum()) for token in (5, 7))  # - is also the sign of a digit
+    plus, times = (
+        int((inputs == token).sum()) for token in (5, 7)
+    )  # - is also the sign of a digit
     assert times == pytest.approx(plus, rel=0.1)
 
 
@@ -152,9 +158,13 @@ def test_the_unknown_is_the_first_digit_after_a_random_place():
     """So a digit after many other symbols is chosen more often, as in the benchmark's code."""
     inputs = TASKS["solve_equation"].sample(np.random.default_rng(0), 4000, 6).inputs
     assert (inputs[:, :4] == [8, 6, 10, 9]).all()  # (-x)
-    inputs = TASKS["solve_equation"].sample(np.random.default_rng(0), 4000, 7).inputs  # (d+d), (d-d): the digits
+    inputs = (
+        TASKS["solve_equation"].sample(np.random.default_rng(0), 4000, 7).inputs
+    )  # (d+d), (d-d): the digits
     first = (inputs[:, 1] == 10).mean()
-    assert first == pytest.approx(3 / 5, abs=0.03)  # from the places 4, 0 and 1; the other from 2 and 3
+    assert first == pytest.approx(
+        3 / 5, abs=0.03
+    )  # from the places 4, 0 and 1; the other from 2 and 3
 
 
 def test_numbers_are_uniform_above_zero():
@@ -169,4 +179,8 @@ def test_numbers_are_uniform_above_zero():
 
 def test_there_are_fifteen_tasks_of_three_levels():
     assert len(TASKS) == 15
-    assert {task.level for task in TASKS.values()} == {"regular", "context-free", "context-sensitive"}
+    assert {task.level for task in TASKS.values()} == {
+        "regular",
+        "context-free",
+        "context-sensitive",
+    }

@@ -12,13 +12,20 @@ def data(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory, data):
     """Method -> (folder, model)."""
-    folders = {method: tmp_path_factory.mktemp(method) for method in ("kerple_log", "alibi", "learned")}
-    return {method: (folder, write_checkpoint(folder, method, data)) for method, folder in folders.items()}
+    folders = {
+        method: tmp_path_factory.mktemp(method) for method in ("kerple_log", "alibi", "learned")
+    }
+    return {
+        method: (folder, write_checkpoint(folder, method, data))
+        for method, folder in folders.items()
+    }
 
 
 @pytest.fixture
 def configuration(tmp_path, data, checkpoints):
-    """Writes a configuration of the kerple_log checkpoint, with further keys, and returns its path."""
+    """Writes a configuration of the kerple_log checkpoint, with further keys, and
+    returns its path.
+    """
 
     def write(**keys):
         settings = settings_of("kerple_log", data, load=str(checkpoints["kerple_log"][0]))

@@ -23,7 +23,13 @@ TINY = {
     "num_heads": 2,
 }
 DECODER = {
-    **{"architecture": "decoder", "train_longest": 40, "test_longest": 80, "hidden_size": 16, "num_heads": 2},
+    **{
+        "architecture": "decoder",
+        "train_longest": 40,
+        "test_longest": 80,
+        "hidden_size": 16,
+        "num_heads": 2,
+    },
     **{"steps": 3, "batch": 2, "test_samples": 4},
 }
 
@@ -38,14 +44,28 @@ def decoder_words(folder, *words):
 
 
 def test_missing_experiments_are_run_and_reported(tmp_path, capsys):
-    words = ("--tasks", "even_pairs", "binary_addition", "--methods", "none", "kerple_c", "dape_kerple", "--seeds", "0")
+    words = (
+        "--tasks",
+        "even_pairs",
+        "binary_addition",
+        "--methods",
+        "none",
+        "kerple_c",
+        "dape_kerple",
+        "--seeds",
+        "0",
+    )
     main(arguments(tmp_path, *words))
     printed = capsys.readouterr().out
     assert "4 experiments on cpu, 0 of them already finished" in printed
     assert "[4/4] binary_addition, dape_kerple, seed 0: loss " in printed
     stored = json.loads((tmp_path / "chomsky.json").read_text())
-    assert [(result["task"], result["pos_emb"], result["seed"]) for result in stored["results"]] == [
-        (task, method, 0) for task in ("even_pairs", "binary_addition") for method in ("none", "dape_kerple")
+    assert [
+        (result["task"], result["pos_emb"], result["seed"]) for result in stored["results"]
+    ] == [
+        (task, method, 0)
+        for task in ("even_pairs", "binary_addition")
+        for method in ("none", "dape_kerple")
     ]
     assert (tmp_path / "chomsky.md").read_text().startswith("# Tasks of the Chomsky hierarchy\n")
     assert (tmp_path / "chomsky.png").read_bytes()[:4] == b"\x89PNG"
@@ -74,13 +94,19 @@ def test_decoders_on_all_length_tests(tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         tested = DecoderExperiment.test
         patch.setattr(
-            DecoderExperiment, "test", lambda self, report: 1 / 0 if self.name == "induction" else tested(self, report)
+            DecoderExperiment,
+            "test",
+            lambda self, report: 1 / 0 if self.name == "induction" else tested(self, report),
         )
         with pytest.raises(ZeroDivisionError):
             main(decoder_words(tmp_path / "killed", *words))
     steps = []
     loss = DecoderExperiment.loss
-    monkeypatch.setattr(DecoderExperiment, "loss", lambda self, *given: steps.append(self.name) or loss(self, *given))
+    monkeypatch.setattr(
+        DecoderExperiment,
+        "loss",
+        lambda self, *given: steps.append(self.name) or loss(self, *given),
+    )
     capsys.readouterr()
     assert not main(decoder_words(tmp_path / "killed", *words))
     assert "8 experiments on cpu, 2 of them already finished" in capsys.readouterr().out
@@ -95,11 +121,17 @@ def test_decoders_support_every_method(tmp_path):
     main(decoder_words(tmp_path, "--tasks", "induction", "--methods", "all", *small))
     stored = json.loads((tmp_path / "chomsky.json").read_text())["results"]
     assert [result["pos_emb"] for result in stored] == list(primary_names())
-    assert_rejected("--tasks.*parity_check.*--architecture", main, decoder_words(tmp_path, "--tasks", "parity_check"))
+    assert_rejected(
+        "--tasks.*parity_check.*--architecture",
+        main,
+        decoder_words(tmp_path, "--tasks", "parity_check"),
+    )
     with pytest.raises(UserError, match=r"--train-longest 10.*associative_recall.*16"):
         main(decoder_words(tmp_path / "new", "--train-longest", "10"))
     assert not (tmp_path / "new").exists()
-    assert_rejected("--tasks copying.*--architecture", main, arguments(tmp_path, "--tasks", "copying"))
+    assert_rejected(
+        "--tasks copying.*--architecture", main, arguments(tmp_path, "--tasks", "copying")
+    )
 
 
 def test_the_folder_must_be_writable_and_unused(tmp_path, monkeypatch):

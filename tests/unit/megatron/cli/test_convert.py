@@ -1,4 +1,6 @@
-"""The command line of `kerple convert`; tests/integration/test_checkpoint_tools.py converts checkpoints."""
+"""The command line of `kerple convert`; tests/integration/test_checkpoint_tools.py converts
+checkpoints.
+"""
 
 from megatron.cli.convert import main
 from tests.support.errors import assert_rejected

@@ -20,20 +20,37 @@ def start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(launcher, "run_node", lambda *_: pytest.fail("a rank was started"))
-    (tmp_path / "config.yml").write_text(json.dumps(training_settings(tmp_path, str(tmp_path / "nowhere"), num_gpus=2)))
+    (tmp_path / "config.yml").write_text(
+        json.dumps(training_settings(tmp_path, str(tmp_path / "nowhere"), num_gpus=2))
+    )
     return lambda *words: run_main(lambda: main([str(TRAIN), "config.yml", *words]))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--set", "data-path=elsewhere"], r"no data at elsewhere: elsewhere\.bin and elsewhere\.idx missing; .*"),
-        (["--set", "distributed_backend=mpi"], '--set: "distributed_backend": must be .nccl. or .gloo., not .mpi.'),
-        (["--fallback", "other.yml"], r"other\.yml: configuration files come before the options of train\.py"),
-        (["--set", "num_gpus=3", "model-parallel-size=2"], r"3 process\(es\) cannot be divided into replicas of 2: .*"),
+        (
+            ["--set", "data-path=elsewhere"],
+            r"no data at elsewhere: elsewhere\.bin and elsewhere\.idx missing; .*",
+        ),
+        (
+            ["--set", "distributed_backend=mpi"],
+            '--set: "distributed_backend": must be .nccl. or .gloo., not .mpi.',
+        ),
+        (
+            ["--fallback", "other.yml"],
+            r"other\.yml: configuration files come before the options of train\.py",
+        ),
+        (
+            ["--set", "num_gpus=3", "model-parallel-size=2"],
+            r"3 process\(es\) cannot be divided into replicas of 2: .*",
+        ),
         (["--set", "train_batch_size="], "no batch size: .*"),
         (["--set", "train_iters="], "train-iters is not set; .*"),
-        (["--fallback", "-d", "other"], "-d comes directly after the script or the configuration files; .*"),
+        (
+            ["--fallback", "-d", "other"],
+            "-d comes directly after the script or the configuration files; .*",
+        ),
         (
             ["--set", "data-path=null", 'train-data-paths=["one"]', 'valid-data-paths=["two"]'],
             r"no data at one: one\.bin and one\.idx missing; .*",
@@ -65,8 +82,16 @@ def test_train_command(start, tmp_path, monkeypatch, capsys):
 
 
 def test_accepted(tmp_path):
-    keys = {"train_data_paths": ["a", "b"], "valid_data_paths": ["c", "b"], "distributed_backend": "nccl"}
-    settings = {key: value for key, value in training_settings(tmp_path, "data").items() if key != "data_path"}
+    keys = {
+        "train_data_paths": ["a", "b"],
+        "valid_data_paths": ["c", "b"],
+        "distributed_backend": "nccl",
+    }
+    settings = {
+        key: value
+        for key, value in training_settings(tmp_path, "data").items()
+        if key != "data_path"
+    }
     config = Config.from_flat({**settings, **keys})
     assert check_script([str(ROOT / "train.py")], config, ["--fallback"], 1) == ["a", "b", "c"]
     assert check_script(TRAIN_COMMAND, config, ["--fallback"], 1) == ["a", "b", "c"]

@@ -34,7 +34,10 @@ def test_kernels_that_fail(kernels, monkeypatch, capsys):
         monkeypatch.setattr(module, function, lambda *_, **__: 1 / 0)
     monkeypatch.setattr(doctor, "DTYPES", (torch.float32,))
     rows = check_model_kernels(CPU)
-    assert {check.method for row in rows for check in row if check.failure} == {"loss", [*BLOCKS][1]}
+    assert {check.method for row in rows for check in row if check.failure} == {
+        "loss",
+        [*BLOCKS][1],
+    }
     print_table(rows)
     assert capsys.readouterr().out.count("FAILED") == 2
 

@@ -54,7 +54,10 @@ def byte_perplexity(folder, task_folder, mode, tokenizer):
         page = json.loads(line)["page"]
         tokens = torch.tensor([tokenizer.first, *tokenizer.tokenize(page)])
         with torch.no_grad():
-            logits = model(tokens[None, :-1], mode=parse_mode(mode, TRAIN_LENGTH).attention.at_length(len(tokens) - 1))
+            logits = model(
+                tokens[None, :-1],
+                mode=parse_mode(mode, TRAIN_LENGTH).attention.at_length(len(tokens) - 1),
+            )
         total += logits[0].double().log_softmax(-1).gather(1, tokens[1:, None]).sum().item()
         size += len(page.encode())
     return math.exp(-total / size)
@@ -73,10 +76,24 @@ def test_the_folder_must_be_writable(checkpoints, tmp_path, monkeypatch):
 
 @pytest.mark.ci
 def test_tasks_of_the_configuration(checkpoints, task_folder, tmp_path, capsys):
-    keys = {"load": str(checkpoints["kerple_log"]), "eval_tasks": list(TASKS), "eval_num_fewshot": 0}
+    keys = {
+        "load": str(checkpoints["kerple_log"]),
+        "eval_tasks": list(TASKS),
+        "eval_num_fewshot": 0,
+    }
     config = write_yaml(tmp_path / "config.yml", settings_of("kerple_log", "nowhere", **keys))
     output = str(tmp_path / "results")
-    main([str(config), "--include-path", task_folder, "--limit", "6", "--eval-results-prefix", output])
+    main(
+        [
+            str(config),
+            "--include-path",
+            task_folder,
+            "--limit",
+            "6",
+            "--eval-results-prefix",
+            output,
+        ]
+    )
     printed = capsys.readouterr().out
     ((_, entry),) = results_in(output).items()
     assert (entry["checkpoint"], entry["iteration"]) == (str(checkpoints["kerple_log"]), 4)
@@ -90,13 +107,35 @@ def test_tasks_of_the_configuration(checkpoints, task_folder, tmp_path, capsys):
 
 @pytest.mark.ci
 def test_several_checkpoints_and_modes(checkpoints, task_folder, tmp_path, capsys):
-    """A mode given twice is measured once. Texts beyond the training length are not truncated, except for a table."""
-    words = ["--checkpoint", *map(str, checkpoints.values()), "--eval-tasks", "pages", "--include-path", task_folder]
+    """A mode given twice is measured once. Texts beyond the training length are not truncated,
+    except for a table.
+    """
+    words = [
+        "--checkpoint",
+        *map(str, checkpoints.values()),
+        "--eval-tasks",
+        "pages",
+        "--include-path",
+        task_folder,
+    ]
     modes = ["full", "window@9", "full+linear", "sinks@2+9+reindexed+logn"]
-    main([*words, "--limit", "2", "--modes", *modes, f"full+linear@{TRAIN_LENGTH}", "--output", str(tmp_path)])
+    main(
+        [
+            *words,
+            "--limit",
+            "2",
+            "--modes",
+            *modes,
+            f"full+linear@{TRAIN_LENGTH}",
+            "--output",
+            str(tmp_path),
+        ]
+    )
     printed = capsys.readouterr().out
     entries = results_in(tmp_path)
-    supported = [("kerple_log", mode) for mode in modes] + [("learned", mode) for mode in ("full", "window@9")]
+    supported = [("kerple_log", mode) for mode in modes] + [
+        ("learned", mode) for mode in ("full", "window@9")
+    ]
     assert list(entries) == supported
     assert re.search("learned.*full.linear.*not measured", printed.replace("+", "."))
     assert printed.count("|byte_perplexity|") == len(supported)
@@ -104,7 +143,9 @@ def test_several_checkpoints_and_modes(checkpoints, task_folder, tmp_path, capsy
         value = entry["results"]["pages"]["byte_perplexity,none"]
         assert value > 1
         if method == "kerple_log":
-            expected = byte_perplexity(checkpoints[method], task_folder, mode, build_tokenizer("CharLevelTokenizer"))
+            expected = byte_perplexity(
+                checkpoints[method], task_folder, mode, build_tokenizer("CharLevelTokenizer")
+            )
             assert value == pytest.approx(expected, rel=1e-5)
             assert entry["max_length"] == 16 * TRAIN_LENGTH
         else:
@@ -116,10 +157,27 @@ def test_options_of_the_checkpoint_and_the_tokenizer(task_folder, tmp_path):
     run = tmp_path / "run"
     write_checkpoint(run, "rotary", "nowhere")
     path = train_sentencepiece(tmp_path / "tokenizer.model", vocab_size=480, **LLAMA)
-    words = ["--checkpoint", str(run), "--eval-tasks", "pages", "--limit", "2", "--include-path", task_folder]
+    words = [
+        "--checkpoint",
+        str(run),
+        "--eval-tasks",
+        "pages",
+        "--limit",
+        "2",
+        "--include-path",
+        task_folder,
+    ]
     words += ["--set", "tokenizer-type=SPMTokenizer", f"vocab-file={path}"]
     main([*words, "--output", str(tmp_path / "plain")])
-    main([*words, "pos-emb-options.scaling=linear", "pos-emb-options.factor=4", "--output", str(tmp_path / "scaled")])
+    main(
+        [
+            *words,
+            "pos-emb-options.scaling=linear",
+            "pos-emb-options.factor=4",
+            "--output",
+            str(tmp_path / "scaled"),
+        ]
+    )
     values = {
         name: entry["results"]["pages"]["byte_perplexity,none"]
         for folder in ("plain", "scaled")
@@ -142,16 +200,26 @@ def test_another_tokenizer_than_the_trained_one(task_folder, tmp_path):
 
 
 def test_tasks_that_import_evaluate(checkpoints, tmp_path, monkeypatch):
-    """Hugging Face's package, although the project's root, with evaluate.py, is first on the path."""
+    """Hugging Face's package, although the project's root, with evaluate.py, is first
+    on the path.
+    """
     write_tasks(tmp_path)
     task = CHOICES.format(folder=tmp_path).replace('"{{question}}"', "!function own.question")
     (tmp_path / "choices.yaml").write_text(task)
     (tmp_path / "own.py").write_text(
-        "import evaluate\n\ndef question(doc):\n    assert evaluate.__path__\n    return doc['question']\n"
+        "import evaluate\n\ndef question(doc):\n    assert evaluate.__path__\n    return "
+        "doc['question']\n"
     )
     monkeypatch.delitem(sys.modules, "evaluate", raising=False)
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
-    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "choices", "--limit", "2"]
+    words = [
+        "--checkpoint",
+        str(checkpoints["kerple_log"]),
+        "--eval-tasks",
+        "choices",
+        "--limit",
+        "2",
+    ]
     main([*words, "--include-path", str(tmp_path), "--output", str(tmp_path)])
     entry = results_in(tmp_path)["kerple_log", "full"]
     assert "acc,none" in entry["results"]["choices"]
@@ -168,7 +236,10 @@ def test_tasks_that_import_evaluate(checkpoints, tmp_path, monkeypatch):
         (["--eval-tasks", "pages", "--protocol", "last-k@8", "--passkey"], "--protocol, --passkey"),
         (["--eval-tasks", "pages", "--limit", "2.5"], "--limit.*1"),
         (["--eval-tasks", "pages", "--include-path", "nowhere"], "--include-path nowhere"),
-        (["--eval-tasks", "continued", "--max-length", "12"], "eval_tasks continued.*--max-length 12.*max_gen_toks"),
+        (
+            ["--eval-tasks", "continued", "--max-length", "12"],
+            "eval_tasks continued.*--max-length 12.*max_gen_toks",
+        ),
         (["--eval-tasks", "choices", "--max-length", "9"], "eval_tasks choices.*--max-length 9"),
     ],
 )
@@ -189,20 +260,42 @@ def test_rejected_options(words, message, checkpoints, task_folder, tmp_path):
         (["pages", "--max-length", str(TRAIN_LENGTH + 1)], f"--max-length.*at most {TRAIN_LENGTH}"),
     ],
 )
-def test_options_rejected_before_a_model_is_loaded(words, message, checkpoints, task_folder, tmp_path, monkeypatch):
+def test_options_rejected_before_a_model_is_loaded(
+    words, message, checkpoints, task_folder, tmp_path, monkeypatch
+):
     monkeypatch.setattr(eval_tasks, "load_model", lambda *_, **__: pytest.fail("too late"))
-    words = ["--checkpoint", *map(str, checkpoints.values()), "--include-path", task_folder, "--eval-tasks", *words]
+    words = [
+        "--checkpoint",
+        *map(str, checkpoints.values()),
+        "--include-path",
+        task_folder,
+        "--eval-tasks",
+        *words,
+    ]
     words += ["--output", str(tmp_path / "out"), "--skip-unsupported"]
     assert_rejected(message, main, words)
 
 
 def test_missing_data(checkpoints, tmp_path):
-    (tmp_path / "gone.yaml").write_text(CHOICES.format(folder=tmp_path / "gone").replace("task: choices", "task: gone"))
+    (tmp_path / "gone.yaml").write_text(
+        CHOICES.format(folder=tmp_path / "gone").replace("task: choices", "task: gone")
+    )
     words = ["--checkpoint", str(checkpoints["kerple_log"]), "--output", str(tmp_path / "out")]
-    assert_rejected("eval_tasks gone.*network", main, [*words, "--eval-tasks", "gone", "--include-path", str(tmp_path)])
+    assert_rejected(
+        "eval_tasks gone.*network",
+        main,
+        [*words, "--eval-tasks", "gone", "--include-path", str(tmp_path)],
+    )
 
 
 def test_without_the_harness_the_error_names_the_requirements(checkpoints, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "lm_eval.utils", None)
-    words = ["--checkpoint", str(checkpoints["kerple_log"]), "--eval-tasks", "pages", "--output", str(tmp_path / "out")]
+    words = [
+        "--checkpoint",
+        str(checkpoints["kerple_log"]),
+        "--eval-tasks",
+        "pages",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert_rejected(re.escape("pip install 'kerple-neox[eval]'"), main, words)

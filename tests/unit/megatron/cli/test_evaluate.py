@@ -15,7 +15,13 @@ from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.evaluation.records import extrapolation_records, read_results
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
-from tests.support.checkpoints import TRAIN_LENGTH, settings_of, write_checkpoint, write_corpus, write_yaml
+from tests.support.checkpoints import (
+    TRAIN_LENGTH,
+    settings_of,
+    write_checkpoint,
+    write_corpus,
+    write_yaml,
+)
 from tests.support.corpora import json_lines, manifest_of, part_tokens
 from tests.support.errors import assert_rejected
 from tests.support.language_models import direct_losses
@@ -51,10 +57,17 @@ def test_one_checkpoint(tmp_path, configuration, checkpoints, data, capsys):
     ]
     for row in rows:
         span = spans[row["mode"]]
-        loss = mean_loss(checkpoints["kerple_log"][1], data, row["length"], 768, 256, mode=AttentionMode(span))
+        loss = mean_loss(
+            checkpoints["kerple_log"][1], data, row["length"], 768, 256, mode=AttentionMode(span)
+        )
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
         known = {key: row[key] for key in ("pos_emb", "seed", "train_length", "tokens")}
-        assert known == {"pos_emb": "kerple_log", "seed": 77, "train_length": TRAIN_LENGTH, "tokens": 768}
+        assert known == {
+            "pos_emb": "kerple_log",
+            "seed": 77,
+            "train_length": TRAIN_LENGTH,
+            "tokens": 768,
+        }
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
         f"extrapolation-text-2x32-{TRAIN_LENGTH}-non-overlapping.png",
         "extrapolation.md",
@@ -68,7 +81,9 @@ def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
     folders = [str(folder) for folder, _ in checkpoints.values()]
     main(["--checkpoint", *folders, *LENGTHS, "--tokens", "600", "--output", str(tmp_path)])
     rows = rows_in(tmp_path)
-    assert [(row["pos_emb"], row["length"]) for row in rows] == [(m, n) for m in checkpoints for n in (32, 64, 256)]
+    assert [(row["pos_emb"], row["length"]) for row in rows] == [
+        (m, n) for m in checkpoints for n in (32, 64, 256)
+    ]
     for row in rows:
         if row["pos_emb"] == "learned" and row["length"] > TRAIN_LENGTH:
             assert row["loss"] is None
@@ -84,7 +99,13 @@ def test_several_checkpoints_make_one_report(tmp_path, checkpoints, data):
 
 def test_lengths_tokens_and_report_folder_of_the_configuration(tmp_path, configuration):
     folder = tmp_path / "results"
-    main([configuration(evaluation_lengths=[16, 48], eval_tokens=200, eval_results_prefix=str(folder))])
+    main(
+        [
+            configuration(
+                evaluation_lengths=[16, 48], eval_tokens=200, eval_results_prefix=str(folder)
+            )
+        ]
+    )
     assert [(row["length"], row["tokens"]) for row in rows_in(folder)] == [(16, 192), (48, 192)]
 
 
@@ -132,7 +153,9 @@ def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, me
 def test_a_text_without_a_dataset(tmp_path, monkeypatch, configuration, checkpoints, name):
     """Its documents are tokenized as in a dataset, with an end-of-document token."""
     text = KINDS["python"][:2000]
-    content = json_lines(text[:900], text[900:]) if name == "a.jsonl" else b"\xef\xbb\xbf" + text.encode()
+    content = (
+        json_lines(text[:900], text[900:]) if name == "a.jsonl" else b"\xef\xbb\xbf" + text.encode()
+    )
     (tmp_path / name).write_bytes(content)
     keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -158,19 +181,27 @@ def test_a_text_that_is_not_utf_8(tmp_path, monkeypatch, configuration):
     assert "--bad-documents" not in str(caught.value)  # not an option of evaluate.py
 
 
-def test_several_checkpoints_require_an_output_folder_and_the_same_data(tmp_path, checkpoints, data):
+def test_several_checkpoints_require_an_output_folder_and_the_same_data(
+    tmp_path, checkpoints, data
+):
     folders = [str(checkpoints["kerple_log"][0]), str(tmp_path / "other")]
     assert_rejected("--output", main, ["--checkpoint", *folders, *LENGTHS])
     (tmp_path / "data").mkdir()
     elsewhere = write_corpus(tmp_path / "data")
     write_checkpoint(tmp_path / "other", "alibi", elsewhere)
-    assert_rejected("data_path", main, ["--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")])
+    assert_rejected(
+        "data_path",
+        main,
+        ["--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")],
+    )
     common = str(write_yaml(tmp_path / "common.yml", settings_of("none", data)))
     main([common, "--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")])
     assert {row["pos_emb"] for row in rows_in(tmp_path / "report")} == {"kerple_log", "alibi"}
 
 
-def test_checkpoints_with_another_tokenizer_are_rejected(tmp_path, checkpoints, data, configuration):
+def test_checkpoints_with_another_tokenizer_are_rejected(
+    tmp_path, checkpoints, data, configuration
+):
     train_bpe(["a text"] * 3, 270).save(str(tmp_path / "tokenizer.json"))
     keys = {"tokenizer_type": "HFTokenizer", "vocab_file": str(tmp_path / "tokenizer.json")}
     write_checkpoint(tmp_path / "other", "alibi", data, **keys)
@@ -182,9 +213,13 @@ def test_checkpoints_with_another_tokenizer_are_rejected(tmp_path, checkpoints, 
         [configuration(), "--checkpoint", *folders],
         [configuration(), "--checkpoint", *folders, "--text", str(tmp_path / "text.txt")],
     ):
-        assert_rejected("other.*tokenizer.*HFTokenizer.*CharLevelTokenizer", main, [*options, *words])
+        assert_rejected(
+            "other.*tokenizer.*HFTokenizer.*CharLevelTokenizer", main, [*options, *words]
+        )
     # A configuration without a tokenizer has that of the checkpoint.
-    keys = {key: value for key, value in settings_of("alibi", data).items() if key != "tokenizer_type"}
+    keys = {
+        key: value for key, value in settings_of("alibi", data).items() if key != "tokenizer_type"
+    }
     settings = str(write_yaml(tmp_path / "data.yml", keys))
     main([settings, "--checkpoint", folders[1], "--text", str(tmp_path / "text.txt"), *words])
     (row,) = rows_in(tmp_path / "report")
@@ -197,7 +232,17 @@ def test_each_of_several_checkpoints_keeps_its_options(tmp_path, data):
     write_checkpoint(tmp_path / "scaled", "rotary", data, pos_emb_options=scaling)
     settings = str(write_yaml(tmp_path / "common.yml", settings_of("rotary", data)))
     folders = [str(tmp_path / "plain"), str(tmp_path / "scaled")]
-    main([settings, "--checkpoint", *folders, "--lengths", "64", "--output", str(tmp_path / "report")])
+    main(
+        [
+            settings,
+            "--checkpoint",
+            *folders,
+            "--lengths",
+            "64",
+            "--output",
+            str(tmp_path / "report"),
+        ]
+    )
     methods = [row["pos_emb"] for row in rows_in(tmp_path / "report")]
     assert methods == ["rotary", "rotary (scaling linear, factor 4)"]
 
@@ -212,11 +257,24 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path, data):
     torch.save(state, path)
     (folder / "global_step4" / "manifest.json").unlink(missing_ok=True)
     with pytest.raises(UserError, match=r"global_step4.*dense\.weight.*NaN"):
-        main(["--checkpoint", str(folder), "--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out")])
+        main(
+            [
+                "--checkpoint",
+                str(folder),
+                "--lengths",
+                "32",
+                "--tokens",
+                "64",
+                "--output",
+                str(tmp_path / "out"),
+            ]
+        )
     assert (tmp_path / "out" / "results.jsonl").read_bytes() == b""
 
 
-def test_a_loss_that_is_not_finite_is_an_error_after_the_report(tmp_path, configuration, monkeypatch):
+def test_a_loss_that_is_not_finite_is_an_error_after_the_report(
+    tmp_path, configuration, monkeypatch
+):
     loss = property(lambda sums: math.nan)
     monkeypatch.setattr("megatron.evaluation.scoring.LossAccumulator.loss", loss)
     words = [configuration(), "--lengths", "32", "--tokens", "64", "--output", str(tmp_path)]
@@ -232,7 +290,11 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path, configuration, cap
     assert [(row["kind"], row["length"], row["corpus"]) for row in first] == [
         (kind, length, "text") for length in (32, 128) for kind in ("extrapolation", "positions")
     ]
-    assert all(row["bits_per_byte"] > 1 and row["stderr"] > 0 for row in first if row["kind"] == "extrapolation")
+    assert all(
+        row["bits_per_byte"] > 1 and row["stderr"] > 0
+        for row in first
+        if row["kind"] == "extrapolation"
+    )
     content = (tmp_path / "results.jsonl").read_bytes()
     capsys.readouterr()
     main([*words, "--lengths", "32", "64", "128", "--protocol", "non-overlapping", "last-k@16"])
@@ -240,29 +302,50 @@ def test_a_second_run_measures_only_what_is_missing(tmp_path, configuration, cap
     assert "2 of 6 results exist from an earlier run" in output.out
     assert output.err.count("tokens/s") == 4
     assert (tmp_path / "results.jsonl").read_bytes().startswith(content)
-    monkeypatch.setattr("megatron.cli.evaluate.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "megatron.cli.evaluate.load", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     content = (tmp_path / "results.jsonl").read_bytes()
     main([*words, "--lengths", "32", "128"])
     assert (tmp_path / "results.jsonl").read_bytes() == content
 
 
 @pytest.mark.ci
-def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoints, capsys, monkeypatch):
+def test_further_measures_are_stored_and_not_measured_again(
+    tmp_path, checkpoints, capsys, monkeypatch
+):
     folders = [str(checkpoints[method][0]) for method in ("kerple_log", "learned")]
-    words = ["--checkpoint", *folders, "--lengths", "256", "512", "--tokens", "512", "--output", str(tmp_path)]
+    words = [
+        "--checkpoint",
+        *folders,
+        "--lengths",
+        "256",
+        "512",
+        "--tokens",
+        "512",
+        "--output",
+        str(tmp_path),
+    ]
     words += ["--resolution", "2", "--effective-length"]
     words += ["--passkey", "--passkey-depths", "0", "1", "--passkey-trials", "2"]
     main(words)
     shown = capsys.readouterr().out
-    assert all(title in shown for title in ("Perplexity", "Attention resolution", "Passkey retrieval"))
+    assert all(
+        title in shown for title in ("Perplexity", "Attention resolution", "Passkey retrieval")
+    )
     records = read_results(tmp_path)
-    assert all(record["environment"]["versions"].endswith(f"torch {torch.__version__}") for record in records)
-    assert [(record["pos_emb"], record["length"]) for record in records if record["kind"] == "resolution"] == [
-        (method, length) for method in ("kerple_log", "learned") for length in (256, 512)
-    ]
-    assert [(r["length"], r["depth"], r["trials"]) for r in records if r["kind"] == "passkey"][:4] == [
-        (length, depth, 2) for length in (256, 512) for depth in (0, 1)
-    ]
+    assert all(
+        record["environment"]["versions"].endswith(f"torch {torch.__version__}")
+        for record in records
+    )
+    assert [
+        (record["pos_emb"], record["length"])
+        for record in records
+        if record["kind"] == "resolution"
+    ] == [(method, length) for method in ("kerple_log", "learned") for length in (256, 512)]
+    assert [(r["length"], r["depth"], r["trials"]) for r in records if r["kind"] == "passkey"][
+        :4
+    ] == [(length, depth, 2) for length in (256, 512) for depth in (0, 1)]
     kerple, learned = (record for record in records if record["kind"] == "effective_length")
     assert kerple["layers"] == ["all layers"]
     method = checkpoints["kerple_log"][1].blocks[0].attention.rpe
@@ -272,9 +355,15 @@ def test_further_measures_are_stored_and_not_measured_again(tmp_path, checkpoint
     # `kerple report` shows all of them.
     report(["--output", str(tmp_path / "report"), str(tmp_path)])
     files = {path.name for path in (tmp_path / "report").glob("*/*.*")}
-    assert {"passkey-text-2x32-32.md", "passkey-text-2x32-32.png", "lex-resolution-2x32-32-first-2.tex"} <= files
+    assert {
+        "passkey-text-2x32-32.md",
+        "passkey-text-2x32-32.png",
+        "lex-resolution-2x32-32-first-2.tex",
+    } <= files
     content = (tmp_path / "results.jsonl").read_bytes()
-    monkeypatch.setattr("megatron.cli.evaluate.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "megatron.cli.evaluate.load", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     main(words)
     assert (tmp_path / "results.jsonl").read_bytes() == content
 
@@ -323,7 +412,16 @@ def test_a_mode_is_measured_once_it_is_supported(tmp_path, checkpoints):
 def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
     prefix, output = write_corpus(tmp_path), str(tmp_path / "out")
     write_manifest(prefix, manifest_of(open_indexed_files(prefix), 255))
-    words = ["--checkpoint", str(checkpoints["alibi"][0]), "--lengths", "32", "--tokens", "64", "--output", output]
+    words = [
+        "--checkpoint",
+        str(checkpoints["alibi"][0]),
+        "--lengths",
+        "32",
+        "--tokens",
+        "64",
+        "--output",
+        output,
+    ]
     words += ["--set", f"data-path={prefix}"]
     assert_rejected("HFTokenizer.*tokenizer-type.*vocab-file", main, words)
     assert not Path(output).exists()
@@ -347,4 +445,6 @@ def test_the_token_at_the_beginning(tmp_path):
 
 def test_a_folder_without_data_needs_a_text(tmp_path):
     write_checkpoint(tmp_path / "run", "alibi", None)
-    assert_rejected(r"--text FILE", main, ["--checkpoint", str(tmp_path / "run"), "--lengths", "32"])
+    assert_rejected(
+        r"--text FILE", main, ["--checkpoint", str(tmp_path / "run"), "--lengths", "32"]
+    )

@@ -1,4 +1,6 @@
-"""generate.py: unconditional, from files of prompts and interactive; its output, and invalid requests."""
+"""generate.py: unconditional, from files of prompts and interactive; its output, and invalid
+requests.
+"""
 
 import io
 import json
@@ -35,7 +37,9 @@ def configuration(configuration):
 def expected(model, contexts, *, seed=77, **changes):
     """Texts by the library, from the same settings except for the changes."""
     prompts = [TOKENIZER.tokenize(context) or [TOKENIZER.eod] for context in contexts]
-    generations = generate(model, prompts, seed=seed, eod=0, vocab_size=512, **{**CHOICE, **changes})
+    generations = generate(
+        model, prompts, seed=seed, eod=0, vocab_size=512, **{**CHOICE, **changes}
+    )
     return [TOKENIZER.detokenize(generation.tokens) for generation in generations]
 
 
@@ -50,7 +54,11 @@ PROMPTS = ["def main(", "class Ünï:", "x"]
     ("keys", "words", "contexts"),
     [
         ({}, ["-i", "prompts.txt", "-o", "out"], PROMPTS),
-        ({"text_gen_type": "unconditional", "num_samples": 3, "sample_output_file": "out"}, [], [""] * 3),
+        (
+            {"text_gen_type": "unconditional", "num_samples": 3, "sample_output_file": "out"},
+            [],
+            [""] * 3,
+        ),
         (
             {"text_gen_type": "input-file", "sample_input_file": "prompts.txt", "num_samples": 2},
             ["-o", "out"],
@@ -68,7 +76,14 @@ def test_records(tmp_path, monkeypatch, configuration, trained, capsys, keys, wo
     assert [record["text"] for record in records] == expected(trained[1], contexts)
     assert len({record["text"] for record in records}) == len(records)
     for record in records:
-        assert list(record) == ["context", "text", "length", "finished", "message", "duration_seconds"]
+        assert list(record) == [
+            "context",
+            "text",
+            "length",
+            "finished",
+            "message",
+            "duration_seconds",
+        ]
         assert record["finished"] or record["length"] == 48  # beyond the training length of 32
         assert record["message"] is None
         assert record["duration_seconds"] > 0
@@ -76,14 +91,20 @@ def test_records(tmp_path, monkeypatch, configuration, trained, capsys, keys, wo
 
 
 def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monkeypatch):
-    tokenizer = build_tokenizer("SPMTokenizer", train_sentencepiece(tmp_path / "tokenizer.model", **LLAMA))
+    tokenizer = build_tokenizer(
+        "SPMTokenizer", train_sentencepiece(tmp_path / "tokenizer.model", **LLAMA)
+    )
 
     def paris(model, prompts, **options):
-        return [Generation(prompt, tokenizer.tokenize("Paris."), True, None, 0.1) for prompt in prompts]
+        return [
+            Generation(prompt, tokenizer.tokenize("Paris."), True, None, 0.1) for prompt in prompts
+        ]
 
     monkeypatch.setattr("megatron.cli.generate.generate", paris)
     contexts = ["The capital is", ""]
-    records = continue_texts(small_gpt("none"), tokenizer, GenerationConfig(), contexts, seed=1, batch_size=2)
+    records = continue_texts(
+        small_gpt("none"), tokenizer, GenerationConfig(), contexts, seed=1, batch_size=2
+    )
     assert [record["text"] for record in records] == [" Paris.", "Paris."]
 
 
@@ -120,16 +141,26 @@ def test_set_overrides_the_checkpoints_configuration(tmp_path, trained):
 @pytest.mark.parametrize(
     ("keys", "typed", "contexts"),
     [
-        ({}, b"\xef\xbb\xbfdef f\n\nab", ["def f", "ab"]),  # Windows PowerShell starts a pipe with a byte order mark
+        (
+            {},
+            b"\xef\xbb\xbfdef f\n\nab",
+            ["def f", "ab"],
+        ),  # Windows PowerShell starts a pipe with a byte order mark
         ({"prompt_end": "\r\n"}, b"ab\r\ncd", ["ab", "cd"]),
-        ({"prompt_end": "###"}, b"def f():\n    return ###\nx = 1 ### y", ["def f():\n    return ", "x = 1 ", " y"]),
+        (
+            {"prompt_end": "###"},
+            b"def f():\n    return ###\nx = 1 ### y",
+            ["def f():\n    return ", "x = 1 ", " y"],
+        ),
     ],
     ids=["lines", "lines of Windows", "over lines"],
 )
 def test_interactive_prompts(configuration, trained, monkeypatch, capsys, keys, typed, contexts):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
     main([configuration(text_gen_type="interactive", num_samples=2, **keys)])
-    texts = [expected(trained[1], [context], seed=77 + turn)[0] for turn, context in enumerate(contexts)]
+    texts = [
+        expected(trained[1], [context], seed=77 + turn)[0] for turn, context in enumerate(contexts)
+    ]
     captured = capsys.readouterr()
     assert captured.out == "".join(f"{text}\n" for text in texts)
     assert "num_samples are ignored" in captured.err
@@ -142,7 +173,10 @@ def test_learned_positions_stop_with_a_message(tmp_path, data):
     output = tmp_path / "out.jsonl"
     main(["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", str(output)])
     short, long = read_records(output)
-    assert (short["length"], short["finished"]) == (3, False)  # positions 30, 31 and the token after
+    assert (short["length"], short["finished"]) == (
+        3,
+        False,
+    )  # positions 30, 31 and the token after
     assert (long["text"], long["length"], long["finished"]) == ("", 0, False)
     assert "32" in short["message"]
     assert "32" in long["message"]
@@ -198,7 +232,9 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
     folder = tmp_path / "small"
     write_checkpoint(folder, "none", data, vocabulary=384)
     (tmp_path / "p.txt").write_text("a")
-    assert_rejected(r"512.*384", main, ["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"])
+    assert_rejected(
+        r"512.*384", main, ["--checkpoint", str(folder), "-i", str(tmp_path / "p.txt"), "-o", "-"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,10 +242,17 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, data):
     [
         ({}, [], "", "text_gen_type is not set; using unconditional"),
         ({"sample_input_file": "p.txt"}, [], "ab", "text_gen_type is not set; using input-file"),
-        ({"text_gen_type": "unconditional"}, ["-i", "p.txt"], "ab", "text_gen_type unconditional is ignored"),
+        (
+            {"text_gen_type": "unconditional"},
+            ["-i", "p.txt"],
+            "ab",
+            "text_gen_type unconditional is ignored",
+        ),
     ],
 )
-def test_the_type_by_default_and_with_a_file(tmp_path, monkeypatch, configuration, capsys, keys, words, context, note):
+def test_the_type_by_default_and_with_a_file(
+    tmp_path, monkeypatch, configuration, capsys, keys, words, context, note
+):
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("ab")
     main([configuration(**keys), *words, "-o", "-"])

@@ -1,4 +1,6 @@
-"""The command line of `kerple import-release`; tests/integration/test_checkpoint_tools.py imports archives."""
+"""The command line of `kerple import-release`; tests/integration/test_checkpoint_tools.py imports
+archives.
+"""
 
 import pytest
 

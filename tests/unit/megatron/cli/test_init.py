@@ -23,7 +23,11 @@ def dataset(tmp_path, monkeypatch):
         lines = (f"{number * number} is the square of {number}.\n\n" for number in range(10**6))
         text = "".join(line for line, _ in zip(lines, range(size // 30), strict=False))
         (tmp_path / "text.md").write_text(text)
-        prepare(PrepareOptions("mytext", sources=("text.md",), rebuild=True, **(options or {"vocab_size": 300})))
+        prepare(
+            PrepareOptions(
+                "mytext", sources=("text.md",), rebuild=True, **(options or {"vocab_size": 300})
+            )
+        )
 
     return prepare_text
 
@@ -69,7 +73,11 @@ def test_sizes_for_a_gpu(dataset, monkeypatch):
     monkeypatch.setattr(init, "_split_tokens", lambda files: tokens)
     init.main(["mytext"])
     config = load_config(["mytext.yml"])
-    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (8, 512, 256)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (
+        8,
+        512,
+        256,
+    )
     assert config.schedule.train_iters == 5000
     assert config.evaluation.lengths == (256, 512, 1024, 2048, 4096)
 

@@ -1,4 +1,6 @@
-"""The command line of `kerple inspect`; tests/integration/test_checkpoint_tools.py shows checkpoints."""
+"""The command line of `kerple inspect`; tests/integration/test_checkpoint_tools.py shows
+checkpoints.
+"""
 
 import json
 import os
@@ -32,7 +34,13 @@ def test_a_dataset_is_compared_with_its_manifest(tmp_path, capsys):
     """The whole .bin, also the part that no sample covers."""
     (tmp_path / "long.txt").write_text("seven words are repeated in this text " * 80_000)
     source = FileCorpus(find_files([tmp_path / "long.txt"]))
-    preprocess(source, tmp_path / "a", BYTE_TOKENIZER, DocumentOptions(append_eod=True), inputs=["long.txt"])
+    preprocess(
+        source,
+        tmp_path / "a",
+        BYTE_TOKENIZER,
+        DocumentOptions(append_eod=True),
+        inputs=["long.txt"],
+    )
     prefix = tmp_path / "a_text_document"
     assert main([str(prefix), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

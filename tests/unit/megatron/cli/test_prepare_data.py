@@ -12,10 +12,17 @@ from tests.support.corpora import json_lines
 
 
 def test_options():
-    assert parse_arguments(["python_stdlib", "--workers", "3"]) == PrepareOptions("python_stdlib", workers=3)
-    assert parse_arguments(["-d", "./data", "--workers", "1"]) == PrepareOptions("enwik8", Path("data"), workers=1)
+    assert parse_arguments(["python_stdlib", "--workers", "3"]) == PrepareOptions(
+        "python_stdlib", workers=3
+    )
+    assert parse_arguments(["-d", "./data", "--workers", "1"]) == PrepareOptions(
+        "enwik8", Path("data"), workers=1
+    )
     assert parse_arguments(["--vocab", "a.json", "pile_subset"]).vocab_file == "a.json"
-    words = "-d out -t CharLevelTokenizer --from a --from b --suffixes .c,.h -f --bad-documents skip --workers 1"
+    words = (
+        "-d out -t CharLevelTokenizer --from a --from b --suffixes .c,.h -f --bad-documents skip "
+        "--workers 1"
+    )
     options = parse_arguments([*words.split(), "--text-key", "content", "github"])
     assert options == PrepareOptions(
         "github",
@@ -37,7 +44,14 @@ def test_one_end_of_document_with_a_tokenizer_that_appends_one(tmp_path):
     )
     trained.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_bytes(json_lines("one", "two"))
-    words = ["-t", "HFTokenizer", "--vocab", str(tmp_path / "tokenizer.json"), "--from", str(tmp_path / "a.jsonl")]
+    words = [
+        "-t",
+        "HFTokenizer",
+        "--vocab",
+        str(tmp_path / "tokenizer.json"),
+        "--from",
+        str(tmp_path / "a.jsonl"),
+    ]
     main(["-d", str(tmp_path), *words, "pile"])
     tokens = open_indexed_files(tmp_path / "pile" / "pile_text_document").open_tokens()[:]
     assert tokens.tolist() == [*trained.encode("one").ids, *trained.encode("two").ids]
@@ -50,7 +64,14 @@ def test_special_tokens_in_documents(tmp_path, capsys):
     trained.add_special_tokens(["<pad>"])
     trained.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_bytes(json_lines("one<|endoftext|>two", "<pad>", "two"))
-    words = ["-t", "HFTokenizer", "--vocab", str(tmp_path / "tokenizer.json"), "--from", str(tmp_path / "a.jsonl")]
+    words = [
+        "-t",
+        "HFTokenizer",
+        "--vocab",
+        str(tmp_path / "tokenizer.json"),
+        "--from",
+        str(tmp_path / "a.jsonl"),
+    ]
     words = ["-d", str(tmp_path), *words, "--workers", "2", "pile"]
     prefix, pad = tmp_path / "pile" / "pile_text_document", trained.token_to_id("<pad>")
 

@@ -13,7 +13,10 @@ def test_dry_run_changes_nothing(sweep):
     assert "2 runs in" in output
     assert not (sweep.folder / "out").exists()
     (sweep.folder / "text_document.idx").unlink()
-    assert sweep("--dry-run", write=False).count("text_document.idx (create it with prepare_data.py)") == 1
+    assert (
+        sweep("--dry-run", write=False).count("text_document.idx (create it with prepare_data.py)")
+        == 1
+    )
 
 
 METHOD = """
@@ -44,7 +47,9 @@ def test_dry_run_tries_a_step_of_each_model(sweep, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="dtype"):
         sweep("--dry-run", axes=axes, set={"precision": "bfloat16"})
     axes = {"method": [{"name": "mine", **keys}]}
-    with pytest.raises(UserError, match=r"gradient of mix of pos_emb test_root_of_mixture .*distance 0"):
+    with pytest.raises(
+        UserError, match=r"gradient of mix of pos_emb test_root_of_mixture .*distance 0"
+    ):
         sweep("--dry-run", axes=axes)
 
 

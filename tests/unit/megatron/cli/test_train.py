@@ -12,7 +12,9 @@ from tests.support.runs import training_settings
 @pytest.fixture
 def config(tmp_path, data_path):
     """config(**keys): the path of a configuration file."""
-    return lambda **keys: str(write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys)))
+    return lambda **keys: str(
+        write_yaml(tmp_path / "config.yml", training_settings(tmp_path, data_path, **keys))
+    )
 
 
 def test_train(config, tmp_path, capsys):

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, UserError
-from megatron.config.checks import ATTENTION_CONFIG, ELSEWHERE, IGNORED, KNOWN_KEYS, UNSUPPORTED, unsupported_reason
+from megatron.config.checks import (
+    ATTENTION_CONFIG,
+    ELSEWHERE,
+    IGNORED,
+    KNOWN_KEYS,
+    UNSUPPORTED,
+    unsupported_reason,
+)
 from megatron.config.schema import ALIASES, FIELDS, MAPPINGS
 from tests.support.errors import assert_rejected
 
@@ -19,16 +26,28 @@ from tests.support.errors import assert_rejected
         ({"num-kv-heads": 1, "model-parallel-size": 2}, "num_kv_heads 1.*model_parallel_size 2"),
         ({"activation": "swiglu", "intermediate-size": 1}, "MLP.*0"),
         ({"attention-type": "groupedquery"}, "attention_type groupedquery.*num_kv_heads 4"),
-        ({"intermediate-size": 129, "model-parallel-size": 2}, "MLP.*129.*model_parallel_size 2.*mlp_multiple_of"),
+        (
+            {"intermediate-size": 129, "model-parallel-size": 2},
+            "MLP.*129.*model_parallel_size 2.*mlp_multiple_of",
+        ),
         ({"min_lr": 1e-5, "decay_lr_to": 0.1}, '"min_lr".*"decay_lr_to"'),
         ({"warmup": 0.1, "warmup_iters": 10}, '"warmup".*"warmup_iters"'),
         ({"pipe-parallel-size": 3}, "pipe_parallel_size 3.*num_layers 2"),
-        ({"model-parallel-size": 2, "padded_vocab_size": 129}, "padded_vocab_size 129.*model_parallel_size 2"),
+        (
+            {"model-parallel-size": 2, "padded_vocab_size": 129},
+            "padded_vocab_size 129.*model_parallel_size 2",
+        ),
         ({"pos-emb": "kerple_logg"}, 'pos_emb "kerple_logg".*kerple_log'),
         ({"pos-emb": "rotary", "pos-emb-options": {"fraction": 2.0}}, "pos_emb rotary.*fraction"),
         ({"pos-emb": "rpe", "pos-emb-options": {"max_distance": "200"}}, "pos_emb rpe"),
-        ({"pos-emb": "kerple_power__ap", "attention-backend": "sdpa"}, "kerple_power__ap: attention-backend 'sdpa'"),
-        ({"attention-dropout": 0.1, "model-parallel-size": 2}, r"attention_dropout 0\.1.*model_parallel_size 2"),
+        (
+            {"pos-emb": "kerple_power__ap", "attention-backend": "sdpa"},
+            "kerple_power__ap: attention-backend 'sdpa'",
+        ),
+        (
+            {"attention-dropout": 0.1, "model-parallel-size": 2},
+            r"attention_dropout 0\.1.*model_parallel_size 2",
+        ),
         (
             {"pos-emb": "per_layer", "pos-emb-options": {"methods": ["rotary", "alibi"] * 20}},
             "per_layer: methods.*40.*num_layers",
@@ -37,25 +56,38 @@ from tests.support.errors import assert_rejected
         ({"pos-emb": "per_layer", "pos-emb-options": {"methods": ["rotray"]}}, "pos_emb per_layer"),
         ({"pos-emb": "dape", "model-parallel-size": 2}, "pos_emb dape"),
         ({"pos-emb-module": "no/such/file.py"}, r"pos_emb_module no/such/file\.py.*such file"),
-        ({"pos-emb": "learned", "max-position-embeddings": 8}, "seq_length 16.*max_position_embeddings 8.*learned"),
+        (
+            {"pos-emb": "learned", "max-position-embeddings": 8},
+            "seq_length 16.*max_position_embeddings 8.*learned",
+        ),
         (
             {"pos-emb": "learned", "pos-emb-options": {"random_range": 17}},
             "random_range 17.*max_position_embeddings 16",
         ),
         (
-            {"pos-emb": "rotary", "pos-emb-options": {"random_range": 64}, "reset-attention-mask": True},
+            {
+                "pos-emb": "rotary",
+                "pos-emb-options": {"random_range": 64},
+                "reset-attention-mask": True,
+            },
             "reset_attention_mask.*random_range.*rotary",
         ),
-        ({"pos-emb-options": {"random_range": 24}, "seq-length-val": 32}, "seq_length_val 32.*random_range 24"),
+        (
+            {"pos-emb-options": {"random_range": 24}, "seq-length-val": 32},
+            "seq_length_val 32.*random_range 24",
+        ),
         (
             {"zero_optimization": {"stage": 2}, "pipe-parallel-size": 1},
             r"zero_optimization\.stage 2.*pipe_parallel_size 1: DeepSpeed's.*stage",
         ),
-        ({"zero_optimization": {"stage": 3}, "model-parallel-size": 2}, r"stage 3.*model_parallel_size 2"),
+        (
+            {"zero_optimization": {"stage": 3}, "model-parallel-size": 2},
+            r"stage 3.*model_parallel_size 2",
+        ),
         *(
             (
                 {"zero_optimization": {"stage": stage, key: value}},
-                rf"zero_optimization.{key} has no effect with stage {stage}: .*; remove the key, or use stage 3",
+                rf"zero_optimization.{key} has no effect with stage {stage}: .*; remove .*stage 3",
             )
             for stage, key, value in (
                 (2, "offload_param", {"device": "cpu"}),
@@ -74,32 +106,60 @@ from tests.support.errors import assert_rejected
             {"zero_optimization": {"stage": 3, "compute_grad_norm": 0}, "gradient_clipping": 0},
             "compute_grad_norm false.*stage 3",
         ),
-        ({"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}}, r'"use_bnb_optimizer".*optimizer\.type.*lion'),
+        (
+            {"use_bnb_optimizer": True, "optimizer": {"type": "Lion"}},
+            r'"use_bnb_optimizer".*optimizer\.type.*lion',
+        ),
         (
             {"use_bnb_optimizer": True, "optimizer": {"params": {"adam_w_mode": False}}},
             r'"optimizer\.params\.adam_w_mode": use_bnb_optimizer.*adam8bit',
         ),
-        ({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}}, r"params\.betas.*sgd.*weight_decay"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.9]}}},
+            r"params\.betas.*sgd.*weight_decay",
+        ),
         (
             {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
             r'"optimizer\.params\.nesterov".*optimizer\.params\.momentum.*0',
         ),
         ({"min_lr": 1.0}, r"min_lr 1\.0.*optimizer\.params\.lr 0\.001"),
         ({"extrapolation-tokens": 64}, "extrapolation_tokens.*extrapolation_lengths"),
-        ({"extrapolation-lengths": [16, 32], "pipe-parallel-size": 2}, "extrapolation_lengths.*pipe_parallel_size 2"),
-        ({"extrapolation-lengths": [16, 48], "extrapolation-tokens": 40}, "16, 48.*extrapolation_tokens, 40"),
+        (
+            {"extrapolation-lengths": [16, 32], "pipe-parallel-size": 2},
+            "extrapolation_lengths.*pipe_parallel_size 2",
+        ),
+        (
+            {"extrapolation-lengths": [16, 48], "extrapolation-tokens": 40},
+            "16, 48.*extrapolation_tokens, 40",
+        ),
         ({"data-path": "a", "train-data-paths": ["b"]}, "data_path.*train_data_paths"),
-        ({"train-data-paths": ["a", "b"], "train-data-weights": [1.0]}, "train_data_weights.*1.*2 train_data_paths"),
+        (
+            {"train-data-paths": ["a", "b"], "train-data-weights": [1.0]},
+            "train_data_weights.*1.*2 train_data_paths",
+        ),
         ({"test-data-paths": ["a"], "test-data-weights": [0]}, r'test-data-weights\.0".*0'),
         ({"split": "949 50 1"}, "split '949 50.*TRAIN,VALID,TEST"),
-        ({"weight-by-num-documents": True, "data-path": "a"}, "weight_by_num_documents.*train_data_paths"),
         (
-            {"weight-by-num-documents": True, "train-data-paths": ["a"], "train-data-weights": [1.0]},
+            {"weight-by-num-documents": True, "data-path": "a"},
+            "weight_by_num_documents.*train_data_paths",
+        ),
+        (
+            {
+                "weight-by-num-documents": True,
+                "train-data-paths": ["a"],
+                "train-data-weights": [1.0],
+            },
             "weight_by_num_documents.*train_data_weights",
         ),
-        ({"deepspeed_extra_args": {"train_batch_size": 4}}, r"deepspeed_extra_args\.train_batch_size"),
+        (
+            {"deepspeed_extra_args": {"train_batch_size": 4}},
+            r"deepspeed_extra_args\.train_batch_size",
+        ),
         ({"deepspeed_extra_args": {"bf16": {"enabled": True}}}, r"deepspeed_extra_args\.bf16"),
-        ({"deepspeed_extra_args": {"coms_logger": {}}}, r"deepspeed_extra_args\.coms_logger.*comms_logger"),
+        (
+            {"deepspeed_extra_args": {"coms_logger": {}}},
+            r"deepspeed_extra_args\.coms_logger.*comms_logger",
+        ),
         ({"finetune": True}, "finetune"),
         ({"iteration": 0}, "iteration.*load"),
         ({"num_nodes": 0}, "num_nodes.*-1"),
@@ -112,7 +172,11 @@ def test_contradictions(flat, keys, message):
 
 
 def test_consistent_combinations_are_accepted(flat):
-    off = {"offload_param": {"device": "none"}, "zero_quantized_weights": False, "zero_hpz_partition_size": 1}
+    off = {
+        "offload_param": {"device": "none"},
+        "zero_quantized_weights": False,
+        "zero_hpz_partition_size": 1,
+    }
     for keys in (
         {"zero_optimization": {"stage": 1}, "pipe-parallel-size": 2},
         {"zero_optimization": {"stage": 1, **off}},
@@ -123,7 +187,10 @@ def test_consistent_combinations_are_accepted(flat):
         {"finetune": True, "load": "somewhere", "iteration": 0},
     ):
         config = Config.from_flat({**flat, **keys})
-        assert config.to_flat().items() >= {name.replace("-", "_"): value for name, value in keys.items()}.items()
+        assert (
+            config.to_flat().items()
+            >= {name.replace("-", "_"): value for name, value in keys.items()}.items()
+        )
         assert not config.notices
 
 
@@ -141,7 +208,12 @@ def test_steps_without_a_learning_rate_are_a_notice(flat):
             (notice,) = Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
             assert "lr_decay_iters 70" in notice
             assert "train_iters 90" in notice
-        for more in ({"min_lr": 1e-6}, {"decay_lr_to": 0.1}, {"lr_decay_iters": 90}, {"lr_schedule": "neox-2022"}):
+        for more in (
+            {"min_lr": 1e-6},
+            {"decay_lr_to": 0.1},
+            {"lr_decay_iters": 90},
+            {"lr_schedule": "neox-2022"},
+        ):
             assert not Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
     assert not Config.from_flat({**keys, "lr_decay_style": "exponential"}).notices
 
@@ -150,13 +222,25 @@ def test_keys_without_effect_are_a_notice(flat):
     def notices(method: str, **keys) -> tuple[str, ...]:
         return Config.from_flat({**flat, "pos-emb": method, **keys}).notices
 
-    assert notices("alibi", rotary_pct=0.25) == ("rotary_pct 0.25 has no effect with pos_emb alibi",)
-    assert notices("p_rope", rotary_pct=0.25) == ("rotary_pct 0.25 has no effect with pos_emb p_rope",)
+    assert notices("alibi", rotary_pct=0.25) == (
+        "rotary_pct 0.25 has no effect with pos_emb alibi",
+    )
+    assert notices("p_rope", rotary_pct=0.25) == (
+        "rotary_pct 0.25 has no effect with pos_emb p_rope",
+    )
     assert notices("rotary", rotary_pct=0.25, rotary_emb_base=500) == ()
     assert notices("alibi", rotary_pct=1.0, rotary_emb_base=10000) == ()
-    assert notices("per_layer", mlp_width=8) == ("mlp_width 8 has no effect with pos_emb per_layer",)
-    assert notices("rotary", rpe_num_buckets=8) == ("rpe_num_buckets 8 has no effect with pos_emb rotary",)
-    assert notices("fire", mlp_width=8, noise_seq_length=64) == notices("rope_dapev2", dapev2_kernel=5) == ()
+    assert notices("per_layer", mlp_width=8) == (
+        "mlp_width 8 has no effect with pos_emb per_layer",
+    )
+    assert notices("rotary", rpe_num_buckets=8) == (
+        "rpe_num_buckets 8 has no effect with pos_emb rotary",
+    )
+    assert (
+        notices("fire", mlp_width=8, noise_seq_length=64)
+        == notices("rope_dapev2", dapev2_kernel=5)
+        == ()
+    )
     config = Config.from_flat({**flat, "pos-emb": "xpos", "rotary_emb_base": 500})
     assert (config.notices, config.model.positional_options) == ((), {"base": 500})
 
@@ -202,7 +286,9 @@ def test_unsupported_keys():
     ],
 )
 def test_a_configuration_with_an_unsupported_key_is_rejected(flat, keys, key):
-    with pytest.raises(UserError, match=f'a.yml: "{key}" is a GPT-NeoX key that is not supported: '):
+    with pytest.raises(
+        UserError, match=f'a.yml: "{key}" is a GPT-NeoX key that is not supported: '
+    ):
         Config.from_flat({**flat, **keys}, source="a.yml")
 
 
@@ -232,17 +318,27 @@ def test_blank_paths(flat, key):
 
 
 def test_null_bytes(flat):
-    for keys in ({"save": "a\0b"}, {"comment": "\0"}, {"train_data_paths": ["a", "b\0"]}, {"wandb-group": "c\0"}):
+    for keys in (
+        {"save": "a\0b"},
+        {"comment": "\0"},
+        {"train_data_paths": ["a", "b\0"]},
+        {"wandb-group": "c\0"},
+    ):
         (key,) = keys
         assert_rejected(f'"{key}.*null byte', Config.from_flat, {**flat, **keys})
     Config.from_flat({**flat, "prompt_end": "\0"})
 
 
 def test_a_configuration_has_a_notice_for_each_ignored_key(flat):
-    keys = {"rope-fusion": True, "optimizer": {"params": {"max_grad_norm": 1.0}}, "layernorm-fusion": False}
+    keys = {
+        "rope-fusion": True,
+        "optimizer": {"params": {"max_grad_norm": 1.0}},
+        "layernorm-fusion": False,
+    }
     assert Config.from_flat({**flat, **keys}, source="a.yml").notices == (
         f'a.yml: "rope-fusion" is ignored: {IGNORED["rope_fusion"]}',
-        f'a.yml: "optimizer.params.max_grad_norm" is ignored: {IGNORED["optimizer.params.max_grad_norm"]}',
+        'a.yml: "optimizer.params.max_grad_norm" is ignored: '
+        f"{IGNORED['optimizer.params.max_grad_norm']}",
     )
 
 

@@ -11,7 +11,9 @@ DOCUMENT = ROOT / "configs" / "neox_arguments.md"
 
 
 def test_document_is_current():
-    assert DOCUMENT.read_text(encoding="utf-8") == generate(), "run python tools/configs/generate_docs.py"
+    assert DOCUMENT.read_text(encoding="utf-8") == generate(), (
+        "run python tools/configs/generate_docs.py"
+    )
 
 
 def test_every_key_is_documented_once():

@@ -1,4 +1,6 @@
-"""Configurations from mappings and files: merging, overrides, aliases, placeholders, unknown keys, and back."""
+"""Configurations from mappings and files: merging, overrides, aliases, placeholders, unknown keys,
+and back.
+"""
 
 import json
 import re
@@ -24,8 +26,16 @@ def test_defaults_of_gpt_neox(flat):
     assert config.optimizer.all_params == adam
     assert (config.optimizer.weight_decay, config.optimizer.gradient_clipping) == (0.1, 1.0)
     assert (config.schedule.lr_decay_style, config.schedule.warmup) == ("linear", 0.01)
-    assert (config.training.eval_interval, config.training.eval_iters, config.training.log_interval) == (1000, 100, 100)
-    assert (config.training.seed, config.data.split, config.data.num_workers) == (1234, "969, 30, 1", 2)
+    assert (
+        config.training.eval_interval,
+        config.training.eval_iters,
+        config.training.log_interval,
+    ) == (1000, 100, 100)
+    assert (config.training.seed, config.data.split, config.data.num_workers) == (
+        1234,
+        "969, 30, 1",
+        2,
+    )
     assert config.model.output_layer_init_method == "scaled_normal"
     assert not config.model.no_weight_tying
     assert config.precision.dtype == "fp32"
@@ -50,7 +60,11 @@ def test_updated(flat):
     config = Config.from_flat({**flat, "optimizer": {"params": {"lr": 0.1, "eps": 1e-6}}})
     changed = config.updated(seed=5, **{"optimizer.params.lr": 0.2, "pos-emb": "alibi"})
     assert (changed.training.seed, changed.optimizer.lr, changed.optimizer.eps) == (5, 0.2, 1e-6)
-    assert (config.optimizer.lr, config.model.pos_emb, changed.model.pos_emb) == (0.1, "kerple_log", "alibi")
+    assert (config.optimizer.lr, config.model.pos_emb, changed.model.pos_emb) == (
+        0.1,
+        "kerple_log",
+        "alibi",
+    )
     assert_rejected("hidden_size.*33", config.updated, hidden_size=33)
 
 
@@ -100,7 +114,11 @@ def test_only_top_level_keys_accept_dashes(write):
 
 
 def test_placeholders(flat):
-    keys = {"save": "runs/{pos-emb}/{seed}/{train-iters}", "load": "runs/{pos_emb}/{warmup}", "train_iters": 1e5}
+    keys = {
+        "save": "runs/{pos-emb}/{seed}/{train-iters}",
+        "load": "runs/{pos_emb}/{warmup}",
+        "train_iters": 1e5,
+    }
     config = Config.from_flat({**flat, **keys, "warmup": 0.0})
     assert config.checkpoint.save == "runs/kerple_log/1234/100000"
     assert config.checkpoint.load == "runs/kerple_log/0.0"
@@ -110,7 +128,10 @@ def test_placeholders(flat):
 def test_paths_are_expanded(write, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch")
-    keys = '{"save": "~/{seed}/a", "log-dir": "{save}/logs", "train_data_paths": ["~/a", "/b"], "load": "~"}'
+    keys = (
+        '{"save": "~/{seed}/a", "log-dir": "{save}/logs", "train_data_paths": ["~/a", "/b"], '
+        '"load": "~"}'
+    )
     overrides = ["data_cache_path=$SCRATCH/${SCRATCH}x", "pos_emb_module=json", "vocab_file=a$b~"]
     monkeypatch.setenv("b", "c")
     config = load(write, MODEL, keys, overrides=overrides)
@@ -176,7 +197,11 @@ def test_unknown_keys_are_rejected_with_suggestions(flat, key, nearest):
     [
         ("wandb_api_key", "abcdefg", "wandb_api_key"),
         ("hf_token", "abcdefg", "hf_token"),
-        ("zero_optimization", {"wandb": {"enabled": True, "api_key": "abcdefg"}}, "zero_optimization.wandb.api_key"),
+        (
+            "zero_optimization",
+            {"wandb": {"enabled": True, "api_key": "abcdefg"}},
+            "zero_optimization.wandb.api_key",
+        ),
         ("wandb_host", "https://user:abcdefg@host", "wandb_host"),
         ("data-path", "https://user:abcdefg@host/data", "data-path"),
         ("eval_include_path", ["a", "https://user:abcdefg@host/b"], "eval_include_path.1"),
@@ -189,7 +214,9 @@ def test_secrets_are_rejected(flat, write, monkeypatch, key, value, name):
     calls = [partial(Config.from_flat, {**flat, key: value}, source="here")]
     calls.append(partial(load, write, MODEL, overrides=[f"{key}={json.dumps(value)}"]))
     for call, place in zip(calls, ("here", "--set"), strict=True):
-        with pytest.raises(UserError, match=f'^{place}: "{name}" looks like a secret.*WANDB_API_KEY') as caught:
+        with pytest.raises(
+            UserError, match=f'^{place}: "{name}" looks like a secret.*WANDB_API_KEY'
+        ) as caught:
             call()
         assert "abcdefg" not in str(caught.value)
 
@@ -215,5 +242,7 @@ def nested(key: str, value: object) -> dict:
 )
 def test_numbers_that_no_key_accepts(flat, value, message):
     assert_rejected(
-        f'^configuration: "pos_emb_options.*{message}', Config.from_flat, {**flat, "pos_emb_options": value}
+        f'^configuration: "pos_emb_options.*{message}',
+        Config.from_flat,
+        {**flat, "pos_emb_options": value},
     )

@@ -1,4 +1,6 @@
-"""Merging files and overrides: mappings key by key, aliases, parameters of another type, and what is told about it."""
+"""Merging files and overrides: mappings key by key, aliases, parameters of another type, and what
+is told about it.
+"""
 
 import json
 
@@ -20,8 +22,20 @@ def load(write, *texts, overrides=(), strict=False):
     ("first", "second", "name", "value", "texts"),
     [
         ('{"seed": 1}', '{"seed": 2}', "seed", 2, '"seed" 1 2'),
-        ('{"weight-decay": 0}', '{"weight_decay": 0.2}', "weight_decay", 0.2, '"weight_decay" 0 0.2'),
-        ('{"save-interval": 5}', '{"checkpoint-factor": 6}', "save_interval", 6, '"checkpoint-factor" 5 6'),
+        (
+            '{"weight-decay": 0}',
+            '{"weight_decay": 0.2}',
+            "weight_decay",
+            0.2,
+            '"weight_decay" 0 0.2',
+        ),
+        (
+            '{"save-interval": 5}',
+            '{"checkpoint-factor": 6}',
+            "save_interval",
+            6,
+            '"checkpoint-factor" 5 6',
+        ),
         (
             '{"weight-decay": 0.3}',
             '{"optimizer": {"params": {"weight_decay": 0.7}}}',
@@ -58,13 +72,21 @@ def test_a_later_file_overrides_an_earlier_one(write, tmp_path, first, second, n
 
 
 def test_files_that_set_parts_of_a_mapping(write):
-    """Also three files, nested mappings, --set and `updated`; no value is replaced, so there is nothing to notice."""
+    """Also three files, nested mappings, --set and `updated`; no value is replaced, so there is
+    nothing to notice.
+    """
     texts = (
         '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}',
         '{"zero_optimization": {"offload_param": {"pin_memory": true}}, "bf16": {"enabled": true}}',
         '{"zero_optimization": {"overlap_comm": false}}',
     )
-    config = load(write, MODEL, *texts, strict=True, overrides=["zero_optimization={round_robin_gradients: true}"])
+    config = load(
+        write,
+        MODEL,
+        *texts,
+        strict=True,
+        overrides=["zero_optimization={round_robin_gradients: true}"],
+    )
     expected = {
         "stage": 3,
         "offload_param": {"device": "cpu", "pin_memory": True},
@@ -73,33 +95,51 @@ def test_files_that_set_parts_of_a_mapping(write):
     }
     assert config.to_flat()["zero_optimization"] == expected
     assert (config.precision.dtype, config.notices) == ("bf16", ())
-    changed = config.updated(zero_optimization={"stage": 2, "offload_param": None}, fp16={"hysteresis": 1})
+    changed = config.updated(
+        zero_optimization={"stage": 2, "offload_param": None}, fp16={"hysteresis": 1}
+    )
     assert changed.to_flat()["zero_optimization"] == {**expected, "stage": 2, "offload_param": None}
     assert changed.precision.bf16_enabled
     assert config.to_flat()["zero_optimization"] == expected
 
 
 def test_parameters_of_another_type_are_dropped(write):
-    """Adam and AdamW are the same type. `weight_decay` belongs to the parameters of the optimizer, wherever it is."""
-    adam = '{"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 0.125, "weight_decay": 0.5}}}'
+    """Adam and AdamW are the same type. `weight_decay` belongs to the parameters of the optimizer,
+    wherever it is.
+    """
+    adam = (
+        '{"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 0.125, "weight_decay": '
+        "0.5}}}"
+    )
     lion = '{"optimizer": {"type": "Lion", "params": {"lr": 0.004}}}'
     config = load(write, MODEL, adam, lion)
     assert config.optimizer.all_params == {"lr": 0.004, "betas": (0.9, 0.99)}
     assert config.optimizer.weight_decay == 0.1
     (notice,) = config.notices
-    assert all(text in notice for text in ("optimizer.type", "AdamW", "Lion", "0.02", "0.125", "optimizer.params"))
+    assert all(
+        text in notice
+        for text in ("optimizer.type", "AdamW", "Lion", "0.02", "0.125", "optimizer.params")
+    )
 
     for override in ("optimizer.type=SGD", "optimizer={type: SGD}"):
         config = load(write, MODEL, adam, overrides=["optimizer.params.momentum=0.5", override])
         assert config.to_flat()["optimizer"] == {"type": "SGD", "params": {"momentum": 0.5}}
         assert "0.125" in config.notices[0]
     same = load(write, MODEL, adam, '{"optimizer": {"type": "adam", "params": {"lr": 0.25}}}')
-    assert (same.optimizer.lr, same.optimizer.eps, same.optimizer.weight_decay) == (0.25, 0.125, 0.5)
-    default = load(write, MODEL, '{"optimizer": {"params": {"eps": 0.5}}}', '{"optimizer": {"type": "muon"}}')
+    assert (same.optimizer.lr, same.optimizer.eps, same.optimizer.weight_decay) == (
+        0.25,
+        0.125,
+        0.5,
+    )
+    default = load(
+        write, MODEL, '{"optimizer": {"params": {"eps": 0.5}}}', '{"optimizer": {"type": "muon"}}'
+    )
     assert default.optimizer.eps is None
 
     rotary = '{"pos-emb": "rotary", "pos-emb-options": {"fraction": 0.5}}'
-    options = load(write, MODEL, rotary, '{"pos-emb-options": {"random_range": 64}}').model.pos_emb_options
+    options = load(
+        write, MODEL, rotary, '{"pos-emb-options": {"random_range": 64}}'
+    ).model.pos_emb_options
     assert options == {"fraction": 0.5, "random_range": 64}
     assert load(write, MODEL, rotary, '{"pos-emb": "alibi"}').model.positional_options == {}
 
@@ -108,7 +148,10 @@ def test_the_notice_names_every_dropped_parameter(write):
     """Also parameters that have another name, and those after a long one."""
     decay = '{"optimizer": {"type": "Lion", "params": {"weight_decay": 0.375}}}'
     dropped = '"optimizer.params.weight_decay"'
-    for second, overrides in (('{"optimizer": {"type": "Adam"}}', []), ("{}", ["optimizer.type=Adam"])):
+    for second, overrides in (
+        ('{"optimizer": {"type": "Adam"}}', []),
+        ("{}", ["optimizer.type=Adam"]),
+    ):
         config = load(write, MODEL, decay, second, overrides=overrides)
         (notice,) = config.notices
         assert dropped in notice
@@ -119,7 +162,9 @@ def test_the_notice_names_every_dropped_parameter(write):
         assert dropped in notice
         assert "0.375" in notice
 
-    options = '{"pos-emb": "rotary", "pos-emb-options": {"scaling": "%s", "fraction": 0.625}}' % ("x" * 300)
+    options = '{"pos-emb": "rotary", "pos-emb-options": {"scaling": "%s", "fraction": 0.625}}' % (
+        "x" * 300
+    )
     notice = load(write, MODEL, options, '{"pos-emb": "alibi"}').notices[-1]
     assert '"pos-emb-options.fraction"' in notice
     assert "0.625" in notice
@@ -142,13 +187,26 @@ def test_null_resets_a_mapping(write):
         assert type(config).from_flat(config.to_flat()).model == config.model
 
     # Nested mappings, and those of the keys of other fields.
-    adam = '{"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 0.125, "weight_decay": 0.5}}}'
-    params = load(write, MODEL, adam, overrides=["optimizer.params=null", "optimizer.params.lr=0.25"]).optimizer
+    adam = (
+        '{"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 0.125, "weight_decay": '
+        "0.5}}}"
+    )
+    params = load(
+        write, MODEL, adam, overrides=["optimizer.params=null", "optimizer.params.lr=0.25"]
+    ).optimizer
     assert (params.type, params.lr, params.eps, params.weight_decay) == ("adamw", 0.25, None, 0.1)
     zero = '{"zero_optimization": {"stage": 2, "overlap_comm": true}}'
-    kept = load(write, MODEL, zero, '{"zero_optimization": null}', '{"zero_optimization": {"stage": 1}}')
+    kept = load(
+        write, MODEL, zero, '{"zero_optimization": null}', '{"zero_optimization": {"stage": 1}}'
+    )
     assert (kept.optimizer.zero_stage, kept.optimizer.zero) == (1, {})
-    for key in ("optimizer", "zero_optimization", "fp16", "curriculum_learning", "deepspeed_extra_args"):
+    for key in (
+        "optimizer",
+        "zero_optimization",
+        "fp16",
+        "curriculum_learning",
+        "deepspeed_extra_args",
+    ):
         assert load(write, MODEL, overrides=[f"{key}=null"]).to_flat()[key] is None
 
 
@@ -161,7 +219,8 @@ def test_overrides(write):
     config = load(
         write,
         MODEL,
-        '{"seed": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "eps": 1e-6}}, "checkpoint-factor": 4}',
+        '{"seed": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "eps": 1e-6}}, '
+        '"checkpoint-factor": 4}',
         overrides=[
             "seed=2",
             "optimizer.params.lr=1e-3",
@@ -174,7 +233,11 @@ def test_overrides(write):
         ],
     )
     assert config.training.seed == 2
-    assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.zero_stage) == (1e-3, 1e-6, 1)
+    assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.zero_stage) == (
+        1e-3,
+        1e-6,
+        1,
+    )
     assert config.checkpoint.save_interval == 9
     assert config.data.train_data_paths == ("a", "b")
     assert config.data.split == "9,1"
@@ -208,12 +271,19 @@ def test_bad_overrides(write, override, message):
     ],
 )
 def test_order_of_overrides_and_aliases(write, overrides, weight_decay):
-    config = load(write, MODEL, '{"optimizer": {"params": {"weight_decay": 0.3}}}', overrides=overrides)
-    assert config.optimizer.weight_decay == config.to_flat().get("weight_decay", 0.1) == weight_decay
+    config = load(
+        write, MODEL, '{"optimizer": {"params": {"weight_decay": 0.3}}}', overrides=overrides
+    )
+    assert (
+        config.optimizer.weight_decay == config.to_flat().get("weight_decay", 0.1) == weight_decay
+    )
 
 
 def test_places_of_errors_in_a_mapping_with_overrides(write, tmp_path):
     text = '{"optimizer": {"params": {"eps": "abc", "lr": 1}}}'
-    for override, place in (("optimizer.params.lr=0.1", f"{tmp_path}/1.yml:1"), ("optimizer.params.eps=b", "--set")):
+    for override, place in (
+        ("optimizer.params.lr=0.1", f"{tmp_path}/1.yml:1"),
+        ("optimizer.params.eps=b", "--set"),
+    ):
         message = f'^{place}: "optimizer.params.eps": must be a number'
         assert_rejected(message, load, write, MODEL, text, overrides=[override])

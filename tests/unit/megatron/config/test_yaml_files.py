@@ -30,7 +30,10 @@ def test_flow_mapping_with_comments_and_trailing_commas(write):
     entries = {entry.key: entry for entry in read_file(path)}
     assert entries["num-layers"].value == 12
     assert entries["no-weight-tying"].value is True
-    assert entries["optimizer"].value == {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.999]}}
+    assert entries["optimizer"].value == {
+        "type": "Adam",
+        "params": {"lr": 6e-4, "betas": [0.9, 0.999]},
+    }
     assert entries["optimizer"].place == f"{path}:6"
 
 
@@ -78,7 +81,10 @@ def doubled(template: str, levels: int) -> str:
 
 def test_block_style_and_byte_order_mark(write):
     path = write("a.yml", b"\xef\xbb\xbfnum-layers: 2\nsplit: 949,50,1\n")
-    assert [(entry.key, entry.value) for entry in read_file(path)] == [("num-layers", 2), ("split", "949,50,1")]
+    assert [(entry.key, entry.value) for entry in read_file(path)] == [
+        ("num-layers", 2),
+        ("split", "949,50,1"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,10 @@ def test_block_style_and_byte_order_mark(write):
         (doubled("{{x: {0}, y: [{0}]}}", 40), "alias"),
         (f"a: &a {'x' * 9000}\nb: [{'*a, ' * 300}]", "alias"),
         (doubled("[{0}]", 120), "100 levels"),
-        (f"a: &a {{{', '.join(f'k{n}: 1' for n in range(3000))}}}\nb: {{<<: [{'*a, ' * 3000}]}}", ":2: .*<<"),
+        (
+            f"a: &a {{{', '.join(f'k{n}: 1' for n in range(3000))}}}\nb: {{<<: [{'*a, ' * 3000}]}}",
+            ":2: .*<<",
+        ),
     ],
 )
 def test_bad_files(write, text, message):
@@ -130,8 +139,9 @@ def test_bad_files(write, text, message):
 
 
 def test_merge_keys(monkeypatch):
-    """A mapping's own keys win, then the earlier mapping of the list. That does not depend on PyYAML: in 6.0.4, the
-    first value of a key in `merged` wins in one case and the last one in another.
+    """A mapping's own keys win, then the earlier mapping of the list. That does not depend on
+    PyYAML: in 6.0.4, the first value of a key in `merged` wins in one case and the last one in
+        another.
     """
     monkeypatch.setattr(yaml.SafeLoader, "flatten_mapping", lambda loader, node: None)
     text = """
@@ -182,7 +192,11 @@ def test_names_are_expanded(write, tmp_path, monkeypatch):
     write("models/small.yml", MODEL)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MODELS", "models")
-    for arguments in (("~/models/small",), ("small.yml", "~/$MODELS"), (Path("~/models/small.yml"),)):
+    for arguments in (
+        ("~/models/small",),
+        ("small.yml", "~/$MODELS"),
+        (Path("~/models/small.yml"),),
+    ):
         assert find_file(*arguments) == tmp_path / "models" / "small.yml"
 
 
@@ -190,7 +204,9 @@ def test_missing_file(write, tmp_path):
     write("small_bf16.yml", "{}")
     assert_rejected(r"smal_bf16.*small_bf16\.yml", load_config, ["smal_bf16"], tmp_path)
     assert_rejected("no such file, and no folder", load_config, ["a.yml"], tmp_path / "nowhere")
-    assert_rejected(f"searched {tmp_path}, which have 1 YAML files", load_config, ["qqqqqq"], tmp_path)
+    assert_rejected(
+        f"searched {tmp_path}, which have 1 YAML files", load_config, ["qqqqqq"], tmp_path
+    )
 
 
 def test_names_that_no_file_has(tmp_path):

@@ -1,4 +1,6 @@
-"""Each test has its own transformers cache for remote code: exports of all methods have the same module names."""
+"""Each test has its own transformers cache for remote code: exports of all methods have the same
+module names.
+"""
 
 import sys
 

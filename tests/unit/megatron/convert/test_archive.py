@@ -56,13 +56,17 @@ def test_contents_are_unpacked(kind, tmp_path):
 def test_a_tar_file_that_ends_with_a_zip_file(mode, padding, tmp_path):
     """Files of torch are zip files. Compression stores what it cannot shrink."""
     content = zip_of({"data.pkl": os.urandom(300) + bytes(padding)}, zipfile.ZIP_STORED)
-    path = write_tar(tmp_path / "a.tar", {"PK/latest": b"global_step7", "PK/global_step7/b.pt": content}, mode)
+    path = write_tar(
+        tmp_path / "a.tar", {"PK/latest": b"global_step7", "PK/global_step7/b.pt": content}, mode
+    )
     (tmp_path / "out").mkdir()
     unpack(path, tmp_path / "out")
     assert (tmp_path / "out/PK/global_step7/b.pt").read_bytes() == content
 
 
-@pytest.mark.parametrize("write", [write_zip, partial(write_tar, mode="w"), partial(write_tar, mode="w:xz")])
+@pytest.mark.parametrize(
+    "write", [write_zip, partial(write_tar, mode="w"), partial(write_tar, mode="w:xz")]
+)
 def test_an_archive_that_does_not_fit_on_the_disk(write, tmp_path, monkeypatch):
     """The archive is much smaller than its files."""
     path = write(tmp_path / "bomb.archive", {"a": bytes(30_000), "b/c": bytes(40_000)})

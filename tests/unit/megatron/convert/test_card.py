@@ -21,6 +21,9 @@ def test_the_class_of_a_sentencepiece_model():
 
 
 def test_what_works_depends_on_the_inference_mode():
-    for mode, implementations in (("full", "eager, sdpa, flex_attention"), ("window@8", "eager, sdpa")):
+    for mode, implementations in (
+        ("full", "eager, sdpa, flex_attention"),
+        ("window@8", "eager, sdpa"),
+    ):
         card = model_card(*make_model("alibi"), architecture=None, tokenizer=None, mode=mode)
         assert f"`attn_implementation`: {implementations};" in card

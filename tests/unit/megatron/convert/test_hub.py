@@ -51,7 +51,11 @@ def hub(tmp_path, monkeypatch):
 @torch.no_grad()
 def test_a_model_is_converted_once_per_commit(hub, tmp_path):
     tokens = random_tokens(1, LONG)
-    for name, branch in (("hf:org/tiny", "main"), ("hf:org/tiny@v1", "v1"), (f"hf:org/tiny@{COMMIT}", "main")):
+    for name, branch in (
+        ("hf:org/tiny", "main"),
+        ("hf:org/tiny@v1", "v1"),
+        (f"hf:org/tiny@{COMMIT}", "main"),
+    ):
         model, _ = load_model(name)
         assert (model(tokens) - hub[branch](tokens).logits).abs().max() < 1e-4
     converted = tmp_path / "home" / "kerple" / __version__ / "models--org--tiny"
@@ -89,7 +93,9 @@ def test_a_folder_is_evaluated_directly(hub, tmp_path, capsys):
 def test_models_that_cannot_be_found(hub, tmp_path):
     for name in ("hf:org/other", "hf:org/tiny@v2", "hf:a/b/c", "hf:"):
         assert_rejected(f"{name}: cannot be downloaded", download, name)
-    assert_rejected("hf:org/tiny.*--output", evaluate, ["--checkpoint", "hf:org/tiny", "--lengths", "32"])
+    assert_rejected(
+        "hf:org/tiny.*--output", evaluate, ["--checkpoint", "hf:org/tiny", "--lengths", "32"]
+    )
     snapshot = tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
     (snapshot / "model.safetensors").unlink()
     (snapshot / "pytorch_model.bin").write_bytes(b"")
@@ -99,7 +105,12 @@ def test_models_that_cannot_be_found(hub, tmp_path):
 def test_only_data_is_downloaded(monkeypatch, tmp_path):
     files = (
         *("config.json", "tokenizer.json", "tokenizer.model", "model-00001-of-00002.safetensors"),
-        *("model.safetensors.index.json", "pytorch_model.bin", "modeling_tiny.py", "onnx/model.safetensors"),
+        *(
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            "modeling_tiny.py",
+            "onnx/model.safetensors",
+        ),
         *("training_args.bin", "tokenizer.py", "model.safetensors.py", "original/tokenizer.model"),
     )
     calls = []
@@ -132,11 +143,19 @@ def test_tools_with_the_names_of_gpt_neox(hub, tmp_path, monkeypatch, capsys):
     convert(["from-hf", "hf:org/tiny", str(tmp_path / "expected"), "--no-tokenizer"])
     words = ["--tp", "4", "--model", "org/tiny", "--model_path", ours, "--no-tokenizer"]
     assert not run_tool(monkeypatch, "convert_hf_llama_to_neox.py", *words)
-    assert weights_fingerprint(find_step(ours)) == weights_fingerprint(find_step(tmp_path / "expected"))
+    assert weights_fingerprint(find_step(ours)) == weights_fingerprint(
+        find_step(tmp_path / "expected")
+    )
     capsys.readouterr()
     assert run_tool(monkeypatch, "inspect_checkpoints.py", ours, "--json") == 0
     assert json.loads(capsys.readouterr().out)["iteration"] == 0
-    words = ["--input_dir", f"{ours}/global_step0", "--output_dir", str(tmp_path / "hf"), "--no_save_tokenizer"]
+    words = [
+        "--input_dir",
+        f"{ours}/global_step0",
+        "--output_dir",
+        str(tmp_path / "hf"),
+        "--no_save_tokenizer",
+    ]
     words += ["--config_file", "none.yml", "--precision", "fp16", "--vocab-is-hf-tokenizer"]
     assert run_tool(monkeypatch, "convert_neox_to_hf.py", *words, "--architecture", "mistral") == 2
     assert not (tmp_path / "hf").exists()

@@ -1,4 +1,6 @@
-"""Models written to Hugging Face folders and read from them give the same logits, also with a cache and padding."""
+"""Models written to Hugging Face folders and read from them give the same logits, also with a cache
+and padding.
+"""
 
 import json
 import os
@@ -9,7 +11,13 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from kerple.attention import AttentionMode, LogLength
 from kerple.positional import primary_names
@@ -36,7 +44,17 @@ CHARACTERS = TokenizerFiles("CharLevelTokenizer")
 
 
 # Methods of each kind, whose models are also tested with left padding.
-PADDED = ("kerple_log", "kerple_power_ap_ap", "sinusoidal", "learned", "rpe", "xpos", "fire", "dape_kerple", "dape_v2")
+PADDED = (
+    "kerple_log",
+    "kerple_power_ap_ap",
+    "sinusoidal",
+    "learned",
+    "rpe",
+    "xpos",
+    "fire",
+    "dape_kerple",
+    "dape_v2",
+)
 
 
 QUICK = ("kerple_log", "rotary", "learned", "forgetting")
@@ -47,7 +65,8 @@ def longest(pos_emb: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "pos_emb", [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in primary_names()]
+    "pos_emb",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in primary_names()],
 )
 @torch.no_grad()
 def test_every_method(pos_emb, tmp_path):
@@ -64,7 +83,9 @@ def test_every_method(pos_emb, tmp_path):
     prompt = random_tokens(1, longest(pos_emb) - 12)
     expected = greedy(model, prompt, 12)
     for use_cache in (True, False):
-        generated = theirs.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, eos_token_id=None)
+        generated = theirs.generate(
+            prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, eos_token_id=None
+        )
         assert generated.tolist() == expected.tolist()
 
     if pos_emb in PADDED:
@@ -82,7 +103,9 @@ def assert_left_padding_changes_nothing(model, theirs) -> None:
     tokens = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
     mask = torch.tensor([[0] * (width - row.shape[1]) + [1] * row.shape[1] for row in rows])
     logits = theirs(tokens, attention_mask=mask).logits
-    generated = theirs.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    generated = theirs.generate(
+        tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
     for index, row in enumerate(rows):
         assert (logits[index, -row.shape[1] :] - model(row)[0]).abs().max() < 1e-4
         assert generated[index, -row.shape[1] - 8 :].tolist() == greedy(model, row, 8)[0].tolist()
@@ -157,7 +180,11 @@ DYNAMIC = {"scaling": "dynamic", "factor": 2}
     ("pos_emb", "keys", "message"),
     [
         ("rotary", {"pos_emb_options": {"random_range": 256}}, "random_range"),
-        ("per_layer", {"pos_emb_options": {"methods": [{"rotary": {"random_range": 256}}, "none"]}}, "random_range"),
+        (
+            "per_layer",
+            {"pos_emb_options": {"methods": [{"rotary": {"random_range": 256}}, "none"]}},
+            "random_range",
+        ),
         ("rotary", {"sliding_window_width": [9, None]}, "sliding_window_width"),
         ("rotary", {"activation": "swiglu", "pos_emb_options": DYNAMIC}, "angles"),
         ("per_layer", {"pos_emb_options": {"methods": ["none", {"rotary": DYNAMIC}]}}, "angles"),
@@ -171,7 +198,9 @@ def test_models_that_cannot_be_exported(pos_emb, keys, message, tmp_path):
 
 @torch.no_grad()
 def test_the_released_rotary_model_far_beyond_its_training_length(tmp_path):
-    """At 2,048, where float32 angles are inaccurate, logits agree to 1e-4 if both models use them."""
+    """At 2,048, where float32 angles are inaccurate, logits agree to 1e-4 if both
+    models use them.
+    """
     model, config = load_model(checkpoints("rotary"))
     reports = []
     to_hugging_face(model, config, tmp_path / "hf", report=reports.append)
@@ -219,7 +248,13 @@ def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
         name = "gpt_neox.layers.1.attention.query_key_value.weight"
         heads = model.settings.config.num_attention_heads
         # The mistake of GPT-NeoX's early converters: all queries, then all keys, then all values.
-        tensors[name] = tensors[name].view(heads, 3, -1, 32).transpose(0, 1).reshape(tensors[name].shape).contiguous()
+        tensors[name] = (
+            tensors[name]
+            .view(heads, 3, -1, 32)
+            .transpose(0, 1)
+            .reshape(tensors[name].shape)
+            .contiguous()
+        )
         return tensors
 
     right = hugging_face.hugging_face_tensors
@@ -232,7 +267,9 @@ def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
 
 
 def test_special_tokens_and_a_tokenizer_that_needs_no_code(tmp_path, monkeypatch):
-    """transformers 5's AutoTokenizer asks whether to run the model's code: it always loads the model's config."""
+    """transformers 5's AutoTokenizer asks whether to run the model's code: it always loads the
+    model's config.
+    """
 
     def ask(text):
         pytest.fail(text)
@@ -262,7 +299,9 @@ def test_files_have_the_permissions_of_the_umask(tmp_path, monkeypatch):
         to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     finally:
         os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()} == {0o666 & ~umask}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()} == {
+        0o666 & ~umask
+    }
 
 
 @pytest.mark.parametrize(
@@ -271,7 +310,13 @@ def test_files_have_the_permissions_of_the_umask(tmp_path, monkeypatch):
         {},  # Pythia: parallel residuals, a quarter of the dimensions rotated
         {"use_parallel_residual": False, "hidden_act": "gelu_new"},
         {"tie_word_embeddings": True, "layer_norm_eps": 1e-3},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 1.0,
+            }
+        },
     ],
     ids=["pythia", "sequential", "tied", "rotary base"],
 )
@@ -287,7 +332,9 @@ def test_gpt_neox_models(keys, tmp_path):
 
 @torch.no_grad()
 def test_files_of_transformers_4(tmp_path):
-    """Top-level rotary keys in config.json, masks and frequencies among the weights, several files with an index."""
+    """Top-level rotary keys in config.json, masks and frequencies among the weights, several files
+    with an index.
+    """
     theirs = family_model(tmp_path / "hf", "pythia")
     path = tmp_path / "hf" / "config.json"
     keys = json.loads(path.read_text())
@@ -295,15 +342,27 @@ def test_files_of_transformers_4(tmp_path):
     path.write_text(json.dumps({**keys, "rotary_pct": 0.25, "rotary_emb_base": 10000}))
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     for block in range(2):
-        tensors[f"gpt_neox.layers.{block}.attention.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool)
+        tensors[f"gpt_neox.layers.{block}.attention.bias"] = torch.ones(
+            1, 1, 32, 32, dtype=torch.bool
+        )
         tensors[f"gpt_neox.layers.{block}.attention.masked_bias"] = torch.tensor(-1e9)
         tensors[f"gpt_neox.layers.{block}.attention.rotary_emb.inv_freq"] = torch.ones(1)
     names = sorted(tensors)
-    parts = {"model-00001-of-00002.safetensors": names[:10], "model-00002-of-00002.safetensors": names[10:]}
+    parts = {
+        "model-00001-of-00002.safetensors": names[:10],
+        "model-00002-of-00002.safetensors": names[10:],
+    }
     for part, part_names in parts.items():
-        save_file({name: tensors[name] for name in part_names}, tmp_path / "hf" / part, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in part_names},
+            tmp_path / "hf" / part,
+            metadata={"format": "pt"},
+        )
     (tmp_path / "hf" / "model.safetensors").unlink()
-    index = {"metadata": {}, "weight_map": {name: part for part, part_names in parts.items() for name in part_names}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: part for part, part_names in parts.items() for name in part_names},
+    }
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
 
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
@@ -322,7 +381,9 @@ def test_weights_of_several_dtypes_are_not_rounded(tmp_path):
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
     step = tmp_path / "ours" / "global_step0"
     layers = open_layers(step)
-    assert {tensor.dtype for files in layers.values() for file in files for tensor in file.values()} == {torch.float32}
+    assert {
+        tensor.dtype for files in layers.values() for file in files for tensor in file.values()
+    } == {torch.float32}
     expected = theirs.gpt_neox.layers[0].mlp.dense_h_to_4h.weight
     assert torch.equal(layers[2][0]["mlp.dense_h_to_4h.weight"], expected)
     embedding = step / "layer_00-model_00-model_states.pt"
@@ -359,25 +420,36 @@ def test_an_inference_mode_is_written(tmp_path):
     """A rotary model then has its own code, and its logits are compared in the mode."""
     model, config = make_model("rotary", seq_length=24)
     lines: list[str] = []
-    to_hugging_face(model, config, tmp_path / "hf", inference_mode="full+logn+clip@8", report=lines.append)
+    to_hugging_face(
+        model, config, tmp_path / "hf", inference_mode="full+logn+clip@8", report=lines.append
+    )
     assert "inference mode full+clip@8+logn: logits compared at length 24 and 96" in lines[1]
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (values["inference_mode"], values["training_length"]) == ("full+clip@8+logn", 24)
     assert "The default is `full+clip@8+logn`" in (tmp_path / "hf" / "README.md").read_text()
-    tokens, mode = random_tokens(1, LONG), AttentionMode(distance_map=Clip(8), scaling=LogLength(24))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32)
+    tokens, mode = (
+        random_tokens(1, LONG),
+        AttentionMode(distance_map=Clip(8), scaling=LogLength(24)),
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", trust_remote_code=True, dtype=torch.float32
+    )
     assert (theirs(tokens).logits - model(tokens, mode=mode)).abs().max() < 1e-4
     assert "full+clip@8+logn" in as_decoder(theirs).unsupported_reason(AttentionMode())
     for name, message in (("full+log@8", "full.log@8.*pos_emb rotary"), ("win", "win")):
         with pytest.raises(CheckpointError, match=message):
             to_hugging_face(model, config, tmp_path / "other", inference_mode=name, report=quiet)
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=lines.append)
-    assert "a checkpoint has no inference_mode; name full+clip@8+logn in evaluate.py --modes" in "".join(lines[2:])
+    assert (
+        "a checkpoint has no inference_mode; name full+clip@8+logn in evaluate.py --modes"
+        in "".join(lines[2:])
+    )
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model(tokens))
 
 
 @pytest.mark.parametrize(
-    ("pos_emb", "dtype"), [("rotary", torch.bfloat16), ("kerple_log", None), ("rotary", None), ("learned", None)]
+    ("pos_emb", "dtype"),
+    [("rotary", torch.bfloat16), ("kerple_log", None), ("rotary", None), ("learned", None)],
 )
 @torch.no_grad()
 @pytest.mark.quick(2)
@@ -387,7 +459,9 @@ def test_exported_models_are_imported_again(pos_emb, dtype, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
     for source in (tmp_path / "hf").glob("*.py"):
         source.write_text("raise SystemExit('this code must not run')")
-    from_hugging_face(tmp_path / "hf", tmp_path / "ours", dtype=dtype, with_tokenizer=False, report=quiet)
+    from_hugging_face(
+        tmp_path / "hf", tmp_path / "ours", dtype=dtype, with_tokenizer=False, report=quiet
+    )
     step = tmp_path / "ours" / "global_step0"
     state = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
@@ -410,7 +484,9 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*config\.json"):
         from_hugging_face(tmp_path / "nothing", tmp_path / "ours", report=quiet)
     family_model(tmp_path / "hf", "pythia")
-    assert_rejected("neither tokenizer", from_hugging_face, tmp_path / "hf", tmp_path / "ours", report=quiet)
+    assert_rejected(
+        "neither tokenizer", from_hugging_face, tmp_path / "hf", tmp_path / "ours", report=quiet
+    )
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
         from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)

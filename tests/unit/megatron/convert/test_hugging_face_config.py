@@ -3,7 +3,12 @@
 import pytest
 
 from megatron.checkpoint.storage import CheckpointError
-from megatron.convert.hugging_face_config import config_from, self_contained_config, stock_config, stock_type
+from megatron.convert.hugging_face_config import (
+    config_from,
+    self_contained_config,
+    stock_config,
+    stock_type,
+)
 from tests.support.conversion import make_model
 
 NEOX = {
@@ -24,18 +29,30 @@ LLAMA = {**NEOX, "model_type": "llama", "intermediate_size": 44}
         ("rotary", {}, "gpt_neox"),
         ("rotary", {"rotary_pct": 0.5, "rotary_emb_base": 300, "gpt_j_residual": True}, "gpt_neox"),
         ("rotary", {"use_bias_in_attn_linear": False, "intermediate_size": 96}, "gpt_neox"),
-        ("rotary", {"pos_emb_options": {"scaling": "yarn", "factor": 4.0, "beta_fast": 16}}, "gpt_neox"),
+        (
+            "rotary",
+            {"pos_emb_options": {"scaling": "yarn", "factor": 4.0, "beta_fast": 16}},
+            "gpt_neox",
+        ),
         ("rotary", {"pos_emb_options": {"scaling": "dynamic", "factor": 4.0}}, "gpt_neox"),
         (
             "rotary",
-            {"norm": "rmsnorm", "activation": "swiglu", "pos_emb_options": {"scaling": "llama3", "factor": 8.0}},
+            {
+                "norm": "rmsnorm",
+                "activation": "swiglu",
+                "pos_emb_options": {"scaling": "llama3", "factor": 8.0},
+            },
             "llama",
         ),
         ("rotary", {"pos_emb_options": {"scaling": "ntk", "factor": 4.0}}, None),
         ("rotary", {"norm": "rmsnorm", "activation": "silu"}, None),
         ("rotary", {"activation": "swiglu"}, None),
         ("rotary", {"norm": "rmsnorm", "activation": "swiglu", "rotary_pct": 0.5}, None),
-        ("kerple_log", {"bias_gelu_fusion": True, "layernorm_epsilon": 1e-3, "no_weight_tying": False}, None),
+        (
+            "kerple_log",
+            {"bias_gelu_fusion": True, "layernorm_epsilon": 1e-3, "no_weight_tying": False},
+            None,
+        ),
         ("kerple_log", {"max_position_embeddings": 64}, None),
     ],
 )
@@ -51,19 +68,36 @@ def test_configurations_survive_a_round_trip(pos_emb, keys, stock):
     values = config_from(written, "config.json")
     returned = type(config).from_flat(values)
     for name in (
-        *("num_layers", "hidden_size", "num_attention_heads", "gpt_j_residual", "norm_epsilon", "activation"),
-        *("seq_length", "max_position_embeddings", "mlp_features", "use_bias_in_attn_linear", "use_bias_in_mlp"),
+        *(
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "gpt_j_residual",
+            "norm_epsilon",
+            "activation",
+        ),
+        *(
+            "seq_length",
+            "max_position_embeddings",
+            "mlp_features",
+            "use_bias_in_attn_linear",
+            "use_bias_in_mlp",
+        ),
     ):
         assert getattr(returned.model, name) == getattr(config.model, name), name
     ours, theirs = returned.model.positional_options, config.model.positional_options
-    assert {name: value for name, value in ours.items() if name in theirs and name != "trained_length"} == {
-        name: value for name, value in theirs.items() if name != "trained_length"
-    }
+    assert {
+        name: value for name, value in ours.items() if name in theirs and name != "trained_length"
+    } == {name: value for name, value in theirs.items() if name != "trained_length"}
 
 
 def test_defaults_of_gpt_neox():
     values = config_from(NEOX, "config.json")
-    assert (values["gpt_j_residual"], values["rotary_pct"], values["rotary_emb_base"]) == (True, 0.25, 10_000)
+    assert (values["gpt_j_residual"], values["rotary_pct"], values["rotary_emb_base"]) == (
+        True,
+        0.25,
+        10_000,
+    )
     assert values["no_weight_tying"] is True
 
 
@@ -72,7 +106,11 @@ def test_defaults_of_gpt_neox():
     [
         (NEOX, {"model_type": "bert"}, "model_type 'bert'"),
         (NEOX, {"hidden_act": "mish"}, "hidden_act 'mish'"),
-        (NEOX, {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+        (
+            NEOX,
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_type 'longrope'",
+        ),
         (
             NEOX,
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
@@ -88,7 +126,11 @@ def test_defaults_of_gpt_neox():
             {
                 "rope_parameters": {
                     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-                    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                    "full_attention": {
+                        "rope_type": "linear",
+                        "rope_theta": 1_000_000.0,
+                        "factor": 8.0,
+                    },
                 }
             },
             "rope_parameters.*sliding_attention.*type",
@@ -99,10 +141,19 @@ def test_defaults_of_gpt_neox():
             r"mscale 1\.0.*rope_type 'yarn'",
         ),
         (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        (LLAMA, {"layer_types": ["full_attention", "linear_attention"]}, "layer_types.*linear_attention"),
         (
             LLAMA,
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types.*linear_attention",
+        ),
+        (
+            LLAMA,
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 1,
+            },
             "max_window_layers 1.*layers",
         ),
         (LLAMA, {"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
@@ -117,4 +168,6 @@ def test_unsupported_settings_are_named(base, keys, message):
 
 def test_an_incomplete_file():
     with pytest.raises(CheckpointError, match="num_hidden_layers"):
-        config_from({"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4}, "config.json")
+        config_from(
+            {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4}, "config.json"
+        )

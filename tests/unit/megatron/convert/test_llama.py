@@ -1,4 +1,6 @@
-"""Llama, Mistral, Qwen2 and Qwen3: imported and exported models have the logits of transformers' own."""
+"""Llama, Mistral, Qwen2 and Qwen3: imported and exported models have the logits of transformers'
+own.
+"""
 
 import json
 
@@ -27,7 +29,9 @@ def test_import_and_export(name, tmp_path):
         assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
 
     to_hugging_face(ours, config, tmp_path / "back", report=quiet)
-    first, second = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "back"))
+    first, second = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "back")
+    )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[tensor], second[tensor]) for tensor in first)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
@@ -60,21 +64,34 @@ def test_files_of_transformers_4(tmp_path):
     "keys",
     [
         {},
-        {"num_kv_heads": 2, "head_size": 12, "use_bias_in_attn_linear": False, "sliding_window_width": 5},
+        {
+            "num_kv_heads": 2,
+            "head_size": 12,
+            "use_bias_in_attn_linear": False,
+            "sliding_window_width": 5,
+        },
         {"use_bias_in_attn_output": False, "no_weight_tying": False},
         {"use_qk_layernorm": True, "use_bias_in_mlp": False, "num_kv_heads": 1},
-        {"pos_emb_options": {"scaling": "llama3", "factor": 8.0, "trained_length": 16}, "rotary_emb_base": 300},
+        {
+            "pos_emb_options": {"scaling": "llama3", "factor": 8.0, "trained_length": 16},
+            "rotary_emb_base": 300,
+        },
     ],
     ids=["llama", "mistral", "qwen2", "qwen3", "scaled"],
 )
 @torch.no_grad()
 @pytest.mark.quick(2)
 def test_models_trained_here_are_exported(keys, tmp_path):
-    biases = {} if set(keys) <= {"pos_emb_options", "rotary_emb_base"} else {"use_bias_in_mlp": False}
+    biases = (
+        {} if set(keys) <= {"pos_emb_options", "rotary_emb_base"} else {"use_bias_in_mlp": False}
+    )
     model, config = make_model("rotary", norm="rmsnorm", activation="swiglu", **{**biases, **keys})
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    assert f"This is a {type(theirs).__name__} of transformers" in (tmp_path / "hf/README.md").read_text()
+    assert (
+        f"This is a {type(theirs).__name__} of transformers"
+        in (tmp_path / "hf/README.md").read_text()
+    )
     tokens = random_tokens(1, LONG)
     assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
@@ -87,11 +104,22 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     tensors = load_file(path)
     name = "model.layers.1.self_attn.k_proj.weight"
     for changed, message in (
-        ({**tensors, "model.layers.0.mlp.experts.0.w1.weight": torch.ones(1)}, r"contains model.layers.0.mlp.experts"),
-        ({**tensors, name: torch.ones(3, 32)}, r"k_proj.weight has shape \(3, 32\).*config.json.* \(32, 32\)"),
+        (
+            {**tensors, "model.layers.0.mlp.experts.0.w1.weight": torch.ones(1)},
+            r"contains model.layers.0.mlp.experts",
+        ),
+        (
+            {**tensors, name: torch.ones(3, 32)},
+            r"k_proj.weight has shape \(3, 32\).*config.json.* \(32, 32\)",
+        ),
         ({other: tensor for other, tensor in tensors.items() if other != name}, rf"lacks {name}$"),
-        ({**tensors, name: tensors[name] / 0}, r"k_proj.weight contains values that are not finite"),
+        (
+            {**tensors, name: tensors[name] / 0},
+            r"k_proj.weight contains values that are not finite",
+        ),
     ):
         save_file(changed, path, metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=message):
-            from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
+            from_hugging_face(
+                tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet
+            )

@@ -40,7 +40,10 @@ def test_an_existing_folder_is_not_replaced(tmp_path):
     (tmp_path / "empty").mkdir()
     with new_folder(tmp_path / "empty") as folder:
         (folder / "a").write_text("new")
-    with pytest.raises(CheckpointError, match="empty: already exists"), new_folder(tmp_path / "empty"):
+    with (
+        pytest.raises(CheckpointError, match="empty: already exists"),
+        new_folder(tmp_path / "empty"),
+    ):
         pass
     (tmp_path / "file").write_text("")
     with (
@@ -68,7 +71,11 @@ def test_different_logits_are_an_error():
     messages = []
     check_same_logits(model, model, VOCABULARY, config, "copy", messages.append)
     assert messages == ["copy: logits compared at length 32 and 128, largest difference 0.0e+00"]
-    for wrong in (other, lambda tokens: model(tokens) * float("nan"), lambda tokens: model(tokens)[..., :3]):
+    for wrong in (
+        other,
+        lambda tokens: model(tokens) * float("nan"),
+        lambda tokens: model(tokens)[..., :3],
+    ):
         with pytest.raises(CheckpointError, match=r"nothing was written.*logits differ by"):
             check_same_logits(model, wrong, VOCABULARY, config, "copy", messages.append)
 
@@ -92,7 +99,11 @@ def test_float32_frequencies_of_transformers_replace_equal_ones():
     model, _ = make_model("rotary", pos_emb_options={"scaling": "linear", "factor": 3})
     own = model.blocks[0].attention.rpe.angles.frequencies
     rounded = torch.tensor(own) * (1 + 1e-6)
-    for frequencies, expected in ((rounded, rounded.tolist()), (rounded * 1.001, own), (rounded[:2], own)):
+    for frequencies, expected in (
+        (rounded, rounded.tolist()),
+        (rounded * 1.001, own),
+        (rounded[:2], own),
+    ):
         copied = with_float32_angles(model, frequencies)
         assert copied.blocks[0].attention.rpe.angles.frequencies == tuple(expected)
     assert model.blocks[0].attention.rpe.angles.frequencies == own

@@ -1,4 +1,6 @@
-"""Sources of a self-contained model: the positional method and all it imports, and nothing else of this project."""
+"""Sources of a self-contained model: the positional method and all it imports, and nothing else of
+this project.
+"""
 
 import ast
 import importlib
@@ -83,7 +85,9 @@ def test_an_external_method(tmp_path, monkeypatch):
     keys = {"pos_emb_module": "mymethods.decay", "pos_emb_options": {"floor": 0.02}}
     model, config = make_model("square_root_bias", **keys)
     to_hugging_face(model, config, tmp_path / "hf", report=quiet)
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", trust_remote_code=True, dtype=torch.float32).eval()
+    written = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", trust_remote_code=True, dtype=torch.float32
+    ).eval()
     tokens = random_tokens(1, LONG)
     with torch.no_grad():
         assert (written(tokens).logits - model(tokens)).abs().max() < 1e-4
@@ -105,7 +109,9 @@ def test_exports_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     tokens = random_tokens(1, LONG)
     for model, path in exported:
-        module, name = json.loads((path / "config.json").read_text())["auto_map"]["AutoModelForCausalLM"].split(".")
+        module, name = json.loads((path / "config.json").read_text())["auto_map"][
+            "AutoModelForCausalLM"
+        ].split(".")
         model_class = getattr(importlib.import_module(f"both_exports.{module}"), name)
         written = model_class.from_pretrained(path, dtype=torch.float32).eval()
         assert (written(tokens).logits - model(tokens)).abs().max() < 1e-4

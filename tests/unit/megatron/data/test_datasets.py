@@ -14,7 +14,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data import datasets
-from megatron.data.datasets import BlendedParts, SampleSettings, build_datasets, datasets_from_blends
+from megatron.data.datasets import (
+    BlendedParts,
+    SampleSettings,
+    build_datasets,
+    datasets_from_blends,
+)
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.splits import Blend
 from tests.support.corpora import manifest_of
@@ -48,7 +53,9 @@ def tokens(dataset, count=None) -> torch.Tensor:
 @pytest.fixture
 def one_process_group():
     """megatron-core's builder needs a process group for blends."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -80,18 +87,28 @@ def test_weighted_blend_of_megatron_core(tmp_path, write_corpus, settings, one_p
 
 
 def test_shares_of_a_blend(tmp_path, write_corpus, settings):
-    """Ids are 0-99 in the first corpus and 100-199 in the second, so each sample shows where it comes from."""
+    """Ids are 0-99 in the first corpus and 100-199 in the second, so each sample shows where it
+    comes from.
+    """
     for number, name in enumerate("ab"):
-        ids = np.random.default_rng(number).integers(100 * number, 100 * (number + 1), 5000).astype(np.uint16)
+        ids = (
+            np.random.default_rng(number)
+            .integers(100 * number, 100 * (number + 1), 5000)
+            .astype(np.uint16)
+        )
         builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
         builder.add_document(torch.from_numpy(ids.astype(np.int32)), [len(ids)])
         builder.finalize(str(tmp_path / f"{name}.idx"))
     prefixes = (str(tmp_path / "a"), str(tmp_path / "b"))
     for weights, expected in (((1, 3), 750), (None, 500)):
-        blend = datasets_from_blends([Blend(prefixes, weights), None, None], LENGTHS, (1000, 0, 0), settings).train
+        blend = datasets_from_blends(
+            [Blend(prefixes, weights), None, None], LENGTHS, (1000, 0, 0), settings
+        ).train
         of_second = [int(blend[index]["tokens"].min()) >= 100 for index in range(1000)]
         assert abs(sum(of_second) - expected) <= 1
-        assert [blend.source(index) == f"{prefixes[1]} (train)" for index in range(1000)] == of_second
+        assert [
+            blend.source(index) == f"{prefixes[1]} (train)" for index in range(1000)
+        ] == of_second
     # An epoch of each corpus has 4,999 // 32 = 156 samples.
     for line, prefix in zip(blend.describe(), prefixes, strict=True):
         assert prefix in line
@@ -106,9 +123,13 @@ def test_shares_of_a_blend(tmp_path, write_corpus, settings):
     fewer=st.integers(0, 400),
 )
 def test_blends_in_general(weights, samples, fewer):
-    """Every prefix of a blend has the requested shares, positions are consecutive, and a shorter blend is a prefix."""
+    """Every prefix of a blend has the requested shares, positions are consecutive, and a shorter
+    blend is a prefix.
+    """
     parts = [
-        SimpleNamespace(name=str(n), order=str(n), settings=None, sample=lambda position, n=n: (n, position))
+        SimpleNamespace(
+            name=str(n), order=str(n), settings=None, sample=lambda position, n=n: (n, position)
+        )
         for n in range(len(weights))
     ]
     blend = BlendedParts(parts, weights, samples)
@@ -117,7 +138,9 @@ def test_blends_in_general(weights, samples, fewer):
     for number, (part, position) in enumerate(drawn, start=1):
         assert position == counts[part]
         counts[part] += 1
-        assert np.all(np.abs(counts - number * np.array(weights) / sum(weights)) < max(len(parts), 2) - 0.5)
+        assert np.all(
+            np.abs(counts - number * np.array(weights) / sum(weights)) < max(len(parts), 2) - 0.5
+        )
     shorter = BlendedParts(parts, weights, min(samples, fewer + 1))
     assert [shorter[index] for index in range(len(shorter))] == drawn[: len(shorter)]
     assert shorter.order == blend.order
@@ -129,15 +152,25 @@ def test_epochs(corpus, settings):
     thrice = datasets_from_split(corpus, "1", LENGTHS, (3 * epoch, 0, 0), settings).train
     rows = tokens(thrice)
     assert torch.equal(rows[:epoch], tokens(once))
-    ordered = [sorted(map(tuple, rows[start : start + epoch].tolist())) for start in (0, epoch, 2 * epoch)]
+    ordered = [
+        sorted(map(tuple, rows[start : start + epoch].tolist())) for start in (0, epoch, 2 * epoch)
+    ]
     assert ordered[0] == ordered[1] == ordered[2]
     assert not torch.equal(rows[:epoch], rows[epoch : 2 * epoch])
     assert not torch.equal(rows[epoch : 2 * epoch], rows[2 * epoch :])
     with pytest.raises(IndexError):
         thrice[3 * epoch]
     (line,) = thrice.describe()
-    documents, tokens_ = len(once._dataset.indices), len(np.fromfile(f"{corpus}.bin", dtype=np.uint16))
-    for number in (f"{documents:,} documents", f"{tokens_:,} tokens", f"{3 * epoch:,} samples", "3.00 epochs"):
+    documents, tokens_ = (
+        len(once._dataset.indices),
+        len(np.fromfile(f"{corpus}.bin", dtype=np.uint16)),
+    )
+    for number in (
+        f"{documents:,} documents",
+        f"{tokens_:,} tokens",
+        f"{3 * epoch:,} samples",
+        "3.00 epochs",
+    ):
         assert number in line
 
 
@@ -157,10 +190,18 @@ def test_order_does_not_depend_on_the_length_of_the_run(tmp_path, write_corpus, 
 def test_order_identifies_the_samples(corpus, tmp_path, write_corpus, settings):
     def order(prefix=corpus, seed=1234, length=32, split="1", samples=None):
         sample_settings = SampleSettings(1000, 0, seed)
-        return datasets_from_split(prefix, split, (length,) * 3, (samples, 0, 0), sample_settings).train.order
+        return datasets_from_split(
+            prefix, split, (length,) * 3, (samples, 0, 0), sample_settings
+        ).train.order
 
     write_corpus(tmp_path / "second", [50, 60])
-    orders = [order(), order(seed=1), order(length=16), order(split="9,1"), order(prefix=str(tmp_path / "second"))]
+    orders = [
+        order(),
+        order(seed=1),
+        order(length=16),
+        order(split="9,1"),
+        order(prefix=str(tmp_path / "second")),
+    ]
     assert len(set(orders)) == len(orders)
     assert order(samples=7) == order()
 
@@ -181,13 +222,17 @@ def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
     write_corpus(tmp_path / "small", [20, 12])
 
     def split(shares, length, num_samples=ONE_EPOCH):
-        return datasets_from_split(str(tmp_path / "small"), shares, (length,) * 3, num_samples, settings)
+        return datasets_from_split(
+            str(tmp_path / "small"), shares, (length,) * 3, num_samples, settings
+        )
 
     assert len(split("1", 31).train) == 1
     assert_rejected(r"small \(train\).*32.*2.*32 \+ 1", split, "1", 32)
     assert_rejected(r"small \(valid\) has 12 tokens in 1 documents", split, "1,1", 16)
     assert split("1,1", 16, (1, 0, 0)).valid is None
-    assert split("1,0,1", 16, (1, 0, 1)).test is None  # a test part that is too small is not an error
+    assert (
+        split("1,0,1", 16, (1, 0, 1)).test is None
+    )  # a test part that is too small is not an error
     assert split("98,1,1", 4, (1, 1, 1))[1:] == (None, None)
 
 
@@ -198,17 +243,23 @@ TOKENIZER = SimpleNamespace(vocab_size=1000, eod=0)
 
 
 def test_build_datasets_from_one_corpus(configuration, corpus, settings):
-    datasets = build_datasets(configuration(data_path=corpus, split="8,1,1"), TOKENIZER, 32, (10, 3, 0), 64)
+    datasets = build_datasets(
+        configuration(data_path=corpus, split="8,1,1"), TOKENIZER, 32, (10, 3, 0), 64
+    )
     expected = datasets_from_split(corpus, "8,1,1", (32, 64, 64), (10, 3, 0), settings)
     assert torch.equal(tokens(datasets.train), tokens(expected.train))
     assert torch.equal(tokens(datasets.valid), tokens(expected.valid))
     assert datasets.test is None
 
 
-def test_build_datasets_from_separate_paths(configuration, corpus, tmp_path, write_corpus, settings):
+def test_build_datasets_from_separate_paths(
+    configuration, corpus, tmp_path, write_corpus, settings
+):
     write_corpus(tmp_path / "valid", [200] * 9)
     valid = [str(tmp_path / "valid")]
-    config = configuration(train_data_paths=[corpus, *valid], train_data_weights=[0.7, 0.3], valid_data_paths=valid)
+    config = configuration(
+        train_data_paths=[corpus, *valid], train_data_weights=[0.7, 0.3], valid_data_paths=valid
+    )
     datasets = build_datasets(config, TOKENIZER, 32, (50, None, None))
     blends = [Blend((corpus, *valid), (0.7, 0.3)), Blend(tuple(valid)), None]
     expected = datasets_from_blends(blends, LENGTHS, (50, None, 0), settings)
@@ -217,18 +268,27 @@ def test_build_datasets_from_separate_paths(configuration, corpus, tmp_path, wri
     assert datasets.test is None
 
 
-def test_data_of_another_tokenizer_are_rejected(configuration, corpus, tmp_path, write_corpus, tokenizer):
+def test_data_of_another_tokenizer_are_rejected(
+    configuration, corpus, tmp_path, write_corpus, tokenizer
+):
     """Even if its ids fit into the vocabulary."""
     write_corpus(tmp_path / "other", [200] * 9, vocab_size=tokenizer.vocab_size)
     other = str(tmp_path / "other")
     manifest = manifest_of(open_indexed_files(other), tokenizer.vocab_size - 1)
     write_manifest(other, manifest)
-    message = r"other was tokenized with HFTokenizer with 2,000 ids .* and not with HFTokenizer with 600 ids"
+    message = r"other was tokenized with HFTokenizer with 2,000 ids .* not with .* 600 ids"
     separate = {"train_data_paths": [corpus], "valid_data_paths": [other]}
     for keys in ({"data_path": other, "split": "1"}, separate):
         assert_rejected(message, build_datasets, configuration(**keys), tokenizer, 32, (10, 0, 0))
     write_manifest(other, replace(manifest, tokenizer_fingerprint=tokenizer.fingerprint))
-    assert len(build_datasets(configuration(data_path=other, split="1"), tokenizer, 32, (10, 0, 0)).train) == 10
+    assert (
+        len(
+            build_datasets(
+                configuration(data_path=other, split="1"), tokenizer, 32, (10, 0, 0)
+            ).train
+        )
+        == 10
+    )
 
 
 @pytest.mark.parametrize("key", ["reset_attention_mask", "eod_mask_loss"])
@@ -247,14 +307,26 @@ def test_documents_without_an_end_cannot_be_kept_apart(configuration, corpus, ke
     for part, first in ((1, int(0.85 * sequences)), (2, sequences - 1)):
         end_documents(corpus, 12, first)
         build_datasets(config, tokenizer, 32, (10, 3 * (part == 2), 0))
-        assert_rejected(ends % ("train", "valid", "test")[part], build_datasets, config, tokenizer, 32, (10, 3, 3))
+        assert_rejected(
+            ends % ("train", "valid", "test")[part],
+            build_datasets,
+            config,
+            tokenizer,
+            32,
+            (10, 3, 3),
+        )
         end_documents(corpus, 11)
 
     # A manifest that says so.
     manifest = replace(manifest_of(open_indexed_files(corpus), 999), tokenizer_fingerprint="a")
     write_manifest(corpus, replace(manifest, append_eod=False))
     assert_rejected(
-        ends.replace(".*--", ".*append_eod: false.*--") % "train", build_datasets, config, tokenizer, 32, (10, 3, 3)
+        ends.replace(".*--", ".*append_eod: false.*--") % "train",
+        build_datasets,
+        config,
+        tokenizer,
+        32,
+        (10, 3, 3),
     )
     write_manifest(corpus, manifest)
     build_datasets(config, tokenizer, 32, (10, 3, 3))
@@ -267,15 +339,21 @@ def test_sequences_of_one_document_are_shuffled_too(tmp_path, settings):
         builder.add_document(torch.tensor([5, 3, 4, 6, 7]), [2, 0, 3])
     builder.finalize(str(tmp_path / "a.idx"))
     settings = replace(settings, eod=7, reset_attention_mask=True)
-    assert_rejected("20 of 40", datasets_from_split, str(tmp_path / "a"), "1", LENGTHS, ONE_EPOCH, settings)
+    assert_rejected(
+        "20 of 40", datasets_from_split, str(tmp_path / "a"), "1", LENGTHS, ONE_EPOCH, settings
+    )
     end_documents(tmp_path / "a", 7)
-    assert len(datasets_from_split(str(tmp_path / "a"), "1", LENGTHS, ONE_EPOCH, settings).train) == 3
+    assert (
+        len(datasets_from_split(str(tmp_path / "a"), "1", LENGTHS, ONE_EPOCH, settings).train) == 3
+    )
 
 
 def test_machines_with_different_data(corpus, settings, monkeypatch):
     """Each has its own disk."""
     datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
-    monkeypatch.setattr(datasets, "run_on_all_ranks", lambda function: [function(), "of another machine"])
+    monkeypatch.setattr(
+        datasets, "run_on_all_ranks", lambda function: [function(), "of another machine"]
+    )
     assert_rejected(corpus, datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
 
 

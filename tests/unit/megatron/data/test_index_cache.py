@@ -31,7 +31,10 @@ def test_indices_are_built_once_next_to_the_data(corpus, settings):
     assert len(folders) == 3
     times = {path: os.stat(f"{corpus}_indices/{path}").st_mtime_ns for path in folders}
     second = datasets_from_split(corpus, "8,1,1", LENGTHS, (99, 99, 99), settings)
-    assert {path: os.stat(f"{corpus}_indices/{path}").st_mtime_ns for path in _folders(f"{corpus}_indices")} == times
+    assert {
+        path: os.stat(f"{corpus}_indices/{path}").st_mtime_ns
+        for path in _folders(f"{corpus}_indices")
+    } == times
     for index in range(10):
         assert first.train[index]["tokens"].tolist() == second.train[index]["tokens"].tolist()
 
@@ -45,7 +48,9 @@ def test_changed_data_gets_new_indices(corpus, write_corpus, settings):
 
 
 def test_interrupted_build_leaves_no_folder(corpus, settings, monkeypatch):
-    monkeypatch.setattr(np, "save", lambda *arguments, **more: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        np, "save", lambda *arguments, **more: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
     assert not Path(f"{corpus}_indices").exists()
@@ -56,7 +61,9 @@ def test_interrupted_build_leaves_no_folder(corpus, settings, monkeypatch):
 def test_cache_folder_that_cannot_be_written(corpus, tmp_path):
     (tmp_path / "file").touch()
     settings = SampleSettings(1000, 0, 1234, cache_path=str(tmp_path / "file"))
-    assert_rejected("data-cache-path", datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings)
+    assert_rejected(
+        "data-cache-path", datasets_from_split, corpus, "1", LENGTHS, ONE_EPOCH, settings
+    )
 
 
 class Payload:
@@ -100,7 +107,9 @@ def swapped(path):
 def of_another_seed(path):
     """The files belong together, but not to this folder."""
     settings = SampleSettings(1000, 0, 99)
-    datasets_from_split(str(path.parents[1]).removesuffix("_indices"), "1", LENGTHS, ONE_EPOCH, settings)
+    datasets_from_split(
+        str(path.parents[1]).removesuffix("_indices"), "1", LENGTHS, ONE_EPOCH, settings
+    )
     (other,) = set(path.parents[1].iterdir()) - {path.parent}
     shutil.rmtree(path.parent)
     other.rename(path.parent)
@@ -118,7 +127,9 @@ DAMAGE = (
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["sample_index.npy", "shuffle_index.npy"])
-def test_damaged_indices_are_built_again(name, damage, corpus, settings, tmp_path, monkeypatch, capsys):
+def test_damaged_indices_are_built_again(
+    name, damage, corpus, settings, tmp_path, monkeypatch, capsys
+):
     """Indices next to the data may come from someone else: nothing is unpickled."""
     monkeypatch.chdir(tmp_path)
 
@@ -152,11 +163,15 @@ def test_a_link_in_the_cache_is_not_followed(corpus, settings, tmp_path):
 
 @pytest.mark.parametrize("syncs", range(1, 6))
 def test_a_killed_build_is_completed(syncs, corpus, settings):
-    """SIGKILL after some files: nothing has the final name, and the next run removes what is left."""
+    """SIGKILL after some files: nothing has the final name, and the next run removes
+    what is left.
+    """
     pid = os.fork()
     if pid == 0:
         calls = []
-        os.fsync = lambda descriptor: os.kill(os.getpid(), 9) if len(calls) == syncs else calls.append(descriptor)
+        os.fsync = lambda descriptor: (
+            os.kill(os.getpid(), 9) if len(calls) == syncs else calls.append(descriptor)
+        )
         datasets_from_split(corpus, "1", LENGTHS, ONE_EPOCH, settings)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
@@ -226,20 +241,26 @@ def test_a_folder_without_checksum_that_cannot_be_written(tmp_path, monkeypatch,
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)
-    assert_rejected("checksum.*data-cache-path.*Read-only", build_once, folder, lambda: [np.arange(3)] * 3)
+    assert_rejected(
+        "checksum.*data-cache-path.*Read-only", build_once, folder, lambda: [np.arange(3)] * 3
+    )
     assert capsys.readouterr().err == ""
 
 
 def test_intact_indices_are_hashed_once(tmp_path, monkeypatch):
     folder, hashed = tmp_path / "indices", []
     build_once(folder, lambda: [np.arange(3)] * 3)
-    monkeypatch.setattr(index_cache, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path))
+    monkeypatch.setattr(
+        index_cache, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path)
+    )
     build_once(folder, lambda: pytest.fail("built again"))
     assert sorted(hashed) == sorted(INDICES)
 
 
 def test_every_machine_builds_a_folder_on_its_local_disk(tmp_path, as_rank, monkeypatch):
-    """The folder of rank 0 is not visible to rank 1, and built by the first rank of its machine only."""
+    """The folder of rank 0 is not visible to rank 1, and built by the first rank of its machine
+    only.
+    """
     folder, built = tmp_path / "indices", []
 
     def build():

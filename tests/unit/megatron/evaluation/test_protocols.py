@@ -13,14 +13,20 @@ def plan(protocol: str, *arguments) -> list[Segments]:
 
 def scored_targets(segments: Segments) -> list[int]:
     """The stream positions of the targets, in the order in which they are scored."""
-    return [start + position + 1 for start in segments.starts for position in range(segments.first, segments.length)]
+    return [
+        start + position + 1
+        for start in segments.starts
+        for position in range(segments.first, segments.length)
+    ]
 
 
 def test_every_length_scores_the_same_targets():
     segments_by_length = plan("non-overlapping", 1000, [8, 16, 64], None)
     assert [segments.length for segments in segments_by_length] == [8, 16, 64]
     for segments in segments_by_length:
-        assert scored_targets(segments) == list(range(1, 961))  # 960 = 15 * 64, the most that fits into 999
+        assert scored_targets(segments) == list(
+            range(1, 961)
+        )  # 960 = 15 * 64, the most that fits into 999
         assert segments.targets == 960
 
 
@@ -33,10 +39,14 @@ def test_the_budget_limits_every_length_to_the_same_targets(name):
 
 
 @pytest.mark.parametrize(
-    ("available", "budget", "total"), [(1025, None, 1024), (1024, None, 960), (65, None, 64), (10_000, 500, 448)]
+    ("available", "budget", "total"),
+    [(1025, None, 1024), (1024, None, 960), (65, None, 64), (10_000, 500, 448)],
 )
 def test_the_last_token_is_a_target_and_the_budget_holds(available, budget, total):
-    assert [part.targets for part in plan("non-overlapping", available, [32, 64], budget)] == [total, total]
+    assert [part.targets for part in plan("non-overlapping", available, [32, 64], budget)] == [
+        total,
+        total,
+    ]
 
 
 def test_lengths_that_do_not_divide_the_longest_share_a_multiple():
@@ -72,7 +82,9 @@ def test_unknown_names(name):
     assert_rejected(f"'{name}'.*non-overlapping, kerple", parse_protocol, name)
 
 
-@pytest.mark.parametrize(("name", "pieces"), [("non-overlapping", 6), ("last-k@8", 50), ("sliding@8", 50)])
+@pytest.mark.parametrize(
+    ("name", "pieces"), [("non-overlapping", 6), ("last-k@8", 50), ("sliding@8", 50)]
+)
 def test_the_budget_is_evenly_spaced_in_the_stream(name, pieces):
     """Gaps between the scored pieces, and those at both ends, are equal up to rounding."""
     available = 10_000

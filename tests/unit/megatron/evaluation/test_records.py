@@ -28,7 +28,12 @@ def test_folders_are_searched_and_given_as_a_frame(tmp_path):
     frame = read_results(tmp_path, as_frame=True)
     assert frame.loss.tolist() == [2.0, 2.0, 2.5]
     assert frame.checkpoint_fingerprint.tolist() == ["aa", "aa", "bb"]
-    assert frame[frame.checkpoint_hidden_size == 32].pivot_table("loss", "pos_emb", "length").loc["alibi", 16] == 2.25
+    assert (
+        frame[frame.checkpoint_hidden_size == 32]
+        .pivot_table("loss", "pos_emb", "length")
+        .loc["alibi", 16]
+        == 2.25
+    )
     assert "checkpoint" not in frame
 
 
@@ -53,17 +58,27 @@ BAD_LINES = {
     json.dumps({**stored_record(), "note": "out of memory"}): "note",
     json.dumps({**stored_record(), "loss": None}): r"loss\)",
     json.dumps({**stored_record(), "loss": None, "note": "n/a"}): "loss is null",
-    json.dumps({**stored_record(), "groups": {"tokens": [30, 30], "losses": [2.0, 2.0]}}): "groups must.*64",
-    json.dumps({**stored_record(), "groups": {"tokens": [32, 32], "losses": [2.0, 3.0]}}): "mean of groups",
+    json.dumps(
+        {**stored_record(), "groups": {"tokens": [30, 30], "losses": [2.0, 2.0]}}
+    ): "groups must.*64",
+    json.dumps(
+        {**stored_record(), "groups": {"tokens": [32, 32], "losses": [2.0, 3.0]}}
+    ): "mean of groups",
     json.dumps(positions(losses=[2.0, -1.0])): r"losses\[1\]",
     json.dumps(positions(counts=[8])): "counts",
     json.dumps(positions(counts=[8, 0])): "counts must",
     json.dumps(of_kind("passkey", depth=0.5, trials=8, correct=9, accuracy=1.0)): "9 / 8",
     json.dumps(of_kind("passkey", depth=0.5, trials=8, correct=2, accuracy=0.5)): "2 / 8",
     json.dumps(of_kind("passkey", depth=0.5, trials=0, correct=0, accuracy=1.5)): "accuracy.*1.5",
-    json.dumps(of_kind("resolution", texts=2, layers=[0.5, 0.25], resolution=0.5)): "resolution 0.5",
-    json.dumps(of_kind("effective_length", layers=["layer 2"], effective_lengths=[[3], [4]])): "one list",
-    json.dumps(of_kind("effective_length", layers=["layer 2"], effective_lengths=[[3, 17]])): "length 16",
+    json.dumps(
+        of_kind("resolution", texts=2, layers=[0.5, 0.25], resolution=0.5)
+    ): "resolution 0.5",
+    json.dumps(
+        of_kind("effective_length", layers=["layer 2"], effective_lengths=[[3], [4]])
+    ): "one list",
+    json.dumps(
+        of_kind("effective_length", layers=["layer 2"], effective_lengths=[[3, 17]])
+    ): "length 16",
 }
 
 
@@ -80,7 +95,11 @@ def test_a_bad_line_is_named(tmp_path, line):
 
 def test_records_of_unknown_kinds_are_skipped(tmp_path, capsys):
     """A version of this project may remove a kind, or add one."""
-    lines = ['{"kind": "entropy", "value": 3}', json.dumps(stored_record(32)), '{"kind": "copying"}']
+    lines = [
+        '{"kind": "entropy", "value": 3}',
+        json.dumps(stored_record(32)),
+        '{"kind": "copying"}',
+    ]
     (tmp_path / RESULTS).write_text("".join(line + "\n" for line in lines))
     assert [record["length"] for record in read_results(tmp_path)] == [32]
     output = capsys.readouterr().err
@@ -102,4 +121,6 @@ def test_folders_without_results(tmp_path):
 def test_perplexity_and_kinds():
     assert perplexity(2.0) == math.exp(2.0)
     assert perplexity(1e9) is None
-    assert extrapolation_records([stored_record(), {**stored_record(), "kind": "positions"}]) == [stored_record()]
+    assert extrapolation_records([stored_record(), {**stored_record(), "kind": "positions"}]) == [
+        stored_record()
+    ]

@@ -57,7 +57,10 @@ def test_results_of_another_model_are_rejected_or_replaced(tmp_path):
         with pytest.raises(UserError, match="another evaluation is writing"):
             ResultsFile(tmp_path, ["bb"]).__enter__()
         results.add(stored_record(32, fingerprint="bb"))
-    assert read_results(tmp_path) == [stored_record(fingerprint="bb"), stored_record(32, fingerprint="bb")]
+    assert read_results(tmp_path) == [
+        stored_record(fingerprint="bb"),
+        stored_record(32, fingerprint="bb"),
+    ]
 
 
 def test_replacing_results_loses_none_if_the_disk_is_full(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""evaluate_extrapolation on models of this project, of transformers, and on callables, compared with float64."""
+"""evaluate_extrapolation on models of this project, of transformers, and on callables, compared
+with float64.
+"""
 
 import copy
 import math
@@ -14,7 +16,13 @@ from megatron.evaluation.text import Text
 from megatron.inference import load_model
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
-from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
+from tests.support.language_models import (
+    VOCABULARY,
+    AlibiByHand,
+    direct_losses,
+    random_tokens,
+    small_gpt,
+)
 from tests.support.release import METHODS, checkpoints, reference
 
 STREAM = random_tokens(600)
@@ -27,8 +35,12 @@ SPANS = {"full": {}, "window@6": {"window": 6}, "blockwise@16": {"block": 8}}
 
 
 def mean_loss(model, length: int, total: int, pieces=(0,), **keywords) -> float:
-    """The mean loss by definition, in float64, in one call. `pieces`: starts of equal parts of `total`."""
-    starts = [piece + offset for piece in pieces for offset in range(0, total // len(pieces), length)]
+    """The mean loss by definition, in float64, in one call. `pieces`: starts of equal parts of
+    `total`.
+    """
+    starts = [
+        piece + offset for piece in pieces for offset in range(0, total // len(pieces), length)
+    ]
     text = torch.stack([STREAM[start : start + length + 1] for start in starts])
     with torch.no_grad():
         output = model(text[:, :-1], **keywords)
@@ -38,23 +50,31 @@ def mean_loss(model, length: int, total: int, pieces=(0,), **keywords) -> float:
 def test_the_token_budget_applies_to_every_length():
     model = AlibiByHand()
     lengths = LENGTHS[::-1]
-    rows = evaluate_extrapolation(model, STREAM, [*lengths, lengths[0]], token_budget=200, progress=False)
+    rows = evaluate_extrapolation(
+        model, STREAM, [*lengths, lengths[0]], token_budget=200, progress=False
+    )
     assert [row["length"] for row in rows] == lengths
     assert [row["tokens"] for row in rows] == [192, 192, 192]
     for row in rows:
-        assert row["loss"] == pytest.approx(mean_loss(model, row["length"], 192, (0, 199, 399)), abs=1e-12)
+        assert row["loss"] == pytest.approx(
+            mean_loss(model, row["length"], 192, (0, 199, 399)), abs=1e-12
+        )
 
 
 def test_a_token_at_the_beginning_of_each_segment():
-    """It replaces the first token, which is not scored. Without it, only the first segment has one, so the loss of a
-    model that needs it falls with the length.
+    """It replaces the first token, which is not scored. Without it, only the first segment has one,
+    so the loss of a model that needs it falls with the length.
     """
     start, token, lengths, records = 3, 5, [16, 32, 64], []
 
-    def model(tokens):  # certain of the next token as long as a text is the start followed by this token
+    def model(
+        tokens,
+    ):  # certain of the next token as long as a text is the start followed by this token
         expected = torch.tensor([start] + (tokens.shape[1] - 1) * [token])
         known = (tokens == expected).cumprod(1)
-        return 50.0 * known[..., None] * torch.nn.functional.one_hot(torch.tensor(token), VOCABULARY)
+        return (
+            50.0 * known[..., None] * torch.nn.functional.one_hot(torch.tensor(token), VOCABULARY)
+        )
 
     stream = torch.tensor([start] + 64 * [token])
     keywords = {"position_bins": 2, "progress": False, "on_record": records.append}
@@ -74,7 +94,11 @@ def test_a_token_at_the_beginning_of_each_segment():
 def test_the_softmax_covers_the_padded_vocabulary():
     """61 tokens and 3 padded entries, all equally likely: each has 1/64, as in training."""
     rows = evaluate_extrapolation(
-        lambda tokens: torch.zeros(*tokens.shape, 64), STREAM, [10], vocab_size=VOCABULARY, progress=False
+        lambda tokens: torch.zeros(*tokens.shape, 64),
+        STREAM,
+        [10],
+        vocab_size=VOCABULARY,
+        progress=False,
     )
     assert rows[0]["perplexity"] == pytest.approx(64)
 
@@ -82,9 +106,14 @@ def test_the_softmax_covers_the_padded_vocabulary():
 def gpt_neox() -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=16, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+    )
     return transformers.GPTNeoXForCausalLM(config).eval()
 
 
@@ -92,7 +121,9 @@ def test_a_transformers_model_is_fed_in_chunks():
     model = gpt_neox()
     input_lengths = []
     model.register_forward_pre_hook(
-        lambda _, inputs, keywords: input_lengths.append((inputs[0] if inputs else keywords["input_ids"]).shape[1]),
+        lambda _, inputs, keywords: input_lengths.append(
+            (inputs[0] if inputs else keywords["input_ids"]).shape[1]
+        ),
         with_kwargs=True,
     )
     rows = evaluate_extrapolation(model, STREAM, LENGTHS, query_chunk=24, progress=False)
@@ -104,11 +135,15 @@ def test_a_transformers_model_is_fed_in_chunks():
 
 def test_lengths_beyond_a_learned_table_have_a_note():
     model = small_gpt("learned", max_positions=16)
-    rows = evaluate_extrapolation(model, STREAM, [64, 16, 8], modes=["full", "window@4"], query_chunk=8, progress=False)
+    rows = evaluate_extrapolation(
+        model, STREAM, [64, 16, 8], modes=["full", "window@4"], query_chunk=8, progress=False
+    )
     beyond = [row for row in rows if row["length"] == 64]
     within = [row for row in rows if row["length"] != 64]
     assert len(beyond) == 2
-    assert all(row["loss"] is None and row["perplexity"] is None and row["tokens"] == 0 for row in beyond)
+    assert all(
+        row["loss"] is None and row["perplexity"] is None and row["tokens"] == 0 for row in beyond
+    )
     assert all("16" in row["note"] for row in beyond)
     assert all(row["loss"] > 0 and row["tokens"] == 576 for row in within)
 
@@ -133,13 +168,18 @@ def test_the_model_is_unchanged():
     modes = [module.training for module in model.modules()]
     first = evaluate_extrapolation(model, STREAM, [16], progress=False)
     assert [module.training for module in model.modules()] == modes
-    assert first == evaluate_extrapolation(model, STREAM, [16], progress=False)  # no dropout while evaluating
+    assert first == evaluate_extrapolation(
+        model, STREAM, [16], progress=False
+    )  # no dropout while evaluating
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_loss_of_nan_becomes_a_note():
     rows = evaluate_extrapolation(
-        lambda tokens: torch.full((*tokens.shape, VOCABULARY), torch.nan), STREAM, [16], progress=False
+        lambda tokens: torch.full((*tokens.shape, VOCABULARY), torch.nan),
+        STREAM,
+        [16],
+        progress=False,
     )
     assert rows[0]["loss"] is None
     assert rows[0]["note"] == "the loss is nan"
@@ -149,12 +189,17 @@ def test_models_with_a_sliding_window():
     """A wider window and blocks are rejected."""
     model = small_gpt("kerple_log", sliding_window_width=5)
     losses = [
-        [row["loss"] for row in evaluate_extrapolation(model, STREAM, [16], modes=[mode], progress=False)]
+        [
+            row["loss"]
+            for row in evaluate_extrapolation(model, STREAM, [16], modes=[mode], progress=False)
+        ]
         for mode in ("full", "window@6", "window@3")
     ]
     assert losses[0] == losses[1] != losses[2]
     for mode in ("blockwise@8", "window@7"):
-        with pytest.raises(UserError, match=rf"{mode} is not supported for models with sliding_window_width"):
+        with pytest.raises(
+            UserError, match=rf"{mode} is not supported for models with sliding_window_width"
+        ):
             evaluate_extrapolation(model, STREAM, [16], modes=[mode], progress=False)
 
 
@@ -183,11 +228,15 @@ def test_invalid_arguments_are_rejected_before_the_model_runs(keywords, message)
 
     arguments = {"tokens": STREAM, "lengths": [16], "progress": False, **keywords}
     with pytest.raises(UserError, match=message):
-        evaluate_extrapolation(uniform, arguments.pop("tokens"), arguments.pop("lengths"), **arguments)
+        evaluate_extrapolation(
+            uniform, arguments.pop("tokens"), arguments.pop("lengths"), **arguments
+        )
 
 
 @pytest.mark.parametrize(
-    ("model", "vocabulary"), [(lambda: small_gpt("alibi"), VOCABULARY), (gpt_neox, 64)], ids=["native", "transformers"]
+    ("model", "vocabulary"),
+    [(lambda: small_gpt("alibi"), VOCABULARY), (gpt_neox, 64)],
+    ids=["native", "transformers"],
 )
 def test_tokens_outside_the_model_s_vocabulary_are_rejected(model, vocabulary):
     tokens = STREAM.clone()
@@ -198,15 +247,22 @@ def test_tokens_outside_the_model_s_vocabulary_are_rejected(model, vocabulary):
 
 def test_records_name_the_method_of_the_model():
     def method_of(model, **arguments) -> str | None:
-        (row,) = evaluate_extrapolation(model, STREAM, [8], token_budget=8, progress=False, **arguments)
+        (row,) = evaluate_extrapolation(
+            model, STREAM, [8], token_budget=8, progress=False, **arguments
+        )
         return row["pos_emb"]
 
     assert method_of(small_gpt("kerple_log")) == "kerple_log"
     assert method_of(small_gpt("kerple_log"), pos_emb="mine") == "mine"
-    assert method_of(small_gpt("rotary", pos_emb_options={"fraction": 0.5})) == "rotary (fraction 0.5)"
+    assert (
+        method_of(small_gpt("rotary", pos_emb_options={"fraction": 0.5})) == "rotary (fraction 0.5)"
+    )
     assert method_of(gpt_neox()) is None
     exported = gpt_neox()
-    exported.config.positional_method, exported.config.positional_options = "a_plugin", {"floor": 0.5}
+    exported.config.positional_method, exported.config.positional_options = (
+        "a_plugin",
+        {"floor": 0.5},
+    )
     assert method_of(exported) == "a_plugin (floor 0.5)"
 
 
@@ -216,7 +272,9 @@ def test_a_model_must_return_logits():
 
 
 def test_progress_is_one_line_per_record_without_a_terminal(capfd):
-    evaluate_extrapolation(small_gpt("learned", max_positions=16), STREAM, [16, 32], pos_emb="learned")
+    evaluate_extrapolation(
+        small_gpt("learned", max_positions=16), STREAM, [16, 32], pos_emb="learned"
+    )
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("learned full non-overlapping at 16: perplexity ")
@@ -249,17 +307,29 @@ def targets_of(protocol, length, longest):
 def direct(model, protocol, length, longest, span):
     """(target, position, loss) of each scored token, from one call, in float64."""
     pairs = targets_of(protocol, length, longest)
-    text = torch.stack([DOCUMENT_STREAM[start : start + length + 1] for start in dict.fromkeys(s for s, _ in pairs)])
+    text = torch.stack(
+        [
+            DOCUMENT_STREAM[start : start + length + 1]
+            for start in dict.fromkeys(s for s, _ in pairs)
+        ]
+    )
     with torch.no_grad():
-        by_position = direct_losses(model(text[:, :-1], mode=AttentionMode(Span(**span))), text[:, 1:]).tolist()
+        by_position = direct_losses(
+            model(text[:, :-1], mode=AttentionMode(Span(**span))), text[:, 1:]
+        ).tolist()
     losses = dict(zip(dict.fromkeys(s for s, _ in pairs), by_position, strict=True))
-    return [(target, target - start - 1, losses[start][target - start - 1]) for start, target in pairs]
+    return [
+        (target, target - start - 1, losses[start][target - start - 1]) for start, target in pairs
+    ]
 
 
 @pytest.mark.parametrize(
     ("protocol", "mode"),
     [
-        *((protocol, "full") for protocol in ("non-overlapping", "kerple@5", "last-k@8", "sliding@8")),
+        *(
+            (protocol, "full")
+            for protocol in ("non-overlapping", "kerple@5", "last-k@8", "sliding@8")
+        ),
         ("non-overlapping", "window@6"),
         ("last-k@8", "blockwise@16"),
     ],
@@ -271,7 +341,9 @@ def test_protocols_and_modes_equal_a_direct_computation(protocol, mode):
     text = Text(DOCUMENT_STREAM, OFFSETS, token_bytes=BYTES)
     lengths = [16, 64]
     keys = {"position_bins": 4, "query_chunk": 16, "batch_tokens": 200, "on_record": records.append}
-    rows = evaluate_extrapolation(model, text, lengths, modes=[mode], protocols=[protocol], progress=False, **keys)
+    rows = evaluate_extrapolation(
+        model, text, lengths, modes=[mode], protocols=[protocol], progress=False, **keys
+    )
     for row, length in zip(rows, lengths, strict=True):
         scored = direct(exact, protocol, length, 64, SPANS[mode])
         losses = np.array([loss for _, _, loss in scored])
@@ -279,26 +351,40 @@ def test_protocols_and_modes_equal_a_direct_computation(protocol, mode):
         assert row["loss"] == pytest.approx(losses.mean(), abs=1e-5)
         assert row["perplexity"] == pytest.approx(math.exp(losses.mean()), rel=1e-5)
         length_in_bytes = sum(BYTES[DOCUMENT_STREAM[target]] for target, _, _ in scored)
-        assert row["bits_per_byte"] == pytest.approx(losses.sum() / math.log(2) / length_in_bytes, rel=1e-5)
-        document_of = np.searchsorted(OFFSETS, [target for target, _, _ in scored], side="right") - 1
+        assert row["bits_per_byte"] == pytest.approx(
+            losses.sum() / math.log(2) / length_in_bytes, rel=1e-5
+        )
+        document_of = (
+            np.searchsorted(OFFSETS, [target for target, _, _ in scored], side="right") - 1
+        )
         documents = sorted(set(document_of))
         assert row["documents"] == len(documents)
-        # The textbook error of a ratio estimate, from the residuals of the documents' sums; of one document, from those
-        # of the segments.
+        # The textbook error of a ratio estimate, from the residuals of the documents' sums; of one
+        # document, from those of the segments.
         unit_of = document_of
         if len(documents) == 1:
             unit_of = np.array([target - position - 1 for target, position, _ in scored])
         sums = [losses[unit_of == unit].sum() for unit in sorted(set(unit_of))]
         counts = [int((unit_of == unit).sum()) for unit in sorted(set(unit_of))]
-        residuals = [total - losses.mean() * count for total, count in zip(sums, counts, strict=True)]
+        residuals = [
+            total - losses.mean() * count for total, count in zip(sums, counts, strict=True)
+        ]
         if len(sums) > 1:
-            expected = math.sqrt(len(sums) / (len(sums) - 1) * sum(r * r for r in residuals)) / sum(counts)
+            expected = math.sqrt(len(sums) / (len(sums) - 1) * sum(r * r for r in residuals)) / sum(
+                counts
+            )
             assert row["stderr"] == pytest.approx(expected, rel=1e-3)
         else:
             assert row["stderr"] is None
-        positions = next(record for record in records if (record["kind"], record["length"]) == ("positions", length))
+        positions = next(
+            record
+            for record in records
+            if (record["kind"], record["length"]) == ("positions", length)
+        )
         position_of = np.array([position for _, position, _ in scored])
-        for i, (low, high) in enumerate(zip(positions["edges"], positions["edges"][1:], strict=False)):
+        for i, (low, high) in enumerate(
+            zip(positions["edges"], positions["edges"][1:], strict=False)
+        ):
             in_bin = (position_of >= low) & (position_of < high)
             assert positions["counts"][i] == in_bin.sum() > 0
             assert positions["losses"][i] == pytest.approx(losses[in_bin].mean(), abs=1e-5)
@@ -331,11 +417,15 @@ def stream_of(numbers, row):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_released_losses_at_four_training_lengths(method):
-    """Two texts, in chunks of 16 through the cache. Learned positions end at the training length."""
+    """Two texts, in chunks of 16 through the cache. Learned positions end at the
+    training length.
+    """
     length = 32 if method == "learned" else 128
     numbers = reference(method)[length]
     model, _ = load_model(checkpoints(method), iteration=300)
     keys = {"query_chunk": 16, "progress": False}
-    first, second = (evaluate_extrapolation(model, stream_of(numbers, row), [length], **keys) for row in range(2))
+    first, second = (
+        evaluate_extrapolation(model, stream_of(numbers, row), [length], **keys) for row in range(2)
+    )
     loss = (first[0]["loss"] + second[0]["loss"]) / 2
     assert loss == pytest.approx(float(numbers["loss"]), abs=1e-5)

@@ -1,4 +1,6 @@
-"""The loss of each token, in chunks through the KV cache, compared with a direct float64 computation."""
+"""The loss of each token, in chunks through the KV cache, compared with a direct float64
+computation.
+"""
 
 import copy
 
@@ -15,7 +17,13 @@ from megatron.evaluation.scoring import LossAccumulator, LossChunk, SegmentReade
 from megatron.evaluation.text import Text
 from megatron.inference.decoder import as_decoder
 from tests.support.attention import LargestStorage
-from tests.support.language_models import VOCABULARY, AlibiByHand, direct_losses, random_tokens, small_gpt
+from tests.support.language_models import (
+    VOCABULARY,
+    AlibiByHand,
+    direct_losses,
+    random_tokens,
+    small_gpt,
+)
 
 STREAM = random_tokens(400)
 
@@ -30,7 +38,9 @@ def losses_of(model, segments: Segments, *, mode=DEFAULT_MODE, **sizes) -> torch
     with torch.inference_mode():
         for chunk in reader_of(model, **sizes).losses(STREAM, segments, mode):
             rows, columns = chunk.losses.shape
-            losses[chunk.segment : chunk.segment + rows, chunk.position : chunk.position + columns] = chunk.losses
+            losses[
+                chunk.segment : chunk.segment + rows, chunk.position : chunk.position + columns
+            ] = chunk.losses
     return losses[:, segments.first :]
 
 
@@ -54,10 +64,16 @@ SPANS = (Span(window=1), Span(window=24), Span(block=12))
 
 
 @pytest.mark.parametrize(
-    ("method", "span"), [*((method, Span(window=5)) for method in primary_names()), *(("kerple_log", s) for s in SPANS)]
+    ("method", "span"),
+    [
+        *((method, Span(window=5)) for method in primary_names()),
+        *(("kerple_log", s) for s in SPANS),
+    ],
 )
 def test_chunks_equal_one_call_for_every_method(method, span):
-    """50 tokens in chunks of 16, batches of three segments and one of the rest, float32 compared with float64."""
+    """50 tokens in chunks of 16, batches of three segments and one of the rest, float32 compared
+    with float64.
+    """
     model = small_gpt(method)
     segments = Segments(50, range(0, 350, 50))
     chunked = losses_of(model, segments, mode=AttentionMode(span), batch_tokens=150)
@@ -73,9 +89,9 @@ def changed_losses(span: Span, **sizes) -> list[int]:
     text = STREAM[:41].clone()
     text[10] = (text[10] + 1) % VOCABULARY
     with torch.no_grad():
-        after = direct_losses(copy.deepcopy(model).double()(text[None, :-1], mode=AttentionMode(span)), text[None, 1:])[
-            0
-        ]
+        after = direct_losses(
+            copy.deepcopy(model).double()(text[None, :-1], mode=AttentionMode(span)), text[None, 1:]
+        )[0]
     return ((after - before).abs() > 1e-4).nonzero().flatten().tolist()
 
 
@@ -88,7 +104,9 @@ def test_random_positions_are_those_of_a_text_of_the_length(pos_emb):
         segments = Segments(length, [0, 50])
         expected = small_gpt(pos_emb, pos_emb_options={**options, "random_length": length})
         expected.load_state_dict(model.state_dict())
-        torch.testing.assert_close(losses_of(model, segments), direct(expected, segments), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            losses_of(model, segments), direct(expected, segments), rtol=0, atol=1e-5
+        )
 
 
 def test_a_window_has_exactly_its_number_of_keys():
@@ -102,9 +120,12 @@ def test_blocks_start_at_the_segment_s_start():
 
 
 @pytest.mark.parametrize(
-    ("first", "query_chunk", "batch_tokens"), [(0, 1, 10_000), (0, 7, 129), (0, 64, 1), (3, 16, 128), (40, 16, 128)]
+    ("first", "query_chunk", "batch_tokens"),
+    [(0, 1, 10_000), (0, 7, 129), (0, 64, 1), (3, 16, 128), (40, 16, 128)],
 )
-def test_sizes_do_not_change_losses_and_positions_before_first_are_not_scored(first, query_chunk, batch_tokens):
+def test_sizes_do_not_change_losses_and_positions_before_first_are_not_scored(
+    first, query_chunk, batch_tokens
+):
     model = small_gpt("rotary").double()
     segments = Segments(48, range(0, 240, 48), first)
     losses = losses_of(model, segments, query_chunk=query_chunk, batch_tokens=batch_tokens)
@@ -112,16 +133,21 @@ def test_sizes_do_not_change_losses_and_positions_before_first_are_not_scored(fi
 
 
 @pytest.mark.parametrize(
-    ("method", "mode"), [("kerple_log", DEFAULT_MODE), ("rotary", AttentionMode(distance_map=Clip(32)))]
+    ("method", "mode"),
+    [("kerple_log", DEFAULT_MODE), ("rotary", AttentionMode(distance_map=Clip(32)))],
 )
 def test_memory_grows_linearly_with_the_length(method, mode):
-    """No tensor is length x length or length x vocabulary: the largest one is heads x chunk x length."""
+    """No tensor is length x length or length x vocabulary: the largest one is heads x chunk x
+    length.
+    """
     model = small_gpt(method, padded_vocab_size=512)
     stream = random_tokens(513)
 
     def largest(length: int) -> int:
         with torch.inference_mode(), LargestStorage() as tensors:
-            for _ in reader_of(model, query_chunk=32, batch_tokens=1).losses(stream, Segments(length, [0]), mode):
+            for _ in reader_of(model, query_chunk=32, batch_tokens=1).losses(
+                stream, Segments(length, [0]), mode
+            ):
                 pass
         return tensors.elements
 
@@ -142,7 +168,9 @@ def test_the_cost_of_sinks_does_not_grow_with_the_length():
 
 @pytest.mark.parametrize("documents", [256, 1000])
 def test_groups_of_documents(documents):
-    """At most 256 groups of consecutive documents, with about equal numbers of tokens and the same total loss."""
+    """At most 256 groups of consecutive documents, with about equal numbers of tokens and the same
+    total loss.
+    """
     lengths = np.random.default_rng(0).integers(5, 50, documents)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     text = Text(torch.zeros(int(offsets[-1]), dtype=torch.int64), offsets)

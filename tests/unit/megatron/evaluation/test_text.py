@@ -16,7 +16,11 @@ from tests.support.errors import assert_rejected
 
 
 def test_as_text_accepts_tensors_arrays_and_lists():
-    for tokens in ([3, 1, 2], np.array([3, 1, 2], dtype=np.uint16), torch.tensor([3, 1, 2], dtype=torch.int32)):
+    for tokens in (
+        [3, 1, 2],
+        np.array([3, 1, 2], dtype=np.uint16),
+        torch.tensor([3, 1, 2], dtype=torch.int32),
+    ):
         text = as_text(tokens)
         assert text.tokens.dtype == torch.int64
         assert text.tokens.tolist() == [3, 1, 2]
@@ -68,11 +72,16 @@ def test_digests_identify_what_is_scored():
 
 def test_digests_identify_the_bytes_of_the_tokens():
     """Unless the data name their tokenizer: then the tokens determine them."""
-    tokens, segments, ones = torch.arange(100), Segments(8, [0, 16], 2), np.ones(100, dtype=np.int64)
+    tokens, segments, ones = (
+        torch.arange(100),
+        Segments(8, [0, 16], 2),
+        np.ones(100, dtype=np.int64),
+    )
     unknown = [Text(tokens, token_bytes=count * ones).digest(segments) for count in (1, 1, 2)]
     assert unknown[0] == unknown[1] != unknown[2]
     known, also_known = (
-        Text(tokens, token_bytes=count * ones, tokenizer_is_known=True).digest(segments) for count in (1, 2)
+        Text(tokens, token_bytes=count * ones, tokenizer_is_known=True).digest(segments)
+        for count in (1, 2)
     )
     assert known == also_known
     assert known not in (*unknown, Text(tokens).digest(segments))
@@ -102,7 +111,9 @@ def test_the_tokenizer_of_every_corpus_is_checked(tmp_path):
     config = Config.from_flat(keys)
     assert not evaluation_text(config, CharLevelTokenizer()).tokenizer_is_known
     write_manifest(prefixes[1], manifest_of(open_indexed_files(prefixes[1]), 255, "other"))
-    assert_rejected(r"other/text_document.*HFTokenizer", evaluation_text, config, CharLevelTokenizer())
+    assert_rejected(
+        r"other/text_document.*HFTokenizer", evaluation_text, config, CharLevelTokenizer()
+    )
 
 
 def test_evaluation_text(tmp_path):
@@ -112,7 +123,11 @@ def test_evaluation_text(tmp_path):
     assert (text.corpus, len(text.tokens)) == ("text", 20 * 201)
     test_split = evaluation_text(config, part="test")
     assert test_split.corpus == "text (test split)"
-    assert test_split.tokens[:].tolist() == evaluation_stream(config, "test")[0][:].tolist() != text.tokens[:].tolist()
+    assert (
+        test_split.tokens[:].tolist()
+        == evaluation_stream(config, "test")[0][:].tolist()
+        != text.tokens[:].tolist()
+    )
 
 
 def test_corpus_names():

@@ -17,11 +17,24 @@ from tests.support.errors import assert_rejected
 from tests.support.language_models import VOCABULARY, random_tokens, small_gpt
 
 # Two of the same length, a single token, a long one.
-PROMPTS = [random_tokens(length, seed=seed).tolist() for seed, length in enumerate((5, 1, 9, 5, 23))]
+PROMPTS = [
+    random_tokens(length, seed=seed).tolist() for seed, length in enumerate((5, 1, 9, 5, 23))
+]
 SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 11}
 
 
-def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, top_p=0.0, seed=0, vocab_size=None):
+def one_by_one(
+    model,
+    prompt,
+    row,
+    *,
+    maximum_tokens,
+    temperature=0.0,
+    top_k=0,
+    top_p=0.0,
+    seed=0,
+    vocab_size=None,
+):
     """A plain loop over one text that recomputes all of it for each token."""
     sampling = Sampling(temperature, top_k, top_p, vocab_size)
     generator = np.random.default_rng([seed, row])
@@ -37,7 +50,10 @@ def one_by_one(model, prompt, row, *, maximum_tokens, temperature=0.0, top_k=0, 
 @pytest.mark.quick(1)
 def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
     model = small_gpt(method).double()
-    expected = [one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED) for row, prompt in enumerate(PROMPTS)]
+    expected = [
+        one_by_one(model, prompt, row, maximum_tokens=20, **SAMPLED)
+        for row, prompt in enumerate(PROMPTS)
+    ]
     cached = generate(model, PROMPTS, maximum_tokens=20, **SAMPLED)
     recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True, **SAMPLED)
     assert [generation.tokens for generation in cached] == expected
@@ -49,8 +65,12 @@ def test_batches_with_a_cache_give_the_same_texts_as_one_at_a_time(method):
 def test_dynamic_scaling_needs_the_complete_text():
     options = {"scaling": "dynamic", "factor": 2, "trained_length": 16}
     model = small_gpt("rotary", pos_emb_options=options).double()
-    assert_rejected(r"pos_emb rotary \(scaling dynamic.*recompute", generate, model, PROMPTS, maximum_tokens=20)
-    expected = [one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)]
+    assert_rejected(
+        r"pos_emb rotary \(scaling dynamic.*recompute", generate, model, PROMPTS, maximum_tokens=20
+    )
+    expected = [
+        one_by_one(model, prompt, row, maximum_tokens=20) for row, prompt in enumerate(PROMPTS)
+    ]
     recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True)
     assert [generation.tokens for generation in recomputed] == expected
 
@@ -58,7 +78,9 @@ def test_dynamic_scaling_needs_the_complete_text():
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_results_do_not_depend_on_the_batch(batch_size):
     model = small_gpt("kerple_log").double()
-    expected = [generation.tokens for generation in generate(model, PROMPTS, maximum_tokens=12, **SAMPLED)]
+    expected = [
+        generation.tokens for generation in generate(model, PROMPTS, maximum_tokens=12, **SAMPLED)
+    ]
     results = generate(model, PROMPTS, maximum_tokens=12, batch_size=batch_size, **SAMPLED)
     assert [generation.tokens for generation in results] == expected
     first = generate(model, PROMPTS[:2], maximum_tokens=12, **SAMPLED)
@@ -68,7 +90,12 @@ def test_results_do_not_depend_on_the_batch(batch_size):
 def test_rows_of_the_same_prompt_differ_and_depend_on_the_seed():
     model = small_gpt("alibi")
     runs = [
-        [generation.tokens for generation in generate(model, [[4]] * 6, maximum_tokens=20, temperature=1.0, seed=seed)]
+        [
+            generation.tokens
+            for generation in generate(
+                model, [[4]] * 6, maximum_tokens=20, temperature=1.0, seed=seed
+            )
+        ]
         for seed in (1, 1, 2)
     ]
     assert runs[0] == runs[1]
@@ -100,7 +127,9 @@ def counting_up(tokens):
 
 
 def test_the_end_of_document_token_ends_a_row():
-    results = generate(counting_up, [[3], [7], [10], [20, 30]], maximum_tokens=6, eod=10, recompute=True)
+    results = generate(
+        counting_up, [[3], [7], [10], [20, 30]], maximum_tokens=6, eod=10, recompute=True
+    )
     assert [(row.tokens, row.finished) for row in results] == [
         ([4, 5, 6, 7, 8, 9], False),
         ([8, 9], True),
@@ -125,7 +154,12 @@ def test_rows_that_end_early_do_not_change_the_others():
 def test_results_are_reported_when_they_are_complete():
     reported = {}
     results = generate(
-        counting_up, [[8], [1], [9]], maximum_tokens=5, eod=10, recompute=True, on_generation=reported.__setitem__
+        counting_up,
+        [[8], [1], [9]],
+        maximum_tokens=5,
+        eod=10,
+        recompute=True,
+        on_generation=reported.__setitem__,
     )
     assert list(reported) == [2, 0, 1]
     assert [reported[index] for index in range(3)] == results
@@ -188,7 +222,9 @@ def by_definition(logits: np.ndarray, temperature: float, top_k: int, top_p: flo
         if 0 < top_p < 1 and total_probability >= top_p:
             break
     share = sum(weights[token] for token in nucleus)
-    return np.array([weights[token] / share if token in nucleus else 0.0 for token in range(len(logits))])
+    return np.array(
+        [weights[token] / share if token in nucleus else 0.0 for token in range(len(logits))]
+    )
 
 
 def distribution(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
@@ -197,12 +233,19 @@ def distribution(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=100)
-@given(seed=st.integers(0, 10_000), temperature=st.floats(0.05, 5), top_k=st.integers(0, 25), top_p=st.floats(0, 1))
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, 25),
+    top_p=st.floats(0, 1),
+)
 def test_distribution_equals_its_definition(seed, temperature, top_k, top_p):
     logits = np.random.default_rng(seed).normal(size=(3, 20)) * 3
     results = distribution(Sampling(temperature, top_k, top_p), torch.tensor(logits))
     for row in range(3):
-        np.testing.assert_allclose(results[row], by_definition(logits[row], temperature, top_k, top_p), atol=1e-9)
+        np.testing.assert_allclose(
+            results[row], by_definition(logits[row], temperature, top_k, top_p), atol=1e-9
+        )
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.7, 5, 0.0), (1.3, 0, 0.8)])
@@ -229,7 +272,9 @@ def test_a_very_small_temperature_is_nearly_greedy_and_does_not_overflow():
 
 
 def test_top_p_keeps_the_most_probable_token_even_if_its_probability_exceeds_top_p():
-    assert distribution(Sampling(1.0, top_p=1e-9), torch.tensor([[0.0, 1.0, 0.5]])).tolist() == [[0.0, 1.0, 0.0]]
+    assert distribution(Sampling(1.0, top_p=1e-9), torch.tensor([[0.0, 1.0, 0.5]])).tolist() == [
+        [0.0, 1.0, 0.0]
+    ]
 
 
 def test_the_padding_of_the_vocabulary_is_never_drawn():
@@ -265,7 +310,9 @@ def test_the_ends_of_the_unit_interval_choose_remaining_tokens():
 def test_logits_that_are_not_finite(logit, temperature):
     with pytest.raises(UserError, match="logits are NaN or infinite"):
         Sampling(temperature).choose(torch.tensor([[0.0, logit]]), [None])
-    assert Sampling(temperature).choose(torch.tensor([[0.0, -torch.inf]]), [np.random.default_rng(0)]) == [0]
+    assert Sampling(temperature).choose(
+        torch.tensor([[0.0, -torch.inf]]), [np.random.default_rng(0)]
+    ) == [0]
 
 
 SINKS = Span(window=6, sinks=2)
@@ -283,9 +330,13 @@ def test_modes_with_a_cache_give_the_tokens_of_the_complete_text(method, mode):
     model = small_gpt(method).double()
     cached = generate(model, PROMPTS, maximum_tokens=20, mode=mode, **SAMPLED)
     recomputed = generate(model, PROMPTS, maximum_tokens=20, recompute=True, mode=mode, **SAMPLED)
-    assert [generation.tokens for generation in cached] == [generation.tokens for generation in recomputed]
+    assert [generation.tokens for generation in cached] == [
+        generation.tokens for generation in recomputed
+    ]
     plain = generate(model, PROMPTS, maximum_tokens=20, **SAMPLED)
-    assert [generation.tokens for generation in cached] != [generation.tokens for generation in plain]
+    assert [generation.tokens for generation in cached] != [
+        generation.tokens for generation in plain
+    ]
 
 
 BOUNDED = ("kerple_log", pytest.param("dape_v2_kerple", marks=pytest.mark.ci))
@@ -294,7 +345,9 @@ BOUNDED = ("kerple_log", pytest.param("dape_v2_kerple", marks=pytest.mark.ci))
 @pytest.mark.parametrize("tokens", [120, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", BOUNDED)
 def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
-    """The same tokens as with all keys in memory and the same mask, with a cache of constant size."""
+    """The same tokens as with all keys in memory and the same mask, with a cache of
+    constant size.
+    """
     model, mode = small_gpt(method, num_layers=1).double(), AttentionMode(Span(window=12, sinks=4))
     caches, sizes = [], []
     new_cache, hidden = GPT.new_cache, GPT.hidden
@@ -305,7 +358,13 @@ def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
 
     def recorded_hidden(*arguments):
         result = hidden(*arguments)
-        sizes.append(sum(part.numel() for layer in caches[-1].layers for part in (*layer._buffers, *layer._sinks)))
+        sizes.append(
+            sum(
+                part.numel()
+                for layer in caches[-1].layers
+                for part in (*layer._buffers, *layer._sinks)
+            )
+        )
         return result
 
     with monkeypatch.context() as patch:
@@ -316,9 +375,14 @@ def test_a_cache_with_sinks_is_bounded(method, tokens, monkeypatch):
     heads_and_size = 2 * model.settings.config.hidden_size
     assert max(sizes[30:]) == min(sizes[30:]) <= heads_and_size * (len(PROMPTS[-1]) + 12 + 4)
     monkeypatch.setattr(GPT, "new_cache", lambda *_: KVCache([FULL]))
-    assert bounded.tokens == generate(model, PROMPTS[-1:], maximum_tokens=tokens, mode=mode, **SAMPLED)[0].tokens
+    assert (
+        bounded.tokens
+        == generate(model, PROMPTS[-1:], maximum_tokens=tokens, mode=mode, **SAMPLED)[0].tokens
+    )
 
 
 def test_modes_that_a_method_does_not_support():
     with pytest.raises(UserError, match=r"inference mode.*pos_emb none"):
-        generate(small_gpt("none"), PROMPTS, maximum_tokens=2, mode=AttentionMode(distance_map=Clip(3)))
+        generate(
+            small_gpt("none"), PROMPTS, maximum_tokens=2, mode=AttentionMode(distance_map=Clip(3))
+        )

@@ -1,4 +1,6 @@
-"""load_model: released checkpoints and this project's as plain PyTorch models, and what it rejects."""
+"""load_model: released checkpoints and this project's as plain PyTorch models, and
+what it rejects.
+"""
 
 import json
 import shutil
@@ -36,7 +38,9 @@ def test_a_tensor_parallel_release_gives_the_same_logits(method, copy):
     model, _ = load_model(folder)
     expected = reference(method)[32]
     with torch.no_grad():
-        torch.testing.assert_close(model(expected["tokens"].long()), expected["logits"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            model(expected["tokens"].long()), expected["logits"], atol=1e-4, rtol=0
+        )
 
 
 def test_model_is_plain_trainable_torch():
@@ -52,7 +56,9 @@ def test_model_is_plain_trainable_torch():
 
 @pytest.mark.parametrize(("method", "tensor_parallel"), [("kerple_log", 2), ("learned", 1)])
 def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, copy, monkeypatch):
-    """The layers share one positional method. The options and the sizes are checked with others on the meta device."""
+    """The layers share one positional method. The options and the sizes are checked with others on
+    the meta device.
+    """
     folder, step = copy(method)
     split_for_ranks(step, tensor_parallel)
     write_manifest_of_folder(step, 300)
@@ -69,15 +75,19 @@ def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, 
             methods.append(self)
         build_method(self, *args)
 
-    monkeypatch.setattr(torch, "load", lambda path, **keys: opened.append(path.name) or load(path, **keys))
+    monkeypatch.setattr(
+        torch, "load", lambda path, **keys: opened.append(path.name) or load(path, **keys)
+    )
     monkeypatch.setattr(GPT, "__init__", count_model)
     monkeypatch.setattr(PositionalMethod, "__init__", count_method)
     model, _ = load_model(folder)
     files = sorted(path.name for path in step.glob("layer_*.pt"))
     assert len(files) == 5 * tensor_parallel
-    # The state file names the tokenizer. With several ranks, it also says which program wrote them: before the model
-    # is built, and after.
-    assert sorted(opened) == files + ["mp_rank_00_model_states.pt"] * (3 if tensor_parallel > 1 else 1)
+    # The state file names the tokenizer. With several ranks, it also says which program wrote them:
+    # before the model is built, and after.
+    assert sorted(opened) == files + ["mp_rank_00_model_states.pt"] * (
+        3 if tensor_parallel > 1 else 1
+    )
     assert models == [model]
     assert len(methods) == 1
 
@@ -85,7 +95,9 @@ def test_one_model_is_built_and_each_file_is_read_once(method, tensor_parallel, 
 def test_a_malicious_layer_file(copy, tmp_path):
     folder, step = copy()
     file = step / "layer_03-model_00-model_states.pt"
-    torch.save({**torch.load(file, weights_only=True), "extra": Exploit(tmp_path / "written")}, file)
+    torch.save(
+        {**torch.load(file, weights_only=True), "extra": Exploit(tmp_path / "written")}, file
+    )
     with pytest.raises(CheckpointError, match=f"{file.name}: rejected"):
         load_model(folder)
     assert not (tmp_path / "written").exists()
@@ -96,7 +108,12 @@ def test_code_named_by_a_checkpoint_does_not_run(copy, tmp_path):
     trap = tmp_path / "trap.py"
     trap.write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     (step / "configs" / "train.yml").write_text(
-        json.dumps({**json.loads((step / "configs" / "train.yml").read_text()), "pos_emb_module": str(trap)})
+        json.dumps(
+            {
+                **json.loads((step / "configs" / "train.yml").read_text()),
+                "pos_emb_module": str(trap),
+            }
+        )
     )
     load_model(folder)
     assert not (tmp_path / "sprung").exists()

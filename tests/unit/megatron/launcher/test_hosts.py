@@ -33,7 +33,10 @@ def commands(monkeypatch) -> list[list[str]]:
 
 
 def test_address_of_the_first_host(commands):
-    assert check_hosts(["good", "good"], "/w", ["/p/train.py"], {"PDSH_SSH_ARGS_APPEND": "-p 2222"}) == "10.0.0.7"
+    assert (
+        check_hosts(["good", "good"], "/w", ["/p/train.py"], {"PDSH_SSH_ARGS_APPEND": "-p 2222"})
+        == "10.0.0.7"
+    )
     assert check_hosts(["nameless"], "/w", [], {}) == "nameless"  # its `hostname` has no -I
     ssh, *options, port_option, port, host, script = commands[0]
     assert (ssh, port_option, port, host) == ("ssh", "-p", "2222", "good")
@@ -62,11 +65,18 @@ def test_without_ssh(commands, monkeypatch):
     ("line", "failure"),
     [
         ("srun: error: node-2: task 1: Killed\n", Failure(1, "node-2", 9)),
-        ("srun: error: node-1: tasks 0-3: Segmentation fault (core dumped)\n", Failure(0, "node-1", 11)),
-        ("srun: error: node-2: task 1: Exited with exit code 1\n", Failure(1, "node-2", None)),
-        ("srun: error: node-1: task 0: Exited with exit code 3\n", None),  # has lost the connection to another rank
         (
-            "mpirun noticed that process rank 1 with PID 4711 on node node-2 exited on signal 6 (Aborted).\n",
+            "srun: error: node-1: tasks 0-3: Segmentation fault (core dumped)\n",
+            Failure(0, "node-1", 11),
+        ),
+        ("srun: error: node-2: task 1: Exited with exit code 1\n", Failure(1, "node-2", None)),
+        (
+            "srun: error: node-1: task 0: Exited with exit code 3\n",
+            None,
+        ),  # has lost the connection to another rank
+        (
+            "mpirun noticed that process rank 1 with PID 4711 on node node-2 exited on signal 6 "
+            "(Aborted).\n",
             Failure(1, "node-2", 6),
         ),
         ("iteration 5/10: task 1: Killed\n", None),

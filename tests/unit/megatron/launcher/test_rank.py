@@ -13,7 +13,11 @@ from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
 
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "8",
+}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,13 @@ def test_ranks_of_slurm_and_mpi(keys, variables):
     config = make_config(**keys, master_addr="node-1")
     environment = dict(variables)
     set_rank_variables(config, environment)
-    expected = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
+    expected = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "node-1",
+        "MASTER_PORT": "29500",
+    }
     assert environment == {**variables, **expected}
 
 
@@ -89,12 +99,18 @@ def test_first_host(nodelist, host):
 
 @pytest.fixture
 def signals(monkeypatch) -> Iterator[list[str]]:
-    """What happens in this process: signals that it receives, signals that it sends itself, and seconds it sleeps."""
+    """What happens in this process: signals that it receives, signals that it sends itself, and
+    seconds it sleeps.
+    """
     events: list[str] = []
     numbers = (signal.SIGTERM, signal.SIGUSR1, rank.LAUNCHER_DIED)
     previous = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGTERM, lambda *_: events.append("received SIGTERM"))
-    monkeypatch.setattr(rank.os, "kill", lambda pid, number: events.append(number.name if pid == os.getpid() else ""))
+    monkeypatch.setattr(
+        rank.os,
+        "kill",
+        lambda pid, number: events.append(number.name if pid == os.getpid() else ""),
+    )
     monkeypatch.setattr(rank.os, "getpgrp", lambda: 1)
     monkeypatch.setattr(rank.time, "sleep", lambda seconds: events.append(str(seconds)))
     monkeypatch.setattr(rank.threading.Thread, "start", rank.threading.Thread.run)  # in this thread

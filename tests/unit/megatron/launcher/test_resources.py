@@ -18,7 +18,9 @@ def hostfile(tmp_path) -> str:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """gpus(n, visible): pretend that the machine has n GPUs and that CUDA_VISIBLE_DEVICES is `visible`."""
+    """gpus(n, visible): pretend that the machine has n GPUs and that CUDA_VISIBLE_DEVICES is
+    `visible`.
+    """
 
     def pretend(count: int, visible: str | None = None) -> None:
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
@@ -36,11 +38,15 @@ def test_this_machine_on_the_cpu(gpus, monkeypatch):
     gpus(0)
     assert find_resources(make_config()) == Resources({"localhost": [0]}, None, on_cpu=True)
     assert find_resources(make_config(num_gpus=3)).world_size == 3
-    assert_rejected("include and exclude .*no GPU", find_resources, make_config(include="localhost:0"))
+    assert_rejected(
+        "include and exclude .*no GPU", find_resources, make_config(include="localhost:0")
+    )
     gpus(2)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert "DS_ACCELERATOR" in find_resources(make_config()).describe()
-    assert_rejected("include and exclude .*DS_ACCELERATOR", find_resources, make_config(include="localhost:0"))
+    assert_rejected(
+        "include and exclude .*DS_ACCELERATOR", find_resources, make_config(include="localhost:0")
+    )
 
 
 def test_this_machine_with_gpus(gpus):
@@ -52,7 +58,10 @@ def test_this_machine_with_gpus(gpus):
     for keys, message in (
         ({"num_gpus": 5}, r"num_gpus is 5, but only 4 GPU\(s\) are visible here"),
         ({"include": "localhost:7"}, "include: localhost has no slot '7' in this machine"),
-        ({"include": "elsewhere:0"}, "include: 'elsewhere' is not a host of this machine, which has localhost"),
+        (
+            {"include": "elsewhere:0"},
+            "include: 'elsewhere' is not a host of this machine, which has localhost",
+        ),
         ({"exclude": "localhost"}, "exclude localhost leaves no slot of this machine"),
     ):
         assert_rejected(message, find_resources, make_config(**keys))
@@ -61,10 +70,16 @@ def test_this_machine_with_gpus(gpus):
 def test_a_missing_hostfile(gpus, capsys):
     gpus(2)
     assert find_resources(make_config(hostfile="/mock_path")).slots == {"localhost": [0, 1]}
-    assert capsys.readouterr().out.startswith("deepy: hostfile /mock_path does not exist; using only this machine")
+    assert capsys.readouterr().out.startswith(
+        "deepy: hostfile /mock_path does not exist; using only this machine"
+    )
     for keys in ({"num_nodes": 2}, {"force_multi": True}, {"launcher": "slurm"}):
         assert_rejected("/mock_path", find_resources, make_config(hostfile="/mock_path", **keys))
-    assert_rejected("hostfile nowhere: No such file or directory", find_resources, make_config(hostfile="nowhere"))
+    assert_rejected(
+        "hostfile nowhere: No such file or directory",
+        find_resources,
+        make_config(hostfile="nowhere"),
+    )
 
 
 def test_visible_devices_are_respected(gpus):
@@ -97,12 +112,18 @@ def test_hostfile(hostfile, monkeypatch):
     assert resources.describe() == f"8 processes on 2 host(s) of {hostfile}"
     monkeypatch.setenv("DLTS_HOSTFILE", hostfile)
     assert find_resources(make_config()) == resources
-    Path(hostfile).write_text("\ufeff" + Path(hostfile).read_text(), encoding="utf-8")  # by an editor of Windows
+    Path(hostfile).write_text(
+        "\ufeff" + Path(hostfile).read_text(), encoding="utf-8"
+    )  # by an editor of Windows
     assert find_resources(make_config()) == resources
     monkeypatch.setenv("DLTS_HOSTFILE", "nowhere")
     assert_rejected("DLTS_HOSTFILE", find_resources, make_config())
-    assert find_resources(make_config(hostfile=hostfile, num_nodes=1, num_gpus=2)).slots == {"worker-1": [0, 1]}
-    assert find_resources(make_config(hostfile=hostfile, include="worker-2:1,2")).slots == {"worker-2": [1, 2]}
+    assert find_resources(make_config(hostfile=hostfile, num_nodes=1, num_gpus=2)).slots == {
+        "worker-1": [0, 1]
+    }
+    assert find_resources(make_config(hostfile=hostfile, include="worker-2:1,2")).slots == {
+        "worker-2": [1, 2]
+    }
 
 
 @pytest.mark.parametrize(
@@ -111,7 +132,10 @@ def test_hostfile(hostfile, monkeypatch):
         ({"num_nodes": 3}, "num_nodes.*3.*2"),
         ({"num_gpus": 5}, "num_gpus.*5.*worker-1, worker-2"),
         ({"include": "worker-9"}, "include: 'worker-9'.*worker-1, worker-2"),
-        ({"include": "worker-1:9"}, r"include: worker-1 has no slot '9' in .*, only \[0, 1, 2, 3\]"),
+        (
+            {"include": "worker-1:9"},
+            r"include: worker-1 has no slot '9' in .*, only \[0, 1, 2, 3\]",
+        ),
         ({"exclude": "worker-1@worker-2"}, "exclude worker-1@worker-2"),
     ],
 )
@@ -125,7 +149,10 @@ def test_hostfile_without_the_requested_slots(hostfile, keys, message):
         ("worker-1 4\n", "1.*HOST.*'worker-1"),
         ("# a\nworker-1 slots=0\n", "2.*HOST.*1"),
         ("a slots=1\na slots=2\n", "line 2: a was listed before"),
-        ("node[1-2] slots=4\n", r"line 1: 'node\[1-2\]' is not the name of one host; use a line per host"),
+        (
+            "node[1-2] slots=4\n",
+            r"line 1: 'node\[1-2\]' is not the name of one host; use a line per host",
+        ),
     ],
 )
 def test_bad_hostfile(hostfile, text, message):
@@ -161,4 +188,6 @@ def test_check_launcher(tmp_path, hostfile, monkeypatch):
     check(launcher="openmpi", include="worker-1:0@worker-2")
     check(launcher="slurm", num_gpus=2)
     assert_rejected("1.*worker-1", check, launcher="openmpi", include="worker-1:1@worker-2")
-    assert_rejected("worker-1.*1.*worker-2.*4", check, launcher="slurm", include="worker-1:0@worker-2")
+    assert_rejected(
+        "worker-1.*1.*worker-2.*4", check, launcher="slurm", include="worker-1:0@worker-2"
+    )

@@ -30,8 +30,22 @@ def add_own_options(parser):
 
 
 def test_files_overrides_and_own_options(folder, capsys):
-    words = ["-d", str(folder), "model", "seed.yml", "--set", "train-iters=3", "--lengths", "8", "16", "-i", "p.txt"]
-    config, options = parse_arguments("a test", [*words, "--set", "save=x", "load=y"], add_options=add_own_options)
+    words = [
+        "-d",
+        str(folder),
+        "model",
+        "seed.yml",
+        "--set",
+        "train-iters=3",
+        "--lengths",
+        "8",
+        "16",
+        "-i",
+        "p.txt",
+    ]
+    config, options = parse_arguments(
+        "a test", [*words, "--set", "save=x", "load=y"], add_options=add_own_options
+    )
     assert (config.training.seed, config.schedule.train_iters) == (7, 3)
     assert (config.checkpoint.save, config.checkpoint.load) == ("x", "y")
     assert (options.lengths, options.input) == ([8, 16], "p.txt")
@@ -41,9 +55,20 @@ def test_files_overrides_and_own_options(folder, capsys):
 def test_paths_on_the_command_line_are_expanded(folder, monkeypatch):
     """The shell does not expand ~ after an equals sign."""
     monkeypatch.setenv("HOME", str(folder))
-    words = ["--conf-dir=~", "model", "--hostfile=~/hosts", "--input=~/p", "--output=$HOME/t", "--set", "save=~/run"]
+    words = [
+        "--conf-dir=~",
+        "model",
+        "--hostfile=~/hosts",
+        "--input=~/p",
+        "--output=$HOME/t",
+        "--set",
+        "save=~/run",
+    ]
     config, options = parse_arguments("a test", words, generate._add_options)
-    assert (config.launcher.hostfile, config.checkpoint.save) == (f"{folder}/hosts", f"{folder}/run")
+    assert (config.launcher.hostfile, config.checkpoint.save) == (
+        f"{folder}/hosts",
+        f"{folder}/run",
+    )
     assert (options.input, options.output) == (f"{folder}/p", f"{folder}/t")
     words = ["--conf-dir=~", "model", "--output=~/r", "--include-path=~/tasks"]
     _, options = parse_arguments("a test", words, evaluate.add_options)
@@ -53,7 +78,14 @@ def test_paths_on_the_command_line_are_expanded(folder, monkeypatch):
 
 
 def test_files_may_follow_overrides_and_options(folder):
-    words = ["--set", "train-iters=3", str(folder / "model.yml"), "-i", "p.txt", str(folder / "seed")]
+    words = [
+        "--set",
+        "train-iters=3",
+        str(folder / "model.yml"),
+        "-i",
+        "p.txt",
+        str(folder / "seed"),
+    ]
     config, options = parse_arguments("a test", words, add_options=add_own_options)
     assert (config.training.seed, config.schedule.train_iters, options.input) == (7, 3, "p.txt")
 
@@ -62,7 +94,10 @@ def test_files_may_follow_overrides_and_options(folder):
 def test_notices_come_from_rank_0_only(folder, capsys, monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    parse_arguments("a test", ["-d", str(folder), "model", "--set", "deepspeed_slurm=true", "master_addr=node-1"])
+    parse_arguments(
+        "a test",
+        ["-d", str(folder), "model", "--set", "deepspeed_slurm=true", "master_addr=node-1"],
+    )
     assert capsys.readouterr().out == ""
 
 

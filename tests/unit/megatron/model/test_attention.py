@@ -1,4 +1,6 @@
-"""The attention layer: layout of query_key_value, grouped-query attention, qk norm and sliding window."""
+"""The attention layer: layout of query_key_value, grouped-query attention, qk norm and sliding
+window.
+"""
 
 import pytest
 import torch
@@ -20,11 +22,17 @@ def layer(**changes) -> SelfAttention:
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_split_heads(groups):
-    """Rows are numbered, so each result shows its place: per key head, its queries, the key and the value."""
+    """Rows are numbered, so each result shows its place: per key head, its queries, the key and the
+    value.
+    """
     shared = 4 // groups
     rows = torch.arange(groups * (shared + 2) * 3.0)
     query, key, value = split_heads(rows.expand(2, 5, -1), 3, shared)
-    assert (query.shape, key.shape, value.shape) == ((2, 4, 5, 3), (2, groups, 5, 3), (2, groups, 5, 3))
+    assert (query.shape, key.shape, value.shape) == (
+        (2, 4, 5, 3),
+        (2, groups, 5, 3),
+        (2, groups, 5, 3),
+    )
     expected = rows.view(groups, shared + 2, 3)
     assert torch.equal(query[1, :, 4], expected[:, :shared].reshape(4, 3))
     assert torch.equal(key[1, :, 4], expected[:, shared])
@@ -35,7 +43,12 @@ def test_split_heads(groups):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_layer_against_its_formula(groups, window, norm):
-    changes = {"num_kv_heads": groups, "norm": norm, "use_qk_layernorm": True, "use_bias_in_attn_linear": False}
+    changes = {
+        "num_kv_heads": groups,
+        "norm": norm,
+        "use_qk_layernorm": True,
+        "use_bias_in_attn_linear": False,
+    }
     attention = layer(**changes, sliding_window_width=window and window - 1)
     assert {name for name, _ in attention.named_parameters() if "bias" in name} == (
         {"query_norm.bias", "key_norm.bias"} if norm == "layernorm" else set()
@@ -49,7 +62,9 @@ def test_layer_against_its_formula(groups, window, norm):
         scores = q @ k.transpose(1, 2) / 6**0.5
         distance = torch.arange(7)[:, None] - torch.arange(7)
         hides = (distance < 0) | (distance >= (window or 7))
-        contexts.append(scores.masked_fill(hides, -torch.inf).softmax(-1) @ value[:, head * groups // 4])
+        contexts.append(
+            scores.masked_fill(hides, -torch.inf).softmax(-1) @ value[:, head * groups // 4]
+        )
     expected = torch.cat(contexts, -1) @ attention.dense.weight.T
     torch.testing.assert_close(attention(hidden), expected)
 
@@ -79,12 +94,16 @@ def test_append_returns_all_tokens_in_order(max_length):
 
 
 def test_a_window_bounds_the_buffer():
-    """Each call returns the new tokens and the window's other tokens, in a buffer that does not grow with the text."""
+    """Each call returns the new tokens and the window's other tokens, in a buffer that does not
+    grow with the text.
+    """
     key, value = torch.randn(2, 2, 3, 500, 4).unbind()
     cache = LayerCache(500, window=8)
     start = 0
     for new in (20, 1, 1, 30, *[1] * 200, 40):
-        keys, values = cache.append(key[:, :, start : start + new], value[:, :, start : start + new])
+        keys, values = cache.append(
+            key[:, :, start : start + new], value[:, :, start : start + new]
+        )
         first = max(0, start - 7)
         start += new
         assert torch.equal(keys, key[:, :, first:start])
@@ -103,6 +122,8 @@ def test_select():
     cache.select(torch.tensor([2, 0]))
     assert cache.length == 4
     assert torch.equal(cache.layers[1].last()[2], sums[[2, 0], :, 3:4])
-    keys, _, all_sums = cache.layers[1].append(*(part[[2, 0], :, 4:6] for part in (states, states, sums)))
+    keys, _, all_sums = cache.layers[1].append(
+        *(part[[2, 0], :, 4:6] for part in (states, states, sums))
+    )
     assert torch.equal(keys, states[[2, 0], :, :6])
     assert torch.equal(all_sums, sums[[2, 0], :, :6])

@@ -1,4 +1,6 @@
-"""Fused blocks against the blocks that PyTorch computes in float64: on a GPU, or in Triton's interpreter."""
+"""Fused blocks against the blocks that PyTorch computes in float64: on a GPU, or in Triton's
+interpreter.
+"""
 
 import pytest
 import torch
@@ -21,12 +23,21 @@ def kernels(monkeypatch) -> None:
     monkeypatch.setattr(fused_block, "KERNEL_DEVICES", ["cpu", "cuda"])
 
 
-def small_model(dtype: torch.dtype, *, checkpoint_every: int = 0, num_layers: int = 2, **keys: object) -> GPT:
+def small_model(
+    dtype: torch.dtype, *, checkpoint_every: int = 0, num_layers: int = 2, **keys: object
+) -> GPT:
     """Random norms and biases too."""
-    sizes = {"num_layers": num_layers, "hidden_size": 24, "num_attention_heads": 2, "padded_vocab_size": 32}
+    sizes = {
+        "num_layers": num_layers,
+        "hidden_size": 24,
+        "num_attention_heads": 2,
+        "padded_vocab_size": 32,
+    }
     settings = model_settings(**sizes, **{"pos_emb": "kerple_log", **keys})
     model = GPT(settings, checkpoint_every=checkpoint_every)
-    initialize(model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.3)
+    initialize(
+        model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.3
+    )
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -39,13 +50,22 @@ def values_and_gradients(model: GPT) -> dict[str, torch.Tensor]:
     """With activation recomputation, also with documents."""
     text = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     torch.manual_seed(3)  # dropout
-    documents = Documents(torch.tensor([[0] * 3 + [1] * 5, [2] * 8], device=DEVICE)) if model.checkpoint_every else None
+    documents = (
+        Documents(torch.tensor([[0] * 3 + [1] * 5, [2] * 8], device=DEVICE))
+        if model.checkpoint_every
+        else None
+    )
     loss = model.loss(text[:, :-1], text[:, 1:], documents=documents)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    return {"loss": loss.detach(), **dict(zip(dict(model.named_parameters()), gradients, strict=True))}
+    return {
+        "loss": loss.detach(),
+        **dict(zip(dict(model.named_parameters()), gradients, strict=True)),
+    }
 
 
-def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol: float = 2e-5, **keys) -> None:
+def assert_same_as_pytorch(
+    monkeypatch, dtype: torch.dtype = torch.float32, rtol: float = 2e-5, **keys
+) -> None:
     actual = values_and_gradients(small_model(dtype, **keys))
     monkeypatch.setattr(fused_block, "KERNEL_DEVICES", [])
     expected = values_and_gradients(small_model(torch.float64, **keys))
@@ -59,7 +79,12 @@ def assert_same_as_pytorch(monkeypatch, dtype: torch.dtype = torch.float32, rtol
     "keys",
     [
         {},
-        {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_attn_linear": False, "num_kv_heads": 1},
+        {
+            "norm": "rmsnorm",
+            "activation": "swiglu",
+            "use_bias_in_attn_linear": False,
+            "num_kv_heads": 1,
+        },
         {"norm": "rmsnorm", "bias_gelu_fusion": True},
         {"gpt_j_residual": True, "activation": "silu"},
         {"use_bias_in_norms": False, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False},
@@ -110,7 +135,10 @@ def test_the_self_check_passes(keys, dtype):
 
 @pytest.mark.parametrize(
     ("broken", "message"),
-    [(lambda sums, dtype: sums[0].to(dtype), "a result has a relative error of"), (lambda *_: 1 / 0, "ZeroDivision")],
+    [
+        (lambda sums, dtype: sums[0].to(dtype), "a result has a relative error of"),
+        (lambda *_: 1 / 0, "ZeroDivision"),
+    ],
 )
 def test_the_self_check_fails(broken, message, monkeypatch):
     monkeypatch.setattr(fused_block, "_sum_rows", broken)

@@ -1,4 +1,6 @@
-"""The GPT model: parity with the KERPLE release, sizes, sharing, cache, and training with every positional method."""
+"""The GPT model: parity with the KERPLE release, sizes, sharing, cache, and training with every
+positional method.
+"""
 
 import math
 
@@ -57,7 +59,12 @@ def test_number_of_parameters(model, method, parameters):
     with torch.device("meta"):
         counts = count_parameters(GPT(settings).layers(), settings)
     assert counts["total"] - counts["positional"] == parameters
-    shared = {"kerple_log": 24, "kerple_power_ap_": 24, "kerple_power__ap": 24, "kerple_power_ap_ap": 48}
+    shared = {
+        "kerple_log": 24,
+        "kerple_power_ap_": 24,
+        "kerple_power__ap": 24,
+        "kerple_power_ap_ap": 48,
+    }
     expected = {**shared, "rpe": 32 * 12, "learned": 512 * 768}.get(method, 0)
     assert counts["positional"] == expected
     assert counts["outside_embedding"] == counts["total"] - 50_304 * 768
@@ -66,7 +73,13 @@ def test_number_of_parameters(model, method, parameters):
 @pytest.mark.parametrize(
     ("pos_emb", "recompute"),
     [
-        *(("kerple_log", True), ("learned", False), ("sinusoidal", False), ("rotary", False), ("xpos", False)),
+        *(
+            ("kerple_log", True),
+            ("learned", False),
+            ("sinusoidal", False),
+            ("rotary", False),
+            ("xpos", False),
+        ),
         *(("dape_kerple", True), ("forgetting", False), ("transformer_xl", False)),
     ],
 )
@@ -82,9 +95,18 @@ def test_documents_of_a_row_are_read_as_if_each_were_alone(pos_emb, recompute, t
 
     model.zero_grad()
     expected = torch.zeros(())
-    for row, first, last in [(0, 0, 7), (0, 7, 27), (0, 27, 48), (1, 0, 20), (1, 20, 48), (2, 0, 48)]:
+    for row, first, last in [
+        (0, 0, 7),
+        (0, 7, 27),
+        (0, 27, 48),
+        (1, 0, 20),
+        (1, 20, 48),
+        (2, 0, 48),
+    ]:
         document = slice(row, row + 1), slice(first, last)
-        expected = expected + (last - first) / tokens.numel() * model.loss(tokens[document], labels[document])
+        expected = expected + (last - first) / tokens.numel() * model.loss(
+            tokens[document], labels[document]
+        )
     torch.testing.assert_close(loss, expected)
     expected.backward()
     for name, parameter in model.named_parameters():
@@ -93,11 +115,17 @@ def test_documents_of_a_row_are_read_as_if_each_were_alone(pos_emb, recompute, t
 
 @pytest.mark.parametrize(("options", "times"), [({}, 1), ({"parameters": "per-layer"}, 2)])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_layers_that_share_a_method_share_its_tables(options, times, recompute, tokens, monkeypatch):
-    """They are computed once, even with activation recomputation; gradients are those of separate tables."""
+def test_layers_that_share_a_method_share_its_tables(
+    options, times, recompute, tokens, monkeypatch
+):
+    """They are computed once, even with activation recomputation; gradients are those of separate
+    tables.
+    """
     calls = []
     bias = KerpleLog.bias
-    monkeypatch.setattr(KerpleLog, "bias", lambda self, distance: calls.append(self) or bias(self, distance))
+    monkeypatch.setattr(
+        KerpleLog, "bias", lambda self, distance: calls.append(self) or bias(self, distance)
+    )
     model = small_model(pos_emb_options=options).train()
     model.checkpoint_every = int(recompute)
     model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -131,7 +159,9 @@ def test_with_parallel_residuals_attention_and_mlp_read_the_same_input(tokens):
     block = parallel.blocks[0]
     hidden = parallel.embedding(tokens)
     expected = (
-        hidden + block.attention(block.input_layernorm(hidden)) + block.mlp(block.post_attention_layernorm(hidden))
+        hidden
+        + block.attention(block.input_layernorm(hidden))
+        + block.mlp(block.post_attention_layernorm(hidden))
     )
     torch.testing.assert_close(block(hidden), expected)
     assert (sequential(tokens) - parallel(tokens)).abs().max() > 1e-4
@@ -141,8 +171,13 @@ def test_tied_embeddings_are_one_parameter(tokens):
     model = small_model(no_weight_tying=False)
     untied = small_model()
     assert model.output.final_linear.weight is model.embedding.word_embeddings.weight
-    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in model.parameters()) == 128 * 32
-    torch.testing.assert_close(model.embedding.word_embeddings.weight, untied.embedding.word_embeddings.weight)
+    assert (
+        sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in model.parameters())
+        == 128 * 32
+    )
+    torch.testing.assert_close(
+        model.embedding.word_embeddings.weight, untied.embedding.word_embeddings.weight
+    )
 
 
 def test_the_loss_ignores_tokens_without_weight(tokens):
@@ -150,7 +185,9 @@ def test_the_loss_ignores_tokens_without_weight(tokens):
     labels = tokens.roll(-1, 1)
     weights = torch.zeros(labels.shape)
     weights[:, :10] = labels.shape[1] / 10
-    expected = torch.nn.functional.cross_entropy(model(tokens)[:, :10].flatten(0, 1), labels[:, :10].flatten())
+    expected = torch.nn.functional.cross_entropy(
+        model(tokens)[:, :10].flatten(0, 1), labels[:, :10].flatten()
+    )
     torch.testing.assert_close(model.loss(tokens, labels, weights), expected)
 
 
@@ -178,14 +215,20 @@ TEXT = torch.tensor(list(PYTHON.encode("ascii", "replace")))
 
 
 @pytest.mark.parametrize(
-    "pos_emb", [pytest.param(name, marks=() if name in TRAINED else pytest.mark.ci) for name in primary_names()]
+    "pos_emb",
+    [
+        pytest.param(name, marks=() if name in TRAINED else pytest.mark.ci)
+        for name in primary_names()
+    ],
 )
 def test_training_lowers_the_loss(pos_emb):
-    """From a uniform distribution over 128 symbols to below the entropy of their frequencies, and the method's own
-    parameters are trained too.
+    """From a uniform distribution over 128 symbols to below the entropy of their frequencies, and
+    the method's own parameters are trained too.
     """
     model = small_model(pos_emb, seed=1, num_layers=1, max_positions=TRAIN_LENGTH).train()
-    positional = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".rpe." in name}
+    positional = {
+        name: tensor.clone() for name, tensor in model.state_dict().items() if ".rpe." in name
+    }
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2, fused=True)
     generator = torch.Generator().manual_seed(0)
     losses = []
@@ -208,8 +251,8 @@ def test_training_lowers_the_loss(pos_emb):
 
 @pytest.mark.parametrize("pos_emb", ["kerple_log", "fire", "sinusoidal", "xpos", "dape_v2_kerple"])
 def test_random_positions(pos_emb):
-    """Each step has its own positions. Evaluation does not depend on steps, and a cache changes nothing, also if it
-    drops keys.
+    """Each step has its own positions. Evaluation does not depend on steps, and a cache changes
+    nothing, also if it drops keys.
     """
     options = {"random_range": 200, "random_length": 40}
     model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(60).view(2, 30)
@@ -225,16 +268,27 @@ def test_random_positions(pos_emb):
     assert losses[True][0] == losses[True][2] != losses[True][1]
     assert losses[False][0] == losses[False][1] == losses[False][2]
     with torch.no_grad():
-        for mode in (AttentionMode(), AttentionMode(Span(window=5)), AttentionMode(Span(window=5, sinks=2))):
+        for mode in (
+            AttentionMode(),
+            AttentionMode(Span(window=5)),
+            AttentionMode(Span(window=5, sinks=2)),
+        ):
             expected, cache = model.eval()(tokens, mode=mode), model.new_cache(mode=mode)
-            parts = [model(tokens[:, start:stop], cache, mode) for start, stop in ((0, 11), (11, 12), (12, 30))]
+            parts = [
+                model(tokens[:, start:stop], cache, mode)
+                for start, stop in ((0, 11), (11, 12), (12, 30))
+            ]
             torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pos_emb", ["kerple_log", "fire", "forgetting", "dape_v2_kerple", "xpos"])
 def test_the_cache_of_a_window_is_bounded(pos_emb):
-    """The logits are those with all keys in memory; `test_llama_style_blocks_with_every_method` has more methods."""
-    options = {"threshold": 5.0} if pos_emb == "fire" else {}  # beyond it, the bias depends on the query's position
+    """The logits are those with all keys in memory; `test_llama_style_blocks_with_every_method` has
+    more methods.
+    """
+    options = (
+        {"threshold": 5.0} if pos_emb == "fire" else {}
+    )  # beyond it, the bias depends on the query's position
     model, tokens = small_gpt(pos_emb, pos_emb_options=options), random_tokens(120).view(2, 60)
     mode = AttentionMode(Span(window=5))
     cache, complete = model.new_cache(mode=mode), KVCache([FULL] * 2)
@@ -248,7 +302,9 @@ def test_the_cache_of_a_window_is_bounded(pos_emb):
 
 @pytest.mark.parametrize("pos_emb", ["kerple_log", "per_layer", "dape_v2_kerple"])
 def test_windows_per_layer(pos_emb):
-    """Loss and gradients are those of blocks that attend in different spans. A cache drops the keys of the windows."""
+    """Loss and gradients are those of blocks that attend in different spans. A cache drops the keys
+    of the windows.
+    """
     windows, sizes = (5, None, 5), {"num_layers": 3, "pos_emb": pos_emb}
     model = small_gpt(**sizes, sliding_window_width=[4, None]).double()
     plain = small_gpt(**sizes).double()
@@ -281,8 +337,8 @@ LLAMA_BLOCK = {**LLAMA, "intermediate_size": 144, "sliding_window_width": 6}
 
 @pytest.mark.parametrize("pos_emb", methods_and_variants())
 def test_llama_style_blocks_with_every_method(pos_emb):
-    """Every parameter has a gradient, a cache changes nothing, logits depend on no later token, and two windows of 7
-    keys reach 12 tokens back.
+    """Every parameter has a gradient, a cache changes nothing, logits depend on no later token, and
+    two windows of 7 keys reach 12 tokens back.
     """
     torch.manual_seed(0)  # KERPLE's parameters are drawn from the global generator
     model, tokens = small_gpt(pos_emb, **LLAMA_BLOCK), random_tokens(60).view(2, 30)
@@ -293,7 +349,9 @@ def test_llama_style_blocks_with_every_method(pos_emb):
     changed[:, 9] = (changed[:, 9] + 7) % VOCABULARY
     with torch.no_grad():
         expected, cache = model(tokens), model.new_cache()
-        parts = [model(tokens[:, start:stop], cache) for start, stop in ((0, 11), (11, 12), (12, 30))]
+        parts = [
+            model(tokens[:, start:stop], cache) for start, stop in ((0, 11), (11, 12), (12, 30))
+        ]
         torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
         differences = (model(changed) - expected).abs().amax((0, 2))
     layer = cache.layers[0]
@@ -303,13 +361,19 @@ def test_llama_style_blocks_with_every_method(pos_emb):
     assert differences[22:].max() < 1e-5
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "xpos", "dape_kerple", "transformer_xl"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "rotary", "xpos", "dape_kerple", "transformer_xl"]
+)
 @pytest.mark.parametrize("span", [FULL, Span(window=9), Span(block=8)])
 @torch.no_grad()
 def test_grouped_heads_are_repeated_heads(pos_emb, span):
-    model, tokens = small_gpt(pos_emb, num_kv_heads=2, use_qk_layernorm=True), random_tokens(60).view(2, 30)
+    model, tokens = (
+        small_gpt(pos_emb, num_kv_heads=2, use_qk_layernorm=True),
+        random_tokens(60).view(2, 30),
+    )
     torch.testing.assert_close(
-        model(tokens, mode=AttentionMode(span)), with_repeated_heads(model)(tokens, mode=AttentionMode(span))
+        model(tokens, mode=AttentionMode(span)),
+        with_repeated_heads(model)(tokens, mode=AttentionMode(span)),
     )
 
 
@@ -335,7 +399,8 @@ def test_logits_of_the_release(method):
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in METHODS]
+    "method",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in METHODS],
 )
 def test_training_losses_of_the_release(method):
     """30 steps depend on every gradient, including that of the shared kernel parameters."""
@@ -349,7 +414,9 @@ def test_training_losses_of_the_release(method):
     )
     for step, batch in enumerate(expected["train_tokens"][:30].long()):
         loss = model.loss(batch[:, :-1], batch[:, 1:])
-        assert loss.item() == pytest.approx(float(expected["losses"][step]), abs=1e-3), f"step {step}"
+        assert loss.item() == pytest.approx(float(expected["losses"][step]), abs=1e-3), (
+            f"step {step}"
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), training["gradient_clipping"])
@@ -357,7 +424,9 @@ def test_training_losses_of_the_release(method):
 
 
 def test_the_bfloat16_release_is_close():
-    """The release also rounded distances to bfloat16, which this model does not, so its numbers are only close."""
+    """The release also rounded distances to bfloat16, which this model does not, so its numbers are
+    only close.
+    """
     expected = reference("kerple_log_bf16")[32]
     model, _ = load_model(checkpoints("kerple_log_bf16"))
     with torch.no_grad():
@@ -369,10 +438,14 @@ def test_the_bfloat16_release_is_close():
 
 @pytest.mark.parametrize("length", [32, 128])
 def test_the_bfloat16_release_with_rounded_distances(length):
-    """All in bfloat16, as the release ran: only the order of operations differs, by a few of bfloat16's steps."""
+    """All in bfloat16, as the release ran: only the order of operations differs, by a few of
+    bfloat16's steps.
+    """
     expected = reference("kerple_log_bf16")[length]
     model, _ = load_model(
-        checkpoints("kerple_log_bf16"), dtype=torch.bfloat16, overrides={"release_bf16_distances": True}
+        checkpoints("kerple_log_bf16"),
+        dtype=torch.bfloat16,
+        overrides={"release_bf16_distances": True},
     )
     with torch.no_grad():
         logits = model(expected["tokens"].long()).float()

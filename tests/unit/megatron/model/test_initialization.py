@@ -34,13 +34,21 @@ def test_initial_weights_are_those_of_gpt_neox():
     model = initialized(5, 256, 512)
     block = model.blocks[0]
     assert block.attention.query_key_value.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert block.attention.dense.weight.std().item() == pytest.approx(0.02 / (2 * 2) ** 0.5, rel=0.02)
-    assert block.mlp.dense_4h_to_h.weight.std().item() == pytest.approx(0.02 / (2 * 2) ** 0.5, rel=0.02)
+    assert block.attention.dense.weight.std().item() == pytest.approx(
+        0.02 / (2 * 2) ** 0.5, rel=0.02
+    )
+    assert block.mlp.dense_4h_to_h.weight.std().item() == pytest.approx(
+        0.02 / (2 * 2) ** 0.5, rel=0.02
+    )
     assert block.mlp.dense_h_to_4h.bias.abs().max() == 0
     assert torch.equal(block.input_layernorm.weight, torch.ones(256))
     other_seed = initialized(6, 256, 512)
-    assert not torch.equal(other_seed.blocks[0].mlp.dense_h_to_4h.weight, block.mlp.dense_h_to_4h.weight)
-    assert not torch.equal(model.blocks[0].mlp.dense_h_to_4h.weight, model.blocks[1].mlp.dense_h_to_4h.weight)
+    assert not torch.equal(
+        other_seed.blocks[0].mlp.dense_h_to_4h.weight, block.mlp.dense_h_to_4h.weight
+    )
+    assert not torch.equal(
+        model.blocks[0].mlp.dense_h_to_4h.weight, model.blocks[1].mlp.dense_h_to_4h.weight
+    )
 
 
 def test_initial_weights_of_a_gated_mlp():
@@ -68,15 +76,21 @@ def test_initial_weights_of_a_gated_mlp():
 )
 def test_initializers(name, std):
     weight = torch.empty(512, 768)
-    initializer(name, std=0.02, num_layers=12, hidden_size=768)(weight, torch.Generator().manual_seed(0))
+    initializer(name, std=0.02, num_layers=12, hidden_size=768)(
+        weight, torch.Generator().manual_seed(0)
+    )
     assert weight.std().item() == pytest.approx(std, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "gain"), [("orthogonal", 2**0.5), ("scaled_orthogonal", (2 / 12) ** 0.5)])
+@pytest.mark.parametrize(
+    ("name", "gain"), [("orthogonal", 2**0.5), ("scaled_orthogonal", (2 / 12) ** 0.5)]
+)
 @pytest.mark.parametrize("shape", [(32, 48), (48, 32)])
 def test_orthogonal_initializers(name, gain, shape):
     weight = torch.empty(shape)
-    initializer(name, std=0.02, num_layers=12, hidden_size=48)(weight, torch.Generator().manual_seed(0))
+    initializer(name, std=0.02, num_layers=12, hidden_size=48)(
+        weight, torch.Generator().manual_seed(0)
+    )
     torch.testing.assert_close(torch.linalg.svdvals(weight), torch.full((32,), gain))
 
 

@@ -1,5 +1,5 @@
-"""Which verdict all ranks use, what is reported, and what fails. The verdicts themselves are those of
-`kerple.attention.self_check` and `megatron.model.loss`.
+"""Which verdict all ranks use, what is reported, and what fails. The verdicts themselves are those
+of `kerple.attention.self_check` and `megatron.model.loss`.
 """
 
 import pytest
@@ -20,25 +20,34 @@ FAILED = Verdict("H100", {"result": 0.5}, "the result is wrong", 1.0)
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Returns a function that sets this rank's verdicts and those of another rank, and the arguments of its checks."""
+    """Returns a function that sets this rank's verdicts and those of another rank, and the
+    arguments of its checks.
+    """
     monkeypatch.setattr(self_check, "_failures", {})
     monkeypatch.setattr(loss, "KERNEL_DEVICES", ["cuda"])
     monkeypatch.setattr(fused_block, "KERNEL_DEVICES", ["cuda"])
 
     def install(
-        own: list[Verdict], other: list[Verdict], other_loss: str | None = None, other_block: str | None = None
+        own: list[Verdict],
+        other: list[Verdict],
+        other_loss: str | None = None,
+        other_block: str | None = None,
     ) -> list[tuple]:
         checks = []
 
         def check(method, heads, device, dtype, *, training, backend, windowed, documents):
-            checks.append((device, dtype, heads.queries, heads.size, training, heads.keys, windowed))
+            checks.append(
+                (device, dtype, heads.queries, heads.size, training, heads.keys, windowed)
+            )
             return own
 
         monkeypatch.setattr(kernel_check, "check_attention_kernels", check)
         monkeypatch.setattr(loss, "kernel_failure", lambda device, dtype: None)
         monkeypatch.setattr(fused_block, "kernel_failure", lambda block, device, dtype: None)
         monkeypatch.setattr(
-            kernel_check, "run_on_all_ranks", lambda function: [function(), (other, other_loss, other_block)]
+            kernel_check,
+            "run_on_all_ranks",
+            lambda function: [function(), (other, other_loss, other_block)],
         )
         return checks
 
@@ -52,7 +61,10 @@ def run(model: nn.Module, *, training: bool = True) -> list[str]:
 
 
 def is_rejected() -> bool:
-    return self_check.failure(Requirements(dtype=torch.bfloat16, head_size=8, device=DEVICE)) is not None
+    return (
+        self_check.failure(Requirements(dtype=torch.bfloat16, head_size=8, device=DEVICE))
+        is not None
+    )
 
 
 def test_a_verdict_is_reported_once(ranks):
@@ -63,7 +75,9 @@ def test_a_verdict_is_reported_once(ranks):
     assert not is_rejected()
 
 
-@pytest.mark.parametrize(("own", "other"), [([FAILED], [PASSED]), ([PASSED], [FAILED]), ([], [FAILED])])
+@pytest.mark.parametrize(
+    ("own", "other"), [([FAILED], [PASSED]), ([PASSED], [FAILED]), ([], [FAILED])]
+)
 def test_a_failure_on_any_rank_counts_on_all(ranks, own, other):
     ranks(own, other)
     assert run(small_gpt("kerple_log")) == [str(FAILED)]
@@ -80,7 +94,9 @@ def test_a_failure_of_the_loss_kernel_on_any_rank_counts_on_all(ranks):
 
 def test_the_configured_backend_fails_on_all_ranks(ranks):
     ranks([PASSED], [FAILED])
-    assert_rejected(r"'fused'.*self-check.*H100", run, small_gpt("kerple_log", attention_backend="fused"))
+    assert_rejected(
+        r"'fused'.*self-check.*H100", run, small_gpt("kerple_log", attention_backend="fused")
+    )
 
 
 def test_a_stage_without_blocks_takes_part(ranks):
@@ -97,12 +113,16 @@ def test_each_kind_of_layer_is_checked(ranks):
 
 
 @pytest.mark.parametrize(
-    ("dropout", "training", "with_gradients"), [(0.0, True, True), (0.1, True, False), (0.0, False, False)]
+    ("dropout", "training", "with_gradients"),
+    [(0.0, True, True), (0.1, True, False), (0.0, False, False)],
 )
 def test_what_is_checked(ranks, dropout, training, with_gradients):
     checks = ranks([], [])
     run(small_gpt("kerple_log", attention_dropout=dropout), training=training)
-    run(small_gpt("kerple_log", attention_dropout=dropout, num_kv_heads=2, sliding_window_width=8), training=training)
+    run(
+        small_gpt("kerple_log", attention_dropout=dropout, num_kv_heads=2, sliding_window_width=8),
+        training=training,
+    )
     expected = (DEVICE, torch.bfloat16, 4, 8, with_gradients)
     assert checks == [(*expected, 4, False), (*expected, 2, True)]
 
@@ -111,5 +131,7 @@ def test_a_rank_whose_block_kernels_fail(ranks):
     """No rank uses them."""
     ranks([], [], other_block="a result has a relative error of 1")
     (line,) = run(small_gpt("kerple_log"))
-    assert "transformer blocks FAILED: a result has a relative error of 1; PyTorch operations" in line
+    assert (
+        "transformer blocks FAILED: a result has a relative error of 1; PyTorch operations" in line
+    )
     assert fused_block.KERNEL_DEVICES == []

@@ -27,14 +27,20 @@ def sigmoid(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_gated_mlp(activation, bias):
-    mlp = randomize(make_mlp(settings(activation=activation, intermediate_size=60, use_bias_in_mlp=bias)))
+    mlp = randomize(
+        make_mlp(settings(activation=activation, intermediate_size=60, use_bias_in_mlp=bias))
+    )
     assert isinstance(mlp, GatedMLP)
     assert sum(p.numel() for p in mlp.parameters()) == 3 * 12 * 20 + bias * (20 + 20 + 12)
     x = torch.randn(2, 3, 12, dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.float64)
     gate, up = (x @ layer.weight.T + (layer.bias if bias else zero) for layer in (mlp.w1, mlp.w3))
-    gated = gate * (sigmoid(gate) if activation == "swiglu" else 0.5 * (1 + torch.erf(gate / 2**0.5)))
-    torch.testing.assert_close(mlp(x), (gated * up) @ mlp.w2.weight.T + (mlp.w2.bias if bias else zero))
+    gated = gate * (
+        sigmoid(gate) if activation == "swiglu" else 0.5 * (1 + torch.erf(gate / 2**0.5))
+    )
+    torch.testing.assert_close(
+        mlp(x), (gated * up) @ mlp.w2.weight.T + (mlp.w2.bias if bias else zero)
+    )
 
 
 def test_mlp_without_bias_and_with_another_size():
@@ -45,15 +51,27 @@ def test_mlp_without_bias_and_with_another_size():
     }
 
 
-@pytest.mark.parametrize(("norm", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", True)])
+@pytest.mark.parametrize(
+    ("norm", "bias"), [("layernorm", True), ("layernorm", False), ("rmsnorm", True)]
+)
 def test_norms(norm, bias):
     """Over the hidden size, and over each head."""
     centers = norm == "layernorm"
-    changes = {"norm": norm, "use_bias_in_norms": bias, "layernorm_epsilon": 0.1, "rms_norm_epsilon": 0.1}
-    for module, size in ((make_norm(settings(**changes).config), 12), (HeadNorm(settings(**changes)), 6)):
+    changes = {
+        "norm": norm,
+        "use_bias_in_norms": bias,
+        "layernorm_epsilon": 0.1,
+        "rms_norm_epsilon": 0.1,
+    }
+    for module, size in (
+        (make_norm(settings(**changes).config), 12),
+        (HeadNorm(settings(**changes)), 6),
+    ):
         randomize(module)
         assert (getattr(module, "bias", None) is not None) == (centers and bias)
         x = torch.randn(2, 3, 5, size, dtype=torch.float64)
         centered = x - x.mean(-1, keepdim=True) * centers
-        expected = module.weight * centered / (centered.square().mean(-1, keepdim=True) + 0.1).sqrt()
+        expected = (
+            module.weight * centered / (centered.square().mean(-1, keepdim=True) + 0.1).sqrt()
+        )
         torch.testing.assert_close(module(x), expected + (module.bias if centers and bias else 0))

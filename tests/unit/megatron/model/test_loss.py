@@ -1,5 +1,5 @@
-"""The chunked loss against PyTorch's cross entropy, with PyTorch operations and with the Triton kernel, and its use in
-the model.
+"""The chunked loss against PyTorch's cross entropy, with PyTorch operations and with the Triton
+kernel, and its use in the model.
 """
 
 import re
@@ -42,7 +42,10 @@ def test_values_and_gradients_with_the_kernel(masked, rows, kernel, monkeypatch)
 def check_values_and_gradients(masked: bool, dtype: torch.dtype) -> None:
     """Against float64, for inputs of a dtype."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(50, 8, dtype=dtype).double(), torch.randn(40, 8, dtype=dtype).double()
+    hidden, weight = (
+        torch.randn(50, 8, dtype=dtype).double(),
+        torch.randn(40, 8, dtype=dtype).double(),
+    )
     labels = torch.randint(40, (50,))
     mask = torch.rand(50) if masked else None
     expected_leaves = [hidden.requires_grad_(), weight.requires_grad_()]
@@ -52,16 +55,24 @@ def check_values_and_gradients(masked: bool, dtype: torch.dtype) -> None:
     actual = linear_cross_entropy(*leaves, labels, mask)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
     gradients = torch.autograd.grad(actual * 0.3, leaves)
-    for gradient, reference in zip(gradients, torch.autograd.grad(expected * 0.3, expected_leaves), strict=True):
+    for gradient, reference in zip(
+        gradients, torch.autograd.grad(expected * 0.3, expected_leaves), strict=True
+    ):
         assert gradient.dtype == dtype
         torch.testing.assert_close(gradient.double(), reference, rtol=1e-5, atol=1e-6)
 
 
 def test_only_the_weight_may_need_a_gradient():
     torch.manual_seed(0)
-    hidden, weight, labels = torch.randn(9, 4), torch.randn(7, 4, requires_grad=True), torch.randint(7, (9,))
+    hidden, weight, labels = (
+        torch.randn(9, 4),
+        torch.randn(7, 4, requires_grad=True),
+        torch.randint(7, (9,)),
+    )
     (actual,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, None), weight)
-    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), weight)
+    (expected,) = torch.autograd.grad(
+        F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), weight
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -77,13 +88,19 @@ def test_half_precision(dtype, kernel_devices, monkeypatch):
     for kind in (torch.float64, dtype):
         leaves = [leaf.to(dtype).to(kind).requires_grad_() for leaf in (hidden, weight)]
         value = linear_cross_entropy(*leaves, labels, None) / 49
-        results.append([value.double(), *(grad.double() for grad in torch.autograd.grad(value, leaves))])
+        results.append(
+            [value.double(), *(grad.double() for grad in torch.autograd.grad(value, leaves))]
+        )
     for actual, expected in zip(*results, strict=True):
         assert (actual - expected).norm() <= torch.finfo(dtype).eps * expected.norm()
 
 
 def test_without_autograd_no_gradient_is_computed(monkeypatch):
-    hidden, weight, labels = torch.randn(9, 4), torch.randn(7, 4, requires_grad=True), torch.randint(7, (9,))
+    hidden, weight, labels = (
+        torch.randn(9, 4),
+        torch.randn(7, 4, requires_grad=True),
+        torch.randint(7, (9,)),
+    )
     expected = linear_cross_entropy(hidden, weight, labels, None)
     monkeypatch.setattr(loss, "_add_product", None)
     for context in (torch.no_grad, torch.inference_mode):
@@ -134,15 +151,24 @@ def test_the_self_check_fails(launch, message, kernel, monkeypatch):
 def test_the_self_check_sees_that_a_chunk_is_lost(kernel, monkeypatch):
     """The gradient of the weight is a sum over chunks."""
     monkeypatch.setattr(loss, "_add_product", lambda total, left, right: (left @ right).float())
-    assert re.match("the gradient of weight has a relative error", kernel_failure(torch.device("cpu"), torch.float32))
+    assert re.match(
+        "the gradient of weight has a relative error",
+        kernel_failure(torch.device("cpu"), torch.float32),
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("masked", [True, False])
-def test_the_model_s_loss_and_gradients_are_the_same_in_chunks_and_with_the_kernel(masked, tied, monkeypatch):
-    settings = model_settings(num_layers=1, hidden_size=16, padded_vocab_size=64, no_weight_tying=not tied)
+def test_the_model_s_loss_and_gradients_are_the_same_in_chunks_and_with_the_kernel(
+    masked, tied, monkeypatch
+):
+    settings = model_settings(
+        num_layers=1, hidden_size=16, padded_vocab_size=64, no_weight_tying=not tied
+    )
     model = GPT(settings)
-    initialize(model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.3)
+    initialize(
+        model.layers(), settings, seed=1, init_method="normal", output_init_method="normal", std=0.3
+    )
     text = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(24) % 3 > 0).float().view(2, 12) if masked else None
     results = []
@@ -163,7 +189,14 @@ def test_the_model_s_loss_and_gradients_are_the_same_in_chunks_and_with_the_kern
 def test_the_full_logits_are_never_allocated():
     from tests.support.attention import LargestStorage
 
-    hidden, weight = torch.randn(1024, 4, requires_grad=True), torch.randn(8192, 4, requires_grad=True)
+    hidden, weight = (
+        torch.randn(1024, 4, requires_grad=True),
+        torch.randn(8192, 4, requires_grad=True),
+    )
     with LargestStorage() as largest:
         linear_cross_entropy(hidden, weight, torch.zeros(1024, dtype=torch.int64), None).backward()
-    assert largest.elements <= 8192 * chunk_rows(hidden.device, hidden.dtype, len(weight)) < 1024 * 8192
+    assert (
+        largest.elements
+        <= 8192 * chunk_rows(hidden.device, hidden.dtype, len(weight))
+        < 1024 * 8192
+    )

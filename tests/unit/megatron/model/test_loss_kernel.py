@@ -38,12 +38,17 @@ def reference(logits, labels, mask):
 @pytest.mark.parametrize("vocabulary", [1, 64, 200])
 @pytest.mark.parametrize("masked", [True, False])
 def test_losses_and_gradients(masked, vocabulary, dtype):
-    """A block that is larger than the vocabulary, a divisor of it, or neither. Half-precision gradients are rounded
-    once; the losses are not."""
+    """A block that is larger than the vocabulary, a divisor of it, or neither. Half-precision
+    gradients are rounded once; the losses are not.
+    """
     torch.manual_seed(0)
     logits = (5 * torch.randn(7, vocabulary, device=DEVICE)).to(dtype)
     labels = torch.randint(vocabulary, (7,), device=DEVICE)
-    mask = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 1.0, 2.0], device=DEVICE) if masked else torch.ones(7, device=DEVICE)
+    mask = (
+        torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 1.0, 2.0], device=DEVICE)
+        if masked
+        else torch.ones(7, device=DEVICE)
+    )
     losses, gradient = reference(logits, labels, mask)
     with interpreted_bfloat16():
         lse, label_logits = launch(logits, labels, mask if masked else None)
@@ -75,13 +80,18 @@ def test_without_a_gradient_the_logits_are_only_read():
 
 
 def test_slices_of_the_vocabulary():
-    """The log-sum-exp of the slices gives the loss, and with it each slice's part of the gradient."""
+    """The log-sum-exp of the slices gives the loss, and with it each slice's part of
+    the gradient.
+    """
     torch.manual_seed(0)
     logits, mask = torch.randn(5, 150, device=DEVICE), torch.rand(5, device=DEVICE)
     labels = torch.tensor([0, 49, 50, 99, 149], device=DEVICE)
     losses, gradient = reference(logits, labels, mask)
     slices = [part.contiguous() for part in logits.split(50, dim=1)]
-    statistics = [launch(part, labels, first_token=50 * index, gradient=False) for index, part in enumerate(slices)]
+    statistics = [
+        launch(part, labels, first_token=50 * index, gradient=False)
+        for index, part in enumerate(slices)
+    ]
     lse = torch.stack([lse for lse, _ in statistics]).logsumexp(0)
     label_logits = sum(logit for _, logit in statistics)
     torch.testing.assert_close((lse - label_logits).double(), losses, rtol=0, atol=1e-5)

@@ -16,7 +16,12 @@ from megatron.training.deepspeed_setup import disable_shared_memory_collectives
 from tests.support.language_models import model_settings
 
 SETTINGS = model_settings(
-    num_layers=3, hidden_size=16, num_attention_heads=2, padded_vocab_size=32, max_positions=12, pos_emb="kerple_log"
+    num_layers=3,
+    hidden_size=16,
+    num_attention_heads=2,
+    padded_vocab_size=32,
+    max_positions=12,
+    pos_emb="kerple_log",
 )
 
 
@@ -34,9 +39,13 @@ def pipeline(monkeypatch):
 def test_one_stage_is_the_plain_model(pipeline):
     model = GPT(SETTINGS)
     for layers in (model.layers(), pipeline.layers()):
-        initialize(layers, SETTINGS, seed=1, init_method="normal", output_init_method="normal", std=0.1)
+        initialize(
+            layers, SETTINGS, seed=1, init_method="normal", output_init_method="normal", std=0.1
+        )
     assert list(pipeline.layers()) == list(model.layers()) == [0, 2, 3, 4, 6, 7]
-    assert {name for name, _ in pipeline.named_parameters()} == {name for name, _ in model.named_parameters()}
+    assert {name for name, _ in pipeline.named_parameters()} == {
+        name for name, _ in model.named_parameters()
+    }
     assert isinstance(pipeline.layers()[3], TransformerBlock)
     tokens = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
     labels, mask = tokens.roll(-1, 1), (tokens > 5).float()

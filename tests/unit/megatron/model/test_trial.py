@@ -36,4 +36,7 @@ def test_gradients_that_are_not_finite_are_named(monkeypatch):
     # A loss that is not finite has other causes, unless the method's values are not.
     monkeypatch.setitem(registry._METHODS, "logarithm", Logarithm)
     assert trial_step(model_config("logarithm"), torch.float32) == ["a bias"]
-    assert trial_step(model_config("root", init_method="normal", init_method_std=1e30), torch.float32) == []
+    assert (
+        trial_step(model_config("root", init_method="normal", init_method_std=1e30), torch.float32)
+        == []
+    )

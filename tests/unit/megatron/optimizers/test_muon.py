@@ -10,7 +10,10 @@ OPTIONS = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "momentum": 0.9, "nest
 
 def parameters():
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6, 4), (4, 6), (6,), (5, 4))]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator))
+        for shape in ((6, 4), (4, 6), (6,), (5, 4))
+    ]
 
 
 def test_each_part_updates_its_parameters_like_torch():
@@ -22,7 +25,9 @@ def test_each_part_updates_its_parameters_like_torch():
     ]
     optimizer = MuonWithAdam(groups, **OPTIONS)
     reference = parameters()
-    muon = torch.optim.Muon(reference[:2], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        reference[:2], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
     adam = torch.optim.AdamW(
         [
             {"params": [reference[3]], "weight_decay": 0.1},
@@ -47,7 +52,11 @@ def test_each_part_updates_its_parameters_like_torch():
 @pytest.mark.parametrize("matrices", [True, False])
 def test_one_part_is_enough(matrices):
     weight = torch.nn.Parameter(torch.eye(2))
-    optimizer = MuonWithAdam([{"params": [weight], **({"matrices": True} if matrices else {})}], **OPTIONS)
+    optimizer = MuonWithAdam(
+        [{"params": [weight], **({"matrices": True} if matrices else {})}], **OPTIONS
+    )
     weight.grad = torch.ones(2, 2)
     optimizer.step()
-    assert set(optimizer.state[weight]) == ({"momentum_buffer"} if matrices else {"step", "exp_avg", "exp_avg_sq"})
+    assert set(optimizer.state[weight]) == (
+        {"momentum_buffer"} if matrices else {"step", "exp_avg", "exp_avg_sq"}
+    )

@@ -19,12 +19,17 @@ from tests.support.errors import assert_rejected
 
 
 def new_optimizer(name, **params):
-    """A parameter of each shape that optimizers treat differently, and the optimizer; the matrix has weight decay."""
+    """A parameter of each shape that optimizers treat differently, and the optimizer; the matrix
+    has weight decay.
+    """
     torch.manual_seed(0)
     shapes = ((65, 64), (4,)) if name == "adam8bit" else ((3, 2), (4,))  # 8-bit from 4,096 elements
     matrix, vector = (torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
     matrices = {"matrices": True} if OPTIMIZERS[name].separates_matrices else {}
-    groups = [{"params": [matrix], "weight_decay": 0.1, **matrices}, {"params": [vector], "weight_decay": 0.0}]
+    groups = [
+        {"params": [matrix], "weight_decay": 0.1, **matrices},
+        {"params": [vector], "weight_decay": 0.0},
+    ]
     return build_optimizer(name, groups, {"lr": 0.1, **params})[0], [matrix, vector]
 
 
@@ -37,11 +42,17 @@ def step(optimizer, parameters):
 def state_tensors(optimizer, parameter):
     """Without the step count, and bitsandbytes' tables from codes to numbers."""
     constant = ("step", "qmap1", "qmap2")
-    return {kind: tensor for kind, tensor in optimizer.state[parameter].items() if kind not in constant}
+    return {
+        kind: tensor for kind, tensor in optimizer.state[parameter].items() if kind not in constant
+    }
 
 
 PARAMS = [(name, {}) for name in OPTIMIZERS]
-PARAMS += [("adam", {"adam_w_mode": False}), ("sgd", {"momentum": 0.9}), ("sgd", {"momentum": 0.9, "nesterov": True})]
+PARAMS += [
+    ("adam", {"adam_w_mode": False}),
+    ("sgd", {"momentum": 0.9}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+]
 
 
 def test_the_registry_defines_every_optimizer_type():
@@ -58,7 +69,9 @@ def test_the_registry_lists_the_state_tensors_and_their_shape(name, params):
             found.add(kind)
             assert tensor.shape == state_shape(kind, parameter.shape)
     expected = set(OPTIMIZERS[name].state_tensors)
-    assert found == (expected if params or name != "sgd" else set()), "SGD without momentum has no state"
+    assert found == (expected if params or name != "sgd" else set()), (
+        "SGD without momentum has no state"
+    )
 
 
 @pytest.mark.parametrize(("name", "params"), PARAMS)
@@ -86,13 +99,16 @@ def test_adam_w_mode_selects_decoupled_weight_decay():
     def updated(decoupled):
         weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
         optimizer, description = build_optimizer(
-            "adam", [{"params": [weight], "weight_decay": 0.5}], {"lr": 0.1, "adam_w_mode": decoupled}
+            "adam",
+            [{"params": [weight], "weight_decay": 0.5}],
+            {"lr": 0.1, "adam_w_mode": decoupled},
         )
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         return weight[0, 0].item(), description
 
-    # Decoupled: w (1 - lr wd) - lr. L2: the first step of Adam is -lr whatever the size of the gradient.
+    # Decoupled: w (1 - lr wd) - lr. L2: the first step of Adam is -lr whatever the size of the
+    # gradient.
     assert updated(True) == (pytest.approx(3.0 * 0.95 - 0.1, abs=1e-5), "torch AdamW, fused")
     assert updated(False) == (pytest.approx(2.9, abs=1e-5), "torch Adam, fused")
 
@@ -107,4 +123,6 @@ def test_adam_w_mode_selects_decoupled_weight_decay():
 def test_libraries_must_be_installed(name, params, module, key, monkeypatch):
     monkeypatch.setitem(sys.modules, module.partition(".")[0], None)
     monkeypatch.setitem(sys.modules, module, None)
-    assert_rejected(key, build_optimizer, name, [{"params": [torch.nn.Parameter(torch.ones(1))]}], params)
+    assert_rejected(
+        key, build_optimizer, name, [{"params": [torch.nn.Parameter(torch.ones(1))]}], params
+    )

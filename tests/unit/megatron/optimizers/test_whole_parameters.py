@@ -13,7 +13,9 @@ SHAPES = {"matrix": (64, 70), "other": (8, 64), "bias": (6,)}
 
 
 def groups(parameters):
-    """Two parameter groups: the matrices, with weight decay, and the bias, with another learning rate."""
+    """Two parameter groups: the matrices, with weight decay, and the bias, with another learning
+    rate.
+    """
     matrix, other, bias = parameters
     return [
         {"params": [matrix, other], "weight_decay": 0.1, "matrices": True},
@@ -23,11 +25,15 @@ def groups(parameters):
 
 def parameters():
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES.values()]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES.values()
+    ]
 
 
 def flat_optimizer(name):
-    """An optimizer, not attached, whose groups contain one flat tensor each, and the fragments by parameter."""
+    """An optimizer, not attached, whose groups contain one flat tensor each, and the fragments by
+    parameter.
+    """
     copies = parameters()
     optimizer = WholeParameterOptimizer(build_optimizer(name, groups(copies), {"lr": 0.01})[0])
     named = dict(zip(SHAPES, copies, strict=True))
@@ -77,7 +83,9 @@ def test_flat_tensors_are_updated_like_parameters(name):
         state = library.state[parameter]
         assert optimizer.inner.state[fragment.key].keys() == state.keys()
         assert all(
-            torch.equal(fragment.of(value), value.flatten()) for value in state.values() if torch.is_tensor(value)
+            torch.equal(fragment.of(value), value.flatten())
+            for value in state.values()
+            if torch.is_tensor(value)
         )
 
 

@@ -1,5 +1,6 @@
-"""Plots of checkpoints, read back from the axes: biases and weights of released checkpoints and effective lengths equal
-the formulas in float64; A, B and f(A, B) of a query equal DAPE's formulas computed from the weights.
+"""Plots of checkpoints, read back from the axes: biases and weights of released checkpoints and
+effective lengths equal the formulas in float64; A, B and f(A, B) of a query equal DAPE's formulas
+computed from the weights.
 """
 
 import math
@@ -33,7 +34,9 @@ NUM_DISTANCES = 2000
 
 def saved(method: str) -> dict[str, np.ndarray]:
     """The positional parameters in the release's files, float64."""
-    path = RELEASE / f"{method}_checkpoints" / "global_step300" / "layer_02-model_00-model_states.pt"
+    path = (
+        RELEASE / f"{method}_checkpoints" / "global_step300" / "layer_02-model_00-model_states.pt"
+    )
     state = torch.load(path, weights_only=True)
     prefix = "attention.rpe."
     return {
@@ -45,12 +48,16 @@ def saved(method: str) -> dict[str, np.ndarray]:
 
 def log_bias(distance):
     parameters = saved("kerple_log")
-    return -np.maximum(parameters["bias_p"], 0.01) * np.log(1 + np.maximum(parameters["bias_a"], 0.01) * distance)
+    return -np.maximum(parameters["bias_p"], 0.01) * np.log(
+        1 + np.maximum(parameters["bias_a"], 0.01) * distance
+    )
 
 
 def power_bias(distance):
     parameters = saved("kerple_power_ap_")
-    return -np.maximum(parameters["bias_a"], 0.01) * distance ** np.clip(parameters["bias_p"], 0.01, 2)
+    return -np.maximum(parameters["bias_a"], 0.01) * distance ** np.clip(
+        parameters["bias_p"], 0.01, 2
+    )
 
 
 def alibi_bias(distance):
@@ -59,7 +66,9 @@ def alibi_bias(distance):
 
 def wht(distance):
     parameters = saved("kerple_power__ap")
-    return np.exp(-np.maximum(parameters["wei_a"], 0.01) * distance ** np.clip(parameters["wei_p"], 0.01, 2))
+    return np.exp(
+        -np.maximum(parameters["wei_a"], 0.01) * distance ** np.clip(parameters["wei_p"], 0.01, 2)
+    )
 
 
 FORMULAS = {
@@ -90,7 +99,9 @@ def test_released_checkpoints(method):
     legend = [text.get_text() for text in panels[0].figure.legends[0].get_texts()]
     assert legend == ["head 1", "head 2", "head 3", "head 4"]
     labels = [line.get_label() for line in panels[0].lines]
-    assert labels == [f"head {head + 1}" for head in expected.mean(axis=1).argsort(kind="stable")], "steepest first"
+    assert labels == [
+        f"head {head + 1}" for head in expected.mean(axis=1).argsort(kind="stable")
+    ], "steepest first"
     assert len({line.get_color() for line in panels[0].lines}) == 4
 
 
@@ -127,7 +138,9 @@ LENGTH, HEADS, SIZE = 40, 4, 8
 def test_scores_of_grouped_heads_in_a_window():
     model = small_gpt("dape_kerple", num_kv_heads=2, use_qk_layernorm=True, sliding_window_width=4)
     tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(5))
-    grouped, repeated = (query_scores(variant, tokens) for variant in (model, with_repeated_heads(model)))
+    grouped, repeated = (
+        query_scores(variant, tokens) for variant in (model, with_repeated_heads(model))
+    )
     assert grouped.scores.shape == (HEADS, 5)
     for field in ("scores", "static", "adapted"):
         torch.testing.assert_close(getattr(grouped, field), getattr(repeated, field))
@@ -167,8 +180,12 @@ def test_scores_of_the_first_layer(pos_emb, options):
     angles = np.multiply.outer(np.arange(LENGTH), 10_000 ** (-np.arange(0, SIZE, 2) / SIZE)) * (
         pos_emb == "dape_rotary"
     )
-    turned = (mixed[..., : SIZE // 2] + 1j * mixed[..., SIZE // 2 :]) * np.exp(1j * angles)[:, None, None]
-    scores = np.einsum("hd,lhd->hl", turned[-1, :, 0], turned[:, :, 1].conj()).real / math.sqrt(SIZE)
+    turned = (mixed[..., : SIZE // 2] + 1j * mixed[..., SIZE // 2 :]) * np.exp(1j * angles)[
+        :, None, None
+    ]
+    scores = np.einsum("hd,lhd->hl", turned[-1, :, 0], turned[:, :, 1].conj()).real / math.sqrt(
+        SIZE
+    )
     np.testing.assert_allclose(parts.scores.numpy(), scores, rtol=1e-4, atol=1e-4)
 
     rpe = {name.removeprefix("attention.rpe."): value for name, value in state.items()}
@@ -188,7 +205,11 @@ def test_scores_of_the_first_layer(pos_emb, options):
         inputs = scores
     else:
         np.testing.assert_allclose(parts.static.numpy(), static, rtol=1e-4, atol=1e-4)
-        inputs = scores + static if options.get("variant") == "Add_Residual" else np.concatenate([scores, static])
+        inputs = (
+            scores + static
+            if options.get("variant") == "Add_Residual"
+            else np.concatenate([scores, static])
+        )
     hidden = rpe["first.weight"] @ inputs + rpe["first.bias"][:, None]
     hidden = np.where(hidden > 0, hidden, 0.01 * hidden)
     expected = rpe["second.weight"] @ hidden + rpe["second.bias"][:, None]
@@ -203,7 +224,9 @@ def test_scores_of_the_first_layer(pos_emb, options):
 
 
 def written_checkpoint(folder, iteration):
-    """Write a small checkpoint, whose weights depend on the iteration; returns its description in records."""
+    """Write a small checkpoint, whose weights depend on the iteration; returns its description in
+    records.
+    """
     write_checkpoint(folder, "kerple_log", "nowhere", iteration=iteration)
     fingerprint = weights_fingerprint(folder / f"global_step{iteration}")
     values = {"path": str(folder), "iteration": iteration, "fingerprint": fingerprint}
@@ -221,13 +244,18 @@ def test_kernels_are_those_of_the_evaluated_weights(tmp_path):
 
     figures, notes = kernels()
     assert (len(figures), notes) == (2, [])
-    layer = next((tmp_path / "run" / "global_step3").glob("layer_03*"))  # trained again in the same folder
-    torch.save({name: 2 * value for name, value in torch.load(layer, weights_only=True).items()}, layer)
+    layer = next(
+        (tmp_path / "run" / "global_step3").glob("layer_03*")
+    )  # trained again in the same folder
+    torch.save(
+        {name: 2 * value for name, value in torch.load(layer, weights_only=True).items()}, layer
+    )
     figures, (note,) = kernels()
     assert figures == []
     assert note == (
-        f"No kernels are plotted for KERPLE (log), GitHub, seed 1: {tmp_path / 'run'}: iteration 3 has "
-        f"other weights than those that were evaluated (fingerprint {checkpoint['fingerprint']}); evaluate it again."
+        f"No kernels are plotted for KERPLE (log), GitHub, seed 1: {tmp_path / 'run'}: iteration 3 "
+        "has other weights than those that were evaluated (fingerprint "
+        f"{checkpoint['fingerprint']}); evaluate it again."
     )
 
 
@@ -250,7 +278,9 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
 @pytest.mark.parametrize("lengths", [(512,), (96, 1536)])
 def test_kernels_are_drawn_to_the_longest_tested_length(lengths, tmp_path):
     checkpoint = written_checkpoint(tmp_path / "run", 3)
-    sources = Sources([record("kerple_log", length, 3.0, checkpoint=checkpoint) for length in lengths])
+    sources = Sources(
+        [record("kerple_log", length, 3.0, checkpoint=checkpoint) for length in lengths]
+    )
     add_weight_figures(sources)
     (figure,) = sources.weight_figures
     assert max(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == max(lengths) - 1
@@ -270,10 +300,14 @@ def test_named_checkpoints_of_equally_named_runs_have_own_figures(tmp_path):
         written_checkpoint(folder, iteration)
     sources = Sources([], [*folders, folders[0]])
     add_weight_figures(sources)
-    assert len({figure.name for figure in sources.weight_figures}) == len(sources.weight_figures) == 2
+    assert (
+        len({figure.name for figure in sources.weight_figures}) == len(sources.weight_figures) == 2
+    )
     (lengths,) = sources.length_figures
     assert len(lengths.draw(SCREEN).axes[0].lines) == 2
 
 
 def test_a_named_checkpoint_without_a_kernel_is_rejected():
-    assert_rejected("rotary_checkpoints", add_weight_figures, Sources([], [RELEASE / "rotary_checkpoints"]))
+    assert_rejected(
+        "rotary_checkpoints", add_weight_figures, Sources([], [RELEASE / "rotary_checkpoints"])
+    )

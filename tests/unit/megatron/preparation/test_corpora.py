@@ -1,4 +1,6 @@
-"""The Python standard library and datasets of the Hugging Face hub (a fake of its package) as corpora."""
+"""The Python standard library and datasets of the Hugging Face hub (a fake of its package) as
+corpora.
+"""
 
 import shutil
 import sys
@@ -17,7 +19,11 @@ from tests.support.errors import assert_rejected
 def test_stdlib_corpus(tmp_path, monkeypatch):
     library = tmp_path / "library"
     contents = {"this.py": "a", "json/decoder.py": "b", "empty.py": "\n", "x.py": "c"}
-    excluded = {"test/test_json.py": "no", "json/tests/test_x.py": "no", "site-packages/package.py": "no"}
+    excluded = {
+        "test/test_json.py": "no",
+        "json/tests/test_x.py": "no",
+        "site-packages/package.py": "no",
+    }
     for name, content in {**contents, **excluded}.items():
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_text(content)
@@ -69,7 +75,9 @@ class FakeHub:
     def load_dataset_builder(self, name, config=None):
         if name == "owner/absent":
             raise FileNotFoundError("Couldn't find owner/absent\nwith more details")
-        builder = SimpleNamespace(base_path="hf://x@revision", info=SimpleNamespace(splits=self.sizes))
+        builder = SimpleNamespace(
+            base_path="hf://x@revision", info=SimpleNamespace(splits=self.sizes)
+        )
         builder.config = SimpleNamespace(data_files=None)
         builder.as_streaming_dataset = lambda split: FakeStream(self, self.rows)
         return builder
@@ -81,7 +89,9 @@ class FakeStream:
         self.column_names = list(ROWS[0])
 
     def select_columns(self, columns):
-        return FakeStream(self.hub, [{column: row[column] for column in columns} for row in self.rows])
+        return FakeStream(
+            self.hub, [{column: row[column] for column in columns} for row in self.rows]
+        )
 
     def skip(self, count):
         self.hub.skipped.append(count)

@@ -36,7 +36,9 @@ def test_zstandard_is_optional(tmp_path, monkeypatch):
 @pytest.mark.parametrize("window_log", [29, 31])
 def test_windows_of_zstandard(tmp_path, window_log):
     """All that `zstd --long` writes; a lack of memory is not reported as damage."""
-    parameters = zstandard.ZstdCompressionParameters(window_log=window_log, hash_log=12, chain_log=12, strategy=1)
+    parameters = zstandard.ZstdCompressionParameters(
+        window_log=window_log, hash_log=12, chain_log=12, strategy=1
+    )
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     content = compressor.compress(b"text" * 99) + compressor.flush()
     assert zstandard.get_frame_parameters(content).window_size == 1 << window_log
@@ -44,7 +46,9 @@ def test_windows_of_zstandard(tmp_path, window_log):
     assert read_inputs(tmp_path / "a.txt.zst") == ["text" * 99]
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (1 << 28), before[1]))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + (1 << 28), before[1])
+    )
     try:
         assert_rejected(r"a\.txt\.zst: .*memory.*--long", read_inputs, tmp_path / "a.txt.zst")
     finally:
@@ -59,7 +63,9 @@ def test_padding_between_xz_streams(tmp_path):
 def test_large_blocks_of_compressed_frames(tmp_path):
     """Several concatenated frames, as `cat a.zst b.zst` writes, larger than the buffers."""
     texts = [f"{number} " * 3000 for number in range(400)]
-    frames = [zstandard.compress(json_lines(*texts[start : start + 100])) for start in range(0, 400, 100)]
+    frames = [
+        zstandard.compress(json_lines(*texts[start : start + 100])) for start in range(0, 400, 100)
+    ]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     assert read_inputs(tmp_path / "a.jsonl.zst") == texts
 

@@ -22,14 +22,23 @@ def test_record_types():
     assert parse(["bare", {"text": ["p", "q"]}]) == [["bare"], ["p\n\nq"]]
     assert parse(b"whole\nfile", kind="text") == [["whole\nfile"]]
     assert parse(b'["one", {"text": "two"}]', kind="list") == [["one"], ["two"]]
-    assert parse(b"\xef\xbb\xbf" + json.dumps({"text": "after a BOM"}).encode()) == [["after a BOM"]]
+    assert parse(b"\xef\xbb\xbf" + json.dumps({"text": "after a BOM"}).encode()) == [
+        ["after a BOM"]
+    ]
     assert parse(b'\n  \r\n{"text": "x"}\r\n\n') == [["x"]]
 
 
 def test_subset_of_the_pile():
-    lines = [{"text": name, "meta": {"pile_set_name": name}} for name in ("Github", "ArXiv", "Github", "FreeLaw")]
+    lines = [
+        {"text": name, "meta": {"pile_set_name": name}}
+        for name in ("Github", "ArXiv", "Github", "FreeLaw")
+    ]
     skipped = SkippedDocuments()
-    texts = parse([*lines, {"text": "no name"}, {"text": "none", "meta": None}], skipped=skipped, subset="Github")
+    texts = parse(
+        [*lines, {"text": "no name"}, {"text": "none", "meta": None}],
+        skipped=skipped,
+        subset="Github",
+    )
     assert texts == [["Github"], ["Github"], ["no name"], ["none"]]
     assert skipped.other_subsets == {"ArXiv": 1, "FreeLaw": 1}
 

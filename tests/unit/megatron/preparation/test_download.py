@@ -1,4 +1,6 @@
-"""Downloads from a local server: checksums, broken connections, files of other URLs; and the request to the hub."""
+"""Downloads from a local server: checksums, broken connections, files of other URLs; and the
+request to the hub.
+"""
 
 import hashlib
 import http.server
@@ -40,8 +42,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(behaviour.statuses.pop(0))
             return
         start = 0
-        if behaviour.etag and (self.headers["If-Range"] == behaviour.etag or behaviour.ignores_if_range):
-            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        if behaviour.etag and (
+            self.headers["If-Range"] == behaviour.etag or behaviour.ignores_if_range
+        ):
+            start = int(
+                self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-")
+            )
         behaviour.starts.append(start)
         self.send_response(206 if start else 200)
         if behaviour.etag:
@@ -59,7 +65,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
     behaviour = SimpleNamespace(
-        content=CONTENT, breaks=[], statuses=[], requests=[], starts=[], etag=None, ignores_if_range=False
+        content=CONTENT,
+        breaks=[],
+        statuses=[],
+        requests=[],
+        starts=[],
+        etag=None,
+        ignores_if_range=False,
     )
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, behaviour))
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
@@ -72,7 +84,10 @@ def server(monkeypatch):
 
 def check_complete(folder) -> None:
     assert (folder / "a b.jsonl.zst").read_bytes() == CONTENT
-    assert sorted(path.name for path in folder.iterdir()) == ["a b.jsonl.zst", "a b.jsonl.zst.source.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "a b.jsonl.zst",
+        "a b.jsonl.zst.source.json",
+    ]
 
 
 def test_download(tmp_path, server, capsys):
@@ -116,7 +131,9 @@ def test_file_of_the_user(tmp_path, server):
     (tmp_path / "a b.jsonl.zst").write_bytes(b"mine")
     assert download(server.url, tmp_path).read_bytes() == b"mine"
     assert server.requests == []
-    assert_rejected(rf"a b.jsonl.zst exists.*{SHA256}", download, f"{server.url}#sha256={SHA256}", tmp_path)
+    assert_rejected(
+        rf"a b.jsonl.zst exists.*{SHA256}", download, f"{server.url}#sha256={SHA256}", tmp_path
+    )
 
 
 @pytest.mark.parametrize("checksum", ["", f"#sha256={SHA256}"])
@@ -164,7 +181,9 @@ def test_the_part_of_another_file_is_not_continued(change, tmp_path, server):
 def test_failed_downloads(tmp_path, server, capsys):
     """Only the received part is left behind, and the URL is shown without its query."""
     server.statuses = [503] * (1 + RETRIES)
-    with pytest.raises(UserError, match=r"http://127.0.0.1:\d+/corpora/a%20b.jsonl.zst: 503") as error:
+    with pytest.raises(
+        UserError, match=r"http://127.0.0.1:\d+/corpora/a%20b.jsonl.zst: 503"
+    ) as error:
         download(server.url, tmp_path)
     assert "secret" not in str(error.value) + capsys.readouterr().err
     server.breaks = [100_000] * (1 + RETRIES)
@@ -183,13 +202,17 @@ def test_file_on_the_hub(query, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "hf_hub_download", hub)
     url = "https://huggingface.co/datasets/user/set/resolve/refs%2Fpr%2F1/a.tar" + query
     assert download(url, tmp_path).read_bytes() == b"content"
-    hub.assert_called_once_with("user/set", "a.tar", repo_type="dataset", revision="refs/pr/1", local_dir=tmp_path)
+    hub.assert_called_once_with(
+        "user/set", "a.tar", repo_type="dataset", revision="refs/pr/1", local_dir=tmp_path
+    )
 
 
 def test_file_in_a_folder_of_the_hub(tmp_path, monkeypatch):
     """The library would keep the folder."""
     monkeypatch.setattr(module, "hf_hub_download", lambda *_, **__: pytest.fail("not used"))
-    files = SimpleNamespace(fetch=lambda name, downloader: (tmp_path / name).write_bytes(b"content"))
+    files = SimpleNamespace(
+        fetch=lambda name, downloader: (tmp_path / name).write_bytes(b"content")
+    )
     monkeypatch.setattr(module.pooch, "create", lambda *_, **__: files)
     url = "https://huggingface.co/datasets/user/set/resolve/main/data%2Fa.jsonl"
     assert download(url, tmp_path) == tmp_path / "a.jsonl"
@@ -202,8 +225,14 @@ def test_file_in_a_folder_of_the_hub(tmp_path, monkeypatch):
         ("http://a/b#sha256=12", "the part after # must be sha256="),
         ("http://a/", "does not name a file"),
         ("http://[::1/a", "is not a valid URL: Invalid IPv6 URL"),
-        ("http://a:port/b?key=secret", "http://a:port/b is not a valid URL: Port could not be cast"),
-        ("https://user:secret@a:80/b?key=1", "^https://a:80/b: URLs with a user name or password are not supported"),
+        (
+            "http://a:port/b?key=secret",
+            "http://a:port/b is not a valid URL: Port could not be cast",
+        ),
+        (
+            "https://user:secret@a:80/b?key=1",
+            "^https://a:80/b: URLs with a user name or password are not supported",
+        ),
     ],
 )
 def test_invalid_urls(tmp_path, url, message):
@@ -217,5 +246,7 @@ def test_url_to_dataset(tmp_path, server):
     assert dataset_text(prefix) == "downloaded\0"
     assert "secret" not in (tmp_path / "pile" / "pile_text_document.json").read_text()
     other = url.replace("/corpora/", "/others/")
-    assert_rejected("URLs", prepare, PrepareOptions("pile", tmp_path, "CharLevelTokenizer", urls=(url, other)))
+    assert_rejected(
+        "URLs", prepare, PrepareOptions("pile", tmp_path, "CharLevelTokenizer", urls=(url, other))
+    )
     assert len(server.requests) == 1

@@ -18,7 +18,9 @@ TOKENIZER = CharLevelTokenizer()
 
 def encode(records, tokenizer=TOKENIZER, **options):
     content = "\n".join(json.dumps(record) for record in records).encode()
-    return encode_chunks([TextChunk("shard.jsonl", "lines", 1, content)], tokenizer, DocumentOptions(**options))
+    return encode_chunks(
+        [TextChunk("shard.jsonl", "lines", 1, content)], tokenizer, DocumentOptions(**options)
+    )
 
 
 class WithBos(CharLevelTokenizer):
@@ -54,4 +56,8 @@ def test_killed_worker(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines("text"))
     items = work_items(FileCorpus(find_files([tmp_path])), START)
     files = ExitingTokenizerFiles("CharLevelTokenizer")
-    assert_rejected("worker process", list, encode_in_order(items, TOKENIZER, files, DocumentOptions(), workers=2))
+    assert_rejected(
+        "worker process",
+        list,
+        encode_in_order(items, TOKENIZER, files, DocumentOptions(), workers=2),
+    )

@@ -17,17 +17,23 @@ from tests.support.errors import assert_rejected
 @settings(max_examples=40, deadline=None)
 @given(
     batches=st.lists(
-        st.lists(st.lists(st.integers(0, 70000), min_size=1, max_size=9), max_size=5), min_size=1, max_size=5
+        st.lists(st.lists(st.integers(0, 70000), min_size=1, max_size=9), max_size=5),
+        min_size=1,
+        max_size=5,
     ),
     vocab_size=st.sampled_from([70001, 100, 65499, 65500]),
 )
 def test_equal_to_megatron_cores_builder(tmp_path_factory, batches, vocab_size):
-    batches = [[[token % vocab_size for token in document] for document in batch] for batch in batches]
+    batches = [
+        [[token % vocab_size for token in document] for document in batch] for batch in batches
+    ]
     documents = [document for batch in batches for document in batch]
     if not documents:
         return
     folder = tmp_path_factory.mktemp("pair")
-    builder = IndexedDatasetBuilder(str(folder / "expected.bin"), dtype=DType.optimal_dtype(vocab_size))
+    builder = IndexedDatasetBuilder(
+        str(folder / "expected.bin"), dtype=DType.optimal_dtype(vocab_size)
+    )
     for document in documents:
         builder.add_document(torch.tensor(document), [len(document)])
     builder.finalize(str(folder / "expected.idx"))
@@ -37,15 +43,28 @@ def test_equal_to_megatron_cores_builder(tmp_path_factory, batches, vocab_size):
             writer.add(flat, np.array([len(document) for document in batch], dtype=np.int32))
         written = writer.finish()
     for ending in ("bin", "idx"):
-        assert (folder / f"actual.{ending}").read_bytes() == (folder / f"expected.{ending}").read_bytes()
-    assert sorted(os.listdir(folder)) == ["actual.bin", "actual.idx", "expected.bin", "expected.idx"]
+        assert (folder / f"actual.{ending}").read_bytes() == (
+            folder / f"expected.{ending}"
+        ).read_bytes()
+    assert sorted(os.listdir(folder)) == [
+        "actual.bin",
+        "actual.idx",
+        "expected.bin",
+        "expected.idx",
+    ]
     assert (written.documents, written.tokens) == (len(documents), sum(map(len, documents)))
     assert written.largest_id == max(map(max, documents))
     dataset = IndexedDataset(str(folder / "actual"))
     assert [dataset[number].tolist() for number in range(len(dataset))] == documents
     files = open_indexed_files(folder / "expected")
-    assert (files.documents, files.sequences, files.tokens) == (len(documents), len(documents), written.tokens)
-    assert files.open_tokens()[:].tolist() == [token for document in documents for token in document]
+    assert (files.documents, files.sequences, files.tokens) == (
+        len(documents),
+        len(documents),
+        written.tokens,
+    )
+    assert files.open_tokens()[:].tolist() == [
+        token for document in documents for token in document
+    ]
 
 
 @pytest.fixture
@@ -95,9 +114,14 @@ def test_writing_nothing(tmp_path):
     lost=st.integers(0, 3),
 )
 def test_resume_from_any_commit(tmp_path_factory, pieces, cut_data, lost):
-    """Commit, write more that is lost, and resume in another writer: the result equals that of a single writer."""
+    """Commit, write more that is lost, and resume in another writer: the result equals that of a
+    single writer.
+    """
     folder = tmp_path_factory.mktemp("writer")
-    arrays = [(np.repeat(np.array(piece, np.uint16), piece), np.array(piece, np.int32)) for piece in pieces]
+    arrays = [
+        (np.repeat(np.array(piece, np.uint16), piece), np.array(piece, np.int32))
+        for piece in pieces
+    ]
     if not sum(map(sum, pieces)):
         return
     with IndexedWriter(folder / "expected", 10) as writer:
@@ -121,4 +145,6 @@ def test_resume_from_any_commit(tmp_path_factory, pieces, cut_data, lost):
         second.close()
     assert (written.sha256, written.documents) == (expected.sha256, expected.documents)
     for ending in ("bin", "idx"):
-        assert (folder / f"out.{ending}").read_bytes() == (folder / f"expected.{ending}").read_bytes()
+        assert (folder / f"out.{ending}").read_bytes() == (
+            folder / f"expected.{ending}"
+        ).read_bytes()

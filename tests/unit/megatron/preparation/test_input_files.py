@@ -32,10 +32,21 @@ def test_file_format(name, suffixes, expected):
 
 
 def test_files_of_a_folder(tmp_path, capsys):
-    """Files are sorted by path. Those that preprocessing and downloads write, and others, are counted in the log."""
+    """Files are sorted by path. Those that preprocessing and downloads write, and others, are
+    counted in the log.
+    """
     read = ["a.jsonl", "a.txt", "b.source.json", "deep/c.jsonl.zst"]
     written = ["x_text.bin", "x_text.idx", "x_text.json", "y.progress.json", "a.jsonl.source.json"]
-    other = ["README.md", "README", "LICENSE", ".hidden.txt", ".git/x.json", "c.png", "d.png", "\x1b[2J.x\x1b"]
+    other = [
+        "README.md",
+        "README",
+        "LICENSE",
+        ".hidden.txt",
+        ".git/x.json",
+        "c.png",
+        "d.png",
+        "\x1b[2J.x\x1b",
+    ]
     for name in (*read, *written, *other):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -64,9 +75,21 @@ def test_errors(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     tree = tmp_path / "tree"
-    for name in ("a.c", "deep/b.h", "deep/er/c.c", "README", "x.py", "data.json", ".hidden/d.c", "e.c.gz", "._a.c"):
+    for name in (
+        "a.c",
+        "deep/b.h",
+        "deep/er/c.c",
+        "README",
+        "x.py",
+        "data.json",
+        ".hidden/d.c",
+        "e.c.gz",
+        "._a.c",
+    ):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_bytes(gzip.compress(name.encode()) if name.endswith(".gz") else name.encode())
+        (tree / name).write_bytes(
+            gzip.compress(name.encode()) if name.endswith(".gz") else name.encode()
+        )
     (tree / "link.c").symlink_to("a.c")
     return tree
 
@@ -74,14 +97,18 @@ def tree(tmp_path):
 def test_source_tree(tree):
     names = read_inputs(tree, suffixes=(".c", ".h"))
     assert sorted(names) == ["a.c", "deep/b.h", "deep/er/c.c", "e.c.gz"]
-    assert names != sorted(names)  # shuffled, so that the parts of a split contain all kinds of files
+    assert names != sorted(
+        names
+    )  # shuffled, so that the parts of a split contain all kinds of files
     assert names == read_inputs(tree, suffixes=(".h", ".c"))
 
 
 def test_wrong_suffixes(tree):
     for suffix in ("c", "*.c", ".tar.gz"):
         assert_rejected("is not a file extension", find_files, [tree], (suffix,))
-    assert_rejected(r"contains no file whose name ends in .rs or .go", find_files, [tree], (".rs", ".go"))
+    assert_rejected(
+        r"contains no file whose name ends in .rs or .go", find_files, [tree], (".rs", ".go")
+    )
     assert_rejected(r"data\.json", find_files, [tree / "data.json"], (".c",))
 
 
@@ -94,7 +121,10 @@ def test_inputs_that_are_not_regular_files(tmp_path, capsys):
     (tmp_path / "broken.txt").symlink_to("absent")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert [Path(file.name).name for file in find_files([tmp_path])] == ["a.txt"]
-    assert "skipped 3 links to folders, broken links, pipes, sockets or devices" in capsys.readouterr().err
+    assert (
+        "skipped 3 links to folders, broken links, pipes, sockets or devices"
+        in capsys.readouterr().err
+    )
     (file,) = find_files([tmp_path / "a.txt"])
     (tmp_path / "a.txt").unlink()
     os.mkfifo(tmp_path / "a.txt")

@@ -26,7 +26,9 @@ def build(folder, name, text, **options) -> str:
     path = folder / f"{name}.jsonl"
     path.write_bytes(json_lines(*text.split()))
     options = DocumentOptions(append_eod=True, **options)
-    preprocess(FileCorpus(find_files([path])), folder / name, BYTE_TOKENIZER, options, inputs=[name])
+    preprocess(
+        FileCorpus(find_files([path])), folder / name, BYTE_TOKENIZER, options, inputs=[name]
+    )
     return str(folder / f"{name}_text_document")
 
 
@@ -37,9 +39,18 @@ def test_merge(tmp_path):
         build(tmp_path, "c", "four five"),
     ]
     written = merge(prefixes, str(tmp_path / "all"))
-    manifest, parts = read_manifest(tmp_path / "all"), [read_manifest(prefix) for prefix in prefixes]
-    assert (manifest.documents, manifest.tokens, manifest.sha256) == (written.documents, written.tokens, written.sha256)
-    assert manifest.text_bytes == sum(part.text_bytes for part in parts) == len("onetwothreefourfive")
+    manifest, parts = (
+        read_manifest(tmp_path / "all"),
+        [read_manifest(prefix) for prefix in prefixes],
+    )
+    assert (manifest.documents, manifest.tokens, manifest.sha256) == (
+        written.documents,
+        written.tokens,
+        written.sha256,
+    )
+    assert (
+        manifest.text_bytes == sum(part.text_bytes for part in parts) == len("onetwothreefourfive")
+    )
     assert manifest.inputs == ["a", "b", "c"]
 
 
@@ -54,7 +65,10 @@ def test_merging_the_parts_of_a_corpus(tmp_path_factory, parts, block):
 
     def write(name, documents, first=0) -> str:
         with IndexedWriter(folder / name, 300) as writer:
-            writer.add(np.arange(first, first + sum(documents), dtype=np.uint16), np.array(documents, np.int32))
+            writer.add(
+                np.arange(first, first + sum(documents), dtype=np.uint16),
+                np.array(documents, np.int32),
+            )
             writer.finish()
             return writer.prefix
 
@@ -75,7 +89,9 @@ def test_errors(tmp_path):
     same = f"{tmp_path}/../{tmp_path.name}/a_text_document"
     assert_rejected("a_text_document is given twice", merge, [a, b, same], str(tmp_path / "out"))
     assert_rejected("is one of the inputs", merge, [a, b], same)
-    assert_rejected(r"^no data at (?!.*--set).*absent\.bin", merge, [a, "absent"], str(tmp_path / "out"))
+    assert_rejected(
+        r"^no data at (?!.*--set).*absent\.bin", merge, [a, "absent"], str(tmp_path / "out")
+    )
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     manifest = read_manifest(b)
     write_manifest(b, replace(manifest, tokenizer_fingerprint="another"))

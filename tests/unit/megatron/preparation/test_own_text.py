@@ -17,7 +17,9 @@ from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import build_tokenizer
 from tests.support.errors import assert_rejected
 
-BOOK = "".join(f"Paragraph {number}.\n" + "Some words of a long book. " * 30 + "\n\n" for number in range(200))
+BOOK = "".join(
+    f"Paragraph {number}.\n" + "Some words of a long book. " * 30 + "\n\n" for number in range(200)
+)
 
 
 def corpus(*paths, limit_mb=None, ftfy=False) -> OwnText:
@@ -52,7 +54,10 @@ def test_documents(folder, capsys):
 def test_too_little_text_is_a_note(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("word " * 10)
     assert len(corpus(tmp_path).documents) == 1
-    assert "note: 50 bytes of text in 1 documents is too little for training" in capsys.readouterr().out
+    assert (
+        "note: 50 bytes of text in 1 documents is too little for training"
+        in capsys.readouterr().out
+    )
 
 
 def test_identity(folder):
@@ -75,7 +80,9 @@ def test_prepare(folder, tmp_path, capsys):
     assert prefix == tmp_path / "data" / "mytext" / "mytext_text_document"
     tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
     files = open_indexed_files(prefix)
-    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
+    texts = [
+        tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])
+    ]
     expected = [text.decode() for _, text in corpus(folder).documents]
     assert [text.removesuffix("<|endoftext|>") for text in texts] == expected
     assert 257 < tokenizer.vocab_size <= 1024
@@ -100,7 +107,11 @@ def test_limit(folder, tmp_path, monkeypatch):
         return train_bpe(texts, *arguments, **keywords)
 
     monkeypatch.setattr("megatron.preparation.prepare.train_bpe", train)
-    prefix = prepare(PrepareOptions("mytext", tmp_path / "data", sources=(str(folder),), limit_mb=0.05, ftfy=True))
+    prefix = prepare(
+        PrepareOptions(
+            "mytext", tmp_path / "data", sources=(str(folder),), limit_mb=0.05, ftfy=True
+        )
+    )
     assert open_indexed_files(prefix).documents == len(limited)
     assert trained_on == [text.decode() for _, text in limited[: round(0.8 * len(limited))]]
 

@@ -49,8 +49,12 @@ def test_stdlib_dataset(tmp_path, small_library, monkeypatch):
     tokenizer = build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json")
     assert tokenizer.vocab_size == 400
     files = open_indexed_files(prefix)
-    texts = [tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])]
-    assert [text.removesuffix("<|endoftext|>") for text in texts] == list(corpora.StdlibCorpus().tokenizer_texts())
+    texts = [
+        tokenizer.detokenize(ids) for ids in np.split(files.open_tokens()[:], files.offsets()[1:-1])
+    ]
+    assert [text.removesuffix("<|endoftext|>") for text in texts] == list(
+        corpora.StdlibCorpus().tokenizer_texts()
+    )
     assert all(text.endswith("<|endoftext|>") for text in texts)
     # The result does not depend on where the library is.
     shutil.copytree(small_library, tmp_path / "copy")
@@ -82,7 +86,9 @@ def test_changes(tmp_path, small_library, capsys):
         assert f"{prefix}: rebuilt: {reason}\n" in capsys.readouterr().out
         return build_tokenizer("HFTokenizer", prefix.parent / "tokenizer.json").vocab_size
 
-    assert_rejected("_text_document.*--vocab-size changed.*--force", prepare_stdlib, tmp_path, vocab_size=500)
+    assert_rejected(
+        "_text_document.*--vocab-size changed.*--force", prepare_stdlib, tmp_path, vocab_size=500
+    )
     assert contents(tmp_path) == before
     assert check_rebuilt("--vocab-size changed", vocab_size=500, rebuild=True) == 500
     (small_library / "this.py").write_text("changed = True\n")
@@ -117,7 +123,9 @@ def test_interruption(tmp_path, small_library, monkeypatch):
 
 
 def test_concurrent_preparation_is_rejected(tmp_path, small_library, monkeypatch):
-    """The second one starts after the first has trained its tokenizer and before it has written its tokens."""
+    """The second one starts after the first has trained its tokenizer and before it has written its
+    tokens.
+    """
     preprocess = module.preprocess
 
     def preprocess_concurrently(*arguments, **keywords):
@@ -141,13 +149,18 @@ def test_stdlib_with_another_tokenizer(tmp_path, small_library):
 
 
 def write_pile_shard(path, names=("Github", "ArXiv", "Github", "OpenWebText2")) -> Path:
-    lines = [{"text": f"{name} {number}", "meta": {"pile_set_name": name}} for number, name in enumerate(names)]
+    lines = [
+        {"text": f"{name} {number}", "meta": {"pile_set_name": name}}
+        for number, name in enumerate(names)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 def options_for(dataset, directory, *sources, **options) -> PrepareOptions:
-    return PrepareOptions(dataset, directory, "CharLevelTokenizer", sources=tuple(map(str, sources)), **options)
+    return PrepareOptions(
+        dataset, directory, "CharLevelTokenizer", sources=tuple(map(str, sources)), **options
+    )
 
 
 def test_subsets_of_the_pile(tmp_path):
@@ -171,12 +184,16 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
     with serve(served) as address:
         known = replace(module.KNOWN_DATASETS["pile_subset"], url=f"{address}/00.jsonl")
         monkeypatch.setitem(module.KNOWN_DATASETS, "pile_subset", known)
-        monkeypatch.setattr(module, "GPT2_FILES", (f"{address}/gpt2-vocab.json", f"{address}/gpt2-merges.txt"))
+        monkeypatch.setattr(
+            module, "GPT2_FILES", (f"{address}/gpt2-vocab.json", f"{address}/gpt2-merges.txt")
+        )
         prefix = prepare(PrepareOptions("pile_subset", tmp_path / "data"))
         assert prefix == tmp_path / "data" / "pile_subset" / "pile_subset_text_document"
         tokens = open_indexed_files(prefix).open_tokens()[:]
         tokenizer = build_tokenizer(
-            "GPT2BPETokenizer", tmp_path / "data" / "gpt2-vocab.json", tmp_path / "data" / "gpt2-merges.txt"
+            "GPT2BPETokenizer",
+            tmp_path / "data" / "gpt2-vocab.json",
+            tmp_path / "data" / "gpt2-merges.txt",
         )
         assert tokenizer.detokenize(tokens) == "ArXiv 0<|endoftext|>Github 1<|endoftext|>"
         assert read_manifest(prefix).inputs == [f"{address}/00.jsonl"]
@@ -192,7 +209,9 @@ def test_a_dataset_with_its_own_url_is_downloaded(tmp_path, monkeypatch, capsys)
 
 def test_missing_source(tmp_path):
     for dataset in [name for name, known in KNOWN_DATASETS.items() if known.url is None]:
-        message = rf"{dataset} needs a source: pass --from .* --url .* --hf NAME .* available as: \w+"
+        message = (
+            rf"{dataset} needs a source: pass --from .* --url .* --hf NAME .* available as: \w+"
+        )
         assert_rejected(message, prepare, options_for(dataset, tmp_path))
     assert list(tmp_path.iterdir()) == []
 
@@ -208,16 +227,37 @@ def test_output_folder_in_the_source(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     (tmp_path / "a.c").write_text("int a;")
     for _ in range(2):
-        assert dataset_text(prepare(options_for("mine", Path("data"), ".", suffixes=(".c",)))) == "int a;\0"
+        assert (
+            dataset_text(prepare(options_for("mine", Path("data"), ".", suffixes=(".c",))))
+            == "int a;\0"
+        )
 
 
 def test_errors(tmp_path):
-    assert_rejected("'wikitext'.*python_stdlib.*openwebtext2.*github", prepare, PrepareOptions("wikitext", tmp_path))
-    assert_rejected("--from", prepare, PrepareOptions("python_stdlib", tmp_path, sources=("a.txt",)))
-    assert_rejected("--vocab-file.*--tokenizer", prepare_stdlib, tmp_path, vocab_file="tokenizer.json")
-    assert_rejected("--vocab-size.*--tokenizer", prepare_stdlib, tmp_path, tokenizer_type="CharLevelTokenizer")
-    assert_rejected("--vocab-size.*python_stdlib.*--from", prepare, PrepareOptions("enwik8", tmp_path, vocab_size=8192))
-    assert_rejected("--hf.*--from.*--url.*--suffixes", prepare, options_for("pile", tmp_path, "c", hub_name="a/b"))
+    assert_rejected(
+        "'wikitext'.*python_stdlib.*openwebtext2.*github",
+        prepare,
+        PrepareOptions("wikitext", tmp_path),
+    )
+    assert_rejected(
+        "--from", prepare, PrepareOptions("python_stdlib", tmp_path, sources=("a.txt",))
+    )
+    assert_rejected(
+        "--vocab-file.*--tokenizer", prepare_stdlib, tmp_path, vocab_file="tokenizer.json"
+    )
+    assert_rejected(
+        "--vocab-size.*--tokenizer", prepare_stdlib, tmp_path, tokenizer_type="CharLevelTokenizer"
+    )
+    assert_rejected(
+        "--vocab-size.*python_stdlib.*--from",
+        prepare,
+        PrepareOptions("enwik8", tmp_path, vocab_size=8192),
+    )
+    assert_rejected(
+        "--hf.*--from.*--url.*--suffixes",
+        prepare,
+        options_for("pile", tmp_path, "c", hub_name="a/b"),
+    )
     assert_rejected("--hf-config", prepare, options_for("pile", tmp_path, "c", hub_config="plain"))
     assert_rejected("--hf-split", prepare_stdlib, tmp_path, hub_split="test")
     shard = write_pile_shard(tmp_path / "00.jsonl")

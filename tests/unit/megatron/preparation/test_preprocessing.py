@@ -38,17 +38,28 @@ def shard(tmp_path, documents) -> Path:
 
 def run(path, output, tokenizer_files=BYTE_TOKENIZER, workers=1, **options):
     corpus = FileCorpus(find_files([path]))
-    return preprocess(corpus, output, tokenizer_files, DocumentOptions(**options), workers=workers, inputs=[str(path)])
+    return preprocess(
+        corpus,
+        output,
+        tokenizer_files,
+        DocumentOptions(**options),
+        workers=workers,
+        inputs=[str(path)],
+    )
 
 
 def test_round_trip(tmp_path, shard, documents, tokenizer_file, tokenizer):
     """megatron-core reads the documents that were written."""
-    manifest = run(shard, tmp_path / "out", TokenizerFiles("HFTokenizer", str(tokenizer_file)), append_eod=True)["text"]
+    manifest = run(
+        shard, tmp_path / "out", TokenizerFiles("HFTokenizer", str(tokenizer_file)), append_eod=True
+    )["text"]
     prefix = tmp_path / "out_text_document"
     dataset = IndexedDataset(str(prefix))
     nonempty = [text for text in documents if text]
     assert len(dataset) == len(nonempty) == manifest.documents
-    for ids, text in zip((dataset[number] for number in range(len(dataset))), nonempty, strict=True):
+    for ids, text in zip(
+        (dataset[number] for number in range(len(dataset))), nonempty, strict=True
+    ):
         assert ids[-1] == tokenizer.eod
         assert tokenizer.detokenize(ids[:-1]) == text
     assert manifest.skipped_empty == len(documents) - len(nonempty) > 0
@@ -67,14 +78,20 @@ def test_output_does_not_depend_on_workers(tmp_path, shard, tokenizer_file, monk
     one = run(shard, tmp_path / "one", files, append_eod=True)
     assert run(shard, tmp_path / "several", files, workers=3, append_eod=True) == one
     for extension in ("bin", "idx", "json"):
-        one, several = (tmp_path / f"{name}_text_document.{extension}" for name in ("one", "several"))
+        one, several = (
+            tmp_path / f"{name}_text_document.{extension}" for name in ("one", "several")
+        )
         assert one.read_bytes() == several.read_bytes()
 
 
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (b'{"text": "x", "meta": {"pile_set_name": "ArXiv"}}\n', {"subset": "Github"}, "Github.*ArXiv.*1"),
+        (
+            b'{"text": "x", "meta": {"pile_set_name": "ArXiv"}}\n',
+            {"subset": "Github"},
+            "Github.*ArXiv.*1",
+        ),
         (
             b'broken\n\n[]\n{"text": ""}\n',
             {"skip_bad": True},
@@ -99,11 +116,15 @@ def test_a_character_that_ends_documents(tmp_path):
 
 def test_failure_keeps_the_previous_output(tmp_path, shard):
     run(shard, tmp_path / "out", skip_bad=True)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")}
+    before = {
+        path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")
+    }
     assert len(before) == 3
     shard.write_text("broken\n")
     assert_rejected("not JSON", run, shard, tmp_path / "out")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")} == before
+    assert {
+        path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name.startswith("out")
+    } == before
 
 
 def test_ftfy(tmp_path, shard, monkeypatch):
@@ -125,7 +146,12 @@ def test_size_limit(tmp_path, monkeypatch, workers):
     (tmp_path / "a.jsonl").write_bytes(json_lines(*texts))
     corpus = FileCorpus(find_files([tmp_path / "a.jsonl"]))
     manifest = preprocess(
-        corpus, tmp_path / "out", BYTE_TOKENIZER, DocumentOptions(append_eod=True), workers=workers, limit_mb=0.0019
+        corpus,
+        tmp_path / "out",
+        BYTE_TOKENIZER,
+        DocumentOptions(append_eod=True),
+        workers=workers,
+        limit_mb=0.0019,
     )["text"]
     assert 1900 <= manifest.text_bytes <= 1900 + 2 * 200  # a block has at most two documents
     expected = "".join(f"{text}\0" for text in texts[: manifest.documents])
@@ -149,19 +175,30 @@ STRICT_OPTIONS = DocumentOptions(keys=("text", "title"), append_eod=True)
 
 def build(folder, output, options=OPTIONS, workers=1):
     return preprocess(
-        FileCorpus(find_files([folder])), output, BYTE_TOKENIZER, options, inputs=["input"], workers=workers
+        FileCorpus(find_files([folder])),
+        output,
+        BYTE_TOKENIZER,
+        options,
+        inputs=["input"],
+        workers=workers,
     )
 
 
 def contents(output) -> dict[str, bytes]:
     """The output files of both keys, by the part of their names after the prefix."""
-    names = [f"_{key}_document.{extension}" for key in ("text", "title") for extension in ("bin", "idx", "json")]
+    names = [
+        f"_{key}_document.{extension}"
+        for key in ("text", "title")
+        for extension in ("bin", "idx", "json")
+    ]
     return {name: Path(f"{output}{name}").read_bytes() for name in names}
 
 
 @pytest.fixture(scope="module")
 def shared_input(tmp_path_factory) -> Path:
-    """Three shards of numbered documents in three formats. Some documents are empty, and one is not JSON."""
+    """Three shards of numbered documents in three formats. Some documents are empty, and one is not
+    JSON.
+    """
     folder = tmp_path_factory.mktemp("resuming") / "in"
     folder.mkdir()
     lines = []
@@ -191,8 +228,11 @@ def folder(tmp_path, shared_input) -> Path:
     return tmp_path / "in"
 
 
-def interrupt(folder, output, monkeypatch, *, calls=60, error=None, options=OPTIONS, workers=1) -> str:
-    """Run until a writer's `add` has been called `calls` times. Returns the message of the interruption.
+def interrupt(
+    folder, output, monkeypatch, *, calls=60, error=None, options=OPTIONS, workers=1
+) -> str:
+    """Run until a writer's `add` has been called `calls` times. Returns the message of the
+    interruption.
 
     There are two writers, so an odd number of calls stops between the outputs of the two keys.
     """
@@ -214,7 +254,9 @@ def interrupt(folder, output, monkeypatch, *, calls=60, error=None, options=OPTI
 
 
 @pytest.mark.parametrize("calls", [2, 81])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("stop")], ids=["interrupted", "failed"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), UserError("stop")], ids=["interrupted", "failed"]
+)
 def test_resume(tmp_path, shared_input, expected, small_items, monkeypatch, capsys, calls, error):
     output = tmp_path / "out" / "x"
     message = interrupt(shared_input, output, monkeypatch, calls=calls, error=error)
@@ -233,12 +275,16 @@ def test_resume(tmp_path, shared_input, expected, small_items, monkeypatch, caps
     assert "x: resuming after " in capsys.readouterr().out
     assert starts[0] > START
     assert contents(output) == expected
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f"x{name}" for name in expected)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        f"x{name}" for name in expected
+    )
 
 
 @pytest.mark.parametrize("limit_mb", [None, 0.001])
 def test_failures_after_the_last_document(tmp_path, small_items, monkeypatch, limit_mb):
-    """With the documents of a list, or up to a limit of files, no document is written again or lost."""
+    """With the documents of a list, or up to a limit of files, no document is written again or
+    lost.
+    """
     (tmp_path / "a.jsonl").write_bytes(json_lines(*(f"document {number}" for number in range(100))))
 
     def run(name):
@@ -261,7 +307,9 @@ def test_failures_after_the_last_document(tmp_path, small_items, monkeypatch, li
 @pytest.mark.ci
 def test_resume_with_workers(tmp_path, shared_input, expected, small_items, monkeypatch):
     """Work items in flight at the interruption are processed again, once."""
-    assert "are saved" in interrupt(shared_input, tmp_path / "out", monkeypatch, calls=41, workers=2)
+    assert "are saved" in interrupt(
+        shared_input, tmp_path / "out", monkeypatch, calls=41, workers=2
+    )
     build(shared_input, tmp_path / "out", workers=2)
     assert contents(tmp_path / "out") == expected
 
@@ -285,20 +333,29 @@ def kill_during_publishing(folder, output, monkeypatch, renames) -> None:
 
 @pytest.mark.parametrize("renames", range(4))
 def test_killed_during_publishing(tmp_path, shared_input, expected, monkeypatch, renames):
-    """After any of the four renames (two keys, .bin and .idx), the next run publishes without reading the input."""
+    """After any of the four renames (two keys, .bin and .idx), the next run publishes without
+    reading the input.
+    """
     kill_during_publishing(shared_input, tmp_path / "x", monkeypatch, renames)
-    monkeypatch.setattr(FileCorpus, "chunks", lambda self, start=START: pytest.fail("the input was read again"))
+    monkeypatch.setattr(
+        FileCorpus, "chunks", lambda self, start=START: pytest.fail("the input was read again")
+    )
     build(shared_input, tmp_path / "x")
     assert contents(tmp_path / "x") == expected
 
 
-def test_changed_input_or_options_start_from_the_beginning(tmp_path, folder, small_items, monkeypatch, capsys):
+def test_changed_input_or_options_start_from_the_beginning(
+    tmp_path, folder, small_items, monkeypatch, capsys
+):
     output = tmp_path / "out"
     interrupt(folder, output, monkeypatch)
     (folder / "a.jsonl").write_text('{"text": "new", "title": "new"}\n')
     capsys.readouterr()
     build(folder, output)
-    assert "out.progress.json: journal ignored: input changed; starting from the beginning" in capsys.readouterr().out
+    assert (
+        "out.progress.json: journal ignored: input changed; starting from the beginning"
+        in capsys.readouterr().out
+    )
     build(folder, tmp_path / "second")
     assert contents(output) == contents(tmp_path / "second")
     interrupt(folder, output, monkeypatch)
@@ -315,8 +372,12 @@ def test_output_in_the_input_folder(folder, small_items, monkeypatch, capsys):
     assert build(folder, output) == manifests
 
 
-def test_resume_with_skip_bad_after_a_bad_document(tmp_path, shared_input, expected, small_items, capsys):
-    assert_rejected(r"b\.jsonl\.zst.*57.*JSON", build, shared_input, tmp_path / "out", STRICT_OPTIONS)
+def test_resume_with_skip_bad_after_a_bad_document(
+    tmp_path, shared_input, expected, small_items, capsys
+):
+    assert_rejected(
+        r"b\.jsonl\.zst.*57.*JSON", build, shared_input, tmp_path / "out", STRICT_OPTIONS
+    )
     build(shared_input, tmp_path / "out")
     assert "resuming after " in capsys.readouterr().out
     assert contents(tmp_path / "out") == expected
@@ -330,12 +391,17 @@ def exchange_lengths(path):
     lengths.tofile(path)
 
 
-def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small_items, monkeypatch, capsys):
+def test_no_resume_without_skip_bad_after_skipping(
+    tmp_path, shared_input, small_items, monkeypatch, capsys
+):
     interrupt(shared_input, tmp_path / "out", monkeypatch, calls=150)
     kill_during_publishing(shared_input, tmp_path / "complete", monkeypatch, 0)
     for name in ("out", "complete"):
         assert_rejected("line 57: not JSON", build, shared_input, tmp_path / name, STRICT_OPTIONS)
-        assert "journal ignored: the earlier run skipped bad documents; starting from" in capsys.readouterr().out
+        assert (
+            "journal ignored: the earlier run skipped bad documents; starting from"
+            in capsys.readouterr().out
+        )
 
 
 @pytest.mark.parametrize(
@@ -343,12 +409,17 @@ def test_no_resume_without_skip_bad_after_skipping(tmp_path, shared_input, small
     [
         ("out_title_document.partial.bin", Path.unlink),
         ("out_title_document.partial.bin", lambda path: os.truncate(path, 3)),
-        ("out_text_document.partial.bin", lambda path: path.write_bytes(bytes(path.stat().st_size))),
+        (
+            "out_text_document.partial.bin",
+            lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        ),
         ("out_text_document.partial.lengths", exchange_lengths),
         ("out.progress.json", lambda path: path.write_bytes(b'{"work"')),
         (
             "out.progress.json",
-            lambda path: path.write_text(path.read_text().replace('"position": [0', '"position": [1')),
+            lambda path: path.write_text(
+                path.read_text().replace('"position": [0', '"position": [1')
+            ),
         ),
     ],
     ids=["removed", "truncated", "zeros", "exchanged", "unreadable journal", "edited journal"],
@@ -364,5 +435,8 @@ def test_unusable_files_of_an_unfinished_run(
 
 
 def test_concurrent_runs_are_rejected(tmp_path, shared_input):
-    with Journal(tmp_path / "out", {}), pytest.raises(UserError, match="another process is writing"):
+    with (
+        Journal(tmp_path / "out", {}),
+        pytest.raises(UserError, match="another process is writing"),
+    ):
         build(shared_input, tmp_path / "out")

@@ -26,7 +26,10 @@ from tests.support.corpora import TEXTS, json_lines, read_inputs
 from tests.support.errors import assert_rejected
 from tests.support.texts import KINDS
 
-LINES = "".join(json.dumps({"text": text}, ensure_ascii=number % 2 == 0) + "\n" for number, text in enumerate(TEXTS))
+LINES = "".join(
+    json.dumps({"text": text}, ensure_ascii=number % 2 == 0) + "\n"
+    for number, text in enumerate(TEXTS)
+)
 COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress}
 
 
@@ -65,7 +68,10 @@ def test_lm_dataformat_archives(tmp_path):
     blank_lines=st.booleans(),
 )
 def test_lines_across_blocks(tmp_path_factory, texts, block, final_newline, blank_lines):
-    lines = [json.dumps({"text": text}) + "\n" * (1 + (blank_lines and len(text) % 3 == 0)) for text in texts]
+    lines = [
+        json.dumps({"text": text}) + "\n" * (1 + (blank_lines and len(text) % 3 == 0))
+        for text in texts
+    ]
     content = "".join(lines) if final_newline else "".join(lines).rstrip("\n")
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_text(content)
@@ -76,7 +82,9 @@ def test_lines_across_blocks(tmp_path_factory, texts, block, final_newline, blan
     assert b"".join(chunk.content for chunk in chunks) == content.encode()
     for chunk in chunks:
         assert content.encode().find(chunk.content) == 0 or chunk.first_line > 1
-        before = b"".join(earlier.content for earlier in chunks if earlier.first_line < chunk.first_line)
+        before = b"".join(
+            earlier.content for earlier in chunks if earlier.first_line < chunk.first_line
+        )
         assert chunk.first_line == 1 + before.count(b"\n")
 
 
@@ -86,11 +94,20 @@ def test_bytes_read_reach_the_total(tmp_path):
     corpus = FileCorpus(find_files([tmp_path]))
     bytes_read = [corpus.bytes_read for _ in corpus.chunks()]
     assert bytes_read == sorted(bytes_read)
-    assert corpus.bytes_read == corpus.total_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert (
+        corpus.bytes_read
+        == corpus.total_bytes
+        == sum(path.stat().st_size for path in tmp_path.iterdir())
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), block=st.integers(20, 400), item_size=st.integers(1, 900), compressed=st.booleans())
+@given(
+    data=st.data(),
+    block=st.integers(20, 400),
+    item_size=st.integers(1, 900),
+    compressed=st.booleans(),
+)
 def test_resume_at_every_position(tmp_path_factory, data, block, item_size, compressed):
     """Reading from any recorded position gives exactly the remaining work items."""
     folder = tmp_path_factory.mktemp("corpus")
@@ -113,7 +130,9 @@ def test_resume_at_every_position(tmp_path_factory, data, block, item_size, comp
 
 def test_file_that_shrank_since_the_position_was_recorded(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines("one"))
-    assert_rejected(r"a\.jsonl", list, FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2)))
+    assert_rejected(
+        r"a\.jsonl", list, FileCorpus(find_files([tmp_path])).chunks(ReadPosition(0, 2))
+    )
 
 
 # --- archives
@@ -126,14 +145,21 @@ def test_tar_of_shards(tmp_path, ending):
         "2005/02.jsonl": json_lines("three"),
         "notes.txt": KINDS["latex"].encode(),
     }
-    compress = COMPRESSIONS["." + ending.split(".")[-1] if ending not in (".tar", ".tgz") else ".gz"]
+    compress = COMPRESSIONS[
+        "." + ending.split(".")[-1] if ending not in (".tar", ".tgz") else ".gz"
+    ]
     content = tar_of(members)
     (tmp_path / f"a{ending}").write_bytes(content if ending == ".tar" else compress(content))
     assert read_inputs(tmp_path / f"a{ending}") == ["one", "two", "three", KINDS["latex"]]
 
 
 def test_archives_of_source_files(tmp_path):
-    members = {"linux/a.c": b"a.c", "linux/deep/b.h": b"b.h", "linux/README": b"no", "linux/x.json": b"no"}
+    members = {
+        "linux/a.c": b"a.c",
+        "linux/deep/b.h": b"b.h",
+        "linux/README": b"no",
+        "linux/x.json": b"no",
+    }
     members |= {"linux/deep/._b.h": b"\0\5\x16\7", "linux/.cache/c.h": b"no"}
     (tmp_path / "a.tar.xz").write_bytes(lzma.compress(tar_of(members)))
     assert read_inputs(tmp_path / "a.tar.xz", suffixes=(".c", ".h")) == ["a.c", "b.h"]
@@ -142,7 +168,11 @@ def test_archives_of_source_files(tmp_path):
 
 
 def test_zip(tmp_path):
-    members = {"folder/": b"", "folder/enwik8": KINDS["unicode"].encode(), "b.jsonl": LINES.encode()}
+    members = {
+        "folder/": b"",
+        "folder/enwik8": KINDS["unicode"].encode(),
+        "b.jsonl": LINES.encode(),
+    }
     (tmp_path / "a.zip").write_bytes(zip_of(members, zipfile.ZIP_STORED))
     assert read_inputs(tmp_path / "a.zip") == [KINDS["unicode"], *TEXTS]
     # A compression that Python does not know: Zstandard is number 93.
@@ -155,7 +185,8 @@ def test_zip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("inner", "suffixes"), [("b.tar.xz", ()), ("B.TGZ", (".txt",)), ("b.zip", ()), ("b.parquet", ())]
+    ("inner", "suffixes"),
+    [("b.tar.xz", ()), ("B.TGZ", (".txt",)), ("b.zip", ()), ("b.parquet", ())],
 )
 def test_archive_in_an_archive(tmp_path, inner, suffixes):
     """The error names the member, and the documents before it are read."""
@@ -169,8 +200,14 @@ def test_archive_in_an_archive(tmp_path, inner, suffixes):
 
 
 def test_hidden_members(tmp_path):
-    """macOS's tar adds `._NAME` to NAME; lm-dataformat keeps its unfinished archive next to the others."""
-    members = {"x/._a.jsonl": b"\0\5\x16\7", "x/current_chunk_incomplete": b"\x28\xb5", ".git/HEAD": b"no"}
+    """macOS's tar adds `._NAME` to NAME; lm-dataformat keeps its unfinished archive next to the
+    others.
+    """
+    members = {
+        "x/._a.jsonl": b"\0\5\x16\7",
+        "x/current_chunk_incomplete": b"\x28\xb5",
+        ".git/HEAD": b"no",
+    }
     members["./x/a.jsonl"] = json_lines("one")
     (tmp_path / "a.tar").write_bytes(tar_of(members))
     (tmp_path / "b.zip").write_bytes(zip_of(members))
@@ -196,7 +233,9 @@ def test_tar_members_that_point_outside(tmp_path):
 
 def write_table(path, rows=TEXTS, **columns):
     meta = [{"pile_set_name": "Github" if number % 2 else "ArXiv"} for number in range(len(rows))]
-    table = pyarrow.table({"text": rows, "meta": meta, "embedding": [[0.5] * 3] * len(rows), **columns})
+    table = pyarrow.table(
+        {"text": rows, "meta": meta, "embedding": [[0.5] * 3] * len(rows), **columns}
+    )
     pyarrow.parquet.write_table(table, path, row_group_size=4)
 
 
@@ -206,7 +245,10 @@ def test_parquet(tmp_path, monkeypatch):
     assert read_inputs(tmp_path / "a.parquet") == TEXTS
     assert read_inputs(tmp_path, subset="Github") == TEXTS[1::2]
     corpus = FileCorpus(find_files([tmp_path]), (), ("text",))
-    states = [(corpus.position, corpus.bytes_read, b"embedding" in chunk.content) for chunk in corpus.chunks()]
+    states = [
+        (corpus.position, corpus.bytes_read, b"embedding" in chunk.content)
+        for chunk in corpus.chunks()
+    ]
     assert [position.chunk for position, _, _ in states] == list(range(1, len(states) + 1))
     assert sorted(read for _, read, _ in states) == [read for _, read, _ in states]
     assert not any(has_other_columns for _, _, has_other_columns in states)
@@ -223,7 +265,9 @@ def test_parquet_error_names_the_row(tmp_path, monkeypatch):
 
 def test_invalid_parquet_files(tmp_path):
     write_table(tmp_path / "a.parquet", raw=[b"\xff"] * len(TEXTS))
-    assert_rejected("no column 'content'", read_inputs, tmp_path / "a.parquet", columns=("content", "meta"))
+    assert_rejected(
+        "no column 'content'", read_inputs, tmp_path / "a.parquet", columns=("content", "meta")
+    )
     assert_rejected("'raw'", read_inputs, tmp_path / "a.parquet", columns=("raw",), keys=("raw",))
     content = (tmp_path / "a.parquet").read_bytes()
     for damaged in (content[:-20], content[: len(content) // 2], b"", b"PAR1"):
@@ -246,7 +290,9 @@ def test_content_does_not_match_the_extension(tmp_path, name):
     assert_rejected(rf"(cannot read .*{name}|{name} is damaged)", read_inputs, tmp_path / name)
 
 
-TAR = tar_of({f"{name}.jsonl": json_lines(name) for name in ("one", "two", "three")})  # two blocks per member
+TAR = tar_of(
+    {f"{name}.jsonl": json_lines(name) for name in ("one", "two", "three")}
+)  # two blocks per member
 
 
 @pytest.mark.parametrize(
@@ -260,7 +306,14 @@ TAR = tar_of({f"{name}.jsonl": json_lines(name) for name in ("one", "two", "thre
         (TAR[:1027] + bytes([TAR[1027] ^ 1]) + TAR[1028:], ".*1,024"),
         (TAR + tar_of({"more.jsonl": json_lines("more")}), ""),
     ],
-    ids=["in a member", "between members", "in a header", "between header and content", "header", "concatenated"],
+    ids=[
+        "in a member",
+        "between members",
+        "in a header",
+        "between header and content",
+        "header",
+        "concatenated",
+    ],
 )
 def test_damaged_tars(tmp_path, content, message):
     (tmp_path / "a.tar").write_bytes(content)

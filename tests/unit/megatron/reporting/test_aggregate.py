@@ -41,8 +41,13 @@ def test_values_by_seed():
     assert values.lengths == [512, 1024]
     assert values.lines == [(setting, Method("alibi")), (setting, Method("rpe"))]
     assert values.num_seeds == 2
-    other = [record("alibi", length, 3.0, seed) for length, seed in ((64, 3), (64, 4), (32, None), (16, None))]
-    assert measurements([*records, *other], "extrapolation", "perplexity").num_seeds == 2, "not of all methods together"
+    other = [
+        record("alibi", length, 3.0, seed)
+        for length, seed in ((64, 3), (64, 4), (32, None), (16, None))
+    ]
+    assert measurements([*records, *other], "extrapolation", "perplexity").num_seeds == 2, (
+        "not of all methods together"
+    )
     assert values.values(setting, Method("alibi"), 512).to_dict() == {1: 3.0, 2: 3.2}
     assert values.values(setting, Method("rpe"), 512).isna().all()
     assert values.values(setting, Method("alibi"), 1024) is None
@@ -54,7 +59,9 @@ def test_values_by_seed():
 
 
 def test_mean_over_depths():
-    records = [passkey_record("alibi", 512, depth, accuracy) for depth, accuracy in ((0, 0.2), (0.5, 0.4))]
+    records = [
+        passkey_record("alibi", 512, depth, accuracy) for depth, accuracy in ((0, 0.2), (0.5, 0.4))
+    ]
     records += [passkey_record("rpe", 512, 0, 0.2), passkey_record("rpe", 512, 0.5, None)]
     records += [passkey_record("fire", 512, 0, 0.2)]
     values = measurements(records, "passkey", "accuracy")
@@ -68,15 +75,27 @@ def test_mean_over_depths():
 def test_two_checkpoints_with_the_same_seed_are_rejected():
     first = record("alibi", 512, 4.0)
     elsewhere = {**first["checkpoint"], "path": "elsewhere"}
-    second = record("alibi", 512, 4.1, checkpoint={**elsewhere, "iteration": 20, "fingerprint": "different"})
-    assert_rejected(r"nowhere/alibi/1.*10.*20", measurements, [first, second], "extrapolation", "perplexity")
-    retrained = record("alibi", 512, 4.0, checkpoint={**first["checkpoint"], "fingerprint": "retrained"})
+    second = record(
+        "alibi", 512, 4.1, checkpoint={**elsewhere, "iteration": 20, "fingerprint": "different"}
+    )
+    assert_rejected(
+        r"nowhere/alibi/1.*10.*20", measurements, [first, second], "extrapolation", "perplexity"
+    )
+    retrained = record(
+        "alibi", 512, 4.0, checkpoint={**first["checkpoint"], "fingerprint": "retrained"}
+    )
     with pytest.raises(UserError, match="two checkpoints have results for alibi"):
         measurements([first, retrained], "extrapolation", "perplexity")
     moved = record("alibi", 512, 4.0, checkpoint=elsewhere)
     assert measurements([first, moved], "extrapolation", "perplexity").num_seeds == 1
     more_tokens = record("alibi", 512, 4.1, measurement="more tokens")
-    assert_rejected(r"nowhere/alibi/1.*10.*512", measurements, [first, more_tokens], "extrapolation", "perplexity")
+    assert_rejected(
+        r"nowhere/alibi/1.*10.*512",
+        measurements,
+        [first, more_tokens],
+        "extrapolation",
+        "perplexity",
+    )
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.05, 0.2, 1.0])
@@ -107,7 +126,9 @@ def test_means_over_other_seeds_cannot_be_compared():
         Series({2: 3.0, 1: 3.0}),
         Series({1: 1.0, 3: 1.0}),
     ]
-    assert comparable_means([*cells, None]) == pytest.approx([math.nan, 3.0, 3.0, math.nan, math.nan], nan_ok=True)
+    assert comparable_means([*cells, None]) == pytest.approx(
+        [math.nan, 3.0, 3.0, math.nan, math.nan], nan_ok=True
+    )
 
 
 def test_the_t_test_needs_pairs():

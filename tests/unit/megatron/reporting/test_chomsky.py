@@ -31,7 +31,10 @@ def test_table():
         "| regular | even pairs | 50.0 | **95.0** |",
         "| context-sensitive | binary addition | 50.0 ± 7.1 | – |",
     ]
-    assert "averaged over the test lengths 41 to 42 (training lengths 1 to 40; 10,000 steps" in lines[-1]
+    assert (
+        "averaged over the test lengths 41 to 42 (training lengths 1 to 40; 10,000 steps"
+        in lines[-1]
+    )
     (note,) = chomsky_table(RESULTS, replace(SETTINGS, test_longest=70, test_every=20)).notes
     assert "the test lengths 41 to 61 in steps of 20 (" in note
 

@@ -14,7 +14,9 @@ from tests.support.records import record
 def measured(pos_emb, losses, tokens=(100, 100, 100), seed=1, targets="a", length=512, **keys):
     mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
     groups = {"tokens": list(tokens), "losses": list(losses)}
-    return record(pos_emb, length, math.exp(mean), seed, loss=mean, targets=targets, groups=groups, **keys)
+    return record(
+        pos_emb, length, math.exp(mean), seed, loss=mean, targets=targets, groups=groups, **keys
+    )
 
 
 def key(record):
@@ -27,18 +29,29 @@ LOG, ALIBI = measured("kerple_log", (3.0, 2.0, 1.0)), measured("alibi", (3.1, 2.
 def test_documents_count_by_their_tokens():
     """The ratio estimate: sqrt(D / (D - 1) * sum_d n_d^2 (difference_d - mean)^2) / N."""
     tokens = (10, 200, 90)
-    pair = measured("alibi", (3.1, 2.3, 1.05), tokens), measured("kerple_log", (3.0, 2.0, 1.0), tokens)
+    pair = (
+        measured("alibi", (3.1, 2.3, 1.05), tokens),
+        measured("kerple_log", (3.0, 2.0, 1.0), tokens),
+    )
     difference = PairedLosses(pair).difference(*map(key, pair))
     mean = (10 * 0.1 + 200 * 0.3 + 90 * 0.05) / 300
     squares = [(n * (d - mean)) ** 2 for n, d in zip(tokens, (0.1, 0.3, 0.05), strict=True)]
     assert difference.mean == pytest.approx(mean)
     assert difference.stderr == pytest.approx(math.sqrt(1.5 * sum(squares)) / 300)
-    assert (difference.seeds, difference.significant) == (1, difference.mean > 2 * difference.stderr)
+    assert (difference.seeds, difference.significant) == (
+        1,
+        difference.mean > 2 * difference.stderr,
+    )
     assert not PairedLosses([LOG, ALIBI]).difference(key(ALIBI), key(LOG)).significant
 
 
 def test_seeds_are_averaged_first():
-    records = [LOG, ALIBI, measured("kerple_log", (3.2, 2.0, 1.0), seed=2), measured("alibi", (3.1, 2.3, 1.05), seed=2)]
+    records = [
+        LOG,
+        ALIBI,
+        measured("kerple_log", (3.2, 2.0, 1.0), seed=2),
+        measured("alibi", (3.1, 2.3, 1.05), seed=2),
+    ]
     records.append(measured("alibi", (9.0, 9.0, 9.0), seed=3))  # kerple_log does not have this seed
     difference = PairedLosses(records).difference(key(ALIBI), key(LOG))
     assert difference.seeds == 2
@@ -68,7 +81,9 @@ def test_one_document_has_no_standard_error():
 
 
 def test_rows_with_fewer_seeds_are_labeled():
-    second = [measured(entry["pos_emb"], entry["groups"]["losses"], seed=2) for entry in (LOG, ALIBI)]
+    second = [
+        measured(entry["pos_emb"], entry["groups"]["losses"], seed=2) for entry in (LOG, ALIBI)
+    ]
     (table,) = difference_tables([LOG, ALIBI, *second, measured("fire", (3.3, 2.0, 1.0))])
     assert [row.labels[0] for row in table.rows] == ["ALiBi", "FIRE (1 seed)"]
 
@@ -76,7 +91,9 @@ def test_rows_with_fewer_seeds_are_labeled():
 def test_the_tables_show_differences():
     (table,) = difference_tables([{**record, "documents": 3} for record in (LOG, ALIBI)])
     assert table.title.startswith("Loss minus that of KERPLE (log), ")
-    assert [[*row.labels, *(cell.text for cell in row.cells)] for row in table.rows] == [["ALiBi", "+0.1500 ± 0.0764"]]
+    assert [[*row.labels, *(cell.text for cell in row.cells)] for row in table.rows] == [
+        ["ALiBi", "+0.1500 ± 0.0764"]
+    ]
     assert "standard error over documents" in table.notes[0]
     assert difference_tables([record("kerple_log", 512, 3.0), record("alibi", 512, 3.1)]) == []
 
@@ -84,7 +101,13 @@ def test_the_tables_show_differences():
 @pytest.mark.parametrize(
     ("documents", "losses", "text", "said", "unsaid"),
     [
-        (1, (3.1, 2.3, 1.05), "+0.1500 ± 0.0764", "over segments, because the text is one document", "Several seeds"),
+        (
+            1,
+            (3.1, 2.3, 1.05),
+            "+0.1500 ± 0.0764",
+            "over segments, because the text is one document",
+            "Several seeds",
+        ),
         (None, (3.1, 2.3, 1.05), "+0.1500 ± 0.0764", "over segments", "one document"),
         (1, (3.25,), "+0.2500", "nats", "±"),
         (1, (3.000000004,), "0.0000", "nats", "±"),
@@ -92,7 +115,10 @@ def test_the_tables_show_differences():
 )
 def test_notes_say_what_the_error_is(documents, losses, text, said, unsaid):
     tokens = (100,) * len(losses)
-    pair = measured("kerple_log", (3.0, 2.0, 1.0)[: len(losses)], tokens), measured("alibi", losses, tokens)
+    pair = (
+        measured("kerple_log", (3.0, 2.0, 1.0)[: len(losses)], tokens),
+        measured("alibi", losses, tokens),
+    )
     (table,) = difference_tables([{**record, "documents": documents} for record in pair])
     assert table.rows[0].cells[0].text == text
     assert said in table.notes[0]

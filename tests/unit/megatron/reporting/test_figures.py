@@ -32,7 +32,10 @@ def data(axes):
 
 
 def test_perplexity_by_length():
-    records = [*seeds("kerple_log", 512, [3.0, 3.4, 3.2]), *seeds("kerple_log", 1024, [2.8, 3.0, 2.9])]
+    records = [
+        *seeds("kerple_log", 512, [3.0, 3.4, 3.2]),
+        *seeds("kerple_log", 1024, [2.8, 3.0, 2.9]),
+    ]
     records.append(record("rpe", 512, 3.1))
     (figure,) = figures.perplexity_figures([*records, record("rpe", 1024, None)])
     assert figure.name == "extrapolation-github-12x768-512-non-overlapping"
@@ -47,7 +50,10 @@ def test_perplexity_by_length():
     (band,) = axes.collections
     low, high = band.get_datalim(axes.transData).intervaly
     deviation = np.std([3.0, 3.4, 3.2], ddof=1)
-    assert (low, high) == (pytest.approx(2.9 - np.std([2.8, 3.0, 2.9], ddof=1)), pytest.approx(3.2 + deviation))
+    assert (low, high) == (
+        pytest.approx(2.9 - np.std([2.8, 3.0, 2.9], ddof=1)),
+        pytest.approx(3.2 + deviation),
+    )
     legend = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert legend == ["KERPLE (log)", "T5"], "the order of the tables"
     assert figure.pdf[:5] == b"%PDF-"
@@ -61,7 +67,11 @@ def test_a_setting_without_a_value_has_no_figure():
 
 
 def test_lines_differ_in_grayscale():
-    figure = plot(records_of({**{f"method {index}": (20, 19, 18) for index in range(20)}, "x": (25, 900, 30_000)}))
+    figure = plot(
+        records_of(
+            {**{f"method {index}": (20, 19, 18) for index in range(20)}, "x": (25, 900, 30_000)}
+        )
+    )
     figure.draw_without_rendering()
     axes, _ = figure.axes  # and a panel of the lines that do not diverge
     lines = [line for line in axes.lines if line.get_label().startswith("method")]
@@ -73,11 +83,24 @@ def test_lines_differ_in_grayscale():
 
 
 def test_modes_are_panels_in_which_methods_look_the_same():
-    records = [record(name, 128, 20.0, mode=mode) for mode in ("full", "window@64") for name in ("rpe", "alibi")]
+    records = [
+        record(name, 128, 20.0, mode=mode)
+        for mode in ("full", "window@64")
+        for name in ("rpe", "alibi")
+    ]
     records.append(record("rotary", 128, 900.0))
     figure = plot(records)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["full", "full, zoom", "window@64", ""]
-    assert [axes.get_yscale() for axes in figure.axes if axes.get_visible()] == ["log", "linear", "log"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "full",
+        "full, zoom",
+        "window@64",
+        "",
+    ]
+    assert [axes.get_yscale() for axes in figure.axes if axes.get_visible()] == [
+        "log",
+        "linear",
+        "log",
+    ]
     assert figure.axes[0].get_ylim() == figure.axes[2].get_ylim() != figure.axes[1].get_ylim()
     looks = [
         (line.get_color(), line.get_marker(), line.get_linestyle())
@@ -92,7 +115,11 @@ def test_modes_are_panels_in_which_methods_look_the_same():
 
 def test_modes_of_one_method_are_lines_of_one_panel():
     modes = ("full", "window@64", "sinks@4+60")
-    rows = [row for mode in modes for row in seeds("rpe", 128, [20.0, 21.0], mode=mode, train_length=128)]
+    rows = [
+        row
+        for mode in modes
+        for row in seeds("rpe", 128, [20.0, 21.0], mode=mode, train_length=128)
+    ]
     figure = plot(rows)
     (axes,) = figure.axes
     assert [line.get_label() for line in axes.lines if line.get_label() in modes] == list(modes)

@@ -29,7 +29,9 @@ class Page(HTMLParser):
         values = dict(attrs)
         if tag not in VOID_ELEMENTS:
             self.open.append(tag)
-        self.resources += [values[name] for name in ("src", "href", "srcset", "data", "action") if values.get(name)]
+        self.resources += [
+            values[name] for name in ("src", "href", "srcset", "data", "action") if values.get(name)
+        ]
         self.ids += [values["id"]] if "id" in values else []
         self.links += [values["href"]] if tag == "a" else []
         self.images += [values] if tag == "img" else []
@@ -59,13 +61,18 @@ def test_page():
     assert text.startswith("<!DOCTYPE html>\n")
     page = Page(text)
     assert all(resource.startswith(("data:", "#")) for resource in page.resources)
-    assert not re.search(r"https?://|//cdn|@import|url\(|<script", re.sub(r"base64,[^\"]*", "", text))
+    assert not re.search(
+        r"https?://|//cdn|@import|url\(|<script", re.sub(r"base64,[^\"]*", "", text)
+    )
     assert page.ids == ["first", "table-a-table", "figure-a-figure", "notes"]
     assert page.links == ["#first", "#notes"]
     (image,) = page.images
     assert image["src"].startswith("data:image/png;base64,iVBOR")
     assert image["alt"] == NASTY
-    assert '<th scope="row">512</th><td class="best"><strong>3.40 ± 0.20</strong></td><td>3.90<sup>†</sup></td>' in text
+    assert (
+        '<th scope="row">512</th><td class="best"><strong>3.40 ± '
+        "0.20</strong></td><td>3.90<sup>†</sup></td>" in text
+    )
     assert '<tr class="published"><th scope="row">a &#34;b&#34;' in text
     assert text.count("<tbody>") == text.count("</tbody>") == 2
     assert "\\begin{tabular}" in text

@@ -10,7 +10,10 @@ SETTINGS = replace(DECODER_SETTINGS, train_longest=64, test_longest=130)
 
 
 def result(task, pos_emb, seed, short, long, bins):
-    values = {"accuracies": {"64": short, "128": long}, "distances": {"64": {"32": [1, 2]}, "128": bins}}
+    values = {
+        "accuracies": {"64": short, "128": long},
+        "distances": {"64": {"32": [1, 2]}, "128": bins},
+    }
     return {"task": task, "pos_emb": pos_emb, "seed": seed, "score": long, **values}
 
 
@@ -57,7 +60,13 @@ def test_figure():
     panels = length_figure(RESULTS, SETTINGS, SCREEN).axes
     assert len(panels) == 4
     by_length, by_distance = panels[2].get_lines()[0], panels[3].get_lines()[0]
-    assert (list(by_length.get_xdata()), [round(y) for y in by_length.get_ydata()]) == ([64, 128], [60, 30])
-    assert (list(by_distance.get_xdata()), [round(y) for y in by_distance.get_ydata()]) == ([16, 64], [20, 40])
+    assert (list(by_length.get_xdata()), [round(y) for y in by_length.get_ydata()]) == (
+        [64, 128],
+        [60, 30],
+    )
+    assert (list(by_distance.get_xdata()), [round(y) for y in by_distance.get_ydata()]) == (
+        [16, 64],
+        [20, 40],
+    )
     vertices = panels[2].collections[0].get_paths()[0].vertices
     assert (round(vertices[:, 1].min()), round(vertices[:, 1].max())) == (20, 70)  # the bands

@@ -20,9 +20,19 @@ LOSSES = {
 def records(length=2048):
     found = []
     for (pos_emb, mode), losses in LOSSES.items():
-        keys = {"mode": mode, "targets": "same", "documents": 4, "groups": {"tokens": [250] * 4, "losses": losses}}
+        keys = {
+            "mode": mode,
+            "targets": "same",
+            "documents": 4,
+            "groups": {"tokens": [250] * 4, "losses": losses},
+        }
         found.append(record(pos_emb, length, math.exp(statistics.fmean(losses)), **keys))
-    keys = {"mode": "full+log@64", "note": "is not supported: pos_emb rotary rotates", "groups": None, "targets": None}
+    keys = {
+        "mode": "full+log@64",
+        "note": "is not supported: pos_emb rotary rotates",
+        "groups": None,
+        "targets": None,
+    }
     return [*found, record("rotary", length, None, **keys)]
 
 
@@ -31,7 +41,10 @@ def test_a_setting_with_several_modes_has_a_table_and_a_figure():
     again = [{**first, "seed": 2} for first in records() if first["pos_emb"] == "alibi"]
     # Rows of a method are together, in whatever order it was measured.
     (table,) = mode_tables([*reversed(records()), *again, other])
-    assert [row.labels for row in table.rows] == [("Rotary", "sinks@4+508 (1 seed)"), ("ALiBi", "sinks@4+508")]
+    assert [row.labels for row in table.rows] == [
+        ("Rotary", "sinks@4+508 (1 seed)"),
+        ("ALiBi", "sinks@4+508"),
+    ]
     assert table.columns == ("2,048",), "not those of another setting"
     assert [row.cells[0].text for row in table.rows] == ["-4.0750 ± 0.0629", "-0.1500 ± 0.0289"]
     assert "standard error over documents" in table.notes[0]
@@ -53,11 +66,17 @@ def test_the_modes_of_one_method_have_no_heat_map():
 
 
 def test_ties_in_a_heat_map_are_all_framed():
-    rows = [record(name, 512, math.exp(loss)) for name, loss in (("alibi", 3.001), ("rpe", 3.004), ("fire", 3.2))]
+    rows = [
+        record(name, 512, math.exp(loss))
+        for name, loss in (("alibi", 3.001), ("rpe", 3.004), ("fire", 3.2))
+    ]
     losses = measurements([*rows, {**rows[2], "mode": "window@9"}], "extrapolation", "loss")
     (panel, _) = (axes for axes in heat_map(losses, losses.settings[0]).axes if axes.get_visible())
     assert len(panel.patches) == 2
-    assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == ["3.00", "3.00"]
+    assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == [
+        "3.00",
+        "3.00",
+    ]
 
 
 def test_heat_map():
@@ -72,6 +91,13 @@ def test_heat_map():
     for axes in panels:
         values = axes.images[0].get_array()
         assert values[:, :2].flatten().tolist() == pytest.approx([3.3, 3.15, 7.15, 3.075])
-        assert [text.get_text() for text in axes.texts] == ["3.30", "3.15", "–", "7.15", "3.08", "n/a"]
+        assert [text.get_text() for text in axes.texts] == [
+            "3.30",
+            "3.15",
+            "–",
+            "7.15",
+            "3.08",
+            "n/a",
+        ]
         (frame,) = axes.patches  # around the best
         assert frame.get_xy() == (0.5, 0.5)

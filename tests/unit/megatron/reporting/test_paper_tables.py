@@ -34,7 +34,11 @@ def test_kerple_s_layout():
         Cell("22.64 ± 0.54", worse=True),
         Cell("21.60 ± 0.52"),
     )
-    assert theirs.cells == (Cell("3.04 ± 0.14"), Cell("3.15 ± 0.17", worse=True), Cell("3.02 ± 0.14"))
+    assert theirs.cells == (
+        Cell("3.04 ± 0.14"),
+        Cell("3.15 ± 0.17", worse=True),
+        Cell("3.02 ± 0.14"),
+    )
     assert "Mean ± standard deviation over 5 seeds." in table.notes
     assert "Scored tokens: 1,000." in table.notes
     assert any(note.startswith("†: KERPLE (log) is significantly better") for note in table.notes)
@@ -64,14 +68,19 @@ def test_published_values_are_printed_as_in_the_paper(name):
 
 def test_complicated_and_gaussian_kernels_have_their_own_tables():
     names = ("kerple_log", "kerple_power_ap_ap", "kerple_log3", "kerple_gaussian", "brand_new")
-    tables = perplexity_tables([record(name, 512, 20.0 + index) for index, name in enumerate(names)])
+    tables = perplexity_tables(
+        [record(name, 512, 20.0 + index) for index, name in enumerate(names)]
+    )
     assert only(tables, "kerple-3").columns == ("KERPLE (log)", "brand_new")
     assert only(tables, "kerple-5").columns == ("KERPLE (bias+wht)", "KERPLE (3-para-log)")
     assert only(tables, "kerple-6").columns == ("KERPLE (2-para-bias)",)
 
 
 def test_missing_values_have_a_reason():
-    records = [record("learned", 512, 3.5), record("learned", 1024, None, note="positions end at 511")]
+    records = [
+        record("learned", 512, 3.5),
+        record("learned", 1024, None, note="positions end at 511"),
+    ]
     records += [record("alibi", 512, None, note=None), record("kerple_log", 512, 3.4)]
     table = only(perplexity_tables(records), "kerple-3")
     assert [[cell.text for cell in row.cells] for row in table.rows if not row.published] == [
@@ -91,7 +100,15 @@ def test_missing_values_have_a_reason():
         {"protocol": "sliding@256"},
         {"protocol": "kerple@8"},
         {"corpus": "python_stdlib"},
-        {"checkpoint": {"path": "a", "iteration": 1, "fingerprint": "f", "layers": 4, "hidden_size": 128}},
+        {
+            "checkpoint": {
+                "path": "a",
+                "iteration": 1,
+                "fingerprint": "f",
+                "layers": 4,
+                "hidden_size": 128,
+            }
+        },
         {"checkpoint": None},
     ],
     ids=str,
@@ -103,14 +120,19 @@ def test_published_rows_need_the_same_setting(keys):
 
 def test_methods_are_rows_and_modes_are_sections():
     """The best value and the daggers are those of a mode; KERPLE's table has only the mode full."""
-    records = seeds("alibi", 512, ALIBI) + seeds("kerple_log", 512, LOG) + [record("fire", 1024, 20.0)]
+    records = (
+        seeds("alibi", 512, ALIBI) + seeds("kerple_log", 512, LOG) + [record("fire", 1024, 20.0)]
+    )
     for mode, best in (("window@512", 23.0), ("blockwise", 24.0)):
         records += seeds("alibi", 512, [best, best], mode=mode)
         records += seeds("kerple_log", 512, [best + 1, best + 2], mode=mode)
     tables = perplexity_tables(records)
     assert only(tables, "kerple-3").columns == ("KERPLE (log)", "ALiBi", "FIRE")
     table = only(tables, "perplexity")
-    assert (table.name, table.columns) == ("perplexity-12x768-512-non-overlapping", ("512", "1,024"))
+    assert (table.name, table.columns) == (
+        "perplexity-12x768-512-non-overlapping",
+        ("512", "1,024"),
+    )
     assert table.lines == (
         Section("GitHub, full"),
         Row(("KERPLE (log)",), (Cell("21.58 ± 0.56", best=True), Cell("–"))),
@@ -128,7 +150,9 @@ def test_methods_are_rows_and_modes_are_sections():
 
 def test_modes_of_one_method_are_rows():
     """The best value is that of all modes."""
-    records = [record("alibi", 512, value, mode=mode) for mode, value in (("window@9", 5.2), ("full", 7.0))]
+    records = [
+        record("alibi", 512, value, mode=mode) for mode, value in (("window@9", 5.2), ("full", 7.0))
+    ]
     records += [record("alibi", 512, 5.2001, mode="sinks@1+8")]
     table = only(perplexity_tables(records), "perplexity")
     assert table.label_columns == ("Mode",)
@@ -150,13 +174,19 @@ def test_dape_s_layout():
     assert table.columns == ("512", "8,192")
     assert labels(table) == ["ALiBi", "ALiBi, paper", "DAPE-Kerple", "DAPE-Kerple, paper"]
     assert [cell.text for cell in table.rows[3].cells] == ["4.51", "3.86"]
-    assert [[cell.best for cell in row.cells] for row in table.rows if not row.published] == [[False] * 2, [True] * 2]
+    assert [[cell.best for cell in row.cells] for row in table.rows if not row.published] == [
+        [False] * 2,
+        [True] * 2,
+    ]
 
 
 def test_lex_s_layouts():
     model = {"path": None, "iteration": 1, "fingerprint": "f", "layers": 24, "hidden_size": 1024}
     keys = {"corpus": "arxiv", "train_length": 1024, "checkpoint": model}
-    records = [record("xpos", 2048, 16.0, **keys), record("xpos", 2048, 15.5, mode="blockwise", **keys)]
+    records = [
+        record("xpos", 2048, 16.0, **keys),
+        record("xpos", 2048, 15.5, mode="blockwise", **keys),
+    ]
     records += [record("alibi", 2048, 15.4, **keys)]
     tables = perplexity_tables(records)
     lex = only(tables, "lex-24x1024-1024")
@@ -168,30 +198,47 @@ def test_lex_s_layouts():
         for losses, value in zip(records, (0.5, 1.1, 0.8), strict=True)
     ]
     (table,) = resolution_tables(resolutions)
-    assert [row.labels for row in table.rows if any(cell.best for cell in row.cells)] == [("LEX",)], "the highest"
+    assert [row.labels for row in table.rows if any(cell.best for cell in row.cells)] == [
+        ("LEX",)
+    ], "the highest"
     (ours,) = resolution_tables({**values, "train_length": 128} for values in resolutions)
-    assert labels(ours) == ["ALiBi", "xPos", "xPos, blockwise"], "the paper's names only next to its values"
+    assert labels(ours) == ["ALiBi", "xPos", "xPos, blockwise"], (
+        "the paper's names only next to its values"
+    )
     assert next(row for row in table.rows if row.labels == ("LEX, paper",)).cells[0].text == "1.08"
     assert "Bold: highest value, and values that are printed the same." in table.notes
 
 
 def test_negative_resolutions_have_no_meaning():
     values = {"kind": "resolution", "train_length": 128}
-    records = [{**record("sinusoidal", 128, 3.0, seed), **values, "resolution": r} for seed, r in enumerate((0.5, -9))]
+    records = [
+        {**record("sinusoidal", 128, 3.0, seed), **values, "resolution": r}
+        for seed, r in enumerate((0.5, -9))
+    ]
     (table,) = resolution_tables(records)
     assert [cell.text for cell in table.rows[0].cells] == ["n/a"], "not the mean of the other seeds"
-    assert any(note.startswith("n/a: Sinusoidal at 128: the attention resolution of a seed") for note in table.notes)
+    assert any(
+        note.startswith("n/a: Sinusoidal at 128: the attention resolution of a seed")
+        for note in table.notes
+    )
 
 
 def test_different_options_and_model_sizes_are_not_averaged():
     keys = {"protocol": "last-k@256", "corpus": "arxiv"}
-    records = [record(name, 512, 4.0, **keys) for name in ("dape_kerple", "dape_kerple (variant Concat)")]
+    records = [
+        record(name, 512, 4.0, **keys) for name in ("dape_kerple", "dape_kerple (variant Concat)")
+    ]
     table = only(perplexity_tables(records), "dape")
     assert labels(table) == ["DAPE-Kerple", "DAPE-Kerple, paper", "DAPE-Kerple (variant Concat)"]
     large = {"path": "b", "iteration": 1, "fingerprint": "l", "layers": 24, "hidden_size": 1024}
-    tables = perplexity_tables([*records, record("dape_kerple", 512, 3.0, checkpoint=large, **keys)])
+    tables = perplexity_tables(
+        [*records, record("dape_kerple", 512, 3.0, checkpoint=large, **keys)]
+    )
     tables = [table for table in tables if table.name.startswith("dape")]
-    assert [table.name for table in tables] == ["dape-12x768-512-last-k-256", "dape-24x1024-512-last-k-256"]
+    assert [table.name for table in tables] == [
+        "dape-12x768-512-last-k-256",
+        "dape-24x1024-512-last-k-256",
+    ]
     assert labels(tables[1]) == ["DAPE-Kerple"]
 
 
@@ -200,23 +247,43 @@ def test_different_texts_are_noted():
     notes = only(perplexity_tables(records), "kerple-3").notes
     assert "Scored tokens: 500 to 1,000." in notes
     assert (
-        "GitHub at 512: the values are not comparable, because they were measured on different texts (500 or 1,000 "
+        "GitHub at 512: the values are not comparable, because they were measured on different "
+        "texts (500 or 1,000 "
         "tokens)." in notes
     )
-    records = [record(name, 512, 3.0, targets=name) for name in ("kerple_log", "rpe")]  # as many, but other tokens
+    records = [
+        record(name, 512, 3.0, targets=name) for name in ("kerple_log", "rpe")
+    ]  # as many, but other tokens
     notes = only(perplexity_tables(records), "kerple-3").notes
     assert any(note.startswith("GitHub at 512: the values are not comparable") for note in notes)
     same = [{**entry, "targets": "ab"} for entry in records]
-    assert not any("not comparable" in note for note in only(perplexity_tables(same), "kerple-3").notes)
+    assert not any(
+        "not comparable" in note for note in only(perplexity_tables(same), "kerple-3").notes
+    )
 
 
 def test_methods_with_fewer_seeds_are_not_bold():
-    table = only(perplexity_tables([*seeds("kerple_log", 512, LOG), record("rpe", 512, 1.0)]), "kerple-3")
-    bold = [cell.best for line in table.lines if isinstance(line, Row) and not line.published for cell in line.cells]
+    table = only(
+        perplexity_tables([*seeds("kerple_log", 512, LOG), record("rpe", 512, 1.0)]), "kerple-3"
+    )
+    bold = [
+        cell.best
+        for line in table.lines
+        if isinstance(line, Row) and not line.published
+        for cell in line.cells
+    ]
     assert not any(bold)
-    records = [record(name, 512, 3.0, seed) for name, seed in (("alibi", 1), ("alibi", 2), ("rpe", 3), ("rpe", 4))]
-    assert "Mean ± standard deviation over 2 seeds." in only(perplexity_tables(records), "kerple-3").notes
-    note = "Mean ± standard deviation over up to 5 seeds; methods with fewer than others are not bold."
+    records = [
+        record(name, 512, 3.0, seed)
+        for name, seed in (("alibi", 1), ("alibi", 2), ("rpe", 3), ("rpe", 4))
+    ]
+    assert (
+        "Mean ± standard deviation over 2 seeds."
+        in only(perplexity_tables(records), "kerple-3").notes
+    )
+    note = (
+        "Mean ± standard deviation over up to 5 seeds; methods with fewer than others are not bold."
+    )
     assert note in table.notes
 
 
@@ -244,4 +311,7 @@ def test_passkey_accuracies():
         ("KERPLE (log)", "n/a", "–"),
         ("ALiBi", "85% ± 7%", "85% ± 7%"),
     ]
-    assert table.notes[1:] == ("Mean ± standard deviation over 2 seeds.", "n/a: KERPLE (log) at 512: no such position.")
+    assert table.notes[1:] == (
+        "Mean ± standard deviation over 2 seeds.",
+        "n/a: KERPLE (log) at 512: no such position.",
+    )

@@ -11,8 +11,16 @@ from megatron.utils.errors import UserError
 from tests.support.records import record
 
 
-def positions(mode: str, seed: int, losses: list[float], pos_emb: str = "kerple_log", **keys: object) -> dict:
-    fields = {"kind": "positions", "edges": [0, 10, 20, 40], "losses": losses, "mode": mode, "targets": "ab"}
+def positions(
+    mode: str, seed: int, losses: list[float], pos_emb: str = "kerple_log", **keys: object
+) -> dict:
+    fields = {
+        "kind": "positions",
+        "edges": [0, 10, 20, 40],
+        "losses": losses,
+        "mode": mode,
+        "targets": "ab",
+    }
     return {**record(pos_emb, 40, None, seed), **fields, **keys}
 
 
@@ -42,16 +50,28 @@ def test_a_single_method_has_its_perplexity_or_a_line_per_mode():
     figure, (axes,) = drawn([positions("full", 1, [3.0, 2.0, 1.0])])
     np.testing.assert_allclose(axes.lines[0].get_ydata(), np.exp([3.0, 2.0, 1.0]))
     assert figure.title.startswith("Perplexity by position")
-    figure, (axes,) = drawn([positions("full", seed, [3.0, 2.0, 1.0], f"method {seed}") for seed in (1, 2)])
-    assert [line.get_label() for line in axes.lines] == ["method 1", "method 2"], "without a common seed"
+    figure, (axes,) = drawn(
+        [positions("full", seed, [3.0, 2.0, 1.0], f"method {seed}") for seed in (1, 2)]
+    )
+    assert [line.get_label() for line in axes.lines] == ["method 1", "method 2"], (
+        "without a common seed"
+    )
     assert figure.caption.endswith("No other method has the texts, bins and seeds of method 1.")
-    _, (axes,) = drawn([positions(mode, 1, [3.0, 2.0, loss]) for mode, loss in (("full", 1.0), ("window@10", None))])
+    _, (axes,) = drawn(
+        [
+            positions(mode, 1, [3.0, 2.0, loss])
+            for mode, loss in (("full", 1.0), ("window@10", None))
+        ]
+    )
     (line,) = [line for line in axes.lines if line.get_label() == "KERPLE (log), window@10"]
     np.testing.assert_allclose(line.get_ydata(), [0.0, 0.0, math.nan])
 
 
 def test_a_position_figure_per_protocol():
-    records = [positions("full", 1, [3.0, 2.0, 1.0], protocol=name) for name in ("non-overlapping", "last-k@16")]
+    records = [
+        positions("full", 1, [3.0, 2.0, 1.0], protocol=name)
+        for name in ("non-overlapping", "last-k@16")
+    ]
     assert [figure.name for figure in position_figures(records)] == [
         "positions-github-12x768-512-non-overlapping-40",
         "positions-github-12x768-512-last-k-16-40",
@@ -67,12 +87,19 @@ def test_the_scored_end_of_a_segment():
 
 def test_seeds_with_different_bins_are_rejected():
     with pytest.raises(UserError, match="different bins"):
-        position_figures([positions("full", 1, [3.0, 2.0, 1.0]), positions("full", 2, [3.0, 2.0], edges=[0, 20, 40])])
+        position_figures(
+            [
+                positions("full", 1, [3.0, 2.0, 1.0]),
+                positions("full", 2, [3.0, 2.0], edges=[0, 20, 40]),
+            ]
+        )
 
 
 def test_many_bins_are_averaged():
     edges = list(range(0, 68, 2))
-    records = [positions("full", 1, list(range(33)), name, edges=edges) for name in ("kerple_log", "alibi")]
+    records = [
+        positions("full", 1, list(range(33)), name, edges=edges) for name in ("kerple_log", "alibi")
+    ]
     records[1]["losses"] = [2 * loss / 100 + loss for loss in records[0]["losses"]]
     figure, (axes,) = drawn(records)
     (line,) = [line for line in axes.lines if line.get_label() == "ALiBi"]

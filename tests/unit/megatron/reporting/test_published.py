@@ -22,7 +22,9 @@ CELL = re.compile(rf"{NUMBER}( ± {NUMBER})?( †)?|OOM")
 @pytest.mark.parametrize("name", published_tables())
 def test_every_row_has_a_value_per_length_and_a_name(name):
     table = load_published(name)
-    assert table.source.startswith(("KERPLE (arXiv 2205.09921)", "DAPE (arXiv 2405.14722)", "LEX (arXiv 2212.10554)"))
+    assert table.source.startswith(
+        ("KERPLE (arXiv 2205.09921)", "DAPE (arXiv 2405.14722)", "LEX (arXiv 2212.10554)")
+    )
     assert list(table.lengths) == sorted(set(table.lengths))
     for methods in table.values.values():
         for method, texts in methods.items():
@@ -36,11 +38,17 @@ def test_size_of_kerple_s_tables():
     for table, num_methods in ((three, 6), (five, 2)):
         assert list(table.values) == ["openwebtext2", "github", "arxiv"]
         assert table.lengths == (512, 1024, 2048, 4096, 8192, 16384)
-        assert all(len(methods) == num_methods == len(table.methods) for methods in table.values.values())
-    cells = [text for methods in three.values.values() for texts in methods.values() for text in texts]
+        assert all(
+            len(methods) == num_methods == len(table.methods) for methods in table.values.values()
+        )
+    cells = [
+        text for methods in three.values.values() for texts in methods.values() for text in texts
+    ]
     assert len(cells) == 108
     assert sum("†" in text for text in cells) == 64
-    assert not any("†" in text for methods in three.values.values() for text in methods[Method("kerple_log")])
+    assert not any(
+        "†" in text for methods in three.values.values() for text in methods[Method("kerple_log")]
+    )
     assert six.values == {}, "the values of Table 6 are not known"
 
 
@@ -61,7 +69,12 @@ def test_comparable_settings():
     setting = Setting("github", 512, "non-overlapping", (12, 768))
     assert load_published("kerple-3").matches(setting)
     assert load_published("kerple-3").matches(replace(setting, protocol="kerple@320"))
-    for difference in ({"protocol": "kerple@8"}, {"train_length": 256}, {"model": (24, 1024)}, {"model": None}):
+    for difference in (
+        {"protocol": "kerple@8"},
+        {"train_length": 256},
+        {"model": (24, 1024)},
+        {"model": None},
+    ):
         assert not load_published("kerple-3").matches(replace(setting, **difference))
     assert load_published("dape").matches(replace(setting, protocol="last-k@256"))
     assert not load_published("dape").matches(replace(setting, protocol="last-k@128"))
@@ -81,13 +94,18 @@ def test_names():
     assert corpus_name("books") == "books"
     assert corpus_name(None) == "text"
     assert (
-        corpus_sort_key("openwebtext2") < corpus_sort_key("ArXiv") < corpus_sort_key("books") == corpus_sort_key(None)
+        corpus_sort_key("openwebtext2")
+        < corpus_sort_key("ArXiv")
+        < corpus_sort_key("books")
+        == corpus_sort_key(None)
     )
 
 
 def test_methods_have_the_same_style_in_all_figures():
     first = line_numbers({"KERPLE (log)": "kerple_log", "ALiBi": "alibi", "mine": "mine"})
-    other = line_numbers({"ALiBi": "alibi", "ALiBi, window": "alibi"}, ["mine", "alibi", "kerple_log"])
+    other = line_numbers(
+        {"ALiBi": "alibi", "ALiBi, window": "alibi"}, ["mine", "alibi", "kerple_log"]
+    )
     assert first["ALiBi"] == other["ALiBi"] == 2
     assert (first["KERPLE (log)"], first["mine"]) == (0, 1)
     assert other["ALiBi, window"] == 3, "1 is that of another method of the report"

@@ -14,7 +14,9 @@ from tests.support.release import RELEASE
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A report of three methods, three seeds each, and of a checkpoint in a folder with HTML in its name."""
+    """A report of three methods, three seeds each, and of a checkpoint in a folder with HTML in its
+    name.
+    """
     records = [
         result
         for name, base in {"kerple_log": 3.0, "rotary": 5.0, "alibi": 3.1}.items()
@@ -36,16 +38,24 @@ def test_page(report):
     assert "<b>" not in text
     assert 'id="figure-kernels-A-b-checkpoint-bias"' in text
     assert text.count("<img ") == 3, "perplexity, kernels, effective lengths"
-    assert "kerple_log, GitHub, seed 1: nowhere/kerple_log/1, iteration 10, fingerprint kerple_log1." in text
+    assert (
+        "kerple_log, GitHub, seed 1: nowhere/kerple_log/1, iteration 10, fingerprint kerple_log1."
+        in text
+    )
     assert len(sources.notes) == 3, "the checkpoints of the records do not exist"
-    assert all(re.match(r"No kernels are plotted for .*: nowhere/.*: no such folder", note) for note in sources.notes)
+    assert all(
+        re.match(r"No kernels are plotted for .*: nowhere/.*: no such folder", note)
+        for note in sources.notes
+    )
 
 
 def test_files(report):
     path, _ = report
     table = "kerple-3-12x768-512-non-overlapping"
     assert {file.name for file in (path.parent / "tables").iterdir()} == {
-        f"{name}.{ext}" for name in (table, table.replace("kerple-3", "perplexity")) for ext in ("md", "tex")
+        f"{name}.{ext}"
+        for name in (table, table.replace("kerple-3", "perplexity"))
+        for ext in ("md", "tex")
     }
     figures = {
         "extrapolation-github-12x768-512-non-overlapping",
@@ -72,12 +82,19 @@ def test_values_are_once_on_the_page(tmp_path):
 
 
 def test_aliases_are_the_same_method():
-    sources = Sources([record("kerple_bias_wht", 512, 3.0), record("dape_kerple (variant Concat)", 512, 3.0)])
-    assert [result["pos_emb"] for result in sources.records] == ["kerple_power_ap_ap", "dape_kerple (variant Concat)"]
+    sources = Sources(
+        [record("kerple_bias_wht", 512, 3.0), record("dape_kerple (variant Concat)", 512, 3.0)]
+    )
+    assert [result["pos_emb"] for result in sources.records] == [
+        "kerple_power_ap_ap",
+        "dape_kerple (variant Concat)",
+    ]
 
 
 def test_invalid_sources_are_rejected(tmp_path):
     assert_rejected("there are no results to report", write_report, Sources([]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
-    assert_rejected("cannot write .*file", write_report, Sources([record("alibi", 512, 3.0)]), tmp_path / "file")
+    assert_rejected(
+        "cannot write .*file", write_report, Sources([record("alibi", 512, 3.0)]), tmp_path / "file"
+    )

@@ -12,14 +12,24 @@ from tests.support.records import record
 
 
 def line(iteration: int, rate: float, tokens_per_step: float = 256, **keys: object) -> str:
-    values = {"train/loss": math.nan, "train/tokens_per_second": rate, "train/seconds_per_step": tokens_per_step / rate}
+    values = {
+        "train/loss": math.nan,
+        "train/tokens_per_second": rate,
+        "train/seconds_per_step": tokens_per_step / rate,
+    }
     return json.dumps({**keys, "iteration": iteration, **values})
 
 
 def test_seconds_per_step_from_logs(tmp_path):
     log = tmp_path / "logs" / "metrics.jsonl"
     log.parent.mkdir()
-    lines = ['{"itera{"iteration": 3}', line(5, 10.0), line(10, 256.0), line(15, 512.0), line(20, 1024.0)]
+    lines = [
+        '{"itera{"iteration": 3}',
+        line(5, 10.0),
+        line(10, 256.0),
+        line(15, 512.0),
+        line(20, 1024.0),
+    ]
     lines += [json.dumps({"iteration": 20}), line(25, 9.0)[:-3]]
     log.write_text("\n".join(lines))
     assert read_log(log) == (0.5, 512.0), "the median without the first line"
@@ -33,10 +43,14 @@ def test_seconds_per_step_from_logs(tmp_path):
     ]
     records.append(record("rpe", 64, 3.0, checkpoint={"path": "x" * 4000, "iteration": 4}))
     times = step_times(records)
-    assert [(time.pos_emb, time.seconds, time.model) for time in times] == [("alibi (fp32)", 2.0, (2, 32, 32))]
+    assert [(time.pos_emb, time.seconds, time.model) for time in times] == [
+        ("alibi (fp32)", 2.0, (2, 32, 32))
+    ]
     (table,) = step_time_tables(times)
     assert table.columns == ("ALiBi (fp32)",)
-    assert [row.cells[0].text for row in table.rows] == ["2.000"], "no published row for another model size"
+    assert [row.cells[0].text for row in table.rows] == ["2.000"], (
+        "no published row for another model size"
+    )
     log.write_text("")
     assert read_log(log) is None
     log.unlink()
@@ -48,13 +62,21 @@ def test_only_the_lines_of_the_run_count(tmp_path):
     write_checkpoint(tmp_path / "checkpoints", "alibi", "nowhere")
     state = tmp_path / "checkpoints" / "global_step4" / "mp_rank_00_model_states.pt"
     torch.save({"iteration": 4, "training": {"run": "second"}}, state)
-    second = [line(step, 1024.0, 1024, run="second") for step in (1, 2, 3)] + [line(4, 1024.0, 4096, run="second")]
+    second = [line(step, 1024.0, 1024, run="second") for step in (1, 2, 3)] + [
+        line(4, 1024.0, 4096, run="second")
+    ]
     first, last = ([line(step, 64.0, run=run) for step in range(1, 9)] for run in ("first", "last"))
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "metrics.jsonl").write_text("\n".join([line(1, 32.0), *first, *second, *last]))
-    evaluated = record("alibi", 32, 3.0, checkpoint={"path": str(tmp_path / "checkpoints"), "iteration": 4})
+    (tmp_path / "logs" / "metrics.jsonl").write_text(
+        "\n".join([line(1, 32.0), *first, *second, *last])
+    )
+    evaluated = record(
+        "alibi", 32, 3.0, checkpoint={"path": str(tmp_path / "checkpoints"), "iteration": 4}
+    )
     assert [time.seconds for time in step_times([evaluated])] == [1.0]
-    assert read_log(tmp_path / "logs" / "metrics.jsonl") == (8.0, 32.0), "of an earlier version, without a run"
+    assert read_log(tmp_path / "logs" / "metrics.jsonl") == (8.0, 32.0), (
+        "of an earlier version, without a run"
+    )
     assert read_log(tmp_path / "logs" / "metrics.jsonl", "first") == (4.0, 64.0)
     assert read_log(tmp_path / "logs" / "metrics.jsonl", "third") is None
 
@@ -64,5 +86,10 @@ def test_published_step_times():
     times = [StepTime("github", name, seed, 0.3 + seed / 10, (12, 768, 512)) for name, seed in keys]
     (table,) = step_time_tables(times)
     assert table.columns == ("T5", "x")
-    assert [[cell.text for cell in row.cells] for row in table.rows] == [["0.4500 ± 0.0707"] * 2, ["0.340", ""]]
-    assert table.notes[-1] == 'Rows labeled "paper": KERPLE (arXiv 2205.09921), Table 4, on one A100.'
+    assert [[cell.text for cell in row.cells] for row in table.rows] == [
+        ["0.4500 ± 0.0707"] * 2,
+        ["0.340", ""],
+    ]
+    assert (
+        table.notes[-1] == 'Rows labeled "paper": KERPLE (arXiv 2205.09921), Table 4, on one A100.'
+    )

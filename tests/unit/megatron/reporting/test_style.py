@@ -9,7 +9,16 @@ from megatron.reporting.figures import perplexity_figures
 from megatron.reporting.style import SCREEN, Style, render
 from tests.support.records import record
 
-METHODS = ("kerple_log", "kerple_power_ap_", "alibi", "rpe", "rotary", "sinusoidal", "fire", "dape_kerple")
+METHODS = (
+    "kerple_log",
+    "kerple_power_ap_",
+    "alibi",
+    "rpe",
+    "rotary",
+    "sinusoidal",
+    "fire",
+    "dape_kerple",
+)
 LENGTHS = tuple(128 * 2**index for index in range(7))
 RECORDS = [
     record(method, length, 20.0 * (1 + index if method == "rotary" else 1), mode=mode)
@@ -30,8 +39,19 @@ def test_figures_have_the_width_and_everything_is_inside(width):
         drawn = figure.draw(style)
         drawn.canvas.draw()
         renderer = drawn.canvas.get_renderer()
-        boxes.append((drawn.bbox, drawn.get_tightbbox(renderer), drawn.dpi, drawn.legends[0].get_window_extent()))
-        boxes.extend(text.get_window_extent() for axes in drawn.axes for text in [axes.xaxis.label, axes.yaxis.label])
+        boxes.append(
+            (
+                drawn.bbox,
+                drawn.get_tightbbox(renderer),
+                drawn.dpi,
+                drawn.legends[0].get_window_extent(),
+            )
+        )
+        boxes.extend(
+            text.get_window_extent()
+            for axes in drawn.axes
+            for text in [axes.xaxis.label, axes.yaxis.label]
+        )
         return drawn
 
     picture = render(draw, style)
@@ -60,7 +80,11 @@ def test_equal_figures_are_equal_files():
 
 def test_names_are_drawn_as_they_are():
     """A dollar sign starts math in matplotlib, and wrong math is an error."""
-    hostile = [record(name, length, 3.0) for name in (r"$\frac{$", r"\$a$^$", "x" * 300) for length in (32, 64)]
+    hostile = [
+        record(name, length, 3.0)
+        for name in (r"$\frac{$", r"\$a$^$", "x" * 300)
+        for length in (32, 64)
+    ]
     (figure,) = perplexity_figures(hostile)
     assert figure.png.startswith(b"\x89PNG")
     drawn = []

@@ -12,16 +12,35 @@ LENGTHS = (512, 1024)
 def records():
     """Two methods; positions of `learned` end at 512."""
     losses = [record("kerple_log", length, 3.5 - length / 1e4) for length in LENGTHS]
-    losses += [record("learned", 512, 3.25), record("learned", 1024, None, note="positions end at 511")]
-    resolutions = [{**record("kerple_log", 512, 3.0), "kind": "resolution", "protocol": "first@8", "resolution": 0.625}]
-    return losses + resolutions + [passkey_record("kerple_log", 512, depth, 0.3) for depth in (0, 1)]
+    losses += [
+        record("learned", 512, 3.25),
+        record("learned", 1024, None, note="positions end at 511"),
+    ]
+    resolutions = [
+        {
+            **record("kerple_log", 512, 3.0),
+            "kind": "resolution",
+            "protocol": "first@8",
+            "resolution": 0.625,
+        }
+    ]
+    return (
+        losses + resolutions + [passkey_record("kerple_log", 512, depth, 0.3) for depth in (0, 1)]
+    )
 
 
 def test_printed_tables_and_files(tmp_path, capsys):
     modes = [record("kerple_log", length, 3.4, mode="window@512") for length in LENGTHS]
     paths = write_summary([*records(), *modes], tmp_path)
     printed = capsys.readouterr().out
-    for expected in ("KERPLE (log)", "3.449", "3.398", "0.6250", "30%", "n/a: learned at 1,024: positions end at 511."):
+    for expected in (
+        "KERPLE (log)",
+        "3.449",
+        "3.398",
+        "0.6250",
+        "30%",
+        "n/a: learned at 1,024: positions end at 511.",
+    ):
         assert expected in printed
     assert [path.name for path in paths] == [
         "extrapolation.md",

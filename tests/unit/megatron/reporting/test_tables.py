@@ -68,7 +68,11 @@ def test_latex():
 
 
 def test_names_are_never_commands():
-    lines = (Section("*a"), Row((r"\input{/etc/passwd}",), (Cell("-1"),)), Row(('[=cmd|"c"!A1',), (Cell("2"),)))
+    lines = (
+        Section("*a"),
+        Row((r"\input{/etc/passwd}",), (Cell("-1"),)),
+        Row(('[=cmd|"c"!A1',), (Cell("2"),)),
+    )
     table = Table("n", "$x^2$ & 5 %", ("@a",), ("=b",), lines)
     text = latex(table)
     assert r"\caption{\textbf{\$x\textasciicircum{}2\$ \& 5 \%.}}" in text

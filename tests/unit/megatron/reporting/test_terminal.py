@@ -16,7 +16,10 @@ def test_files_have_no_width(width):
         "A [bold] title",
         ("method",),
         ("a long header", "512"),
-        (Section("[perplexity]"), Row(("kerple_log",), (Cell("23.70 ± 0.47"), Cell("22,621 ± 12", worse=True)))),
+        (
+            Section("[perplexity]"),
+            Row(("kerple_log",), (Cell("23.70 ± 0.47"), Cell("22,621 ± 12", worse=True))),
+        ),
     )
     output = io.StringIO()
     print_table(Console(file=output, width=width), table)
@@ -41,7 +44,9 @@ SEVEN_LENGTHS = Table(
 @pytest.mark.parametrize("width", [60, 80, 130])
 def test_cells_that_do_not_fit_into_the_terminal_are_wrapped_between_words(width):
     output = io.StringIO()
-    print_table(Console(file=output, width=width, force_terminal=True, color_system=None), SEVEN_LENGTHS)
+    print_table(
+        Console(file=output, width=width, force_terminal=True, color_system=None), SEVEN_LENGTHS
+    )
     text = output.getvalue()
     assert max(map(len, text.splitlines())) <= max(width, 77)  # without spaces, 77 characters
     assert "…" not in text
@@ -51,7 +56,9 @@ def test_cells_that_do_not_fit_into_the_terminal_are_wrapped_between_words(width
 
 
 def test_best_values_are_bold():
-    table = Table("name", "title", ("method",), ("512",), (Row(("alibi",), (Cell("2.5", best=True),)),))
+    table = Table(
+        "name", "title", ("method",), ("512",), (Row(("alibi",), (Cell("2.5", best=True),)),)
+    )
     output = io.StringIO()
     print_table(Console(file=output, width=80, force_terminal=True, color_system="standard"), table)
     assert "\x1b[1m2.5\x1b[0m" in output.getvalue()

@@ -6,7 +6,10 @@ from megatron.reporting.training_log import read_log
 from megatron.utils.files import METRICS
 from tests.support.errors import assert_rejected
 
-STEP = b'{"iteration": 4, "train/loss": NaN, "train/seconds_per_step": 2, "train/tokens_per_second": 4}\n'
+STEP = (
+    b'{"iteration": 4, "train/loss": NaN, "train/seconds_per_step": 2, '
+    b'"train/tokens_per_second": 4}\n'
+)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,15 @@ from tests.support.sweeps import write_sweep
 def test_evaluations_are_command_lines(tmp_path):
     sweep = read_sweep(write_sweep(tmp_path))
     assert sweep.evaluation == (("--lengths", "32", "64", "--tokens", "128"),)
-    evaluation = [{"lengths": [32], "by-position": True}, {"lengths": [64], "modes": ["full"], "resolution": False}]
+    evaluation = [
+        {"lengths": [32], "by-position": True},
+        {"lengths": [64], "modes": ["full"], "resolution": False},
+    ]
     sweep = read_sweep(write_sweep(tmp_path, evaluation=evaluation))
-    assert sweep.evaluation == (("--lengths", "32", "--by-position"), ("--lengths", "64", "--modes", "full"))
+    assert sweep.evaluation == (
+        ("--lengths", "32", "--by-position"),
+        ("--lengths", "64", "--modes", "full"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,7 +35,10 @@ def test_evaluations_are_command_lines(tmp_path):
         ({"evaluation": {"lengths": {"a": 1}}}, "lengths"),
         ({"output": 3}, "output"),
         ({"config_dir": "b"}, "config_dir.*config-dir"),
-        ({"axes": {"length": [{"seq-length": 16, "seq_length": 32}]}}, "length.*seq_length.*seq-length"),
+        (
+            {"axes": {"length": [{"seq-length": 16, "seq_length": 32}]}},
+            "length.*seq_length.*seq-length",
+        ),
         ({"set": {"seq-length": 16, "seq_length": 32}}, "set.*seq_length.*seq-length"),
     ],
 )
@@ -42,12 +51,20 @@ def test_errors_name_the_place(tmp_path, keys, message):
     [
         ({"seed": 1}, {"seed": 2}),
         ({"seq-length": 16}, {"seq_length": 32}),
-        ({"optimizer.params.lr": 0.1}, {"optimizer": {"type": "Adam", "params": {"lr": 0.2}}, "name": "adam"}),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 0.2}}, "name": "adam"}, {"optimizer.params.lr": 0.1}),
+        (
+            {"optimizer.params.lr": 0.1},
+            {"optimizer": {"type": "Adam", "params": {"lr": 0.2}}, "name": "adam"},
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 0.2}}, "name": "adam"},
+            {"optimizer.params.lr": 0.1},
+        ),
     ],
 )
 def test_axes_that_set_the_same_key_are_an_error(first, second, tmp_path):
-    sweep = read_sweep(write_sweep(tmp_path, axes={"a": [first], "b": [second]}, set={"pos-emb": "alibi"}))
+    sweep = read_sweep(
+        write_sweep(tmp_path, axes={"a": [first], "b": [second]}, set={"pos-emb": "alibi"})
+    )
     (choices,) = sweep.combinations()
     assert_rejected("axis a .* axis b ", sweep.configuration, choices)
 
@@ -61,7 +78,11 @@ def test_strings_remain_strings(name, tmp_path):
 
 
 def test_choices_override_set_as_a_whole(tmp_path):
-    keys = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "optimizer.params.lr": 0.2, "gradient_clipping": 2.5}
+    keys = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "optimizer.params.lr": 0.2,
+        "gradient_clipping": 2.5,
+    }
     choice = {"name": "any", "optimizer": {"type": "Adam", "params": {"lr": 0.3}}}
     path = write_sweep(tmp_path, axes={"a": [choice]}, set={"pos-emb": "alibi", **keys})
     (choices,) = read_sweep(path).combinations()

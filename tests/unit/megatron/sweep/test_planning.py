@@ -21,13 +21,24 @@ from tests.support.sweeps import logged_iterations, write_sweep
 
 def test_a_run_has_the_merged_configuration_and_its_own_folders(tmp_path):
     axes = {
-        "pos_emb": ["kerple_log.yml", {"name": "slopes", "files": ["alibi.yml"], "hidden-dropout": 0.1}],
+        "pos_emb": [
+            "kerple_log.yml",
+            {"name": "slopes", "files": ["alibi.yml"], "hidden-dropout": 0.1},
+        ],
         "length": [{"seq-length": 32, "name": "short"}, {"seq-length": 16, "name": "shorter"}],
         "seed": [{"seed": 1}, {"seed": 2}],
     }
-    runs = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"optimizer.params.lr": 0.5, "train-iters": 3})))
+    runs = plan(
+        read_sweep(
+            write_sweep(tmp_path, axes=axes, set={"optimizer.params.lr": 0.5, "train-iters": 3})
+        )
+    )
     assert len(runs) == 8
-    assert [run.name for run in runs[:3]] == ["kerple_log/short/1", "kerple_log/short/2", "kerple_log/shorter/1"]
+    assert [run.name for run in runs[:3]] == [
+        "kerple_log/short/1",
+        "kerple_log/short/2",
+        "kerple_log/shorter/1",
+    ]
     run, config = runs[-1], runs[-1].config
     assert run.name == "slopes/shorter/2"
     assert (config.model.pos_emb, config.model.seq_length, config.training.seed) == ("alibi", 16, 2)
@@ -42,14 +53,27 @@ def test_runs_that_tables_cannot_distinguish_have_labels(tmp_path):
     methods = ["kerple_log.yml", "alibi.yml"]
     rates = [{"optimizer.params.lr": 0.1}, {"optimizer.params.lr": 0.2, "name": "fast"}]
     seeds = [{"seed": 1}, {"seed": 2}]
-    runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates, "seed": seeds})))
+    runs = plan(
+        read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates, "seed": seeds}))
+    )
     labels = ["0.1", "0.1", "fast", "fast"]
     assert [run.evaluation[0][-2:] for run in runs[:4]] == [("--label", label) for label in labels]
     evaluation = [{"label": "mine", "tokens": 128}, {"tokens": 64}]
-    runs = plan(read_sweep(write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates}, evaluation=evaluation)))
+    runs = plan(
+        read_sweep(
+            write_sweep(tmp_path, axes={"pos_emb": methods, "lr": rates}, evaluation=evaluation)
+        )
+    )
     assert [words[-1] for words in runs[1].evaluation] == ["mine, fast", "fast"]
-    for axes in ({"pos_emb": methods, "seed": seeds}, {"length": [{"seq-length": 16}, {"seq-length": 32}]}):
-        runs = plan(read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"} if len(axes) == 1 else {})))
+    for axes in (
+        {"pos_emb": methods, "seed": seeds},
+        {"length": [{"seq-length": 16}, {"seq-length": 32}]},
+    ):
+        runs = plan(
+            read_sweep(
+                write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"} if len(axes) == 1 else {})
+            )
+        )
         assert not any("--label" in run.evaluation[0] for run in runs)
 
 
@@ -60,8 +84,14 @@ OTHER_VALID_DATA = {"train-data-paths": ["text"], "test-data-paths": ["text"]}
     ("keys", "labels"),
     [
         # Records have the name of the evaluated corpus, not the training data and the split.
-        ([{"train-data-paths": [name], "valid-data-paths": ["text_document"]} for name in "ab"], {"0", "1"}),
-        ([{"data-path": "text_document", "split": split} for split in ("2,1,0", "3,1,0")], {"0", "1"}),
+        (
+            [{"train-data-paths": [name], "valid-data-paths": ["text_document"]} for name in "ab"],
+            {"0", "1"},
+        ),
+        (
+            [{"data-path": "text_document", "split": split} for split in ("2,1,0", "3,1,0")],
+            {"0", "1"},
+        ),
         ([{"data-path": "a/text_document"}, {"data-path": "b/text_document"}], {"0", "1"}),
         ([{"data-path": "a"}, {"data-path": "b"}], set()),
         ([{"train-data-paths": ["text"], "valid-data-paths": [name]} for name in "ab"], set()),
@@ -78,17 +108,27 @@ def test_labels_of_runs_with_different_data(keys, labels, tmp_path):
 
 
 def test_errors_name_the_run(tmp_path):
-    sweep = read_sweep(write_sweep(tmp_path, axes={"heads": [{"num-attention-heads": 4}, {"num-attention-heads": 5}]}))
+    sweep = read_sweep(
+        write_sweep(
+            tmp_path, axes={"heads": [{"num-attention-heads": 4}, {"num-attention-heads": 5}]}
+        )
+    )
     assert_rejected(r"sweep\.yml.*5.*num_attention_heads", plan, sweep)
     axes = {"data": [{"name": "web", "train-data-paths": ["web"], "data-path": None}]}
-    assert_rejected("valid-data-paths", plan, read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"})))
+    assert_rejected(
+        "valid-data-paths",
+        plan,
+        read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"})),
+    )
     sweep = read_sweep(write_sweep(tmp_path, set={"train-itters": 5}))
     assert_rejected("kerple_log/7.*train-itters", plan, sweep)
 
 
 def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
     axes = {"seed": [{"seed": 1, "name": "first"}, {"seed": 1, "name": "second"}]}
-    assert_rejected(r"sweep\.yml", plan, read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"})))
+    assert_rejected(
+        r"sweep\.yml", plan, read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +143,11 @@ def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
     ],
 )
 def test_keys_that_a_run_cannot_have(keys, message, tmp_path):
-    assert_rejected(rf"sweep\.yml: run kerple_log/7: .*{message}", plan, read_sweep(write_sweep(tmp_path, set=keys)))
+    assert_rejected(
+        rf"sweep\.yml: run kerple_log/7: .*{message}",
+        plan,
+        read_sweep(write_sweep(tmp_path, set=keys)),
+    )
     # As in configurations that resume from the folder that they save to.
     plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))
 
@@ -112,7 +156,12 @@ def test_keys_that_do_not_change_the_training_do_not_make_another_run(tmp_path):
     axes = {"pos_emb": ["alibi.yml"]}
     (run,) = plan(read_sweep(write_sweep(tmp_path, axes=axes)))
     run.write_config()
-    keys = {"log-interval": 7, "steps_per_print": 3, "wandb_group": "sweep", "keep-last-n-checkpoints": 2}
+    keys = {
+        "log-interval": 7,
+        "steps_per_print": 3,
+        "wandb_group": "sweep",
+        "keep-last-n-checkpoints": 2,
+    }
     plan(read_sweep(write_sweep(tmp_path, axes=axes, set=keys)))
     with pytest.raises(UserError, match="eval_interval"):
         plan(read_sweep(write_sweep(tmp_path, axes=axes, set={**keys, "eval-interval": 7})))
@@ -157,11 +206,16 @@ def test_a_run_that_was_trained_again_is_evaluated_again(sweep):
     shutil.rmtree(sweep.runs / "alibi" / "7" / "checkpoints")
     assert "to train" in sweep("--dry-run")
     sweep()
-    assert [line.split()[0] for line in sweep.output_lines("alibi/7")] == ["training", "evaluating"] * 2
+    assert [line.split()[0] for line in sweep.output_lines("alibi/7")] == [
+        "training",
+        "evaluating",
+    ] * 2
     journal = sweep.runs / "alibi" / "7" / "evaluation" / "evaluated.json"
     assert "2 of them already finished" in sweep()
     # An evaluation by a version that did not store the fingerprint.
-    journal.write_text(json.dumps({"iteration": 6, "options": json.loads(journal.read_text())["options"]}))
+    journal.write_text(
+        json.dumps({"iteration": 6, "options": json.loads(journal.read_text())["options"]})
+    )
     assert sweep("--dry-run").count("to evaluate") == 1
 
 
@@ -169,7 +223,10 @@ def test_a_changed_configuration_is_an_error(sweep):
     sweep()
     assert_rejected("kerple_log/7.*train_iters.*6.*8", sweep, set={"train-iters": 8})
     # Before anything is run, including runs that are new in the file.
-    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 8}, {"seed": 7, "hidden-dropout": 0.1, "name": "7"}]}
+    axes = {
+        "pos_emb": ["alibi.yml"],
+        "seed": [{"seed": 8}, {"seed": 7, "hidden-dropout": 0.1, "name": "7"}],
+    }
     assert_rejected(r"alibi/7.*hidden_dropout.*0\.1", sweep, axes=axes)
     assert not (sweep.runs / "alibi" / "8").exists()
     (sweep.runs / "alibi" / "7" / "config.yml").unlink()
@@ -191,7 +248,9 @@ def test_data_that_were_built_again_are_an_error(manifest, sweep):
     write_corpus(sweep.folder)
     if manifest:
         build_data_again(prefix, manifest=True)
-    path = write_sweep(sweep.folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}, {"seed": 17}]})
+    path = write_sweep(
+        sweep.folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}, {"seed": 17}]}
+    )
     sweep(write=False, status=1)
     files = {file: file.read_bytes() for file in sweep.folder.glob("text_document.*")}
     build_data_again(prefix, manifest=manifest)
@@ -199,13 +258,17 @@ def test_data_that_were_built_again_are_an_error(manifest, sweep):
     for file, content in files.items():
         file.write_bytes(content)
     assert [run.status().state for run in plan(read_sweep(path))] == [State.FINISHED, State.RESUME]
-    (sweep.folder / "text_document.json").unlink(missing_ok=True)  # what both sides know is compared
+    (sweep.folder / "text_document.json").unlink(
+        missing_ok=True
+    )  # what both sides know is compared
     plan(read_sweep(path))
     build_data_again(prefix, manifest=manifest)
     for name in ("7", "17"):
         (sweep.runs / "alibi" / name / "data.json").unlink()  # as in runs of earlier versions
     sweep(write=False)
-    assert not list(sweep.runs.rglob("data.json"))  # it is not known which data their training started with
+    assert not list(
+        sweep.runs.rglob("data.json")
+    )  # it is not known which data their training started with
 
 
 def test_a_run_without_a_checkpoint_starts_with_the_new_data(sweep):
@@ -227,7 +290,9 @@ def test_the_sweep_of_the_kerple_paper(monkeypatch):
     assert len({config.model.pos_emb for config in configs}) == 8
     assert len({config.data.data_path for config in configs}) == 3
     assert {config.schedule.train_iters for config in configs} == {50_000}
-    assert {(config.batch.resolve(1)[0], config.model.seq_length) for config in configs} == {(32, 512)}
+    assert {(config.batch.resolve(1)[0], config.model.seq_length) for config in configs} == {
+        (32, 512)
+    }
     (words,) = sweep.evaluation
     arguments = " ".join(words)
     assert "--lengths 512 1024 2048 4096 8192 16384" in arguments
@@ -257,8 +322,19 @@ def test_the_sweeps_of_the_replication(monkeypatch):
         assert len({run.config.model.pos_emb for run in runs[:methods]}) == methods
         factors.add((name, runs[0].config.optimizer.positional_lr_factor))
         full, restricted = [words[: words.index("--by-position")] for words in sweep.evaluation]
-        assert full == ("--lengths", "128", "512", "1024", "2048", "4096", "8192", "--tokens", "262144")
-        # The same pieces of text in all modes: they depend on the longest length and the number of tokens.
+        assert full == (
+            "--lengths",
+            "128",
+            "512",
+            "1024",
+            "2048",
+            "4096",
+            "8192",
+            "--tokens",
+            "262144",
+        )
+        # The same pieces of text in all modes: they depend on the longest length and the number of
+        # tokens.
         assert restricted[2] == "8192"
         assert restricted[-2:] == full[-2:]
     assert len({factor for name, factor in factors if name != "c-factor1"}) == 1
@@ -268,7 +344,10 @@ def test_the_sweep_with_and_without_document_masks(monkeypatch):
     monkeypatch.chdir(ROOT)
     runs = plan(read_sweep("experiments/replication/documents.yml"))
     settings = [
-        (run.config.training.seed, run.config.model.pos_emb, run.config.data.reset_attention_mask) for run in runs
+        (run.config.training.seed, run.config.model.pos_emb, run.config.data.reset_attention_mask)
+        for run in runs
     ]
     assert set(settings) == set(product((1235, 1236, 1237), ("kerple_log", "alibi"), (True, False)))
-    assert {run.config.data.train_data_paths for run in runs} == {("data/debian_c/pieces_text_document",)}
+    assert {run.config.data.train_data_paths for run in runs} == {
+        ("data/debian_c/pieces_text_document",)
+    }

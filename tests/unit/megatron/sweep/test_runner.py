@@ -54,23 +54,36 @@ def test_a_run_with_a_failed_evaluation_is_not_finished(sweep):
 
 def test_results_of_former_options_and_labels_are_not_reported(sweep):
     def measured():
-        return {(record["pos_emb"], record["length"]) for record in read_results(sweep.runs / "alibi")}
+        return {
+            (record["pos_emb"], record["length"]) for record in read_results(sweep.runs / "alibi")
+        }
 
     axes = {"pos_emb": ["alibi.yml"], "lr": [{"optimizer.params.lr": 0.1}], "seed": [{"seed": 7}]}
     sweep(axes=axes)
     sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
-    assert [line.split()[0] for line in sweep.output_lines("alibi/0.1/7")] == ["training", "evaluating", "evaluating"]
+    assert [line.split()[0] for line in sweep.output_lines("alibi/0.1/7")] == [
+        "training",
+        "evaluating",
+        "evaluating",
+    ]
     assert measured() == {("alibi", 32)}
     axes["lr"].append({"optimizer.params.lr": 0.2})
     sweep(axes=axes, evaluation={"lengths": [32], "tokens": 256})
     assert measured() == {("alibi (0.1)", 32), ("alibi (0.2)", 32)}
     previous = sorted((sweep.runs / "alibi" / "0.1" / "7" / "evaluation").glob("results.previous*"))
-    assert [path.name for path in previous] == ["results.previous-1.jsonl", "results.previous-2.jsonl"]
-    lengths = [[json.loads(line)["length"] for line in path.read_text().splitlines()] for path in previous]
+    assert [path.name for path in previous] == [
+        "results.previous-1.jsonl",
+        "results.previous-2.jsonl",
+    ]
+    lengths = [
+        [json.loads(line)["length"] for line in path.read_text().splitlines()] for path in previous
+    ]
     assert lengths == [[32, 64], [32]]
 
 
-def test_results_of_an_unfinished_evaluation_with_other_options_are_not_reported(sweep, monkeypatch):
+def test_results_of_an_unfinished_evaluation_with_other_options_are_not_reported(
+    sweep, monkeypatch
+):
     def killed(*arguments):
         process = fake_start_process(*arguments)
         process.exit_status = 1 if "64" in arguments[0] else process.exit_status
@@ -116,7 +129,9 @@ def test_a_run_waits_for_processes_of_an_earlier_sweep(sweep, monkeypatch):
 
 
 def test_a_signal_stops_the_sweep(sweep, monkeypatch):
-    """The first signal arrives while the process of the first run starts, the second while that process saves."""
+    """The first signal arrives while the process of the first run starts, the second while that
+    process saves.
+    """
 
     class RunningProcess(FakeProcess):
         def poll(self):
@@ -153,7 +168,10 @@ def test_a_run_with_damaged_files_fails_alone(sweep):
     (sweep.runs / "kerple_log" / "7" / "evaluation" / "evaluated.json").write_text("{")
     (sweep.runs / "alibi" / "7" / "checkpoints" / "latest").write_text("global_step9")
     shutil.rmtree(sweep.runs / "alibi" / "7" / "checkpoints" / "global_step6")
-    axes = {"pos_emb": ["kerple_log.yml", "alibi.yml"], "seed": [{"seed": 7}, {"seed": 8}, {"seed": 13}]}
+    axes = {
+        "pos_emb": ["kerple_log.yml", "alibi.yml"],
+        "seed": [{"seed": 7}, {"seed": 8}, {"seed": 13}],
+    }
     planned = sweep("--dry-run", axes=axes)
     assert "global_step9" in planned
     assert "alibi/8" in planned
@@ -163,7 +181,10 @@ def test_a_run_with_damaged_files_fails_alone(sweep):
     assert "alibi/8: finished" in output
     # The failures come first, in case that the report fails.
     failed, _, report = output.partition("note: run kerple_log/7 is not in the report: ")
-    assert re.search(r"failed: alibi/7 in preparation: .*latest: names 'global_step9', which does not exist", failed)
+    assert re.search(
+        r"failed: alibi/7 in preparation: .*latest: names 'global_step9', which does not exist",
+        failed,
+    )
     assert re.search(r"failed: kerple_log/7 in preparation: .*evaluated\.json", failed)
     assert "failed: alibi/13 in training" in failed
     assert "note: run alibi/7 is not in the report: " in report
@@ -189,8 +210,12 @@ def test_a_run_whose_files_are_damaged_during_the_sweep_fails_alone(sweep, monke
 # Several sweep processes in one folder
 
 
-def test_a_run_that_another_process_started_with_another_configuration_is_left_alone(sweep, monkeypatch):
-    """The sweep file is edited after this process has read it, and another process trains the second run."""
+def test_a_run_that_another_process_started_with_another_configuration_is_left_alone(
+    sweep, monkeypatch
+):
+    """The sweep file is edited after this process has read it, and another process trains the
+    second run.
+    """
 
     def start_process(*arguments):
         monkeypatch.setattr(runner, "start_process", fake_start_process)
@@ -199,7 +224,12 @@ def test_a_run_that_another_process_started_with_another_configuration_is_left_a
         return fake_start_process(*arguments)
 
     monkeypatch.setattr(runner, "start_process", start_process)
-    output = sweep("--only", "alibi/*", status=1, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": 7}]})
+    output = sweep(
+        "--only",
+        "alibi/*",
+        status=1,
+        axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": 7}]},
+    )
     assert "alibi/7: FAILED in preparation (" in output
     assert "train_iters: 8 in the folder, 6 in the sweep" in output
     assert "note: run alibi/7 is not in the report: " in output
@@ -228,19 +258,26 @@ def test_a_run_is_taken_over_when_the_other_process_dies(sweep, monkeypatch):
     assert "[2/2] kerple_log/7: finished" in sweep()
 
 
-@pytest.mark.parametrize(("seed", "outcome"), [(7, "finished by another"), (13, "failed in another")])
+@pytest.mark.parametrize(
+    ("seed", "outcome"), [(7, "finished by another"), (13, "failed in another")]
+)
 def test_a_run_that_another_process_has_tried_is_not_tried_again(seed, outcome, sweep, monkeypatch):
     """The first run starts a second sweep process, which works on the second run."""
 
     def start_process(*arguments):
         monkeypatch.setattr(runner, "start_process", fake_start_process)
-        assert command.main([str(sweep.folder / "sweep.yml"), "--only", f"alibi/{seed}"]) == (seed == 13)
+        assert command.main([str(sweep.folder / "sweep.yml"), "--only", f"alibi/{seed}"]) == (
+            seed == 13
+        )
         return fake_start_process(*arguments)
 
     monkeypatch.setattr(runner, "start_process", start_process)
     axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 1}, {"seed": seed}]}
     assert f"alibi/{seed}: {outcome} sweep process" in sweep(axes=axes)
-    assert len([line for line in sweep.output_lines(f"alibi/{seed}") if line.startswith("training")]) == 1
+    assert (
+        len([line for line in sweep.output_lines(f"alibi/{seed}") if line.startswith("training")])
+        == 1
+    )
 
 
 def test_a_failed_run_that_another_process_tried_again_and_left_is_tried(sweep, monkeypatch):
@@ -289,7 +326,10 @@ def test_selected_runs(sweep):
         ({"lengths": [32], "tokens": 16}, "kerple_log/7.*16"),
         ({"lengths": [32], "depth": 3}, "kerple_log/7.*depth"),
         ({"lengths": [32], "label": ["a", "b"]}, "kerple_log/7: label"),
-        ({"lengths": [32], "modes": ["full", "full+dynamic-ntk"]}, r"full\+dynamic-ntk.*pos_emb kerple_log"),
+        (
+            {"lengths": [32], "modes": ["full", "full+dynamic-ntk"]},
+            r"full\+dynamic-ntk.*pos_emb kerple_log",
+        ),
         ({"lengths": [32], "checkpoint": "folder"}, "kerple_log/7: checkpoint"),
         ({"lengths": [32], "output": "folder"}, "kerple_log/7: output"),
         ({"lengths": [32], "set": ["seed=1"]}, "kerple_log/7: set"),
@@ -310,5 +350,10 @@ def test_tasks_in_the_configuration_are_rejected(sweep):
 def test_a_mode_is_checked_for_all_runs_of_the_sweep(sweep):
     """rotary supports the mode, so the other runs report n/a, also if only they are selected."""
     axes = {"pos_emb": ["alibi.yml", {"pos-emb": "rotary"}], "seed": [{"seed": 7}]}
-    sweep("--only", "alibi/7", axes=axes, evaluation={"lengths": [32], "modes": ["full", "full+dynamic-ntk"]})
+    sweep(
+        "--only",
+        "alibi/7",
+        axes=axes,
+        evaluation={"lengths": [32], "modes": ["full", "full+dynamic-ntk"]},
+    )
     assert "--skip-unsupported" in sweep.output_lines("alibi/7")[-1]

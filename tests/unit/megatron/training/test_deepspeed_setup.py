@@ -25,7 +25,9 @@ from tests.support.runs import metrics, trained
 
 
 def test_the_bf16_optimizer_needs_found_inf(tmp_path, data_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", lambda params, grads, found_inf=None: None)
+    monkeypatch.setattr(
+        sys.modules["torch.optim.adam"], "adam", lambda params, grads, found_inf=None: None
+    )
     with pytest.raises(UserError, match=r"torch\.optim\.adam\.adam.*grad_scale"):
         trained(tmp_path, data_path, precision="bfloat16", save=None, load=None)
 
@@ -57,12 +59,16 @@ def test_the_norm_of_a_stage_that_has_only_copies():
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "Muon"])
-def test_a_step_whose_gradient_is_not_finite_is_skipped_in_fp32(optimizer, tmp_path, data_path, monkeypatch):
+def test_a_step_whose_gradient_is_not_finite_is_skipped_in_fp32(
+    optimizer, tmp_path, data_path, monkeypatch
+):
     step, weights = Engine.train_step, []
 
     def with_nan_in_step_3(engine, *arguments):
         parameter = engine.model.blocks[0].attention.query_key_value.weight
-        handle = parameter.register_hook(lambda gradient: gradient * (torch.nan if len(weights) == 2 else 1.0))
+        handle = parameter.register_hook(
+            lambda gradient: gradient * (torch.nan if len(weights) == 2 else 1.0)
+        )
         loss = step(engine, *arguments)
         handle.remove()
         weights.append([parameter.detach().clone() for parameter in engine.model.parameters()])
@@ -78,11 +84,14 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_in_fp32(optimizer, tmp_p
 
 @pytest.mark.parametrize(("clipping", "tolerance"), [(0.25, 5e-4), (0.0, 1e-6)])
 @pytest.mark.quick(1)
-def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path, data_path, monkeypatch):
-    """With gradient accumulation, and a parameter that gets no gradient in one micro-batch, then in a whole step.
+def test_the_bf16_optimizer_updates_like_upstream(
+    clipping, tolerance, tmp_path, data_path, monkeypatch
+):
+    """With gradient accumulation, and a parameter that gets no gradient in one micro-batch, then in
+    a whole step.
 
-    Dividing by 1 / scale instead of multiplying by scale changes the last bit, which can change a rounded weight. The
-    learning rate is low, because training amplifies such differences.
+    Dividing by 1 / scale instead of multiplying by scale changes the last bit, which can change a
+    rounded weight. The learning rate is low, because training amplifies such differences.
     """
     update = BF16_Optimizer.update_hp_grads, DeviceOnlyBF16Optimizer.update_hp_grads
     calls = []
@@ -97,8 +106,14 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
         return update_hp_grads
 
     monkeypatch.setattr(BF16_Optimizer, "update_hp_grads", with_missing_gradients(upstream=True))
-    monkeypatch.setattr(DeviceOnlyBF16Optimizer, "update_hp_grads", with_missing_gradients(upstream=False))
-    keys = {"precision": "bfloat16", "gradient_clipping": clipping, "gradient_accumulation_steps": 2}
+    monkeypatch.setattr(
+        DeviceOnlyBF16Optimizer, "update_hp_grads", with_missing_gradients(upstream=False)
+    )
+    keys = {
+        "precision": "bfloat16",
+        "gradient_clipping": clipping,
+        "gradient_accumulation_steps": 2,
+    }
     keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.002}}, "load": None}
     trained(tmp_path / "ours", data_path, **keys)
     monkeypatch.setattr(deepspeed_setup, "DeviceOnlyBF16Optimizer", BF16_Optimizer)
@@ -112,38 +127,67 @@ def test_the_bf16_optimizer_updates_like_upstream(clipping, tolerance, tmp_path,
 
 @pytest.mark.parametrize(("precision", "stage"), [("fp16", 2), ("fp32", 1), ("bfloat16", 2)])
 @pytest.mark.quick(1)
-def test_the_zero_optimizer_updates_like_upstream(precision, stage, tmp_path, data_path, monkeypatch):
+def test_the_zero_optimizer_updates_like_upstream(
+    precision, stage, tmp_path, data_path, monkeypatch
+):
     """In fp16, with an initial loss scale at which the first steps overflow and are skipped.
 
-    Upstream computes the norm in float64. The last bit of a float32 norm can change a rounded weight and later losses.
+    Upstream computes the norm in float64. The last bit of a float32 norm can change a rounded
+    weight and later losses.
     """
-    keys = {"precision": precision, "gradient_clipping": 0.25, "zero_optimization": {"stage": stage}, "load": None}
-    keys |= {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}} if precision == "fp16" else {}
+    keys = {
+        "precision": precision,
+        "gradient_clipping": 0.25,
+        "zero_optimization": {"stage": stage},
+        "load": None,
+    }
+    keys |= (
+        {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
+        if precision == "fp16"
+        else {}
+    )
     keys |= {"pipe_parallel_size": 0}
-    for folder, optimizer_class in (("ours", PatchedZeroOptimizer), ("upstream", DeepSpeedZeroOptimizer)):
+    for folder, optimizer_class in (
+        ("ours", PatchedZeroOptimizer),
+        ("upstream", DeepSpeedZeroOptimizer),
+    ):
         monkeypatch.setattr(deepspeed_setup, "PatchedZeroOptimizer", optimizer_class)
         trained(tmp_path / folder, data_path, **keys)
     norms = metrics(tmp_path / "ours", "train/grad_norm").values()
-    assert {math.isinf(norm) for norm in norms} == ({True, False} if precision == "fp16" else {False})
-    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("train/loss_scale", 0.0)):
-        assert metrics(tmp_path / "ours", name) == pytest.approx(metrics(tmp_path / "upstream", name), rel=tolerance)
+    assert {math.isinf(norm) for norm in norms} == (
+        {True, False} if precision == "fp16" else {False}
+    )
+    for name, tolerance in (
+        ("train/loss", 1e-5),
+        ("train/grad_norm", 1e-4),
+        ("train/loss_scale", 0.0),
+    ):
+        assert metrics(tmp_path / "ours", name) == pytest.approx(
+            metrics(tmp_path / "upstream", name), rel=tolerance
+        )
 
 
 def test_a_single_replica_does_not_copy_its_gradients(tmp_path, data_path, monkeypatch, caplog):
     """And DeepSpeed's messages at startup are hidden."""
-    monkeypatch.setattr(DeepSpeedEngine, "allreduce_bucket", lambda *_: pytest.fail("all-reduce of one rank"))
+    monkeypatch.setattr(
+        DeepSpeedEngine, "allreduce_bucket", lambda *_: pytest.fail("all-reduce of one rank")
+    )
     trained(tmp_path, data_path, train_iters=1, save=None, load=None)
     assert "DeepSpeedEngine configuration" not in caplog.text
 
 
-def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, data_path, monkeypatch, capsys):
+def test_a_bf16_step_with_a_gradient_that_is_not_finite_is_skipped(
+    tmp_path, data_path, monkeypatch, capsys
+):
     """Weights, master weights and optimizer state do not change, and the next step is normal."""
     step, unchanged = Engine.train_step, []
 
     def state(engine):
         optimizer = engine.deepspeed.optimizer
         assert isinstance(optimizer, DeviceOnlyBF16Optimizer)
-        moments = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+        moments = [
+            value for state in optimizer.optimizer.state.values() for value in state.values()
+        ]
         tensors = (*engine.model.parameters(), *optimizer.fp32_groups_flat_partition, *moments)
         return [tensor.clone() for tensor in tensors]
 
@@ -178,12 +222,17 @@ def test_fp32():
     assert fp32["gradient_accumulation_steps"] == 3
     assert fp32["gradient_clipping"] == 0.5
     assert fp32["zero_optimization"] == {"stage": 0}
-    assert not {"optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "data_types"} & fp32.keys()
+    assert (
+        not {"optimizer", "scheduler", "fp16", "bf16", "communication_data_type", "data_types"}
+        & fp32.keys()
+    )
 
 
 def test_the_norm_is_computed_without_clipping():
     assert settings(gradient_clipping=0.0)["gradient_clipping"] == float("inf")
-    assert settings(gradient_clipping=0.0, zero_optimization={"stage": 1})["gradient_clipping"] == 0.0
+    assert (
+        settings(gradient_clipping=0.0, zero_optimization={"stage": 1})["gradient_clipping"] == 0.0
+    )
 
 
 def test_fp16_and_bf16():
@@ -214,11 +263,21 @@ def test_the_curriculum_is_that_of_gpt_neox():
     """The lengths of the first steps, which GPT-NeoX counts from 1, of each type of schedule."""
     for schedule_type, schedule, expected in (
         ("fixed_discrete", {"difficulty": [8, 16, 32], "max_step": [2, 4]}, [8, 8, 16, 16, 32, 32]),
-        ("fixed_linear", {"total_curriculum_step": 4, "difficulty_step": 8}, [8, 16, 24, 32, 32, 32]),
-        ("fixed_root", {"total_curriculum_step": 4, "difficulty_step": 4, "root_degree": 2}, [20, 24, 28, 32, 32, 32]),
+        (
+            "fixed_linear",
+            {"total_curriculum_step": 4, "difficulty_step": 8},
+            [8, 16, 24, 32, 32, 32],
+        ),
+        (
+            "fixed_root",
+            {"total_curriculum_step": 4, "difficulty_step": 4, "root_degree": 2},
+            [20, 24, 28, 32, 32, 32],
+        ),
     ):
         keys = {"enabled": True, "min_difficulty": 8, "max_difficulty": 32}
         keys |= {"schedule_type": schedule_type, "schedule_config": schedule}
-        config = make_config(**{"seq-length": 32, "curriculum_learning": keys}, train_micro_batch_size_per_gpu=2)
+        config = make_config(
+            **{"seq-length": 32, "curriculum_learning": keys}, train_micro_batch_size_per_gpu=2
+        )
         scheduler = CurriculumScheduler(deepspeed_curriculum(config))
         assert [scheduler.get_difficulty(step) for step in range(1, 7)] == expected

@@ -75,7 +75,10 @@ def test_deepy_forwards_a_sigterm_that_its_rank_has_received(layout, monkeypatch
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [("", r"'no-such-host\.invalid'.*master_addr"), ("MASTER_ADDR", "WORLD_SIZE is 2, but MASTER_ADDR is not set")],
+    [
+        ("", r"'no-such-host\.invalid'.*master_addr"),
+        ("MASTER_ADDR", "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+    ],
 )
 def test_unknown_or_missing_first_host(tmp_path, monkeypatch, missing, message):
     for name, value in {
@@ -101,7 +104,9 @@ def test_more_ranks_than_gpus_on_a_host(tmp_path, monkeypatch):
 
 
 def test_signal_that_arrives_after_another_rank_stopped_is_ignored(layout, monkeypatch):
-    """A launcher's signal reaches the ranks of other hosts later, perhaps when this rank has already saved."""
+    """A launcher's signal reaches the ranks of other hosts later, perhaps when this rank has
+    already saved.
+    """
     previous = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed.dist, "all_reduce", lambda flag, op, group: flag.fill_(1))

@@ -1,4 +1,6 @@
-"""Peak throughput and floating-point operations. Counts of whole models are tested with the model."""
+"""Peak throughput and floating-point operations. Counts of whole models are tested
+with the model.
+"""
 
 import pytest
 import torch
@@ -37,8 +39,16 @@ def test_flops_per_token_follow_the_formula():
         == 6 * outside + attention
     )
     # On average, 20 keys of 100 tokens except for the first 20: 20 * (1 - 20 / 200).
-    windowed = flops_per_token(outside, config.model_copy(update={"sliding_window_width": (19,)}), 100) - 6 * outside
+    windowed = (
+        flops_per_token(outside, config.model_copy(update={"sliding_window_width": (19,)}), 100)
+        - 6 * outside
+    )
     assert windowed == 12 * config.num_layers * config.hidden_size * 18
     # In the first of two layers 18 keys, in the other 50.
-    mixed = flops_per_token(outside, config.model_copy(update={"sliding_window_width": (19, None)}), 100) - 6 * outside
+    mixed = (
+        flops_per_token(
+            outside, config.model_copy(update={"sliding_window_width": (19, None)}), 100
+        )
+        - 6 * outside
+    )
     assert mixed == 12 * config.hidden_size * (18 + 50)

@@ -1,4 +1,6 @@
-"""The training log: console, metrics, TensorBoard, Weights & Biases, and the timing of iterations."""
+"""The training log: console, metrics, TensorBoard, Weights & Biases, and the timing of
+iterations.
+"""
 
 import contextlib
 import json
@@ -25,13 +27,21 @@ from tests.support.errors import assert_rejected
 from tests.support.runs import ROOT, metrics, trained, training_settings
 
 
-def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypatch, wandb_offline, capsys):
+def test_tensorboard_and_wandb_contain_the_metrics(
+    tmp_path, data_path, monkeypatch, wandb_offline, capsys
+):
     """Weights & Biases writes an offline run, and no file contains the API key."""
     secret = "0123456789abcdef0123456789abcdef01234567"
     monkeypatch.setenv("WANDB_API_KEY", secret)
-    keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "wandb_project": "extrapolation"}
+    keys = {
+        "tensorboard_dir": str(tmp_path / "tensorboard"),
+        "use_wandb": True,
+        "wandb_project": "extrapolation",
+    }
     config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
-    config._flat["eval_include_path"] = [f"https://user:{secret}@example.org/tasks"]  # not accepted from users
+    config._flat["eval_include_path"] = [
+        f"https://user:{secret}@example.org/tasks"
+    ]  # not accepted from users
     train(config)
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -39,17 +49,34 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
     losses = {event.step: event.value for event in events.Scalars("train/loss")}
     assert losses == pytest.approx(metrics(tmp_path))
     tags = set(events.Tags()["scalars"])
-    assert {"train/learning_rate", "train/grad_norm", "train/tokens_per_second", "train/memory_bytes"} <= tags
-    assert {"validation/loss", "validation/perplexity", "kernel/bias_p/mean", "kernel/bias_a/max"} <= tags
+    assert {
+        "train/learning_rate",
+        "train/grad_norm",
+        "train/tokens_per_second",
+        "train/memory_bytes",
+    } <= tags
+    assert {
+        "validation/loss",
+        "validation/perplexity",
+        "kernel/bias_p/mean",
+        "kernel/bias_a/max",
+    } <= tags
 
     neox = [
-        name for name, _ in re.findall(r"^\| `(\S+)` \| `(\S+)` \|$", (ROOT / "docs/monitoring.md").read_text(), re.M)
+        name
+        for name, _ in re.findall(
+            r"^\| `(\S+)` \| `(\S+)` \|$", (ROOT / "docs/monitoring.md").read_text(), re.M
+        )
     ]
     assert len(neox) == 8
     assert set(neox) <= tags
     for name, ours in (("train/lm_loss", "train/loss"), ("validation/lm_loss", "validation/loss")):
-        assert [event.value for event in events.Scalars(name)] == [event.value for event in events.Scalars(ours)]
-    for speed, seconds in zip(*map(events.Scalars, ("runtime/samples_per_sec", "runtime/iteration_time")), strict=True):
+        assert [event.value for event in events.Scalars(name)] == [
+            event.value for event in events.Scalars(ours)
+        ]
+    for speed, seconds in zip(
+        *map(events.Scalars, ("runtime/samples_per_sec", "runtime/iteration_time")), strict=True
+    ):
         assert speed.value * seconds.value == pytest.approx(8)  # samples per step
     assert "train/lm_loss" not in (tmp_path / "logs" / "metrics.jsonl").read_text()
 
@@ -67,11 +94,15 @@ def test_tensorboard_and_wandb_contain_the_metrics(tmp_path, data_path, monkeypa
                 assert secret.encode() not in handle.read(), name
 
 
-@pytest.mark.parametrize(("key", "package"), [("tensorboard_dir", "tensorboard"), ("use_wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("key", "package"), [("tensorboard_dir", "tensorboard"), ("use_wandb", "wandb")]
+)
 def test_missing_packages_are_named(tmp_path, data_path, monkeypatch, key, package):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    config = Config.from_flat(training_settings(tmp_path, data_path, **{key: "tb" if key != "use_wandb" else True}))
+    config = Config.from_flat(
+        training_settings(tmp_path, data_path, **{key: "tb" if key != "use_wandb" else True})
+    )
     logger = Logger(config, SimpleNamespace(is_main=True))
     assert_rejected(rf"{package}.*tracking", logger.start_metrics, TrainingState())
     logger.close()
@@ -114,8 +145,8 @@ def test_the_mean_loss_after_a_resume_covers_all_steps_since_the_last_line(tmp_p
 
 
 def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offline):
-    """Steps that were trained twice appear once in TensorBoard, and Weights & Biases continues the run. Evaluating
-    an earlier checkpoint drops no steps.
+    """Steps that were trained twice appear once in TensorBoard, and Weights & Biases continues the
+    run. Evaluating an earlier checkpoint drops no steps.
     """
     keys = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True, "save_interval": 2}
     trained(tmp_path, data_path, **keys, train_iters=4)
@@ -134,10 +165,14 @@ def test_a_killed_and_resumed_run_is_one_curve(tmp_path, data_path, wandb_offlin
 
 
 def lines_of(folder):
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-def test_a_copied_run_is_a_new_one_and_a_moved_run_is_not(tmp_path, data_path, wandb_offline, capsys):
+def test_a_copied_run_is_a_new_one_and_a_moved_run_is_not(
+    tmp_path, data_path, wandb_offline, capsys
+):
     """Its curves do not continue those of the original, which may continue too."""
     keys = {"use_wandb": True, "save_interval": 2, "eval_iters": 0}
     trained(tmp_path / "run", data_path, **keys, train_iters=2)
@@ -145,7 +180,9 @@ def test_a_copied_run_is_a_new_one_and_a_moved_run_is_not(tmp_path, data_path, w
     capsys.readouterr()
     trained(tmp_path / "copy", data_path, **keys, train_iters=4)
     assert [
-        line for line in capsys.readouterr().out.splitlines() if "copy of" in line and str(tmp_path / "run") in line
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "copy of" in line and str(tmp_path / "run") in line
     ]
     (tmp_path / "run").rename(tmp_path / "moved")
     trained(tmp_path / "moved", data_path, **keys, train_iters=4)
@@ -160,7 +197,11 @@ def test_a_copied_run_is_a_new_one_and_a_moved_run_is_not(tmp_path, data_path, w
 
 
 def test_several_runs_in_one_folder_of_logs(tmp_path, data_path, capsys):
-    keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": str(tmp_path / "tb"), "eval_iters": 0}
+    keys = {
+        "log_dir": str(tmp_path / "logs"),
+        "tensorboard_dir": str(tmp_path / "tb"),
+        "eval_iters": 0,
+    }
     trained(tmp_path / "a", data_path, **keys, train_iters=1)
     assert "notice" not in capsys.readouterr().out
     trained(tmp_path / "b", data_path, **keys, train_iters=1)
@@ -199,25 +240,39 @@ def test_lines_on_the_console_fit_a_terminal(tmp_path, capsys):
 
 
 def test_lines_of_a_run_fit_a_terminal(tmp_path, data_path, capsys):
-    keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "extrapolation_lengths": [8, 16, 32, 64]}
-    trained(tmp_path, data_path, train_iters=2, eval_interval=1, peak_theoretical_tflops=100, **keys)
-    lines = [line for line in capsys.readouterr().out.splitlines() if " | " in line or line.startswith("  ")]
+    keys = {
+        "fp16": {"enabled": True, "initial_scale_power": 8},
+        "extrapolation_lengths": [8, 16, 32, 64],
+    }
+    trained(
+        tmp_path, data_path, train_iters=2, eval_interval=1, peak_theoretical_tflops=100, **keys
+    )
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if " | " in line or line.startswith("  ")
+    ]
     assert len(lines) > 8
     assert max(map(len, lines)) <= 80
 
 
-# -- skipped steps ----------------------------------------------------------------------------------------------------
+# -- skipped steps
+# --------------------------------------------------------------------------------------------------
 
 
 def step_log(train_iters=1000, **precision):
     """The log of a run whose steps are given by `run`."""
-    engine = SimpleNamespace(deepspeed=SimpleNamespace(skipped_steps=0), grad_norm=1.0, loss_scale=None)
+    engine = SimpleNamespace(
+        deepspeed=SimpleNamespace(skipped_steps=0), grad_norm=1.0, loss_scale=None
+    )
     config = make_config(train_iters=train_iters, train_micro_batch_size_per_gpu=1, **precision)
     return StepLog(config, engine, None, lambda _: 0.0, TrainingState()), engine
 
 
 def run(log, engine, steps, start=0):
-    """Add steps of (loss, norm, loss scale after the step), and check every 10 steps and at the end."""
+    """Add steps of (loss, norm, loss scale after the step), and check every 10 steps and at the
+    end.
+    """
     for iteration, (loss, engine.grad_norm, engine.loss_scale) in enumerate(steps, start + 1):
         log.add(torch.tensor(loss))
         if iteration % 10 == 0:
@@ -227,8 +282,12 @@ def run(log, engine, steps, start=0):
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 100])
 def test_the_descent_of_the_loss_scale_is_not_an_error(hysteresis):
-    """From 2^32 to 1, as DeepSpeed lowers it: the hysteresis is used up once. Then training goes on."""
-    log, engine = step_log(fp16={"enabled": True, "initial_scale_power": 32, "hysteresis": hysteresis})
+    """From 2^32 to 1, as DeepSpeed lowers it: the hysteresis is used up once. Then training goes
+    on.
+    """
+    log, engine = step_log(
+        fp16={"enabled": True, "initial_scale_power": 32, "hysteresis": hysteresis}
+    )
     descent = [2.0**32] * (hysteresis - 1) + [2.0**power for power in range(31, -1, -1)]
     run(log, engine, [(5.0, math.inf, scale) for scale in descent] + [(5.0, 1.0, 1.0)])
     assert log.skipped_steps == engine.deepspeed.skipped_steps == len(descent)
@@ -265,15 +324,28 @@ def test_a_run_whose_steps_were_all_skipped_is_an_error():
 
 def test_a_loss_that_is_not_finite_in_fp16_is_named_after_the_loss_scale_reached_its_end():
     log, engine = step_log(fp16={"enabled": True})
-    assert_rejected(r"not finite \(nan or inf\) at iteration 34;", run, log, engine, [(math.nan, math.inf, 1.0)] * 34)
+    assert_rejected(
+        r"not finite \(nan or inf\) at iteration 34;",
+        run,
+        log,
+        engine,
+        [(math.nan, math.inf, 1.0)] * 34,
+    )
     log, engine = step_log(precision="bfloat16")
-    assert_rejected(r"not finite \(nan or inf\) at iteration 1;", run, log, engine, [(math.nan, 1.0, None)])
+    assert_rejected(
+        r"not finite \(nan or inf\) at iteration 1;", run, log, engine, [(math.nan, 1.0, None)]
+    )
 
 
 @pytest.mark.ci
 def test_fp16_that_never_updates_is_not_a_success(tmp_path, data_path):
     """A loss scale of 2^40: the gradients of every step overflow."""
-    keys = {"fp16": {"enabled": True, "loss_scale": 2.0**40}, "train_iters": 50, "log_interval": 10, "eval_iters": 0}
+    keys = {
+        "fp16": {"enabled": True, "loss_scale": 2.0**40},
+        "train_iters": 50,
+        "log_interval": 10,
+        "eval_iters": 0,
+    }
     assert_rejected(r"fp16\.loss", trained, tmp_path, data_path, save_interval=None, **keys)
     assert not list((tmp_path / "checkpoints").glob("global_step*"))
     assert metrics(tmp_path, "train/skipped_steps") == {10: 10.0, 20: 20.0, 30: 30.0}
@@ -339,9 +411,15 @@ def test_a_profiled_run(tmp_path, data_path):
 
 
 def recorded(tmp_path, iteration, total):
-    """The lines, and the steps in the trace, of a run from `iteration` to `total`; steps 3 and 4 are to be profiled."""
+    """The lines, and the steps in the trace, of a run from `iteration` to `total`; steps 3 and 4
+    are to be profiled.
+    """
     logging = SimpleNamespace(
-        profile=True, profile_step_start=3, profile_step_stop=5, tensorboard_dir=str(tmp_path), log_dir=None
+        profile=True,
+        profile_step_start=3,
+        profile_step_stop=5,
+        tensorboard_dir=str(tmp_path),
+        log_dir=None,
     )
     layout = SimpleNamespace(rank=1)
     lines = []
@@ -360,7 +438,12 @@ def recorded(tmp_path, iteration, total):
     [
         (0, 7, ["step 3", "step 4"], "profile: iterations 4 to 5;"),
         (4, 7, ["step 4"], "profile: iterations 5 to 5;"),  # resumed
-        (5, 7, [], "profile: no step is profiled, because training resumes after profile_step_stop 5"),
+        (
+            5,
+            7,
+            [],
+            "profile: no step is profiled, because training resumes after profile_step_stop 5",
+        ),
         (0, 4, ["step 3"], "profile: iterations 4 to 4;"),  # stopped by a signal
     ],
 )
@@ -373,11 +456,16 @@ def test_steps_are_counted_from_iteration_0(tmp_path, iteration, total, steps, l
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"profile_step_start": 4, "profile_step_stop": 4}, "profile_step_stop 4.*profile_step_start"),
+        (
+            {"profile_step_start": 4, "profile_step_stop": 4},
+            "profile_step_stop 4.*profile_step_start",
+        ),
         ({}, "profile_step_start 10.*train_iters.*6"),
         ({"profile_step_start": 1, "log_dir": None}, "neither is set; set one of them"),
     ],
 )
 def test_contradictions(tmp_path, keys, message):
-    assert_rejected(message, Config.from_flat, training_settings(tmp_path, "nowhere", profile=True, **keys))
+    assert_rejected(
+        message, Config.from_flat, training_settings(tmp_path, "nowhere", profile=True, **keys)
+    )
     Config.from_flat(training_settings(tmp_path, "nowhere", profile=True, train_iters=0))

@@ -19,7 +19,11 @@ from tests.support.errors import assert_rejected
 from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
-EXPLODE = {"optimizer": {"type": "Adam", "params": {"lr": 1e20}}, "warmup": 0.0, "gradient_clipping": 0.0}
+EXPLODE = {
+    "optimizer": {"type": "Adam", "params": {"lr": 1e20}},
+    "warmup": 0.0,
+    "gradient_clipping": 0.0,
+}
 
 
 CURRICULUM = {
@@ -33,7 +37,9 @@ CURRICULUM = {
 
 @pytest.mark.parametrize("pos_emb", ["dape_v2_kerple", "cope", "transformer_xl", "xpos"])
 @pytest.mark.quick(1)
-def test_training_changes_all_positional_parameters_and_lowers_the_loss(pos_emb, tmp_path, data_path):
+def test_training_changes_all_positional_parameters_and_lowers_the_loss(
+    pos_emb, tmp_path, data_path
+):
     trained(tmp_path, data_path, pos_emb=pos_emb)
     losses = metrics(tmp_path)
     assert losses[6] < losses[1] - 0.05
@@ -49,7 +55,11 @@ def test_a_masked_loss_is_the_mean_over_the_tokens_of_the_global_batch(tmp_path,
     losses, final = [], []
     for micro_batch in (8, 1):
         folder = tmp_path / str(micro_batch)
-        keys = {"train_micro_batch_size_per_gpu": micro_batch, "eod_mask_loss": True, "precision": "fp32"}
+        keys = {
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "eod_mask_loss": True,
+            "precision": "fp32",
+        }
         trained(folder, data_path, **keys)
         losses.append([*metrics(folder).values(), *metrics(folder, "validation/loss").values()])
         final.append(torch.cat([tensor.flatten() for tensor in weights(folder, 6).values()]))
@@ -57,7 +67,9 @@ def test_a_masked_loss_is_the_mean_over_the_tokens_of_the_global_batch(tmp_path,
     assert (final[1] - final[0]).abs().max() < 1e-5
 
     config = Config.from_flat(training_settings(tmp_path / "8", data_path, eod_mask_loss=True))
-    samples = build_datasets(config, build_tokenizer("CharLevelTokenizer"), 32, (48, 0, 0), None).train
+    samples = build_datasets(
+        config, build_tokenizer("CharLevelTokenizer"), 32, (48, 0, 0), None
+    ).train
     assert len({int(samples[index]["loss_mask"].sum()) for index in range(48)}) > 1
 
 
@@ -91,7 +103,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(cause, tmp_path, data_path):
 
 
 def test_the_self_check_runs_once_before_training(tmp_path, data_path, monkeypatch, capsys):
-    """The CPU takes the place of a GPU. Training, validation and checkpoints need no further check."""
+    """The CPU takes the place of a GPU. Training, validation and checkpoints need no
+    further check.
+    """
     use_cpu_as_gpu(monkeypatch)
     calls = install_kernels(monkeypatch, chunked_attention)
     trained(tmp_path, data_path, checkpoint_activations=True)
@@ -115,7 +129,9 @@ def test_training_with_kernels_that_fail_their_self_check(tmp_path, data_path, m
         trained(tmp_path / "fused", data_path, attention_backend="fused")
 
 
-def test_a_positional_method_whose_gradient_is_not_finite_is_named(tmp_path, data_path, monkeypatch):
+def test_a_positional_method_whose_gradient_is_not_finite_is_named(
+    tmp_path, data_path, monkeypatch
+):
     """The derivative of (slope * distance)**0.7 at distance 0 is infinite."""
 
     class PowerOfProduct(KerpleLog):
@@ -124,7 +140,9 @@ def test_a_positional_method_whose_gradient_is_not_finite_is_named(tmp_path, dat
             return super().bias(distance) - (slope * distance) ** 0.7
 
     monkeypatch.setitem(registry._METHODS, "power_of_product", PowerOfProduct)
-    with pytest.raises(UserError, match=r"not finite.* gradient of bias_p of pos_emb power_of_product") as raised:
+    with pytest.raises(
+        UserError, match=r"not finite.* gradient of bias_p of pos_emb power_of_product"
+    ) as raised:
         trained(tmp_path, data_path, pos_emb="power_of_product")
     assert "learning rate" not in str(raised.value)
 
@@ -166,8 +184,8 @@ def test_a_missing_train_iters_is_printed_once(as_rank, monkeypatch):
 
 
 def test_a_sequence_length_schedule(tmp_path, data_path, capsys):
-    """Each step sees the first tokens of the samples it would see without a schedule. Resuming is exact, also where the
-    length changes. Validation has seq-length.
+    """Each step sees the first tokens of the samples it would see without a schedule. Resuming is
+    exact, also where the length changes. Validation has seq-length.
     """
     seen: list[torch.Tensor] = []
 
@@ -176,16 +194,24 @@ def test_a_sequence_length_schedule(tmp_path, data_path, capsys):
         return forward(model, tokens, labels, mask)
 
     forward = GPTWithLoss.forward
-    keys = {"save_interval": 1, "pos_emb": "rotary", "hidden_dropout": 0.1, "gradient_accumulation_steps": 2}
+    keys = {
+        "save_interval": 1,
+        "pos_emb": "rotary",
+        "hidden_dropout": 0.1,
+        "gradient_accumulation_steps": 2,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GPTWithLoss, "forward", recorded)
         trained(tmp_path / "constant", data_path, **keys, eval_iters=0, save=None)
         trained(tmp_path / "whole", data_path, **keys, curriculum_learning=CURRICULUM)
-    for full, short, length in zip(seen[:12], seen[12:], [8] * 4 + [16] * 4 + [32] * 4, strict=True):
+    for full, short, length in zip(
+        seen[:12], seen[12:], [8] * 4 + [16] * 4 + [32] * 4, strict=True
+    ):
         assert torch.equal(full[:, :length], short)
     log = capsys.readouterr().out
     assert [line for line in log.splitlines() if line.startswith("curriculum_learning: ")] == [
-        f"curriculum_learning: length {length} from iteration {first}" for length, first in ((8, 1), (16, 3), (32, 5))
+        f"curriculum_learning: length {length} from iteration {first}"
+        for length, first in ((8, 1), (16, 3), (32, 5))
     ]
     assert log.count("| length 32 |") == 3, "two validations and a test"
     tokens = {1: 64, 2: 128, 3: 256, 4: 384, 5: 640, 6: 896}
@@ -193,16 +219,23 @@ def test_a_sequence_length_schedule(tmp_path, data_path, capsys):
     for start in (3, 4):
         copy_checkpoint(tmp_path / "whole", tmp_path / str(start), start)
         trained(tmp_path / str(start), data_path, **keys, curriculum_learning=CURRICULUM)
-        assert metrics(tmp_path / str(start), "train/tokens") == {step: n for step, n in tokens.items() if step > start}
+        assert metrics(tmp_path / str(start), "train/tokens") == {
+            step: n for step, n in tokens.items() if step > start
+        }
         expected, resumed = weights(tmp_path / "whole", 6), weights(tmp_path / str(start), 6)
         assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "optimizer", "micro_batch"), [(0, "Adam", 8), (2, "SGD", 2), (3, "Lion", 4), (1, "Muon", 4)]
+    ("zero_stage", "optimizer", "micro_batch"),
+    [(0, "Adam", 8), (2, "SGD", 2), (3, "Lion", 4), (1, "Muon", 4)],
 )
-def test_skipped_fp16_steps_do_not_advance_the_learning_rate(zero_stage, optimizer, micro_batch, tmp_path, data_path):
-    """As in DeepSpeed, whose scheduler steps only after an update. Also after a resume, in the middle of them."""
+def test_skipped_fp16_steps_do_not_advance_the_learning_rate(
+    zero_stage, optimizer, micro_batch, tmp_path, data_path
+):
+    """As in DeepSpeed, whose scheduler steps only after an update. Also after a resume, in the
+    middle of them.
+    """
     keys = {
         "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
         "zero_optimization": {"stage": zero_stage},
@@ -215,7 +248,9 @@ def test_skipped_fp16_steps_do_not_advance_the_learning_rate(zero_stage, optimiz
         "save_interval": None,
     }
     trained(tmp_path / "whole", data_path, **keys)
-    rates, skipped = (metrics(tmp_path / "whole", f"train/{name}") for name in ("learning_rate", "skipped_steps"))
+    rates, skipped = (
+        metrics(tmp_path / "whole", f"train/{name}") for name in ("learning_rate", "skipped_steps")
+    )
     assert 3 <= skipped[14] <= 10
     schedule = Schedule(1e-3, "cosine", 15, 6.0)
     for iteration, rate in rates.items():

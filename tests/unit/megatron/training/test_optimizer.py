@@ -1,4 +1,6 @@
-"""Parameter groups, bounds of parameters, and learning rates against those of GPT-NeoX and the release."""
+"""Parameter groups, bounds of parameters, and learning rates against those of GPT-NeoX and the
+release.
+"""
 
 import math
 
@@ -31,7 +33,14 @@ WARMUP_2022 = (0.0, *WARMUP[1:])
 REFERENCE = {
     ("neox", "cosine"): (*WARMUP, 0.0006, 0.00033428381, 0.00010956515, 6.00000001e-05, 6e-05),
     ("neox", "linear"): (*WARMUP, 0.000599995762, 0.000303030303, 0.000117571519, 6e-05, 6e-05),
-    ("neox", "exponential"): (*WARMUP, 0.000599997063, 0.000425782927, 0.000343684732, 0.000300045626, 0.000300044157),
+    ("neox", "exponential"): (
+        *WARMUP,
+        0.000599997063,
+        0.000425782927,
+        0.000343684732,
+        0.000300045626,
+        0.000300044157,
+    ),
     ("neox", "constant"): (*WARMUP, *[0.0006] * 5),
     ("neox-2022", "cosine"): (*WARMUP_2022, 0.0006, 0.000309423228, 6e-05, 6e-05, 6e-05),
     ("neox-2022", "linear"): (*WARMUP_2022, 0.000599995804, 0.000306, 0.000122395804, 6e-05, 6e-05),
@@ -46,13 +55,20 @@ REFERENCE = {
 @pytest.mark.parametrize(("version", "style"), REFERENCE)
 def test_learning_rates_are_those_of_gpt_neox_and_of_the_release(version, style):
     schedule = Schedule(LR, style, T, W, MIN_LR, version)
-    assert [schedule(step) for step in STEPS] == pytest.approx(list(REFERENCE[version, style]), rel=1e-8)
+    assert [schedule(step) for step in STEPS] == pytest.approx(
+        list(REFERENCE[version, style]), rel=1e-8
+    )
 
 
 def test_after_the_decay():
     """GPT-NeoX's cosine would rise again."""
-    values = {style: Schedule(LR, style, T, W, MIN_LR)(150_000) for style in ("cosine", "linear", "exponential")}
-    assert values == pytest.approx({"cosine": MIN_LR, "linear": MIN_LR, "exponential": 0.0002899370762}, rel=1e-8)
+    values = {
+        style: Schedule(LR, style, T, W, MIN_LR)(150_000)
+        for style in ("cosine", "linear", "exponential")
+    }
+    assert values == pytest.approx(
+        {"cosine": MIN_LR, "linear": MIN_LR, "exponential": 0.0002899370762}, rel=1e-8
+    )
 
 
 def test_without_warmup_and_with_nothing_else():
@@ -66,7 +82,9 @@ def test_without_warmup_and_with_nothing_else():
 
 @pytest.mark.parametrize("version", ["neox", "neox-2022"])
 @pytest.mark.parametrize("style", ["cosine", "linear", "exponential", "constant"])
-@pytest.mark.parametrize(("decay", "warmup"), [(10, 50), (10, 10), (10, 6.7), (24, 23), (100, 67.0), (5, 10)])
+@pytest.mark.parametrize(
+    ("decay", "warmup"), [(10, 50), (10, 10), (10, 6.7), (24, 23), (100, 67.0), (5, 10)]
+)
 def test_the_learning_rate_stays_between_min_lr_and_lr(version, style, decay, warmup):
     """Whatever the warmup: a recipe that is shortened for a smoke run keeps its warmup_iters."""
     rates = [Schedule(1e-2, style, decay, warmup, 1e-3, version)(step) for step in range(120)]
@@ -76,11 +94,18 @@ def test_the_learning_rate_stays_between_min_lr_and_lr(version, style, decay, wa
 
 
 def test_a_shortened_recipe_stays_in_its_warmup(tmp_path, data_path):
-    keys = {"warmup_iters": 50, "train_iters": 4, "lr_decay_iters": None, "lr_schedule": "neox-2022"}
+    keys = {
+        "warmup_iters": 50,
+        "train_iters": 4,
+        "lr_decay_iters": None,
+        "lr_schedule": "neox-2022",
+    }
     keys |= {"warmup": None, "save": None, "load": None}
     keys["optimizer"] = {"type": "Adam", "params": {"lr": 1e-2}}
     trained(tmp_path, data_path, **keys)
-    assert metrics(tmp_path, "train/learning_rate") == pytest.approx({1: 0.0, 2: 2e-4, 3: 4e-4, 4: 6e-4})
+    assert metrics(tmp_path, "train/learning_rate") == pytest.approx(
+        {1: 0.0, 2: 2e-4, 3: 4e-4, 4: 6e-4}
+    )
 
 
 @pytest.mark.parametrize("keys", [{"warmup_iters": 10}, {"warmup": 1.0}])
@@ -108,7 +133,9 @@ def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
         return metrics(tmp_path, "train/learning_rate")
 
     expected_2022 = {1: 0.0, 2: 0.0025, 3: 0.005, 4: 0.005 * 0.97553}
-    assert rates(train_iters=4, lr_schedule="neox-2022", save_interval=4) == pytest.approx(expected_2022, rel=1e-3)
+    assert rates(train_iters=4, lr_schedule="neox-2022", save_interval=4) == pytest.approx(
+        expected_2022, rel=1e-3
+    )
     assert "10 steps with 2 of warmup; formulas: lr-schedule neox-2022" in capsys.readouterr().out
     assert rates(train_iters=5, save_interval=5) == pytest.approx({5: 0.005 * 0.90451}, rel=1e-3)
     assert rates(train_iters=6, lr_schedule="neox") == pytest.approx({6: 0.005 * 0.69134}, rel=1e-3)
@@ -132,21 +159,41 @@ def test_only_matrices_of_a_method_have_weight_decay():
 
 def test_parameters_with_the_same_bounds_are_a_group():
     model = GPT(model_settings(**SHAPE, pos_emb="kerple_bias_wht"))
-    names = {id(parameter): name.rpartition(".rpe.")[2] for name, parameter in model.named_parameters()}
+    names = {
+        id(parameter): name.rpartition(".rpe.")[2] for name, parameter in model.named_parameters()
+    }
     groups = parameter_groups(model, 0.1)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    bounded = {group["bounds"]: {names[id(p)] for p in group["params"]} for group in groups if "bounds" in group}
+    bounded = {
+        group["bounds"]: {names[id(p)] for p in group["params"]}
+        for group in groups
+        if "bounds" in group
+    }
     assert bounded == {(0.01, None): {"bias_a", "wei_a"}, (0.01, 2.0): {"bias_p", "wei_p"}}
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0, 0.0]
 
 
 def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
-    """Adam's first step has the size of the learning rate. The loss does not depend on the last bias of DAPE's MLP."""
-    keys = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "warmup": 0.0, "gradient_clipping": 0.0}
-    keys |= {"lr_decay_style": "constant", "train_iters": 1, "pos_emb": "dape_kerple", "load": None, "seed": 3}
+    """Adam's first step has the size of the learning rate. The loss does not depend on the last
+    bias of DAPE's MLP.
+    """
+    keys = {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "warmup": 0.0,
+        "gradient_clipping": 0.0,
+    }
+    keys |= {
+        "lr_decay_style": "constant",
+        "train_iters": 1,
+        "pos_emb": "dape_kerple",
+        "load": None,
+        "seed": 3,
+    }
     frozen = weights(trained(tmp_path / "frozen", data_path, **keys, positional_lr_factor=0.0), 1)
     after = weights(trained(tmp_path / "faster", data_path, **keys, positional_lr_factor=10.0), 1)
-    assert capsys.readouterr().out.count("learning rate of the positional parameters: 10 times") == 1
+    assert (
+        capsys.readouterr().out.count("learning rate of the positional parameters: 10 times") == 1
+    )
     assert any(".rpe." in name for name in frozen)
     for name, start in frozen.items():
         size = float((after[name] - start).abs().max())
@@ -162,7 +209,9 @@ def test_groups_of_positional_parameters_with_their_own_learning_rate():
     model = GPT(model_settings(**SHAPE, pos_emb="dape_kerple"))
     groups = parameter_groups(model, 0.1, 10.0)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    assert [(group["weight_decay"], group.get("lr_factor"), group.get("bounds")) for group in groups] == [
+    assert [
+        (group["weight_decay"], group.get("lr_factor"), group.get("bounds")) for group in groups
+    ] == [
         *[(0.1, None, None), (0.1, 10.0, None), (0.0, None, None), (0.0, 10.0, None)],
         (0.0, 10.0, (0.01, None)),
     ]
@@ -170,13 +219,25 @@ def test_groups_of_positional_parameters_with_their_own_learning_rate():
 
 @pytest.mark.parametrize(("precision", "zero_stage"), [("fp32", 0), ("bfloat16", 3)])
 @pytest.mark.quick(1)
-def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stage, tmp_path, data_path):
+def test_checkpoints_contain_parameters_within_their_bounds(
+    precision, zero_stage, tmp_path, data_path
+):
     """The weights, and the fp32 master weights to which the optimizer adds steps of 0.8."""
-    keys = {"pos_emb": "kerple_power", "precision": precision, "zero_optimization": {"stage": zero_stage}}
-    keys |= {"optimizer": {"type": "Adam", "params": {"lr": 0.8}}, "warmup": 0.0, "gradient_clipping": 0.0}
+    keys = {
+        "pos_emb": "kerple_power",
+        "precision": precision,
+        "zero_optimization": {"stage": zero_stage},
+    }
+    keys |= {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.8}},
+        "warmup": 0.0,
+        "gradient_clipping": 0.0,
+    }
     keys |= {"lr_decay_style": "constant", "pipe_parallel_size": 0, "load": None}
     trained(tmp_path, data_path, **keys)
-    optimizer = torch.load(tmp_path / "checkpoints/global_step6/optimizer_rank_00000.pt", weights_only=True)
+    optimizer = torch.load(
+        tmp_path / "checkpoints/global_step6/optimizer_rank_00000.pt", weights_only=True
+    )
     for name, high in (("bias_a", math.inf), ("bias_p", 2.0)):
         values = weights(tmp_path, 6)[f"layer_02-model_00-model_states.pt/attention.rpe.{name}"]
         master = optimizer["parameters"][f"positional.{name}"].get("master", values.flatten())
@@ -185,7 +246,8 @@ def test_checkpoints_contain_parameters_within_their_bounds(precision, zero_stag
         torch.testing.assert_close(values.float().flatten(), master.to(values.dtype).float())
 
 
-# -- every optimizer, compared with its library's on an ordinary model -------------------------------------------------
+# -- every optimizer, compared with its library's on an ordinary model
+# -------------------------------------------------
 
 LEARNING_RATE, FACTOR, DECAY, STEPS_COMPARED = 0.003, 5.0, 0.1, 20
 
@@ -204,7 +266,10 @@ def library_optimizers(name, parameters):
     small = [p for n, p in parameters.items() if p.dim() < 2 and ".rpe." not in n]
     matrices = [p for n, p in parameters.items() if n.startswith(("2.", "3.")) and p.dim() == 2]
     others = [
-        {"params": [p for p in decayed if name != "muon" or all(p is not m for m in matrices)], "weight_decay": DECAY},
+        {
+            "params": [p for p in decayed if name != "muon" or all(p is not m for m in matrices)],
+            "weight_decay": DECAY,
+        },
         {"params": small, "weight_decay": 0.0},
         {"params": kernel, "weight_decay": 0.0, "lr": LEARNING_RATE * FACTOR},
     ]
@@ -215,27 +280,36 @@ def library_optimizers(name, parameters):
     if name == "adafactor":
         return [torch.optim.Adafactor(others, lr=LEARNING_RATE)]
     if name == "adam8bit":
-        from bitsandbytes.optim import Adam8bit  # not at the top: it imports torch's compiler, which is slow
+        from bitsandbytes.optim import (
+            Adam8bit,
+        )  # not at the top: it imports torch's compiler, which is slow
 
         return [Adam8bit(others, lr=LEARNING_RATE)]
     adam = torch.optim.AdamW(others, lr=LEARNING_RATE, fused=name == "muon")
     if name != "muon":
         return [adam]
-    muon = torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        matrices, lr=LEARNING_RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"
+    )
     return [muon, adam]
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 @pytest.mark.quick(3)
 def test_updates_are_those_of_the_library(name, tmp_path, data_path):
-    """In fp32, without DeepSpeed. Muon computes in bfloat16, which amplifies differences in rounding: no clipping, and
-    the same implementation of AdamW.
+    """In fp32, without DeepSpeed. Muon computes in bfloat16, which amplifies differences in
+    rounding: no clipping, and the same implementation of AdamW.
     """
     clipping = 0.0 if name == "muon" else 1.0
     params = {"lr": LEARNING_RATE, **({"momentum": 0.9, "nesterov": True} if name == "sgd" else {})}
     keys = {**optimizer_keys(name, params), "weight_decay": DECAY, "positional_lr_factor": FACTOR}
     keys |= {"warmup": 0.0, "lr_decay_style": "constant", "train_iters": STEPS_COMPARED}
-    keys |= {"save_interval": STEPS_COMPARED, "extra_save_iters": [0], "eval_iters": 0, "train_batch_size": 4}
+    keys |= {
+        "save_interval": STEPS_COMPARED,
+        "extra_save_iters": [0],
+        "eval_iters": 0,
+        "train_batch_size": 4,
+    }
     keys |= {"gradient_clipping": clipping}
     config = Config.from_flat(training_settings(tmp_path, data_path, **keys))
     train(config)
@@ -248,9 +322,13 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
         for index, layer in model.layers().items()
         for name, parameter in layer.named_parameters()
     }
-    parameters = {name: p for name, p in parameters.items() if not name.startswith("3.attention.rpe.")}  # shared
+    parameters = {
+        name: p for name, p in parameters.items() if not name.startswith("3.attention.rpe.")
+    }  # shared
     optimizers = library_optimizers(name, parameters)
-    datasets = build_datasets(config, build_tokenizer("CharLevelTokenizer"), 32, (4 * STEPS_COMPARED, 0, 0), None)
+    datasets = build_datasets(
+        config, build_tokenizer("CharLevelTokenizer"), 32, (4 * STEPS_COMPARED, 0, 0), None
+    )
     batches = iter(Loader(datasets.train, micro_batch_size=4))
     for number in range(1, STEPS_COMPARED + 1):
         batch = next(batches)
@@ -262,7 +340,10 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
-            for parameter in (parameters["2.attention.rpe.bias_p"], parameters["2.attention.rpe.bias_a"]):
+            for parameter in (
+                parameters["2.attention.rpe.bias_p"],
+                parameters["2.attention.rpe.bias_a"],
+            ):
                 parameter.clamp_(min=0.01)
     for key, tensor in weights(tmp_path, STEPS_COMPARED).items():
         layer, _, rest = key.partition("-model_00-model_states.pt/")
@@ -276,11 +357,16 @@ def test_updates_are_those_of_the_library(name, tmp_path, data_path):
     [
         ("lion", "fp16"),
         ("adam8bit", "bfloat16"),
-        *(pytest.param(name, "bfloat16", marks=pytest.mark.ci) for name in ("sgd", "muon", "adafactor")),
+        *(
+            pytest.param(name, "bfloat16", marks=pytest.mark.ci)
+            for name in ("sgd", "muon", "adafactor")
+        ),
     ],
 )
 def test_resuming_is_exact(name, precision, tmp_path, data_path):
-    """Weights, optimizer state and float32 weights. In bfloat16, the losses are close to those in fp32."""
+    """Weights, optimizer state and float32 weights. In bfloat16, the losses are close to those in
+    fp32.
+    """
     params = {"lr": 0.002, **({"momentum": 0.9} if name == "sgd" else {})}
     keys = {**optimizer_keys(name, params), "precision": precision, "eval_iters": 0}
     keys |= {"train_iters": 4, "save_interval": 2, "lr_decay_iters": 4}
@@ -290,10 +376,14 @@ def test_resuming_is_exact(name, precision, tmp_path, data_path):
     expected, resumed = weights(tmp_path / "whole", 4), weights(tmp_path / "resumed", 4)
     assert all(torch.equal(resumed[key], tensor) for key, tensor in expected.items())
     states = [
-        torch.load(tmp_path / run / "checkpoints/global_step4/optimizer_rank_00000.pt", weights_only=True)["parameters"]
+        torch.load(
+            tmp_path / run / "checkpoints/global_step4/optimizer_rank_00000.pt", weights_only=True
+        )["parameters"]
         for run in ("whole", "resumed")
     ]
-    entry = states[0]["2.attention.dense.weight" if name != "adam8bit" else "0.word_embeddings.weight"]
+    entry = states[0][
+        "2.attention.dense.weight" if name != "adam8bit" else "0.word_embeddings.weight"
+    ]
     if name == "adam8bit":
         assert entry["state1"].dtype == entry["state2"].dtype == torch.uint8
         assert entry["absmax1"].shape == entry["absmax2"].shape == (entry["state1"].numel() // 256,)
@@ -305,7 +395,10 @@ def test_resuming_is_exact(name, precision, tmp_path, data_path):
         assert entry.keys() == states[1][key].keys()
         for kind, value in entry.items():
             other = states[1][key][kind]
-            assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (key, kind)
+            assert torch.equal(value, other) if torch.is_tensor(value) else value == other, (
+                key,
+                kind,
+            )
     if precision == "bfloat16":
         keys = {**keys, "precision": "fp32", "save": None, "load": None}
         trained(tmp_path / "fp32", data_path, **keys)

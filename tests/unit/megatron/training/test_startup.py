@@ -48,7 +48,9 @@ def test_a_cache_folder_that_is_not_writable(tmp_path, data_path, monkeypatch):
 
 def test_two_runs_cannot_save_to_the_same_folder(tmp_path, data_path, nothing_is_built):
     with Lock(tmp_path / "checkpoints" / "run.lock", "held"):
-        assert_rejected(r"save: .*checkpoints; .*\(held by process \d+ on ", trained, tmp_path, data_path)
+        assert_rejected(
+            r"save: .*checkpoints; .*\(held by process \d+ on ", trained, tmp_path, data_path
+        )
         assert not (tmp_path / "logs" / "metrics.jsonl").exists()
         # A run that only evaluates needs no lock.
         assert_rejected("contains no checkpoint", trained, tmp_path, data_path, train_iters=0)
@@ -65,7 +67,12 @@ def test_two_runs_cannot_log_to_the_same_folder(key, tmp_path, data_path, nothin
 def test_one_folder_in_two_spellings(tmp_path, data_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
-    keys = {"log_dir": str(tmp_path / "logs"), "tensorboard_dir": "other/../logs", "train_iters": 1, "eval_iters": 0}
+    keys = {
+        "log_dir": str(tmp_path / "logs"),
+        "tensorboard_dir": "other/../logs",
+        "train_iters": 1,
+        "eval_iters": 0,
+    }
     trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path)) == [1]
     assert list((tmp_path / "logs").glob("events.*"))
@@ -74,7 +81,11 @@ def test_one_folder_in_two_spellings(tmp_path, data_path, monkeypatch):
 def test_the_lock_is_released_after_success_and_failure(tmp_path, data_path):
     trained(tmp_path, data_path)
     assert not (tmp_path / "checkpoints" / "run.lock").exists()
-    keys = {"optimizer": {"type": "Adam", "params": {"lr": 1e20}}, "warmup": 0.0, "gradient_clipping": 0.0}
+    keys = {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e20}},
+        "warmup": 0.0,
+        "gradient_clipping": 0.0,
+    }
     assert_rejected("not finite", trained, tmp_path / "failed", data_path, **keys)
     assert not (tmp_path / "failed" / "checkpoints").exists()
 
@@ -99,4 +110,10 @@ def test_an_attention_backend_that_cannot_train_on_this_device(
     backend, tmp_path, data_path, nothing_is_built, monkeypatch
 ):
     monkeypatch.setattr("kerple.attention.backends.triton.launch._load_kernels", lambda: None)
-    assert_rejected(f"\"attention_backend\".*'{backend}'", trained, tmp_path, data_path, attention_backend=backend)
+    assert_rejected(
+        f"\"attention_backend\".*'{backend}'",
+        trained,
+        tmp_path,
+        data_path,
+        attention_backend=backend,
+    )

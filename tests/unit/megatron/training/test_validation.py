@@ -31,7 +31,9 @@ def checkpoint_losses(folder, data_path, iteration):
     return {row["length"]: row["loss"] for row in rows}
 
 
-def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_path, data_path, wandb_offline, capsys):
+def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(
+    tmp_path, data_path, wandb_offline, capsys
+):
     keys = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "fp32"}
     plain, curves = tmp_path / "plain", tmp_path / "curves"
     trained(plain, data_path, **keys)
@@ -51,14 +53,19 @@ def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_pat
     wandb = b"".join(path.read_bytes() for path in wandb_offline.glob("offline-run-*/*.wandb"))
     losses = {iteration: checkpoint_losses(curves, data_path, iteration) for iteration in (3, 6)}
     for length in LENGTHS:
-        written = {event.step: event.value for event in events.Scalars(f"extrapolation/loss/{length}")}
-        assert written == pytest.approx({step: by_length[length] for step, by_length in losses.items()}, abs=1e-5)
+        written = {
+            event.step: event.value for event in events.Scalars(f"extrapolation/loss/{length}")
+        }
+        assert written == pytest.approx(
+            {step: by_length[length] for step, by_length in losses.items()}, abs=1e-5
+        )
         assert metrics(curves, f"extrapolation/loss/{length}") == pytest.approx(written)
         assert events.Scalars(f"extrapolation/perplexity/{length}")
         assert f"extrapolation/perplexity/{length}".encode() in wandb
     assert f"on the same {TOKENS:,} tokens at every length" in console
     lines = re.findall(
-        r"extrapolation at iteration (\d) \| perplexity at 16: (\S+) \| 32: \S+ \| 128: \S+ \| ", console
+        r"extrapolation at iteration (\d) \| perplexity at 16: (\S+) \| 32: \S+ \| 128: \S+ \| ",
+        console,
     )
     assert [int(step) for step, _ in lines] == [3, 6]
     first = metrics(curves, "extrapolation/perplexity/16")
@@ -68,15 +75,26 @@ def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(tmp_pat
     model, _ = load_model(curves / "checkpoints", iteration=6)
     records = []
     options = {"token_budget": 1100, "position_bins": 128, "progress": False}
-    evaluate_extrapolation(model, part_tokens(data_path, "8,1,1"), [128], **options, on_record=records.append)
+    evaluate_extrapolation(
+        model, part_tokens(data_path, "8,1,1"), [128], **options, on_record=records.append
+    )
     by_position = records[1]["losses"]
     expected = sum(by_position[96:]) / 32 - sum(by_position[8:32]) / 24
-    assert metrics(curves, "extrapolation/in_context_score/128")[6] == pytest.approx(expected, abs=1e-5)
+    assert metrics(curves, "extrapolation/in_context_score/128")[6] == pytest.approx(
+        expected, abs=1e-5
+    )
     assert not metrics(curves, "extrapolation/in_context_score/32")
 
 
 def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_path, capsys):
-    keys = {"eval_iters": 0, "eval_interval": 4, "train_iters": 5, "save": None, "load": None, **CURVES}
+    keys = {
+        "eval_iters": 0,
+        "eval_interval": 4,
+        "train_iters": 5,
+        "save": None,
+        "load": None,
+        **CURVES,
+    }
     trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path, "extrapolation/loss/128")) == [4, 5]
     assert "validation at" not in capsys.readouterr().out
@@ -94,13 +112,22 @@ def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
 
 
 def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
-    keys = {"extrapolation_lengths": [32, 48], "extrapolation_tokens": 500, "eval_iters": 0, "train_iters": 3}
+    keys = {
+        "extrapolation_lengths": [32, 48],
+        "extrapolation_tokens": 500,
+        "eval_iters": 0,
+        "train_iters": 3,
+    }
     trained(tmp_path, data_path, **keys)
     assert "the same 480 tokens" in capsys.readouterr().out
     model, _ = load_model(tmp_path / "checkpoints")
-    rows = evaluate_extrapolation(model, part_tokens(data_path, "8,1,1"), [32, 48], token_budget=500, progress=False)
+    rows = evaluate_extrapolation(
+        model, part_tokens(data_path, "8,1,1"), [32, 48], token_budget=500, progress=False
+    )
     for row in rows:
-        assert metrics(tmp_path, f"extrapolation/loss/{row['length']}") == pytest.approx({3: row["loss"]}, abs=1e-5)
+        assert metrics(tmp_path, f"extrapolation/loss/{row['length']}") == pytest.approx(
+            {3: row["loss"]}, abs=1e-5
+        )
 
 
 def test_a_validation_text_that_is_too_short_is_an_error(tmp_path, data_path):
@@ -121,7 +148,9 @@ def test_training_after_an_evaluation(pos_emb):
             evaluate_extrapolation(model, tokens, [8, 32], progress=False)
             assert model.training
         model.loss(tokens[None, :-1], tokens[None, 1:]).backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
 

@@ -71,17 +71,47 @@ def test_options_that_set_keys_require_values(words, message):
 
 
 def test_extract_overrides():
-    words = ["a", "--set", "x=1", "y=2", "b", "--lengths", "3", "--set", "z=-1", "--more", "--set=u=a=b", "v=4"]
+    words = [
+        "a",
+        "--set",
+        "x=1",
+        "y=2",
+        "b",
+        "--lengths",
+        "3",
+        "--set",
+        "z=-1",
+        "--more",
+        "--set=u=a=b",
+        "v=4",
+    ]
     overrides = ["x=1", "y=2", "z=-1", "u=a=b", "v=4"]
     assert extract_overrides(words) == (overrides, ["a", "b", "--lengths", "3", "--more"])
 
 
 def test_key_options_of_gpt_neox():
-    words = ["a", "--wandb_group", "5", "--set", "x=1", "-H=-file", "--wandb-team=b=c", "--iteration", "3"]
+    words = [
+        "a",
+        "--wandb_group",
+        "5",
+        "--set",
+        "x=1",
+        "-H=-file",
+        "--wandb-team=b=c",
+        "--iteration",
+        "3",
+    ]
     overrides, rest = extract_overrides([*words, "-Hhosts", "--wandb-run-name", "run 🚀"])
     assert overrides[:4] == ['wandb_group="5"', "x=1", 'hostfile="-file"', 'wandb_team="b=c"']
     assert rest == ["a", "--iteration", "3"]
-    assert [parse_override(text)[1] for text in overrides] == ["5", 1, "-file", "b=c", "hosts", "run 🚀"]
+    assert [parse_override(text)[1] for text in overrides] == [
+        "5",
+        1,
+        "-file",
+        "b=c",
+        "hosts",
+        "run 🚀",
+    ]
 
 
 def test_errors_of_ranks_name_the_rank(no_rank, capsys, monkeypatch):
@@ -114,10 +144,15 @@ def raising(error: BaseException):
 
 
 def test_lost_connections_to_other_ranks_are_one_line_and_status_3(no_rank, capsys, monkeypatch):
-    fail = raising(RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:37545. This is typical."))
+    fail = raising(
+        RuntimeError("[pair.cc:553] Connection closed by peer [10.0.0.2]:37545. This is typical.")
+    )
     monkeypatch.setenv("RANK", "0")
     assert run_main(fail) == 3
-    assert "another rank has ended; its messages say why ([pair.cc:553] Connection" in capsys.readouterr().err
+    assert (
+        "another rank has ended; its messages say why ([pair.cc:553] Connection"
+        in capsys.readouterr().err
+    )
     monkeypatch.delenv("RANK")
     assert run_main(fail) == 70  # not a rank: the traceback is useful
 
@@ -125,7 +160,11 @@ def test_lost_connections_to_other_ranks_are_one_line_and_status_3(no_rank, caps
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (UserError("the server says: 0123456789 is unknown, my_token=abc"), 2, "*** is unknown, my_token=***\n"),
+        (
+            UserError("the server says: 0123456789 is unknown, my_token=abc"),
+            2,
+            "*** is unknown, my_token=***\n",
+        ),
         (UserError("tensor \x1b[31mred\udc80"), 2, "error: tensor \\x1b[31mred\\udc80\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (KeyboardInterrupt("3 are saved"), 130, "interrupted; 3 are saved\n"),
@@ -161,7 +200,10 @@ class Panic(BaseException):
         (AssertionError(), "AssertionError"),
         (Panic("called `unwrap()`"), "Panic: called `unwrap()`"),
         (MemoryError(), "out of memory (MemoryError)"),
-        (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),  # of a worker, not of stdout
+        (
+            BrokenPipeError(32, "Broken pipe"),
+            "BrokenPipeError: [Errno 32] Broken pipe",
+        ),  # of a worker, not of stdout
         (ValueError("password=hunter2"), "ValueError: password=***"),
     ],
 )
@@ -200,7 +242,9 @@ def test_a_reader_that_stops_early_is_no_error(no_rank, capfd, monkeypatch):
 
 
 def test_paths_of_options_are_expanded(monkeypatch, tmp_path, capsys):
-    """`--output=~/x` reaches the program with its tilde, because shells expand it only at the start of a word."""
+    """`--output=~/x` reaches the program with its tilde, because shells expand it only at the start
+    of a word.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NOWHERE", raising=False)
     parser = OptionParser()

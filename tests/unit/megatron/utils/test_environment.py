@@ -1,4 +1,6 @@
-"""The code, machine and libraries that produced a result; unknown interfaces of libraries are rejected."""
+"""The code, machine and libraries that produced a result; unknown interfaces of libraries are
+rejected.
+"""
 
 import importlib
 import re
@@ -84,7 +86,13 @@ def test_the_machine_is_the_gpu_or_the_processor(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "SLURM_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"):
+    for name in (
+        "DS_ACCELERATOR",
+        "CUDA_VISIBLE_DEVICES",
+        "SLURM_GPUS",
+        "SLURM_JOB_GPUS",
+        "SLURM_GPUS_ON_NODE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -106,9 +114,13 @@ def test_gpus_that_this_build_of_torch_cannot_use(monkeypatch):
 
 def test_a_driver_that_torch_cannot_use(monkeypatch):
     def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nMore"
+        )
 
-    listed = SimpleNamespace(stdout="GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n")
+    listed = SimpleNamespace(
+        stdout="GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
+    )
     monkeypatch.setattr(environment.shutil, "which", lambda program: "/usr/bin/nvidia-smi")
     monkeypatch.setattr(environment.subprocess, "run", lambda *arguments, **options: listed)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -122,7 +134,9 @@ ROOT = Path(__file__).resolve().parents[4]
 def install(monkeypatch, package: str, version: str) -> None:
     """Pretend that another version of a package is installed."""
     installed = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: version if name == package else installed(name))
+    monkeypatch.setattr(
+        metadata, "version", lambda name: version if name == package else installed(name)
+    )
 
 
 @pytest.mark.parametrize("package", VERSIONS)
@@ -130,9 +144,15 @@ def test_the_versions_are_those_of_the_requirements(package):
     files = {path.name: path.read_text() for path in (ROOT / "requirements").glob("*.txt")}
     (locked,) = re.findall(rf"^{package}==(.*)", files.pop("lock.txt"), re.MULTILINE)
     assert fnmatch(locked, VERSIONS[package])
-    lines = {line for text in files.values() for line in re.findall(rf"^{package}\b.*", text, re.MULTILINE)}
+    lines = {
+        line
+        for text in files.values()
+        for line in re.findall(rf"^{package}\b.*", text, re.MULTILINE)
+    }
     exact = VERSIONS[package].removesuffix(".*")
-    assert lines == ({f"{package}=={exact}"} if exact == VERSIONS[package] else {f"{package}>={exact},<0.51"})
+    assert lines == (
+        {f"{package}=={exact}"} if exact == VERSIONS[package] else {f"{package}>={exact},<0.51"}
+    )
 
 
 def test_a_version_built_from_source_is_accepted(monkeypatch):
@@ -159,7 +179,14 @@ def test_modules_reject_unknown_versions(package, module, monkeypatch):
 
 def test_tensor_parallel_layers_reject_unknown_versions(monkeypatch):
     install(monkeypatch, "megatron-core", "0.17.0")
-    assert_rejected(r"megatron-core.*0\.17\.0", column_linear, 4, 8, bias=True, tp=TensorParallel(rank=0, size=2))
+    assert_rejected(
+        r"megatron-core.*0\.17\.0",
+        column_linear,
+        4,
+        8,
+        bias=True,
+        tp=TensorParallel(rank=0, size=2),
+    )
 
 
 def test_adam8bit_rejects_unknown_versions(monkeypatch):
@@ -197,7 +224,9 @@ def test_every_rank_has_its_own_gpu(monkeypatch):
     monkeypatch.setattr("megatron.utils.environment.torch.empty", lambda *_, **__: None)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert [environment.choose_device(name) for name in (None, "cuda")] == [torch.device("cuda:1")] * 2
+    assert [environment.choose_device(name) for name in (None, "cuda")] == [
+        torch.device("cuda:1")
+    ] * 2
     assert_rejected("--device.*cuda:0.*2.*GPU", environment.choose_device, "cuda:0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert environment.choose_device("cuda:0") == torch.device("cuda:0")

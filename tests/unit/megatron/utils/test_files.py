@@ -1,7 +1,13 @@
 import errno
 import os
 
-from megatron.utils.files import check_writable, read_file, read_lines, sync_folder, write_atomically
+from megatron.utils.files import (
+    check_writable,
+    read_file,
+    read_lines,
+    sync_folder,
+    write_atomically,
+)
 from tests.support.errors import assert_rejected
 
 

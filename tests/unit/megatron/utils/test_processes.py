@@ -1,4 +1,6 @@
-"""Locks between real processes, and what a process does to end with its parent (test_orphans.py kills parents)."""
+"""Locks between real processes, and what a process does to end with its parent (test_orphans.py
+kills parents).
+"""
 
 import contextlib
 import errno
@@ -16,7 +18,9 @@ from tests.support.errors import assert_rejected
 
 @pytest.fixture
 def hold() -> Iterator[Callable[[Path], int]]:
-    """hold(path): the id of a process that holds the lock until the test ends. A forked child of it lives as long."""
+    """hold(path): the id of a process that holds the lock until the test ends. A forked child of it
+    lives as long.
+    """
     stopped, stop = os.pipe()
     holders = []
 
@@ -29,7 +33,9 @@ def hold() -> Iterator[Callable[[Path], int]]:
                 lock = Lock(path, "busy")
                 lock.acquire()
                 if os.fork() == 0:
-                    os.write(ready, b"locked")  # by now, this child has closed its copy of the locked file
+                    os.write(
+                        ready, b"locked"
+                    )  # by now, this child has closed its copy of the locked file
                 os.close(ready)
                 os.read(stopped, 1)
             finally:
@@ -101,4 +107,6 @@ def test_a_file_system_without_flock(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    assert_rejected(f"{tmp_path}/corpus.lock: .* flock", Lock(tmp_path / "corpus.lock", "busy").acquire)
+    assert_rejected(
+        f"{tmp_path}/corpus.lock: .* flock", Lock(tmp_path / "corpus.lock", "busy").acquire
+    )

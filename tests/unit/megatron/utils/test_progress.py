@@ -39,7 +39,10 @@ def test_resumed_work_counts_from_there(capsys, clock):
     display.update(500, amount=50.0)
     clock.append(120.0)
     display.update(600, amount=70.0)
-    assert capsys.readouterr().err.splitlines() == ["shards: 50%, 0.0 MB/s", "shards: 60%, 1.0 MB/s, 1m20s left"]
+    assert capsys.readouterr().err.splitlines() == [
+        "shards: 50%, 0.0 MB/s",
+        "shards: 60%, 1.0 MB/s, 1m20s left",
+    ]
     assert display.rate_text == "1.0 MB/s"
 
 

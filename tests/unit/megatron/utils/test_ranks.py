@@ -32,7 +32,11 @@ def test_rank_0_computes_for_all(as_rank):
     ("error", "reported_class", "message"),
     [
         (DataError("no space"), DataError, "^no space$"),
-        (ZeroDivisionError("division\nby zero"), UserError, "^ZeroDivisionError on another rank: division$"),
+        (
+            ZeroDivisionError("division\nby zero"),
+            UserError,
+            "^ZeroDivisionError on another rank: division$",
+        ),
     ],
 )
 def test_all_ranks_raise_the_error_of_rank_0(as_rank, error, reported_class, message):

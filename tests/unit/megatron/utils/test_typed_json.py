@@ -19,7 +19,11 @@ VALUES = TypeAdapter(Values)
 
 def test_a_document():
     content = b'{"name": "\\u03b1 \\u001b", "counts": [0, 3], "ratio": 2, "more": [1]}'
-    assert parse_json(content, VALUES, "x.json") == {"name": "\u03b1 \\x1b", "counts": [0, 3], "ratio": 2}
+    assert parse_json(content, VALUES, "x.json") == {
+        "name": "\u03b1 \\x1b",
+        "counts": [0, 3],
+        "ratio": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,10 @@ def test_a_document():
         (b"{\n 3}", "x.json: not valid JSON .key must be a string at line 2 column 2"),
         (b"3", "x.json: must be a mapping, not 3"),
         (b'{"name": "a", "counts": []}', "x.json: ratio is missing"),
-        (b'{"name": "a", "counts": [0, true], "ratio": 1}', r"counts\[1\] must be an integer, not True"),
+        (
+            b'{"name": "a", "counts": [0, true], "ratio": 1}',
+            r"counts\[1\] must be an integer, not True",
+        ),
         (b'{"name": "a", "counts": [-1], "ratio": 1}', r"counts\[0\] .*0, not -1"),
         (b'{"name": "a", "counts": [], "ratio": 1e999}', "ratio must be a finite number, not inf"),
     ],

@@ -13,11 +13,14 @@ def plan_for(
     batch: int, heads: int, s: int, t: int, window: int | None = None, kv_heads: int | None = None
 ) -> ChunkPlan:
     query, key = torch.zeros(batch, heads, s, 4), torch.zeros(batch, kv_heads or heads, t, 4)
-    return ChunkPlan.for_call(AttentionCall(query=query, key=key, value=key, scale=1.0, span=Span(window)))
+    return ChunkPlan.for_call(
+        AttentionCall(query=query, key=key, value=key, scale=1.0, span=Span(window))
+    )
 
 
 @pytest.mark.parametrize(
-    ("budget", "merges_samples", "group_size"), [(1, False, 1), (2 * 35 * 90 * 4, False, 2), (2**22, True, 12)]
+    ("budget", "merges_samples", "group_size"),
+    [(1, False, 1), (2 * 35 * 90 * 4, False, 2), (2**22, True, 12)],
 )
 def test_groups_follow_the_memory_budget(budget, merges_samples, group_size, monkeypatch):
     monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget)
@@ -32,7 +35,9 @@ def test_groups_follow_the_memory_budget(budget, merges_samples, group_size, mon
         assert torch.equal(group[0], states[:, head][(group[0, 0, 0] // 360).long()])
 
 
-@pytest.mark.parametrize(("budget", "group_size"), [(1, 1), (4, 3), (6, 6), (7, 6), (12, 12), (10**6, 24)])
+@pytest.mark.parametrize(
+    ("budget", "group_size"), [(1, 1), (4, 3), (6, 6), (7, 6), (12, 12), (10**6, 24)]
+)
 def test_groups_use_whole_key_value_heads_or_parts_of_one(budget, group_size, monkeypatch):
     """12 query heads share 2 key/value heads; the budget is in units of a head's scores."""
     monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget * 64 * 64 * 4)
@@ -47,7 +52,11 @@ def test_groups_use_whole_key_value_heads_or_parts_of_one(budget, group_size, mo
 @pytest.mark.parametrize("window", [None, 30])
 def test_chunks_cover_all_visible_pairs(window):
     plan = plan_for(1, 1, 300, 400, window)
-    rows = [query for chunk in plan.chunks for query in range(chunk.first_query, chunk.first_query + chunk.rows)]
+    rows = [
+        query
+        for chunk in plan.chunks
+        for query in range(chunk.first_query, chunk.first_query + chunk.rows)
+    ]
     assert sorted(rows) == list(range(300))
     for chunk in plan.chunks:
         position = 100 + chunk.first_query

@@ -1,4 +1,6 @@
-"""The chunked backend against the reference in float64: tables, modify_scores, precision, dropout and memory."""
+"""The chunked backend against the reference in float64: tables, modify_scores, precision, dropout
+and memory.
+"""
 
 from types import SimpleNamespace
 
@@ -27,7 +29,9 @@ METHODS = ["none", "kerple_log", "kerple_power__ap", "kerple_power_ap_ap"]
 
 def assert_same_as_reference(method: str, *sizes: int, window: int | None = None) -> None:
     arguments = attend_arguments(method, *sizes, window=window)
-    for actual, expected in zip(run_attend("chunked", arguments), run_attend("reference", arguments), strict=True):
+    for actual, expected in zip(
+        run_attend("chunked", arguments), run_attend("reference", arguments), strict=True
+    ):
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
@@ -35,9 +39,19 @@ def assert_same_as_reference(method: str, *sizes: int, window: int | None = None
 @pytest.mark.parametrize(
     ("batch", "heads", "s", "t", "window"),
     [
-        *((2, 3, 1, 1, None), (2, 3, 7, 7, 1), (2, 3, 128, 128, 50), (1, 3, 513, 513, None), (1, 3, 513, 513, 50)),
+        *(
+            (2, 3, 1, 1, None),
+            (2, 3, 7, 7, 1),
+            (2, 3, 128, 128, 50),
+            (1, 3, 513, 513, None),
+            (1, 3, 513, 513, 50),
+        ),
         *((2, 3, 1, 40, None), (2, 3, 1, 140, 64)),  # decoding
-        *((2, 2, 100, 513, None), (2, 2, 100, 513, 64), (1, 4, 130, 131, None)),  # a chunk of an evaluation
+        *(
+            (2, 2, 100, 513, None),
+            (2, 2, 100, 513, 64),
+            (1, 4, 130, 131, None),
+        ),  # a chunk of an evaluation
         (5, 2, 64, 64, None),  # groups that merge samples
     ],
 )
@@ -46,7 +60,9 @@ def test_values_and_gradients(method, batch, heads, s, t, window):
     assert_same_as_reference(method, batch, heads, s, t, 8, window=window)
 
 
-@pytest.mark.parametrize(("budget", "window"), [(1, None), (20_000, None), (20_000, 30), (2**22, 30)])
+@pytest.mark.parametrize(
+    ("budget", "window"), [(1, None), (20_000, None), (20_000, 30), (2**22, 30)]
+)
 def test_results_do_not_depend_on_the_chunks(budget, window, monkeypatch):
     """From one head and one chunk at a time to all samples at once."""
     monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget)
@@ -54,14 +70,20 @@ def test_results_do_not_depend_on_the_chunks(budget, window, monkeypatch):
     assert_same_as_reference("kerple_power_ap_ap", 3, 4, 70, 90, 4, window=window)
 
 
-@pytest.mark.parametrize(("budget", "heads", "kv_heads"), [(1, 6, 3), (20_000, 6, 2), (40_000, 6, 3), (2**22, 4, 1)])
+@pytest.mark.parametrize(
+    ("budget", "heads", "kv_heads"), [(1, 6, 3), (20_000, 6, 2), (40_000, 6, 3), (2**22, 4, 1)]
+)
 @pytest.mark.parametrize(("s", "t", "window"), [(70, 90, None), (70, 70, 30), (1, 40, 9)])
 def test_grouped_queries(s, t, window, heads, kv_heads, budget, monkeypatch):
     """Also if the heads that share a key/value head are in different chunks."""
     monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 16)
-    arguments = attend_arguments("kerple_power_ap_ap", 2, heads, s, t, 4, window=window, kv_heads=kv_heads)
-    for actual, expected in zip(run_attend("chunked", arguments), run_repeated(arguments), strict=True):
+    arguments = attend_arguments(
+        "kerple_power_ap_ap", 2, heads, s, t, 4, window=window, kv_heads=kv_heads
+    )
+    for actual, expected in zip(
+        run_attend("chunked", arguments), run_repeated(arguments), strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -79,7 +101,9 @@ def test_a_single_input_may_require_a_gradient(required):
     arguments = attend_arguments("kerple_power_ap_ap", 2, 2, 9, 9, 4)
     expected = dict(zip(["result", *arguments], run_attend("reference", arguments), strict=False))
     leaves = {
-        name: leaf.detach().requires_grad_(name == required) if isinstance(leaf, torch.Tensor) else leaf
+        name: leaf.detach().requires_grad_(name == required)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
         for name, leaf in arguments.items()
     }
     result = attend(backend="chunked", **leaves)
@@ -89,8 +113,12 @@ def test_a_single_input_may_require_a_gradient(required):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_repeated_runs_are_bitwise_identical(window):
-    arguments = attend_arguments("kerple_power_ap_ap", 2, 4, 300, 300, 16, window=window, dtype=torch.float32)
-    for first, second in zip(run_attend("chunked", arguments), run_attend("chunked", arguments), strict=True):
+    arguments = attend_arguments(
+        "kerple_power_ap_ap", 2, 4, 300, 300, 16, window=window, dtype=torch.float32
+    )
+    for first, second in zip(
+        run_attend("chunked", arguments), run_attend("chunked", arguments), strict=True
+    ):
         assert torch.equal(first, second)
 
 
@@ -106,7 +134,9 @@ def test_repeated_runs_are_bitwise_identical(window):
     ],
 )
 def test_low_precision(backend, dtype, tolerance, s, t, window):
-    """Half-precision inputs and results, float32 in between; tables and their gradients are float32."""
+    """Half-precision inputs and results, float32 in between; tables and their gradients are
+    float32.
+    """
     arguments = attend_arguments("kerple_log", 2, 3, s, t, 16, window=window, dtype=dtype)
     actual = run_attend(backend, arguments)
     expected = run_attend("reference", float64_arguments(arguments), upstream_dtype=dtype)
@@ -134,13 +164,18 @@ class DenormalOperands(TorchDispatchMode):
 
 
 def steep_arguments(with_weight: bool) -> dict[str, torch.Tensor]:
-    """With a bias as steep as ALiBi's first slope, at 400 keys, probabilities are below float32's smallest normal
-    number, with which a CPU multiplies thirty times slower.
+    """With a bias as steep as ALiBi's first slope, at 400 keys, probabilities are below float32's
+    smallest normal number, with which a CPU multiplies thirty times slower.
     """
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 400, 16) for _ in range(3))
     distance = torch.arange(400).float()
-    arguments = {"query": query, "key": key, "value": value, "bias_table": -torch.tensor([[0.5], [0.01]]) * distance}
+    arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias_table": -torch.tensor([[0.5], [0.01]]) * distance,
+    }
     if with_weight:
         arguments["weight_table"] = torch.exp(-torch.tensor([[0.4], [0.02]]) * distance)
     return {name: tensor.requires_grad_() for name, tensor in arguments.items()}
@@ -149,7 +184,10 @@ def steep_arguments(with_weight: bool) -> dict[str, torch.Tensor]:
 def run_with_small_gradient(backend: str, arguments: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """The upstream gradient is as small as that of a mean over a batch."""
     result = attend(backend=backend, **arguments)
-    return [result.detach(), *torch.autograd.grad(result, list(arguments.values()), 1e-6 * upstream_gradient(result))]
+    return [
+        result.detach(),
+        *torch.autograd.grad(result, list(arguments.values()), 1e-6 * upstream_gradient(result)),
+    ]
 
 
 @pytest.mark.parametrize("with_weight", [False, True])
@@ -166,7 +204,9 @@ def test_no_denormal_number_is_multiplied(with_weight):
 def test_avoiding_denormal_numbers_loses_no_precision(with_weight):
     arguments = steep_arguments(with_weight)
     expected = run_with_small_gradient("reference", float64_arguments(arguments))
-    for actual, expected_tensor in zip(run_with_small_gradient("chunked", arguments), expected, strict=True):
+    for actual, expected_tensor in zip(
+        run_with_small_gradient("chunked", arguments), expected, strict=True
+    ):
         assert (actual.double() - expected_tensor).norm() <= 1e-6 * expected_tensor.norm()
 
 
@@ -175,7 +215,9 @@ def test_avoiding_denormal_numbers_loses_no_precision(with_weight):
 
 @pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap"])
 def test_dropout_is_the_same_in_both_passes(method):
-    """With a fixed seed, dropout is a deterministic function, whose gradient can be checked numerically."""
+    """With a fixed seed, dropout is a deterministic function, whose gradient can be checked
+    numerically.
+    """
     arguments = attend_arguments(method, 1, 2, 5, 7, 3)
     names = [name for name, leaf in arguments.items() if isinstance(leaf, torch.Tensor)]
 
@@ -193,7 +235,9 @@ def test_dropout_preserves_the_mean(backend):
     torch.manual_seed(0)
     with torch.no_grad():
         expected = attend(backend=backend, **arguments)
-        repeated = {name: arguments[name].expand(3000, -1, -1, -1) for name in ("query", "key", "value")}
+        repeated = {
+            name: arguments[name].expand(3000, -1, -1, -1) for name in ("query", "key", "value")
+        }
         draws = attend(backend=backend, dropout_p=0.3, **{**arguments, **repeated})
     assert draws.std(dim=0).min() > 0.01
     assert ((draws.mean(dim=0) - expected[0]).abs() < 5 * draws.std(dim=0) / 3000**0.5).all()
@@ -208,7 +252,9 @@ def test_memory_at_evaluation_is_bounded(window, with_bias):
     query, key = torch.randn(1, 2, 512, 8), torch.randn(1, 2, 16_384, 8)
     bias, weight = -torch.rand(2, 16_384) if with_bias else None, torch.rand(2, 16_384)
     with torch.no_grad(), LargestStorage() as largest:
-        attend(query, key, key, bias_table=bias, weight_table=weight, window=window, backend="chunked")
+        attend(
+            query, key, key, bias_table=bias, weight_table=weight, window=window, backend="chunked"
+        )
     assert largest.elements <= 2 * 128 * (16_384 if window is None else window + 127)
 
 
@@ -220,7 +266,9 @@ def test_grouped_keys_are_not_repeated(method, s, monkeypatch):
     length, size = 4096, 256
     positional = build(method, ModelShape(8, size, 8 * size, 1, length))
     tables = position_tables(positional, length, "cpu")
-    query, key, value = (torch.randn(1, heads, n, size) for heads, n in ((8, s), (1, length), (1, length)))
+    query, key, value = (
+        torch.randn(1, heads, n, size) for heads, n in ((8, s), (1, length), (1, length))
+    )
     with torch.no_grad(), LargestStorage() as largest:
         Attention(positional)(query, key, value, tables=tables)
     assert largest.elements < 8 * key.numel()
@@ -278,7 +326,9 @@ def test_dropout_of_modified_scores_is_the_same_in_both_passes(name, monkeypatch
         torch.manual_seed(3)
         return attended("chunked", method, *leaves, 5, FULL, dropout_p=0.4)
 
-    assert torch.autograd.gradcheck(with_fixed_seed, random_states(3, 4, 6, batch=1), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        with_fixed_seed, random_states(3, 4, 6, batch=1), fast_mode=True
+    )
 
 
 def test_modified_scores_of_an_empty_batch():
@@ -288,7 +338,9 @@ def test_modified_scores_of_an_empty_batch():
 
 @pytest.mark.parametrize("name", ["dape_v2_kerple", "cope"])
 def test_memory_of_modified_scores_is_linear_in_the_length(name, monkeypatch):
-    """48 queries and 16,384 keys: chunks have 16 queries, and at most 36 values (hidden units, products) per pair."""
+    """48 queries and 16,384 keys: chunks have 16 queries, and at most 36 values (hidden units,
+    products) per pair.
+    """
     monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_CPU_BYTES", 1)
     method = make_method(name)
     query, key, value = (torch.randn(1, 3, length, 4) for length in (48, 16_384, 16_384))

@@ -27,7 +27,9 @@ def test_values(method, s, t, window):
     actual = attend(*states, bias_table=bias, weight_table=weight, window=window, backend="flex")
     bias, weight = (None if table is None else table.double() for table in (bias, weight))
     exact = [tensor.double() for tensor in states]
-    expected = attend(*exact, bias_table=bias, weight_table=weight, window=window, backend="reference")
+    expected = attend(
+        *exact, bias_table=bias, weight_table=weight, window=window, backend="reference"
+    )
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -53,11 +55,15 @@ def test_masks_that_an_evaluation_caches_can_be_used_in_training():
     flex._block_mask.cache_clear()
     with torch.inference_mode():
         mask = flex._block_mask(300, 300, 50, torch.device("cpu"))
-    assert not any(part.is_inference() for part in mask.as_tuple() if isinstance(part, torch.Tensor))
+    assert not any(
+        part.is_inference() for part in mask.as_tuple() if isinstance(part, torch.Tensor)
+    )
 
 
 def test_a_window_needs_no_matrix_of_queries_and_keys():
-    """2^17 queries and keys, 2^10 blocks of each; a block of queries attends to at most 9 blocks of keys."""
+    """2^17 queries and keys, 2^10 blocks of each; a block of queries attends to at most 9 blocks of
+    keys.
+    """
     with LargestStorage() as largest:
         mask = flex._block_mask(2**17, 2**17, 1024, torch.device("cpu"))
     assert (mask.kv_num_blocks + mask.full_kv_num_blocks).max() == 9
@@ -68,7 +74,9 @@ def test_a_window_needs_no_matrix_of_queries_and_keys():
 @torch.no_grad()
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_calls_of_many_lengths_are_compiled_or_rejected(monkeypatch):
-    """3 lengths exceed the limit of torch.compile, here 2, after which it runs functions uncompiled."""
+    """3 lengths exceed the limit of torch.compile, here 2, after which it runs functions
+    uncompiled.
+    """
     torch._dynamo.reset()
     flex._compiled_flex_attention.cache_clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -105,8 +113,12 @@ def test_score_mod_in_flex_attention(name):
     )
     modify = score_mod(method, *states[:2])
     actual = flex_attention(*states, score_mod=modify, block_mask=mask)
-    torch.testing.assert_close(flex_attention(*states, score_mod=modify), actual)  # causal without a mask, too
-    bias, weight = (None if table is None else table.double() for table in tables(method, length, "cpu"))
+    torch.testing.assert_close(
+        flex_attention(*states, score_mod=modify), actual
+    )  # causal without a mask, too
+    bias, weight = (
+        None if table is None else table.double() for table in tables(method, length, "cpu")
+    )
     exact = [tensor.double() for tensor in states]
     expected = attend(*exact, bias_table=bias, weight_table=weight, backend="reference")
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
@@ -121,7 +133,9 @@ def test_score_mod_with_free_places_in_the_cache():
     query, key, value = (torch.randn(2, 4, size, 8) for size in (3, 16, 16))
     actual = flex_attention(query, key, value, score_mod=score_mod(method, query, key, offset=6))
     bias, _ = tables(method, 9, "cpu")
-    torch.testing.assert_close(actual, attend(query, key[:, :, :9], value[:, :, :9], bias_table=bias))
+    torch.testing.assert_close(
+        actual, attend(query, key[:, :, :9], value[:, :, :9], bias_table=bias)
+    )
 
 
 @torch.no_grad()
@@ -144,7 +158,9 @@ def test_fewer_queries_than_a_score_mod_was_created_for_are_the_first():
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 8, 8)
     modify = score_mod(KerpleLog(4), query, key)
     expected = flex_attention(query, key, key, score_mod=modify)[:, :, :2]
-    torch.testing.assert_close(flex_attention(query[:, :, :2], key, key, score_mod=modify), expected)
+    torch.testing.assert_close(
+        flex_attention(query[:, :, :2], key, key, score_mod=modify), expected
+    )
 
 
 def test_methods_without_tables_have_no_score_mod():

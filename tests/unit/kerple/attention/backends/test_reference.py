@@ -14,7 +14,9 @@ from tests.support.attention import LargestStorage, attend_arguments
 @pytest.mark.parametrize("method", ["none", "kerple_log", "kerple_power_ap_ap"])
 def test_it_follows_the_definition(method, window, kv_heads):
     """softmax(weight * q.k / sqrt(d) + bias) v, for queries that are the last positions."""
-    arguments = attend_arguments(method, batch=2, heads=4, s=4, t=9, size=3, window=window, kv_heads=kv_heads)
+    arguments = attend_arguments(
+        method, batch=2, heads=4, s=4, t=9, size=3, window=window, kv_heads=kv_heads
+    )
     query, key, value, bias, weight, _ = arguments.values()
     actual = attend(backend="reference", **arguments)
     for b in range(2):
@@ -22,7 +24,11 @@ def test_it_follows_the_definition(method, window, kv_heads):
             kv_head = h // (4 // kv_heads)
             for i in range(4):
                 position = 9 - 4 + i
-                visible = [j for j in range(9) if j <= position and (window is None or position - j < window)]
+                visible = [
+                    j
+                    for j in range(9)
+                    if j <= position and (window is None or position - j < window)
+                ]
                 scores = []
                 for j in visible:
                     score = (query[b, h, i] @ key[b, kv_head, j]).item() / math.sqrt(3)
@@ -30,7 +36,9 @@ def test_it_follows_the_definition(method, window, kv_heads):
                     scores.append(score + (0.0 if bias is None else bias[h, position - j].item()))
                 total = sum(math.exp(score) for score in scores)
                 probabilities = [math.exp(score) / total for score in scores]
-                expected = sum(p * value[b, kv_head, j] for p, j in zip(probabilities, visible, strict=True))
+                expected = sum(
+                    p * value[b, kv_head, j] for p, j in zip(probabilities, visible, strict=True)
+                )
                 torch.testing.assert_close(actual[b, h, i], expected, rtol=1e-10, atol=1e-12)
 
 

@@ -1,4 +1,6 @@
-"""The sdpa backend against the reference, in float64. It shares the cases of low precision and dropout with chunked."""
+"""The sdpa backend against the reference, in float64. It shares the cases of low precision and
+dropout with chunked.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from tests.support.attention import LargestStorage, attend_arguments, run_attend
 @pytest.mark.parametrize("method", ["none", "kerple_log"])
 def test_values_and_gradients(method, batch, s, t, window):
     arguments = attend_arguments(method, batch, 3, s, t, 8, window=window)
-    for actual, expected in zip(run_attend("sdpa", arguments), run_attend("reference", arguments), strict=True):
+    for actual, expected in zip(
+        run_attend("sdpa", arguments), run_attend("reference", arguments), strict=True
+    ):
         assert actual.shape == expected.shape
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
@@ -26,7 +30,9 @@ def test_grouped_queries(method, s, t, window, heads, kv_heads, supported, monke
     """Also in several calls, as on a GPU where no kernel of PyTorch supports them."""
     monkeypatch.setattr(sdpa, "_supports_gqa", lambda query, attn_mask: supported)
     arguments = attend_arguments(method, 2, heads, s, t, 8, window=window, kv_heads=kv_heads)
-    for actual, expected in zip(run_attend("sdpa", arguments), run_repeated(arguments), strict=True):
+    for actual, expected in zip(
+        run_attend("sdpa", arguments), run_repeated(arguments), strict=True
+    ):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 

@@ -1,5 +1,5 @@
-"""Modes of attention against explicit masks and distance matrices in float64: one method of each kind, with a KV cache
-and without, across the boundaries of chunks and of the cache.
+"""Modes of attention against explicit masks and distance matrices in float64: one method of each
+kind, with a KV cache and without, across the boundaries of chunks and of the cache.
 """
 
 import math
@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kerple.attention import AttentionMode, DynamicNtk, LogLength, Span, YarnTemperature, attend_in_mode
+from kerple.attention import (
+    AttentionMode,
+    DynamicNtk,
+    LogLength,
+    Span,
+    YarnTemperature,
+    attend_in_mode,
+)
 from kerple.attention.inference import attend as mode_attention
 from kerple.positional import ModelShape, build
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
@@ -51,9 +58,11 @@ def visible(span: Span) -> Tensor:
     return (j <= i) & ((i - j < window) | (j < span.sinks))
 
 
-def rotated_products(query: Tensor, key: Tensor, distances: Tensor, base: float, kept: int) -> Tensor:
-    """q.k after rotations by angles in proportion to the distances, for the first `kept` frequencies: real parts of
-    complex products.
+def rotated_products(
+    query: Tensor, key: Tensor, distances: Tensor, base: float, kept: int
+) -> Tensor:
+    """q.k after rotations by angles in proportion to the distances, for the first `kept`
+    frequencies: real parts of complex products.
     """
     half = HEAD_SIZE // 2
     frequencies = base ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -64,13 +73,21 @@ def rotated_products(query: Tensor, key: Tensor, distances: Tensor, base: float,
 
 
 def cope_scores(method, scores: Tensor, query: Tensor, seen: Tensor) -> Tensor:
-    positions = (scores.sigmoid() * seen).flip(-1).cumsum(-1).flip(-1).clamp(max=method.pos_emb.shape[1] - 1)
+    positions = (
+        (scores.sigmoid() * seen)
+        .flip(-1)
+        .cumsum(-1)
+        .flip(-1)
+        .clamp(max=method.pos_emb.shape[1] - 1)
+    )
     products = query @ method.pos_emb
     low, high = (products.gather(-1, part.long()) for part in (positions.floor(), positions.ceil()))
     return scores + low + (high - low) * (positions - positions.floor())
 
 
-def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, pos_emb: str) -> Tensor:
+def expected_context(
+    layer: SelfAttention, hidden: Tensor, mode: AttentionMode, pos_emb: str
+) -> Tensor:
     """Attention with explicit masks and distances, float64."""
     query, key, value = layer.heads(layer.query_key_value(hidden))
     method, distances = layer.positional, mapped_distances(mode)
@@ -82,10 +99,21 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
             query = query * (0.1 * math.log(factor) + 1) ** 2
     base = 10_000.0
     if mode.dynamic_ntk is not None:
-        growth = mode.dynamic_ntk.factor * LENGTH / mode.dynamic_ntk.length - mode.dynamic_ntk.factor + 1
+        growth = (
+            mode.dynamic_ntk.factor * LENGTH / mode.dynamic_ntk.length - mode.dynamic_ntk.factor + 1
+        )
         base *= growth ** (HEAD_SIZE / (HEAD_SIZE - 2))
-    if pos_emb in ("rotary", "p_rope", "per_layer", "kerple_log_rotary", "dape_rotary", "dape_v2_rotary"):
-        products = rotated_products(query, key, distances, base, 3 if pos_emb == "p_rope" else HEAD_SIZE // 2)
+    if pos_emb in (
+        "rotary",
+        "p_rope",
+        "per_layer",
+        "kerple_log_rotary",
+        "dape_rotary",
+        "dape_v2_rotary",
+    ):
+        products = rotated_products(
+            query, key, distances, base, 3 if pos_emb == "p_rope" else HEAD_SIZE // 2
+        )
     elif pos_emb == "xpos":
         products = xpos_products(query, key, distances, method.scale_base, base)
     else:
@@ -96,7 +124,9 @@ def expected_context(layer: SelfAttention, hidden: Tensor, mode: AttentionMode, 
         sums = method.decay(hidden).double().cumsum(-1)
         scores = scores + sums[..., :, None] - sums[..., None, :]
     if pos_emb in ("kerple_log", "kerple_log_rotary"):
-        scale, slope = (method.scalar(name).double()[:, None, None] for name in ("bias_p", "bias_a"))
+        scale, slope = (
+            method.scalar(name).double()[:, None, None] for name in ("bias_p", "bias_a")
+        )
         scores = scores - scale * (1 + slope * distances).log()
     if pos_emb == "cope":
         scores = cope_scores(method, scores, query, seen)
@@ -131,12 +161,19 @@ MODES = {
     "p_rope": [NTK],
     "per_layer": [AttentionMode(SINKS, dynamic_ntk=DynamicNtk(2.0, 32))],
     "kerple_log_rotary": [AttentionMode(SINKS, reindexed=True, distance_map=Clip(9)), NTK],
-    "dape_rotary": [CLIPPED_SINKS, AttentionMode(distance_map=Leaky(9, 3.0), dynamic_ntk=DynamicNtk(2.0, 32))],
+    "dape_rotary": [
+        CLIPPED_SINKS,
+        AttentionMode(distance_map=Leaky(9, 3.0), dynamic_ntk=DynamicNtk(2.0, 32)),
+    ],
     "dape_v2_rotary": [AttentionMode(SINKS, distance_map=Clip(9), dynamic_ntk=DynamicNtk(2.0, 32))],
     "forgetting": [SCALED_SINKS],
     "xpos": [AttentionMode(SINKS, reindexed=True), NTK, AttentionMode(distance_map=Group(4, 9))],
     "fire": [SCALED_SINKS, CLIPPED_SINKS, AttentionMode(Span(window=30), distance_map=Log(9))],
-    "transformer_xl": [SCALED_SINKS, CLIPPED_SINKS, AttentionMode(Span(window=30), distance_map=Linear(32))],
+    "transformer_xl": [
+        SCALED_SINKS,
+        CLIPPED_SINKS,
+        AttentionMode(Span(window=30), distance_map=Linear(32)),
+    ],
     "cope": [SCALED_SINKS, AttentionMode(Span(window=20))],
     "dape_v2_alibi": [SCALED_SINKS, CLIPPED_SINKS],
 }
@@ -161,9 +198,13 @@ def small_settings(pos_emb: str, **keys) -> ModelSettings:
     )
 
 
-@pytest.mark.parametrize(("pos_emb", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
+@pytest.mark.parametrize(
+    ("pos_emb", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes]
+)
 def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
-    """At once, and with a KV cache that drops keys, in chunks that begin before and after the window is full."""
+    """At once, and with a KV cache that drops keys, in chunks that begin before and after the
+    window is full.
+    """
     settings = small_settings(pos_emb)
     torch.manual_seed(0)
     model = GPT(settings).double().eval()
@@ -178,7 +219,8 @@ def test_modes_equal_explicit_masks_and_distances(pos_emb, mode):
         expected = expected_context(layer, hidden, mode, pos_emb)
         cache = model.new_cache(mode=mode).layers[0]
         parts = [
-            layer(part, cache, mode) for part in hidden.split([2, 1, 15, 1, 1, 1, 5, 1, 100, 1, 1, LENGTH - 129], dim=1)
+            layer(part, cache, mode)
+            for part in hidden.split([2, 1, 15, 1, 1, 1, 5, 1, 100, 1, 1, LENGTH - 129], dim=1)
         ]
         # Angles, factors and tables are float32.
         torch.testing.assert_close(layer(hidden, None, mode), expected, rtol=0, atol=2e-5)
@@ -236,7 +278,9 @@ def test_the_queries_are_the_last_positions_by_default():
     expected = attend_in_mode(states, states, states, method, mode)[:, :, 30:]
     actual = attend_in_mode(states[:, :, 30:], states, states, method, mode)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
-    kept = torch.cat((states[:, :, :4], states[:, :, 11:]), dim=2)  # a query at 30 sees the keys from 11 on
+    kept = torch.cat(
+        (states[:, :, :4], states[:, :, 11:]), dim=2
+    )  # a query at 30 sees the keys from 11 on
     actual = attend_in_mode(states[:, :, 30:], kept, kept, method, mode, start=30)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
@@ -268,7 +312,9 @@ def test_a_decay_needs_its_sums():
 def test_an_empty_batch():
     method = build("kerple_log", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
     states = torch.randn(0, HEADS, 10, HEAD_SIZE)
-    assert attend_in_mode(states, states, states, method, AttentionMode(SINKS)).shape == states.shape
+    assert (
+        attend_in_mode(states, states, states, method, AttentionMode(SINKS)).shape == states.shape
+    )
 
 
 WIDE_SINKS = Span(window=124, sinks=4)
@@ -288,17 +334,25 @@ LINEAR_MEMORY = {
 def attention_memory(mode: AttentionMode, length: int, pos_emb: str, backend: str = "auto") -> int:
     """The peak number of bytes that a layer allocates without gradients."""
     settings = small_settings(pos_emb, attention_backend=backend)
-    layer, hidden = GPT(settings).eval().blocks[0].attention, torch.randn(1, length, HEADS * HEAD_SIZE)
+    layer, hidden = (
+        GPT(settings).eval().blocks[0].attention,
+        torch.randn(1, length, HEADS * HEAD_SIZE),
+    )
     with torch.no_grad():
         return peak_memory(lambda: layer(hidden, mode=mode.at_length(length)))
 
 
-@pytest.mark.parametrize(("pos_emb", "mode"), [(name, mode) for name, modes in LINEAR_MEMORY.items() for mode in modes])
+@pytest.mark.parametrize(
+    ("pos_emb", "mode"), [(name, mode) for name, modes in LINEAR_MEMORY.items() for mode in modes]
+)
 def test_memory_is_linear_in_the_length(pos_emb, mode):
     memory, twice = (attention_memory(mode, length, pos_emb) for length in (768, 1536))
     assert twice < 2.2 * memory
 
 
 def test_memory_of_the_reference_is_quadratic():
-    memory, twice = (attention_memory(AttentionMode(), length, "kerple_log", "reference") for length in (384, 768))
+    memory, twice = (
+        attention_memory(AttentionMode(), length, "kerple_log", "reference")
+        for length in (384, 768)
+    )
     assert twice > 3.5 * memory

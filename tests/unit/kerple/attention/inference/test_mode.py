@@ -1,4 +1,6 @@
-"""Inference modes: their names, which keys a query attends to, which methods support them, and their scalings."""
+"""Inference modes: their names, which keys a query attends to, which methods support them, and
+their scalings.
+"""
 
 import math
 import re
@@ -7,7 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kerple.attention import FULL, AttentionMode, DynamicNtk, LogLength, Mode, Span, YarnTemperature, parse_mode
+from kerple.attention import (
+    FULL,
+    AttentionMode,
+    DynamicNtk,
+    LogLength,
+    Mode,
+    Span,
+    YarnTemperature,
+    parse_mode,
+)
 from kerple.attention.inference.mode import MODIFIERS
 from kerple.positional import ModelShape, build, primary_names
 from kerple.positional.distance_maps import Clip, Group, Leaky, Linear, Log
@@ -18,7 +29,17 @@ SINKS = AttentionMode(Span(window=4, sinks=2))
 REINDEXED = AttentionMode(Span(window=4, sinks=2), reindexed=True)
 NTK = AttentionMode(dynamic_ntk=DynamicNtk(1.0, 32))
 SCALED = AttentionMode(scaling=LogLength(32))
-WITHOUT_DISTANCE = {"none", "sinusoidal", "learned", "cope", "dape", "dape_v2", "forgetting", "cable", "stick_breaking"}
+WITHOUT_DISTANCE = {
+    "none",
+    "sinusoidal",
+    "learned",
+    "cope",
+    "dape",
+    "dape_v2",
+    "forgetting",
+    "cable",
+    "stick_breaking",
+}
 
 
 @pytest.mark.parametrize("name", primary_names())
@@ -28,7 +49,9 @@ def test_supported_methods(name):
     assert SINKS.unsupported_reason(method) is None
     assert SCALED.unsupported_reason(method) is None
     assert (MAP.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE)
-    assert (LOG.unsupported_reason(method) is None) == (name not in WITHOUT_DISTANCE and not rotates)
+    assert (LOG.unsupported_reason(method) is None) == (
+        name not in WITHOUT_DISTANCE and not rotates
+    )
     assert (NTK.unsupported_reason(method) is None) == rotates
     if "modify_scores" in method.hooks or name in WITHOUT_DISTANCE:
         assert "use sinks without reindexed" in str(REINDEXED.unsupported_reason(method))
@@ -45,7 +68,9 @@ def test_reasons():
     sampled = build("rotary", SHAPE, random_range=64)
     assert "sampled positions" in str(MAP.unsupported_reason(sampled))
     assert "or random positions" in str(NTK.unsupported_reason(sampled))
-    assert "more than 2 dimensions" in str(NTK.unsupported_reason(build("xpos", replace(SHAPE, head_size=2))))
+    assert "more than 2 dimensions" in str(
+        NTK.unsupported_reason(build("xpos", replace(SHAPE, head_size=2)))
+    )
     assert SINKS.unsupported_reason(sampled) is None
     with pytest.raises(ValueError, match="sinks need a window"):
         Span(sinks=4)
@@ -62,25 +87,46 @@ def test_reasons():
         ({"scaling": "ntk", "factor": 3.0}, {"linear", "dynamic-ntk"}),
         ({"scaling": "llama3", "factor": 3.0}, {"linear", "dynamic-ntk"}),
         ({"scaling": "yarn", "factor": 3.0}, {"linear", "dynamic-ntk", "yarn-temperature"}),
-        ({"scaling": "yarn", "factor": 3.0, "attention_factor": 0.8}, {"linear", "dynamic-ntk", "yarn-temperature"}),
+        (
+            {"scaling": "yarn", "factor": 3.0, "attention_factor": 0.8},
+            {"linear", "dynamic-ntk", "yarn-temperature"},
+        ),
         ({"scaling": "yarn", "factor": 3.0, "attention_factor": 1.0}, {"linear", "dynamic-ntk"}),
-        ({"scaling": "dynamic", "factor": 3.0}, {"clip", "group", "leaky", "linear", "dynamic-ntk"}),
+        (
+            {"scaling": "dynamic", "factor": 3.0},
+            {"clip", "group", "leaky", "linear", "dynamic-ntk"},
+        ),
         ({}, set()),
     ],
 )
 def test_modes_do_not_repeat_a_scaling(options, refused):
-    """Also if only one layer has the scaling, or positions are sampled. `log` is not linear, so no rotation has it."""
+    """Also if only one layer has the scaling, or positions are sampled. `log` is not linear, so no
+    rotation has it.
+    """
     method = build("rotary", SHAPE, **options)
-    layers = [build("per_layer", replace(SHAPE, layer=i), methods=["none", {"rotary": options}]) for i in (0, 1)]
-    arguments = {"clip": "@9", "group": "@2,9", "leaky": "@9,2", "log": "@9", "yarn-temperature": "@3"}
+    layers = [
+        build("per_layer", replace(SHAPE, layer=i), methods=["none", {"rotary": options}])
+        for i in (0, 1)
+    ]
+    arguments = {
+        "clip": "@9",
+        "group": "@2,9",
+        "leaky": "@9,2",
+        "log": "@9",
+        "yarn-temperature": "@3",
+    }
     for name in MODIFIERS.keys() - {"reindexed"}:
         mode = parse_mode(f"full+{name}{arguments.get(name, '')}", 32).attention
         expected = name in refused | {"log"}
         assert (mode.unsupported_reason(method) is not None) == expected, name
-        assert (mode.unsupported_by(layers, [None, None], "per_layer") is not None) == expected, name
+        assert (mode.unsupported_by(layers, [None, None], "per_layer") is not None) == expected, (
+            name
+        )
     if options.get("scaling") == "yarn" and "yarn-temperature" in refused:
         mode = parse_mode("full+yarn-temperature@3").attention
-        assert "yarn-temperature" in str(mode.unsupported_reason(build("rotary", SHAPE, random_range=64, **options)))
+        assert "yarn-temperature" in str(
+            mode.unsupported_reason(build("rotary", SHAPE, random_range=64, **options))
+        )
 
 
 def test_scalings_of_queries():
@@ -91,7 +137,11 @@ def test_scalings_of_queries():
         torch.testing.assert_close(scaled[:, :, row], query[:, :, row] * factor, rtol=1e-14, atol=0)
     warm = AttentionMode(scaling=YarnTemperature(8.0)).scale_query(query, torch.arange(5))
     torch.testing.assert_close(warm, query * (0.1 * math.log(8) + 1) ** 2, rtol=1e-14, atol=0)
-    for build_scaling in (lambda: LogLength(1), lambda: YarnTemperature(0.5), lambda: DynamicNtk(0.5, 8)):
+    for build_scaling in (
+        lambda: LogLength(1),
+        lambda: YarnTemperature(0.5),
+        lambda: DynamicNtk(0.5, 8),
+    ):
         with pytest.raises(ValueError, match="must be at least"):
             build_scaling()
 
@@ -100,7 +150,9 @@ def test_parts_that_depend_on_the_length():
     mode = AttentionMode(distance_map=Linear(32), dynamic_ntk=DynamicNtk(2.0, 32)).at_length(128)
     assert mode.distance_map == Linear(32, divisor=4.0)
     assert mode.dynamic_ntk == DynamicNtk(2.0, 32, growth=7.0)
-    assert mode.at_length(16) == AttentionMode(distance_map=Linear(32, 1.0), dynamic_ntk=DynamicNtk(2.0, 32, 1.0))
+    assert mode.at_length(16) == AttentionMode(
+        distance_map=Linear(32, 1.0), dynamic_ntk=DynamicNtk(2.0, 32, 1.0)
+    )
     assert SINKS.at_length(128) is SINKS
     assert mode.length_dependent
     assert not SINKS.length_dependent
@@ -114,7 +166,9 @@ def test_names():
     assert parse_mode("blockwise@512", train_length=128).span == Span(block=256)
 
 
-@pytest.mark.parametrize("name", ["window", "window@0", "window@-3", "window@1.5", "Full", "blockwise@", "sinks@0+4"])
+@pytest.mark.parametrize(
+    "name", ["window", "window@0", "window@-3", "window@1.5", "Full", "blockwise@", "sinks@0+4"]
+)
 def test_unknown_names(name):
     with pytest.raises(ValueError, match=f"'{re.escape(name)}' .*window@W"):
         parse_mode(name)
@@ -153,21 +207,30 @@ def test_blocks_need_an_even_training_length():
 
 @pytest.mark.parametrize("length", [1, 3, 9, 10, 23])
 @pytest.mark.parametrize(
-    "name", ["full", "window@3", "window@20", "blockwise@6", "blockwise@40", "sinks@2+5", "sinks@9+3"]
+    "name",
+    ["full", "window@3", "window@20", "blockwise@6", "blockwise@40", "sinks@2+5", "sinks@9+3"],
 )
 def test_the_largest_number_of_keys(name, length):
     mode = parse_mode(name)
-    keys = [int((~mode.span.mask(range(i, i + 1), range(length), "cpu")).sum()) for i in range(length)]
+    keys = [
+        int((~mode.span.mask(range(i, i + 1), range(length), "cpu")).sum()) for i in range(length)
+    ]
     assert max(keys) <= mode.span.max_kv_len(length)
 
 
 def test_modifiers():
     span = Span(window=508, sinks=4)
     assert parse_mode("sinks@4+508") == Mode("sinks@4+508", AttentionMode(span))
-    assert parse_mode("sinks@4+508+reindexed+clip@256").attention == AttentionMode(span, True, Clip(256))
+    assert parse_mode("sinks@4+508+reindexed+clip@256").attention == AttentionMode(
+        span, True, Clip(256)
+    )
     assert parse_mode("full+group@8,512").attention.distance_map == Group(8, 512)
-    assert parse_mode("window@9+leaky@4,2.5").attention == AttentionMode(Span(window=9), distance_map=Leaky(4, 2.5))
-    assert parse_mode("blockwise@8+log@4").attention == AttentionMode(Span(block=4), distance_map=Log(4))
+    assert parse_mode("window@9+leaky@4,2.5").attention == AttentionMode(
+        Span(window=9), distance_map=Leaky(4, 2.5)
+    )
+    assert parse_mode("blockwise@8+log@4").attention == AttentionMode(
+        Span(block=4), distance_map=Log(4)
+    )
     assert parse_mode("full+linear@64", 32).attention.distance_map == Linear(64)
     assert parse_mode("full+linear", 32).attention.distance_map == Linear(32)
     assert parse_mode("full+logn", 32).attention.scaling == LogLength(32)
@@ -187,7 +250,11 @@ def test_modifiers():
         (["blockwise@128", "blockwise"], "blockwise"),
         (["window@9+leaky@4,8.0", "window@9+leaky@4,8"], "window@9+leaky@4,8"),
         (
-            ["sinks@4+124+clip@64+logn", "sinks@4+124+logn@128+clip@64+reindexed", "sinks@4+124+logn+clip@64"],
+            [
+                "sinks@4+124+clip@64+logn",
+                "sinks@4+124+logn@128+clip@64+reindexed",
+                "sinks@4+124+logn+clip@64",
+            ],
             "sinks@4+124+clip@64+logn sinks@4+124+reindexed+clip@64+logn",
         ),
         (["full+logn@64", "blockwise@64"], "full+logn@64 blockwise@64"),
@@ -202,7 +269,10 @@ def test_the_same_mode_has_one_name(names, canonical):
 
 
 def test_names_without_a_training_length_keep_their_lengths():
-    assert [parse_mode(name).name for name in ("full+logn@9", "blockwise@8")] == ["full+logn@9", "blockwise@8"]
+    assert [parse_mode(name).name for name in ("full+logn@9", "blockwise@8")] == [
+        "full+logn@9",
+        "blockwise@8",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def test_wrong_types(flat, keys, message):
 
 
 def test_conversions(flat):
-    config = Config.from_flat({**flat, "train-iters": 1e5, "train-data-paths": "a", "weight-decay": 1})
+    config = Config.from_flat(
+        {**flat, "train-iters": 1e5, "train-data-paths": "a", "weight-decay": 1}
+    )
     assert config.schedule.train_iters == 100_000
     assert isinstance(config.schedule.train_iters, int)
     assert config.data.train_data_paths == ("a",)

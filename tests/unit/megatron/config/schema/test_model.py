@@ -13,20 +13,30 @@ def test_derived_sizes(flat):
     assert config.model.head_size == 8
     assert config.model.max_position_embeddings == 16
     shape = config.updated(max_position_embeddings=64).model.shape
-    assert (shape.num_heads, shape.head_size, shape.num_layers, shape.max_positions) == (4, 8, 2, 64)
+    assert (shape.num_heads, shape.head_size, shape.num_layers, shape.max_positions) == (
+        4,
+        8,
+        2,
+        64,
+    )
     assert config.model.norm_epsilon == 1e-5
     assert config.updated(norm="rmsnorm").model.norm_epsilon == 1e-8
 
 
 def test_only_the_wrong_size_is_reported_not_those_derived_from_it(flat):
-    for key, value, derived in (("hidden-size", 10**12, "head_size"), ("num-attention-heads", "four", "num_kv_heads")):
+    for key, value, derived in (
+        ("hidden-size", 10**12, "head_size"),
+        ("num-attention-heads", "four", "num_kv_heads"),
+    ):
         assert_rejected(rf'(?s)^(?!.*{derived}).*"{key}"', Config.from_flat, {**flat, key: value})
 
 
 def test_sizes_of_attention(flat):
     model = Config.from_flat(flat).model
     assert (model.num_kv_heads, model.head_size, model.window) == (4, 8, None)
-    model = Config.from_flat({**flat, "num-kv-heads": 2, "head-size": 16, "sliding-window-width": 7}).model
+    model = Config.from_flat(
+        {**flat, "num-kv-heads": 2, "head-size": 16, "sliding-window-width": 7}
+    ).model
     assert (model.num_kv_heads, model.head_size, model.window) == (2, 16, 8)
     # The residual stream needs no multiple of the heads.
     assert Config.from_flat({**flat, "hidden-size": 33, "head-size": 8}).model.head_size == 8
@@ -59,7 +69,10 @@ def test_the_bias_of_the_output_projection_follows_that_of_the_others(flat):
         model = Config.from_flat({**flat, **changes}).model
         assert (model.use_bias_in_attn_linear, model.use_bias_in_attn_output) == biases
         attention = SelfAttention(ModelSettings(model, 128), build("none", model.shape))
-        assert (attention.query_key_value.bias is not None, attention.dense.bias is not None) == biases
+        assert (
+            attention.query_key_value.bias is not None,
+            attention.dense.bias is not None,
+        ) == biases
 
 
 @pytest.mark.parametrize(
@@ -87,12 +100,20 @@ def test_notices_of_keys_that_are_easily_mistaken(flat):
     assert Config.from_flat({**flat, "intermediate-size": 96}).notices == ()
     (default,) = Config.from_flat({**flat, "activation": "swiglu"}).notices
     assert default.startswith("activation swiglu: the gated MLP has 43 features")
-    assert Config.from_flat({**flat, "activation": "swiglu", "intermediate-size": 3 * 64}).notices == ()
-    assert len(Config.from_flat({**flat, "activation": "swiglu", "intermediate-size": 3 * 63}).notices) == 1
+    assert (
+        Config.from_flat({**flat, "activation": "swiglu", "intermediate-size": 3 * 64}).notices
+        == ()
+    )
+    assert (
+        len(Config.from_flat({**flat, "activation": "swiglu", "intermediate-size": 3 * 63}).notices)
+        == 1
+    )
 
 
 def test_positional_options(flat):
-    rotary = Config.from_flat({**flat, "pos-emb": "rotary", "rotary-pct": 0.5, "pos-emb-options": {"base": 500}}).model
+    rotary = Config.from_flat(
+        {**flat, "pos-emb": "rotary", "rotary-pct": 0.5, "pos-emb-options": {"base": 500}}
+    ).model
     assert rotary.positional_options == {"fraction": 0.5, "base": 500}
     assert Config.from_flat({**flat, "rotary-pct": 0.5}).model.positional_options == {}
 
@@ -101,8 +122,12 @@ def test_release_rounding_is_only_for_methods_of_the_release(flat):
     assert Config.from_flat({**flat, "release_bf16_distances": True}).model.release_bf16_distances
     keys = {**flat, "release_bf16_distances": True}
     for method in ("rotary", "kerple_c"):
-        assert_rejected("release_bf16_distances.*pos_emb", Config.from_flat, {**keys, "pos-emb": method})
-    assert_rejected("random_range", Config.from_flat, {**keys, "pos_emb_options": {"random_range": 64}})
+        assert_rejected(
+            "release_bf16_distances.*pos_emb", Config.from_flat, {**keys, "pos-emb": method}
+        )
+    assert_rejected(
+        "random_range", Config.from_flat, {**keys, "pos_emb_options": {"random_range": 64}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,5 +152,7 @@ def test_methods_with_a_buffer_are_rejected(flat, monkeypatch):
             self.register_buffer("slopes", torch.ones(4))
 
     assert_rejected(
-        "pos_emb buffered: .*buffer slopes.*Python numbers", Config.from_flat, {**flat, "pos-emb": "buffered"}
+        "pos_emb buffered: .*buffer slopes.*Python numbers",
+        Config.from_flat,
+        {**flat, "pos-emb": "buffered"},
     )

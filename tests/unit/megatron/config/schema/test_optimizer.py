@@ -13,7 +13,14 @@ from tests.support.errors import assert_rejected
         ({"fp16": {"enabled": False, "type": "bfloat16"}}, "fp32"),
         ({"fp16": {"enabled": True, "type": "bfloat16"}}, "bf16"),
         ({"bf16": {"enabled": True}}, "bf16"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True, "type": "bf16"}, "precision": "bfloat16"}, "bf16"),
+        (
+            {
+                "bf16": {"enabled": True},
+                "fp16": {"enabled": True, "type": "bf16"},
+                "precision": "bfloat16",
+            },
+            "bf16",
+        ),
         ({"fp16": None}, "fp32"),
     ],
 )

@@ -8,7 +8,10 @@ from tests.support.errors import assert_rejected
 def test_extrapolation_budget():
     assert TrainingConfig(extrapolation_lengths=[16, 32]).extrapolation_budget == 65_536
     assert TrainingConfig(extrapolation_lengths=[131_072]).extrapolation_budget == 131_072
-    assert TrainingConfig(extrapolation_lengths=[16], extrapolation_tokens=64).extrapolation_budget == 64
+    assert (
+        TrainingConfig(extrapolation_lengths=[16], extrapolation_tokens=64).extrapolation_budget
+        == 64
+    )
 
 
 DISCRETE = {
@@ -26,7 +29,9 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("keys", [DISCRETE, LINEAR, {"enabled": False}, {**LINEAR, "min_difficulty": 8}])
+@pytest.mark.parametrize(
+    "keys", [DISCRETE, LINEAR, {"enabled": False}, {**LINEAR, "min_difficulty": 8}]
+)
 def test_complete_schedules(flat, keys):
     config = Config.from_flat({**flat, "seq-length": 8, "curriculum-learning": keys})
     assert config.curriculum.enabled == keys["enabled"]
@@ -42,7 +47,10 @@ def test_a_schedule_of_one_length_is_a_notice(flat):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"min_difficulty": None}, r"curriculum_learning\.min_difficulty.*schedule_type fixed_discrete"),
+        (
+            {"min_difficulty": None},
+            r"curriculum_learning\.min_difficulty.*schedule_type fixed_discrete",
+        ),
         ({"schedule_type": "fixed_root"}, r"schedule_config\.total_curriculum_step.*fixed_root"),
         ({"curriculum_type": "voc"}, "'seqlen'"),
         ({"schedule_config": {"difficulty": [4, 8], "max_step": [5, 10]}}, "max_step.*2"),
@@ -57,4 +65,8 @@ def test_a_schedule_of_one_length_is_a_notice(flat):
     ],
 )
 def test_wrong_schedules(flat, keys, message):
-    assert_rejected(message, Config.from_flat, {**flat, "seq_length": 8, "curriculum_learning": {**DISCRETE, **keys}})
+    assert_rejected(
+        message,
+        Config.from_flat,
+        {**flat, "seq_length": 8, "curriculum_learning": {**DISCRETE, **keys}},
+    )

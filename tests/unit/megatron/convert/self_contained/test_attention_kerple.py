@@ -1,4 +1,6 @@
-"""Attention of exported models: implementations, padding, positions, packed sequences and probabilities."""
+"""Attention of exported models: implementations, padding, positions, packed sequences and
+probabilities.
+"""
 
 import sys
 
@@ -25,11 +27,18 @@ IMPLEMENTATIONS = {
     "fire": ("eager",),
     "dape_v2_kerple": ("eager",),
 }
-QUICK = {("kerple_log", "eager"), ("kerple_log", "sdpa"), ("kerple_power_ap_ap", "eager"), ("xpos", "sdpa")}
+QUICK = {
+    ("kerple_log", "eager"),
+    ("kerple_log", "sdpa"),
+    ("kerple_power_ap_ap", "eager"),
+    ("xpos", "sdpa"),
+}
 ALL = []
 for pos_emb, names in IMPLEMENTATIONS.items():
     for name in names:
-        ALL.append(pytest.param(pos_emb, name, marks=() if (pos_emb, name) in QUICK else pytest.mark.ci))
+        ALL.append(
+            pytest.param(pos_emb, name, marks=() if (pos_emb, name) in QUICK else pytest.mark.ci)
+        )
 # One for each way of using positions, masks and tables.
 SOME = [("kerple_log", "sdpa"), ("forgetting", "sdpa"), ("dape_rotary", "eager")]
 SOME += [("kerple_power_ap_ap", "flex_attention"), ("xpos", "sdpa"), ("fire", "eager")]
@@ -65,17 +74,27 @@ def test_llama_style_blocks(pos_emb, implementation):
     padded, mask = F.pad(tokens, (3, 0)), torch.tensor([[0] * 3 + [1] * (TRAIN_LENGTH + 8)])
     assert (theirs(padded, attention_mask=mask).logits[:, 3:] - logits).abs().max() < 1e-4
     cache = theirs(tokens[:, :-4]).past_key_values
-    assert (theirs(tokens[:, -4:], past_key_values=cache).logits - logits[:, -4:]).abs().max() < 1e-4
+    assert (
+        theirs(tokens[:, -4:], past_key_values=cache).logits - logits[:, -4:]
+    ).abs().max() < 1e-4
 
 
 @torch.no_grad()
 def test_other_blocks(tmp_path):
     """LayerNorm without biases, geglu, another width, all keys shared; imported again."""
-    keys = {"use_bias_in_norms": False, "activation": "geglu", "intermediate_size": 60, "num_kv_heads": 1}
+    keys = {
+        "use_bias_in_norms": False,
+        "activation": "geglu",
+        "intermediate_size": 60,
+        "num_kv_heads": 1,
+    }
     model, path = export("alibi", **keys)
     tokens = random_tokens(1, LONG)
     assert (load(path)(tokens).logits - model(tokens)).abs().max() < 1e-4
-    for name, exported in (("alibi", (model, path)), ("kerple_log", export("kerple_log", **LLAMA_BLOCK))):
+    for name, exported in (
+        ("alibi", (model, path)),
+        ("kerple_log", export("kerple_log", **LLAMA_BLOCK)),
+    ):
         from_hugging_face(exported[1], tmp_path / name, with_tokenizer=False, report=quiet)
         assert torch.equal(load_model(tmp_path / name)[0](tokens), exported[0](tokens))
 
@@ -94,7 +113,9 @@ def test_other_implementations_are_rejected(pos_emb, requested):
     with pytest.raises(ValueError, match=message):
         load(path, attn_implementation=requested)
     model = load(path)
-    assert model.config._attn_implementation == ("sdpa" if "sdpa" in IMPLEMENTATIONS[pos_emb] else "eager")
+    assert model.config._attn_implementation == (
+        "sdpa" if "sdpa" in IMPLEMENTATIONS[pos_emb] else "eager"
+    )
     with pytest.raises(ValueError, match=message):
         model.set_attn_implementation(requested)
 
@@ -103,11 +124,15 @@ def test_other_implementations_are_rejected(pos_emb, requested):
 @torch.no_grad()
 @pytest.mark.quick(3)
 def test_padding_between_tokens(pos_emb, implementation):
-    """As generate creates it after prompts that are padded on the right: distances do not count padding."""
+    """As generate creates it after prompts that are padded on the right: distances do not count
+    padding.
+    """
     model, path = export(pos_emb)
     theirs = load(path, attn_implementation=implementation)
     rows = [random_tokens(1, length, seed=length) for length in (10, 7)]
-    tokens = torch.cat((rows[0], torch.cat((rows[1][:, :4], torch.zeros(1, 3).long(), rows[1][:, 4:]), dim=1)))
+    tokens = torch.cat(
+        (rows[0], torch.cat((rows[1][:, :4], torch.zeros(1, 3).long(), rows[1][:, 4:]), dim=1))
+    )
     mask = torch.ones(2, 10, dtype=torch.int64)
     mask[1, 4:7] = 0
     logits = theirs(tokens, attention_mask=mask).logits
@@ -119,7 +144,9 @@ def test_padding_between_tokens(pos_emb, implementation):
     assert (following - logits[:, 7:]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "sinusoidal", "fire", "dape_v2_kerple", "xpos"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "rotary", "sinusoidal", "fire", "dape_v2_kerple", "xpos"]
+)
 @torch.no_grad()
 def test_position_ids(pos_emb):
     _, path = export(pos_emb, **({"inference_mode": "window@999"} if pos_emb == "rotary" else {}))
@@ -145,7 +172,9 @@ def test_position_ids(pos_emb):
         theirs(tokens, position_ids=packed, past_key_values=theirs(tokens[:, :1]).past_key_values)
 
 
-@pytest.mark.parametrize(("pos_emb", "implementation"), [("kerple_log", "sdpa"), ("kerple_power_ap_ap", "eager")])
+@pytest.mark.parametrize(
+    ("pos_emb", "implementation"), [("kerple_log", "sdpa"), ("kerple_power_ap_ap", "eager")]
+)
 @torch.no_grad()
 def test_output_attentions(pos_emb, implementation):
     """The first layer's probabilities, from the formula."""
@@ -156,7 +185,9 @@ def test_output_attentions(pos_emb, implementation):
     layer, method = theirs.gpt_neox.layers[0], theirs.gpt_neox.positional
     states = layer.attention.query_key_value(layer.input_layernorm(output.hidden_states[0]))
     query, key, _ = states.view(2, TRAIN_LENGTH, 4, 3, 8).permute(3, 0, 2, 1, 4)
-    distance = (torch.arange(TRAIN_LENGTH)[:, None] - torch.arange(TRAIN_LENGTH)).clamp(min=0).float()
+    distance = (
+        (torch.arange(TRAIN_LENGTH)[:, None] - torch.arange(TRAIN_LENGTH)).clamp(min=0).float()
+    )
     parameters = {name: parameter.clamp(min=0.01) for name, parameter in method.named_parameters()}
     p, a = parameters["bias_p"], parameters["bias_a"]
     scores = query @ key.transpose(2, 3) / 8**0.5
@@ -180,7 +211,13 @@ def test_masks_of_another_shape_or_with_other_values_are_rejected(pos_emb):
     _, path = export(pos_emb)
     theirs, tokens = load(path), random_tokens(3, 8)
     padded = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])
-    for mask in (padded[None], torch.ones(1, 8), padded.expand(2, -1), torch.ones(3, 1, 8, 8), torch.ones(3, 11)):
+    for mask in (
+        padded[None],
+        torch.ones(1, 8),
+        padded.expand(2, -1),
+        torch.ones(3, 1, 8, 8),
+        torch.ones(3, 11),
+    ):
         with pytest.raises(ValueError, match=r"attention_mask must be \[3, 8\]"):
             theirs(tokens, attention_mask=mask)
     with pytest.raises(ValueError, match=r"attention_mask must be \[3, 8\]"):
@@ -199,7 +236,16 @@ def test_calls_are_validated():
     model, states = load(export("alibi")[1]), torch.randn(2, 4, 6, 8)
     modeling = sys.modules[type(model).__module__]
     layout = modeling.Layout(cached=0, total=6)
-    arguments = states, states[:1], states, model.gpt_neox.positional, modeling.NO_TABLES, layout, None, 0.0
+    arguments = (
+        states,
+        states[:1],
+        states,
+        model.gpt_neox.positional,
+        modeling.NO_TABLES,
+        layout,
+        None,
+        0.0,
+    )
     with pytest.raises(ValueError, match=r"key \[1, 4, 6, 8\]"):
         modeling.attend(*arguments, "eager", output_attentions=False)
 
@@ -221,8 +267,12 @@ CALLS = [(0, 14), (14, 16), (16, 40), *((token, token + 1) for token in range(40
 @torch.no_grad()
 @pytest.mark.quick(3)
 def test_inference_modes(pos_emb, name, implementation):
-    """The logits of this project's model in the same mode, with a cache and without, also in a batch with padding."""
-    model, path = export(pos_emb, **({"inference_mode": "sinks@2+8"} if pos_emb == "rotary" else {}))
+    """The logits of this project's model in the same mode, with a cache and without, also in a
+    batch with padding.
+    """
+    model, path = export(
+        pos_emb, **({"inference_mode": "sinks@2+8"} if pos_emb == "rotary" else {})
+    )
     theirs = load(path, inference_mode=name, attn_implementation=implementation)
     mode = parse_mode(name, TRAIN_LENGTH).attention
     rows = random_tokens(1, 50), random_tokens(1, 37, seed=2)
@@ -241,7 +291,8 @@ def test_inference_modes(pos_emb, name, implementation):
     assert (logits[:1] - model(rows[0])).abs().max() > 1e-2
     cache = theirs.new_cache(max_length=50)
     parts = [
-        theirs(tokens[:, first:end], past_key_values=cache, attention_mask=mask[:, :end]).logits for first, end in CALLS
+        theirs(tokens[:, first:end], past_key_values=cache, attention_mask=mask[:, :end]).logits
+        for first, end in CALLS
     ]
     logits = torch.cat(parts, dim=1)
     assert difference(logits, 0, 50) < 1e-4
@@ -264,7 +315,9 @@ def test_padding_and_packed_sequences_in_an_inference_mode():
     assert (logits - model(visible, mode=mode)).abs().max() < 1e-4
     with pytest.raises(ValueError, match="padding cannot be cached"):
         theirs(tokens, attention_mask=mask, use_cache=True)
-    packed = theirs(tokens, position_ids=torch.cat((torch.arange(15), torch.arange(25)))[None]).logits
+    packed = theirs(
+        tokens, position_ids=torch.cat((torch.arange(15), torch.arange(25)))[None]
+    ).logits
     assert (packed[:, 15:] - model(tokens[:, 15:], mode=mode)).abs().max() < 1e-4
     with pytest.raises(ValueError, match="must count the tokens of each text from 0"):
         theirs(tokens, position_ids=torch.arange(40)[None] + 5)
@@ -275,8 +328,16 @@ def test_padding_and_packed_sequences_in_an_inference_mode():
     [
         ("kerple_log", {"inference_mode": "sliding"}, "inference.*'sliding'"),
         ("none", {"inference_mode": "full+clip@4"}, r"full.clip@4.*pos_emb none"),
-        ("kerple_log", {"inference_mode": "sinks@3+9", "attn_implementation": "flex_attention"}, "from eager, sdpa$"),
-        ("fire", {"inference_mode": "window@9", "attn_implementation": "sdpa"}, "fire.*window@9.*eager"),
+        (
+            "kerple_log",
+            {"inference_mode": "sinks@3+9", "attn_implementation": "flex_attention"},
+            "from eager, sdpa$",
+        ),
+        (
+            "fire",
+            {"inference_mode": "window@9", "attn_implementation": "sdpa"},
+            "fire.*window@9.*eager",
+        ),
     ],
 )
 def test_modes_that_are_rejected_when_a_model_is_loaded(pos_emb, options, message):
@@ -289,8 +350,14 @@ def test_what_is_rejected_in_an_inference_mode():
     theirs, tokens = load(path, inference_mode="full+linear"), random_tokens(1, 8)
     for options, message in (
         ({"output_attentions": True}, "output_attentions is not supported"),
-        ({"past_key_values": StaticCache(config=theirs.config, max_cache_len=16)}, "static caches are not supported"),
-        ({"use_cache": True}, r"depends on the length of the text: .*past_key_values=model.new_cache\(max_length=N\)"),
+        (
+            {"past_key_values": StaticCache(config=theirs.config, max_cache_len=16)},
+            "static caches are not supported",
+        ),
+        (
+            {"use_cache": True},
+            r"depends on the length of the text: .*past_key_values=model.new_cache\(max_length=N\)",
+        ),
         ({"past_key_values": theirs.new_cache(max_length=7)}, "with N of at least 8 tokens"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,5 +1,5 @@
-"""Exported models behave like the models in transformers: training, generation, other heads, devices, LoRA and
-quantization.
+"""Exported models behave like the models in transformers: training, generation, other heads,
+devices, LoRA and quantization.
 """
 
 import warnings
@@ -31,7 +31,9 @@ def gradients(model, tokens) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("pos_emb", "use_reentrant"), [("kerple_log", True), ("dape_v2_kerple", False)])
+@pytest.mark.parametrize(
+    ("pos_emb", "use_reentrant"), [("kerple_log", True), ("dape_v2_kerple", False)]
+)
 def test_gradient_checkpointing_gives_the_same_gradients(pos_emb, use_reentrant):
     _, path = export(pos_emb)
     model, tokens = load(path).train(), random_tokens(2, TRAIN_LENGTH)
@@ -51,7 +53,9 @@ def test_autocast_gives_similar_gradients():
     expected = gradients(model, tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = gradients(model, tokens)
-    for name in [name for name in expected if ".positional." in name and name.endswith((".c", ".weight"))]:
+    for name in [
+        name for name in expected if ".positional." in name and name.endswith((".c", ".weight"))
+    ]:
         assert (rounded[name] - expected[name]).norm() < 0.1 * expected[name].norm(), name
 
 
@@ -63,7 +67,9 @@ def train(tmp_path, monkeypatch):
 
     def run(model, rows, **options) -> tuple[float, float]:
         options = {"max_steps": 1, "logging_steps": 1, "max_grad_norm": 1e9, **options}
-        arguments = TrainingArguments(str(tmp_path), report_to=[], save_strategy="no", use_cpu=True, **options)
+        arguments = TrainingArguments(
+            str(tmp_path), report_to=[], save_strategy="no", use_cpu=True, **options
+        )
         trainer = Trainer(model, arguments, train_dataset=rows)
         assert trainer.train().global_step == options["max_steps"]
         return trainer.state.log_history[0]["loss"], trainer.state.log_history[0]["grad_norm"]
@@ -110,13 +116,19 @@ def test_accumulation_steps_change_neither_loss_nor_gradient(kind, train):
     results = []
     for steps in (1, 4):
         torch.manual_seed(0)  # of the classifier's head
-        auto = {} if kind == "language model" else {"auto": AutoModelForSequenceClassification, "num_labels": 3}
+        auto = (
+            {}
+            if kind == "language model"
+            else {"auto": AutoModelForSequenceClassification, "num_labels": 3}
+        )
         options = {"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps}
         results.append(train(load(path, **auto), rows, **options))
     assert results[0] == pytest.approx(results[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
+@pytest.mark.parametrize(
+    "auto", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification]
+)
 @torch.no_grad()
 def test_unknown_arguments_are_rejected_by_name(auto):
     """A cache under a new name must not be ignored: the text would be predicted without context."""
@@ -142,10 +154,14 @@ def test_both_names_of_the_cache():
 
 @pytest.mark.parametrize("pos_emb", ["kerple_log", "dape_kerple"])
 def test_loaded_parameters_are_not_initialized_again(pos_emb):
-    """transformers 5.0 and 5.10 call `_init_weights` for all modules of a class that does not come from AutoModel."""
+    """transformers 5.0 and 5.10 call `_init_weights` for all modules of a class that does not come
+    from AutoModel.
+    """
     _, path = export(pos_emb)
     model = load(path)
-    method = next(module for name, module in model.named_modules() if name.endswith("positional") and module)
+    method = next(
+        module for name, module in model.named_modules() if name.endswith("positional") and module
+    )
     loaded = {name: value.clone() for name, value in method.state_dict().items()}
     for is_loaded in (True, False):
         for parameter in method.parameters():
@@ -161,7 +177,9 @@ def test_other_auto_classes():
     tokens = random_tokens(2, TRAIN_LENGTH)
     base = load(path, AutoModel)
     states = base(tokens).last_hidden_state
-    assert (load(path)(tokens, output_hidden_states=True).hidden_states[-1] - states).abs().max() < 1e-5
+    assert (
+        load(path)(tokens, output_hidden_states=True).hidden_states[-1] - states
+    ).abs().max() < 1e-5
     classifier = load(path, AutoModelForSequenceClassification, num_labels=3)
     padded = F.pad(tokens, (5, 0))  # with the padding token, 0
     logits = classifier(padded, attention_mask=(padded != 0).long()).logits
@@ -172,7 +190,9 @@ def test_other_auto_classes():
 def test_lora(tmp_path):
     _, path = export("kerple_log")
     tokens = random_tokens(2, TRAIN_LENGTH)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["query_key_value"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["query_key_value"], init_lora_weights=False
+    )
     model = peft.get_peft_model(load(path), config)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
@@ -225,7 +245,9 @@ def test_packed_sequences_of_a_collator():
     _, path = export("kerple_log")
     model = load(path)
     rows = [random_tokens(1, length, seed=length)[0] for length in (5, 11, 4)]
-    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
+    collator = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt"
+    )
     batch = collator([{"input_ids": row.tolist()} for row in rows])
     assert batch.keys() >= {"cu_seq_lens_q", "max_length_k", "seq_idx", "position_ids"}
     logits = model(**batch).logits
@@ -245,7 +267,9 @@ def test_generation_warns_about_nothing(caplog):
 
 @torch.no_grad()
 def test_folders_of_the_same_name(tmp_path):
-    """transformers caches classes by the name of the folder and the code, as in checkpoints of Trainer."""
+    """transformers caches classes by the name of the folder and the code, as in checkpoints of
+    Trainer.
+    """
     tokens = random_tokens(1, 8)
     for pos_emb in ("kerple_log", "alibi"):
         model, path = export(pos_emb)
@@ -332,12 +356,18 @@ def test_generation_with_a_static_cache_and_padding(pos_emb):
     prompt = random_tokens(2, LONG)
     mask = torch.ones_like(prompt)
     mask[0, :9] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
     expected = theirs.generate(prompt, **options)
     assert torch.equal(theirs.generate(prompt, cache_implementation="static", **options), expected)
 
 
-# The errors of kerple_log, which has no layers of its own, are 0.022, 0.35 and 0.059. Noise is above 1.
+# The errors of kerple_log, which has no layers of its own, are 0.022, 0.35 and 0.059. Noise is
+# above 1.
 BOUNDS = {"8-bit": 0.05, "4-bit": 0.6, "dynamic": 0.1}
 
 
@@ -345,7 +375,9 @@ def quantized(path, kind: str) -> nn.Module:
     if kind == "dynamic":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return torch.ao.quantization.quantize_dynamic(load(path), {nn.Linear, nn.Conv2d}, dtype=torch.qint8)
+            return torch.ao.quantization.quantize_dynamic(
+                load(path), {nn.Linear, nn.Conv2d}, dtype=torch.qint8
+            )
     keys = {"8-bit": {"load_in_8bit": True}, "4-bit": {"load_in_4bit": True}}[kind]
     model = load(path, quantization_config=BitsAndBytesConfig(**keys), device_map="cpu")
     for module in model.modules():
@@ -366,18 +398,26 @@ def quantized(path, kind: str) -> nn.Module:
 )
 @torch.no_grad()
 def test_quantized_models_predict_almost_the_same(pos_emb, kind):
-    _, path = export(pos_emb, hidden_size=64 if kind == "4-bit" else 32)  # bitsandbytes' blocks have 64 weights
+    _, path = export(
+        pos_emb, hidden_size=64 if kind == "4-bit" else 32
+    )  # bitsandbytes' blocks have 64 weights
     model, tokens = load(path), random_tokens(1, 48)
     smaller, expected = quantized(path, kind), model(tokens).logits
     error = (smaller(tokens).logits.float() - expected).norm() / expected.norm()
     assert 0.001 < error < BOUNDS[kind]
     exact = model.state_dict()
-    kept = {name: value for name, value in smaller.state_dict().items() if ".first." in name or ".second." in name}
+    kept = {
+        name: value
+        for name, value in smaller.state_dict().items()
+        if ".first." in name or ".second." in name
+    }
     assert len(kept) == {"fire": 8, "dape_v2_fire": 16}.get(pos_emb, 0)
     assert all(torch.equal(value, exact[name]) for name, value in kept.items())
 
 
-@pytest.mark.parametrize(("pos_emb", "adapted"), [("dape_v2_fire", 0), ("forgetting", 2), ("transformer_xl", 2)])
+@pytest.mark.parametrize(
+    ("pos_emb", "adapted"), [("dape_v2_fire", 0), ("forgetting", 2), ("transformer_xl", 2)]
+)
 def test_lora_in_all_linear_layers(pos_emb, adapted):
     """Every adapter has a gradient: there is none in the MLPs of FIRE and DAPE."""
     _, path = export(pos_emb)
@@ -400,9 +440,13 @@ def test_lora_in_the_mlp_of_a_method_is_rejected():
 
 def test_the_mlp_of_a_method_can_be_trained_as_a_whole():
     _, path = export("fire")
-    config = peft.LoraConfig(target_modules=["query_key_value"], modules_to_save=["first", "second"])
+    config = peft.LoraConfig(
+        target_modules=["query_key_value"], modules_to_save=["first", "second"]
+    )
     model = peft.get_peft_model(load(path), config)
     model(random_tokens(1, 8)).logits.square().sum().backward()
-    gradients = [p.grad for name, p in model.named_parameters() if "positional" in name and p.requires_grad]
+    gradients = [
+        p.grad for name, p in model.named_parameters() if "positional" in name and p.requires_grad
+    ]
     assert len(gradients) == 8
     assert all(gradient.abs().max() > 0 for gradient in gradients)

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from kerple.attention import parse_mode
-from megatron.evaluation.metrics.passkey import ANSWER, FILLER, INTRODUCTION, KEY, QUESTION, Prompts, plan_passkey
+from megatron.evaluation.metrics.passkey import (
+    ANSWER,
+    FILLER,
+    INTRODUCTION,
+    KEY,
+    QUESTION,
+    Prompts,
+    plan_passkey,
+)
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import run_eval_tasks
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
@@ -53,7 +61,9 @@ def test_length_of_prompts_and_depth_of_keys(kind, depth, request):
 
 
 def test_prompts_of_a_tokenizer_that_adds_tokens_to_texts(tmp_path):
-    """<s> comes first and only there; the space that SentencePiece puts before a text is not repeated."""
+    """<s> comes first and only there; the space that SentencePiece puts before a text is not
+    repeated.
+    """
     train_sentencepiece(tmp_path / "tokenizer.model", **LLAMA)
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
     tokenizer = build_tokenizer("SPMTokenizer", tmp_path / "tokenizer.model")
@@ -81,11 +91,15 @@ def test_prompts_are_determined_by_the_seed():
 
 
 def test_only_the_complete_number_is_correct(bpe):
-    """The model predicts the tokens of the answer, except one in two of the trials, and no token before the answer."""
+    """The model predicts the tokens of the answer, except one in two of the trials, and no token
+    before the answer.
+    """
     prompts = Prompts(bpe)
     rows, answers = prompts.build(600, 0.5, 6)
     assert len(set(answers)) > 1
-    known = {tuple(row[:-2]): (row, answer) for row, answer in zip(rows.tolist(), answers, strict=True)}
+    known = {
+        tuple(row[:-2]): (row, answer) for row, answer in zip(rows.tolist(), answers, strict=True)
+    }
     spoiled = {1: -1, 4: -2}  # these trials are wrong in one token
 
     def model(tokens):
@@ -102,7 +116,12 @@ def test_only_the_complete_number_is_correct(bpe):
     tasks = plan_passkey(prompts, [600], ["full"], [0.5], 6, Provenance(), "corpus")
     (record,) = run_eval_tasks(model, tasks, batch_tokens=1300, progress=False)
     assert (record["correct"], record["trials"], record["accuracy"]) == (4, 6, 4 / 6)
-    assert (record["length"], record["depth"], record["protocol"], record["corpus"]) == (600, 0.5, "passkey", "corpus")
+    assert (record["length"], record["depth"], record["protocol"], record["corpus"]) == (
+        600,
+        0.5,
+        "passkey",
+        "corpus",
+    )
 
 
 @pytest.mark.parametrize("name", ["full", "sinks@2+9+logn"])
@@ -119,7 +138,9 @@ def test_answers_are_those_of_greedy_decoding(name):
             return rows, answers
 
     with torch.no_grad():
-        tasks = plan_passkey(OwnAnswers(CHARACTERS), [256], [name], [0.5], 4, Provenance(train_length=32))
+        tasks = plan_passkey(
+            OwnAnswers(CHARACTERS), [256], [name], [0.5], 4, Provenance(train_length=32)
+        )
         (record,) = run_eval_tasks(model, tasks, query_chunk=253, batch_tokens=600, progress=False)
     assert (record["mode"], record["correct"]) == (name, 2)
 

@@ -1,6 +1,7 @@
 """Attention resolution, compared with a sum over all pairs in float64."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -27,15 +28,21 @@ def measure(model, modes, *, texts=2, **sizes):
 
 
 def scores_of(model, layer, tokens, span):
-    """The final scores of all pairs, `[h, s, s]`, from the layer's own inputs; those of masked pairs are arbitrary."""
+    """The final scores of all pairs, `[h, s, s]`, from the layer's own inputs; those of masked
+    pairs are arbitrary.
+    """
     inputs = []
     attention = model.blocks[layer].attention
     hook = attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     model.hidden(tokens[None], mode=AttentionMode(span))
     hook.remove()
     heads, size = model.settings.config.num_attention_heads, model.settings.config.head_size
-    query, key, _ = attention.query_key_value(inputs[0]).view(1, LENGTH, heads, 3, size).permute(3, 0, 2, 1, 4)
-    method = getattr(attention, "rpe", None) or build("none", ModelShape(heads, size, heads * size, 1, LENGTH))
+    query, key, _ = (
+        attention.query_key_value(inputs[0]).view(1, LENGTH, heads, 3, size).permute(3, 0, 2, 1, 4)
+    )
+    method = getattr(attention, "rpe", None) or build(
+        "none", ModelShape(heads, size, heads * size, 1, LENGTH)
+    )
     positions, sums = torch.arange(LENGTH), None
     query, key = method.rotate(query, key, positions, positions)
     if "decay" in method.hooks:
@@ -52,7 +59,9 @@ def resolution_by_hand(scores, span):
                 by_pair.setdefault(query - key, []).append(float(scores[query, key]))
     s = [math.fsum(by_pair[n]) / len(by_pair[n]) for n in range(len(by_pair))]
     total = sum(math.exp(mean) for mean in s[:-1])
-    return sum(math.exp(near) * (math.exp(near) - math.exp(far)) for near, far in zip(s, s[1:])) / total**2  # noqa: B905, RUF007
+    weights = [math.exp(mean) for mean in s]
+    changes = [near * (near - far) for near, far in itertools.pairwise(weights)]
+    return sum(changes) / total**2
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "dape_kerple"])
@@ -60,11 +69,15 @@ def resolution_by_hand(scores, span):
 def test_of_grouped_heads(method):
     model = small_gpt(method, num_kv_heads=1)
     names = ["full", "window@9", "blockwise@16"]
-    for grouped, repeated in zip(measure(model, names), measure(with_repeated_heads(model), names), strict=True):
+    for grouped, repeated in zip(
+        measure(model, names), measure(with_repeated_heads(model), names), strict=True
+    ):
         assert grouped["resolution"] == pytest.approx(repeated["resolution"], rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["kerple_log", "kerple_power_ap_ap", "xpos", "dape_kerple", "learned", "forgetting"])
+@pytest.mark.parametrize(
+    "method", ["kerple_log", "kerple_power_ap_ap", "xpos", "dape_kerple", "learned", "forgetting"]
+)
 @torch.no_grad()
 @pytest.mark.quick(3)
 def test_against_every_pair(method):
@@ -94,11 +107,14 @@ def test_against_every_pair(method):
     ],
 )
 def test_chunks_and_batches_do_not_change_the_result_or_the_model(method, mode, options):
-    """FIRE's scores beyond the threshold and sampled positions depend on the number of keys that were dropped."""
+    """FIRE's scores beyond the threshold and sampled positions depend on the number of keys that
+    were dropped.
+    """
     model = small_gpt(method, pos_emb_options=options)
     attentions = [block.attention.attention for block in model.blocks]
     in_one_call, in_chunks = (
-        measure(model, [mode], **sizes)[0]["layers"] for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
+        measure(model, [mode], **sizes)[0]["layers"]
+        for sizes in ({}, {"query_chunk": 7, "batch_tokens": 1})
     )
     assert in_one_call == pytest.approx(in_chunks, rel=1e-5)
     assert [block.attention.attention for block in model.blocks] == attentions

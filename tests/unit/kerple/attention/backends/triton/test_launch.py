@@ -1,4 +1,6 @@
-"""The fused backend as models use it: the gradients of methods, by tables or by jacobians, and what it rejects."""
+"""The fused backend as models use it: the gradients of methods, by tables or by jacobians, and what
+it rejects.
+"""
 
 import pytest
 import torch
@@ -25,9 +27,14 @@ SHORT_T5 = {"num_buckets": 8, "max_distance": 20}
 
 @pytest.fixture
 def requested(monkeypatch) -> list[tuple[bool, int | None]]:
-    """(whether coefficients have gradients, `dense` of a table's gradient or 0) for each backward pass."""
+    """(whether coefficients have gradients, `dense` of a table's gradient or 0) for each backward
+    pass.
+    """
     requests: list[tuple[bool, int | None]] = []
-    query_gradient, table_gradients = launch.Launcher.query_gradient, launch.Launcher.table_gradients
+    query_gradient, table_gradients = (
+        launch.Launcher.query_gradient,
+        launch.Launcher.table_gradients,
+    )
 
     def record_query(launcher, grad_context, row_stats, directions, count, *, out):
         requests.append((directions is not None, 0))
@@ -52,10 +59,14 @@ def requested(monkeypatch) -> list[tuple[bool, int | None]]:
 )
 @pytest.mark.quick(2)
 def test_windows_and_blocks_with_jacobians(pos_emb, options, span, requested):
-    """Fewer queries than keys; a window that ends in T5's last bucket, blocks that begin before it."""
+    """Fewer queries than keys; a window that ends in T5's last bucket, blocks that
+    begin before it.
+    """
     torch.manual_seed(0)
     method = build(pos_emb, SHAPE, **options).to(DEVICE)
-    states = [torch.randn(1, 2, length, 16, device=DEVICE).requires_grad_() for length in (37, 40, 40)]
+    states = [
+        torch.randn(1, 2, length, 16, device=DEVICE).requires_grad_() for length in (37, 40, 40)
+    ]
     leaves = [*states, *method.parameters()]
     grads = []
     for backend in ("fused", "reference"):
@@ -92,7 +103,9 @@ def test_gradients_of_coefficients(bias_directions, weight_directions, window, k
     # Longer than necessary, and of different lengths.
     directions = {
         "bias": torch.randn(heads, bias_directions, max_kv_len + 5, generator=generator).to(DEVICE),
-        "weight": torch.randn(heads, weight_directions, max_kv_len + 3, generator=generator).to(DEVICE),
+        "weight": torch.randn(heads, weight_directions, max_kv_len + 3, generator=generator).to(
+            DEVICE
+        ),
     }
     grads = []
     for backend in ("fused", "fused", "reference"):
@@ -105,7 +118,11 @@ def test_gradients_of_coefficients(bias_directions, weight_directions, window, k
                 inputs[f"{name}_jacobian"] = TableJacobian(values, table_directions)
                 coefficients.append(values)
         result = attend_with(backend=backend, **inputs)
-        grads.append(torch.autograd.grad(result, [arguments["query"], *coefficients], upstream_gradient(result)))
+        grads.append(
+            torch.autograd.grad(
+                result, [arguments["query"], *coefficients], upstream_gradient(result)
+            )
+        )
     for first, second, expected in zip(*grads, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
@@ -138,10 +155,17 @@ def test_directions_below_dense_are_ignored():
 
 def test_views_of_one_projection_and_an_expanded_gradient():
     """The inputs of SelfAttention, without a copy; and an upstream gradient with zero strides."""
-    qkv = torch.randn(2, 40, 2, 48, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+    qkv = (
+        torch.randn(2, 40, 2, 48, generator=torch.Generator().manual_seed(0))
+        .to(DEVICE)
+        .requires_grad_()
+    )
     actual, expected = (
         torch.autograd.grad(
-            attend(*(part.transpose(1, 2) for part in states.split(16, dim=3)), backend=backend).sum(), qkv
+            attend(
+                *(part.transpose(1, 2) for part in states.split(16, dim=3)), backend=backend
+            ).sum(),
+            qkv,
         )[0]
         for backend, states in (("fused", qkv), ("reference", qkv.double()))
     )
@@ -154,19 +178,26 @@ def test_a_single_input_may_require_a_gradient():
     expected = dict(zip(["result", *arguments], exact, strict=False))
     for required in ("query", "key", "bias_table", "weight_table"):
         leaves = {
-            name: leaf.detach().requires_grad_(name == required) if isinstance(leaf, torch.Tensor) else leaf
+            name: leaf.detach().requires_grad_(name == required)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
             for name, leaf in arguments.items()
         }
         result = attend(backend="fused", **leaves)
         result.backward(upstream_gradient(result))
-        torch.testing.assert_close(leaves[required].grad.double(), expected[required], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            leaves[required].grad.double(), expected[required], rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"dropout_p": 0.1}, "'fused'"),
-        ({"dtype": torch.float64}, r"'fused'.*torch\.float32, torch\.bfloat16, torch\.float16.*torch\.float64"),
+        (
+            {"dtype": torch.float64},
+            r"'fused'.*torch\.float32, torch\.bfloat16, torch\.float16.*torch\.float64",
+        ),
         ({"size": 136}, "'fused'.*128.*136"),
         ({"batch": 65_536}, "'fused'.*65535.*65536"),
     ],

@@ -1,4 +1,6 @@
-"""The loads of the kernels: which tokens the programs read for documents; `test_kernels.py` covers the others."""
+"""The loads of the kernels: which tokens the programs read for documents; `test_kernels.py` covers
+the others.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @triton.jit
 def places_kernel(documents, output, BLOCK: tl.constexpr):
-    """Per program: sample, first token of the document, its length, its place, position of the tile."""
+    """Per program: sample, first token of the document, its length, its place, position of the
+    tile.
+    """
     sample, origin, length, place, first = load_document_tile(documents, tl.program_id(0), BLOCK)
     output += 5 * tl.program_id(0)
     tl.store(output, sample)
@@ -42,4 +46,6 @@ def test_tiles_cover_each_token_of_each_document_once(block):
     assert torch.equal(seen, (ids >= 0).long())
     positions = tiles[:, 4].tolist()
     assert positions == sorted(positions, reverse=True)
-    assert counts.tolist() == [sum(position >= 128 * index for position in positions) for index in range(3)]
+    assert counts.tolist() == [
+        sum(position >= 128 * index for position in positions) for index in range(3)
+    ]

@@ -1,4 +1,6 @@
-"""The operators of the fused backend: `torch.library.opcheck`, the gradients' memory, and compilation in one graph."""
+"""The operators of the fused backend: `torch.library.opcheck`, the gradients' memory, and
+compilation in one graph.
+"""
 
 import pytest
 import torch
@@ -24,15 +26,21 @@ def operator_arguments(
     weight_directions: int = 0,
     documents: bool = False,
 ) -> list[object]:
-    arguments = random_attend_arguments(1, 2, s, t, 16, decay=decay, window=window, kv_heads=kv_heads, device=DEVICE)
+    arguments = random_attend_arguments(
+        1, 2, s, t, 16, decay=decay, window=window, kv_heads=kv_heads, device=DEVICE
+    )
     jacobians = []
     for count in (bias_directions, weight_directions):
         coefficients = torch.randn(2, count, device=DEVICE, requires_grad=True)
         jacobians.append(
-            TableJacobian(coefficients, torch.randn(2, count, t, device=DEVICE), dense=4) if count else None
+            TableJacobian(coefficients, torch.randn(2, count, t, device=DEVICE), dense=4)
+            if count
+            else None
         )
     bias, weight = arguments.get("bias_table"), arguments.get("weight_table")
-    tables = PositionTables(bias=bias, weight=weight, bias_jacobian=jacobians[0], weight_jacobian=jacobians[1])
+    tables = PositionTables(
+        bias=bias, weight=weight, bias_jacobian=jacobians[0], weight_jacobian=jacobians[1]
+    )
     kernel = operator.prepare_tables(tables, 2, Span(window).max_kv_len(t), DEVICE).kernel
     states = [arguments[name] for name in ("query", "key", "value")]
     ids = (torch.arange(t, device=DEVICE) // 8)[None]
@@ -49,11 +57,18 @@ def operator_arguments(
 )
 @pytest.mark.quick(1)
 def test_opcheck(arguments):
-    """Schema, fake implementation and autograd formula agree with the implementation, strides included."""
+    """Schema, fake implementation and autograd formula agree with the implementation, strides
+    included.
+    """
     torch.library.opcheck(
         operator._attention,
         tuple(operator_arguments(*arguments)),
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
+        test_utils=(
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_static",
+        ),
     )
 
 
@@ -71,15 +86,21 @@ def test_gradients_of_equally_many_queries_and_keys_share_their_memory():
 @pytest.mark.quick(1)
 def test_documents(s, decay):
     """Values and gradients, of complete rows and with a KV cache."""
-    arguments = random_attend_arguments(2, 2, s, 20, 16, weight=not decay, decay=decay, kv_heads=1, device=DEVICE)
+    arguments = random_attend_arguments(
+        2, 2, s, 20, 16, weight=not decay, decay=decay, kv_heads=1, device=DEVICE
+    )
     arguments = {name: value for name, value in arguments.items() if value is not None}
     ids = torch.tensor([[0] * 6 + [1] * 14, [4] * 9 + [5] * 6 + [6] * 5], device=DEVICE)
-    actual, expected = (run_attend(backend, arguments, document_ids=ids) for backend in ("fused", "reference"))
+    actual, expected = (
+        run_attend(backend, arguments, document_ids=ids) for backend in ("fused", "reference")
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_that_are_far_apart():
-    """Row 33 is 33 * 2^26 elements from the first, beyond int32. Most of the memory is never touched."""
+    """Row 33 is 33 * 2^26 elements from the first, beyond int32. Most of the memory is never
+    touched.
+    """
     storage = torch.empty(33 * 2**26 + 16, dtype=torch.float16, device=DEVICE)
     states = storage.as_strided((1, 1, 34, 16), (1, 1, 2**26, 1)).copy_(torch.randn(1, 1, 34, 16))
     arguments = {"backend": "fused", "bias_table": torch.randn(1, 34, device=DEVICE)}
@@ -112,7 +133,9 @@ def test_inductor_compiles_the_backward_pass_of_two_directions():
     def run(query, key, value, *_):
         bias, _ = tables(method, 20, query.device)
         bias_jacobian, _ = jacobians(method, 20, query.device)
-        return attend_with(query, key, value, bias_table=bias, bias_jacobian=bias_jacobian, backend="fused")
+        return attend_with(
+            query, key, value, bias_table=bias, bias_jacobian=bias_jacobian, backend="fused"
+        )
 
     arguments = random_attend_arguments(1, 2, 20, 20, 16, bias=False, weight=False, device=DEVICE)
     inputs = [*(arguments[name] for name in ("query", "key", "value")), *method.parameters()]

@@ -1,4 +1,6 @@
-"""The kernels for the gradients of tables, in Triton's interpreter; `test_kernels.py` covers more sizes and windows."""
+"""The kernels for the gradients of tables, in Triton's interpreter; `test_kernels.py` covers more
+sizes and windows.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def test_sums_along_diagonals():
 
 
 def test_a_bias_and_a_decay():
-    """The keys of a tile are in two blocks of prefix sums, because there are 53 keys before the first query."""
+    """The keys of a tile are in two blocks of prefix sums, because there are 53 keys before the
+    first query.
+    """
     arguments = random_attend_arguments(1, 1, 97, 150, 16, weight=False, decay=True, device=DEVICE)
     expected = run_attend("reference", float64_arguments(arguments))
     for actual, expected_tensor in zip(run_attend("fused", arguments), expected, strict=True):

@@ -1,4 +1,6 @@
-"""The choice of tiles for each GPU, and which GPUs are rejected. tests/integration compiles the kernels with them."""
+"""The choice of tiles for each GPU, and which GPUs are rejected. tests/integration compiles the
+kernels with them.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ from kerple.attention.backends.triton.tiles import Gpu, no_tiles_reason, tiles_f
 from kerple.positional import ModelShape, build
 
 A100, H100 = Gpu("A100", 80, 163 * 1024), Gpu("H100", 90, 227 * 1024)
-RTX_3090, RTX_4090, RTX_5090 = (Gpu(f"RTX {name}", sm, 99 * 1024) for name, sm in ((3090, 86), (4090, 89), (5090, 120)))
+RTX_3090, RTX_4090, RTX_5090 = (
+    Gpu(f"RTX {name}", sm, 99 * 1024) for name, sm in ((3090, 86), (4090, 89), (5090, 120))
+)
 B200 = Gpu("B200", 100, 227 * 1024)
 GPUS = [A100, RTX_3090, RTX_4090, H100, B200, RTX_5090]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -43,8 +47,12 @@ def test_tiles_suit_the_kernels(gpu, dtype):
     for size in (8, 64, 128):
         assert no_tiles_reason(gpu, dtype, size) is None
         for weight, grouped, documents in itertools.product((False, True), repeat=3):
-            chosen = tiles_for(gpu, dtype, size, weight=weight, grouped=grouped, documents=documents)
-            assert chosen.kib == tiles_for(gpu, dtype, size, weight=False).kib  # `no_tiles_reason` knows no weight
+            chosen = tiles_for(
+                gpu, dtype, size, weight=weight, grouped=grouped, documents=documents
+            )
+            assert (
+                chosen.kib == tiles_for(gpu, dtype, size, weight=False).kib
+            )  # `no_tiles_reason` knows no weight
             assert chosen.kib * 1024 <= gpu.shared_memory
             assert chosen.tables.queries == chosen.tables.keys
             for tile in (chosen.forward, chosen.key_value, chosen.query, chosen.tables):
@@ -53,8 +61,16 @@ def test_tiles_suit_the_kernels(gpu, dtype):
 
 
 def test_later_architectures_get_the_tiles_of_their_generation():
-    """B300, Thor, DGX Spark and Orin; an unknown generation gets those that need the least shared memory."""
-    for architecture, known in ((103, B200), (110, B200), (121, RTX_5090), (87, A100), (130, RTX_5090)):
+    """B300, Thor, DGX Spark and Orin; an unknown generation gets those that need the least shared
+    memory.
+    """
+    for architecture, known in (
+        (103, B200),
+        (110, B200),
+        (121, RTX_5090),
+        (87, A100),
+        (130, RTX_5090),
+    ):
         gpu = Gpu("new", architecture, known.shared_memory)
         for size in (64, 128):
             expected = tiles_for(known, torch.bfloat16, size, weight=True)
@@ -72,8 +88,13 @@ def test_gpus_without_tiles_are_rejected_by_name(gpu, reason, gpu_of_this_machin
     """`auto` chooses another backend and says why. tests/gpu trains on such a GPU."""
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     gpu_of_this_machine(gpu)
-    method = build("alibi", ModelShape(num_heads=2, head_size=128, hidden_size=256, num_layers=1, max_positions=8))
-    assert describe_choice(method, "auto", "cuda", torch.bfloat16, 128).startswith("chunked (auto: fused needs ")
+    method = build(
+        "alibi",
+        ModelShape(num_heads=2, head_size=128, hidden_size=256, num_layers=1, max_positions=8),
+    )
+    assert describe_choice(method, "auto", "cuda", torch.bfloat16, 128).startswith(
+        "chunked (auto: fused needs "
+    )
     requirements = Requirements(device=torch.device("cuda"), dtype=torch.bfloat16, head_size=128)
     with pytest.raises(NotImplementedError, match=f"attention-backend 'fused'.*{reason}"):
         check_backend("fused", requirements)
