@@ -41,7 +41,14 @@ from megatron.convert.output import (
     write_checkpoint,
 )
 from megatron.convert.sources import modeling_file, write_self_contained_files
-from megatron.convert.tokenizer_files import SPECIAL_IDS, copy_tokenizer, write_tokenizer
+from megatron.convert.tokenizer_files import (
+    SPECIAL_IDS,
+    TOKENIZER_IDS,
+    copy_tokenizer,
+    digest_of_ids,
+    find_tokenizer,
+    write_tokenizer,
+)
 from megatron.convert.weights import (
     SAFETENSORS,
     check_tensors,
@@ -139,6 +146,7 @@ def to_hugging_face(
                 trained, used, allowed=allow_other_tokenizer, place="the checkpoint"
             )
             values.update(ids)
+            values[TOKENIZER_IDS] = digest_of_ids(find_tokenizer(folder).build())
             write_json(folder / "generation_config.json", ids)
         else:
             values.update(dict.fromkeys(SPECIAL_IDS))
@@ -231,7 +239,9 @@ def from_hugging_face(
     fingerprint = ""
     with new_folder(output) as folder:
         if with_tokenizer:
-            keys, fingerprint = copy_tokenizer(source, folder, output, values["padded_vocab_size"])
+            keys, fingerprint = copy_tokenizer(
+                source, folder, output, values["padded_vocab_size"], theirs.get(TOKENIZER_IDS)
+            )
             values.update(keys)
         config = Config.from_flat(
             {**values, "pos_emb_module": pos_emb_module}, source=str(source / "config.json")

@@ -1,10 +1,12 @@
 """Writing and reading the tokenizers of Hugging Face folders."""
 
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
@@ -27,6 +29,11 @@ SAMPLE = (
     "def main(count=10):\n\treturn [x * 3.14 for x in range(count)]  # naïve – 東京 🙂\n\n"
     "  The  end."
 )
+
+# Key of config.json: the `digest_of_ids` of the tokenizer in the folder.
+TOKENIZER_IDS = "tokenizer_ids_sha256"
+TOKENS_PER_TEXT = 64
+SENTENCEPIECE_UNKNOWN = "\u2047"
 
 # Special tokens in config.json and generation_config.json.
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -192,37 +199,71 @@ def _character_level() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def find_tokenizer(folder: Path) -> TokenizerFiles:
+    """The tokenizer of a Hugging Face folder. Raises CheckpointError if there is none."""
+    if os.path.lexists(folder / "tokenizer.json"):
+        return TokenizerFiles("HFTokenizer", folder / "tokenizer.json")
+    merges = folder / "merges.txt"
+    if os.path.lexists(folder / "vocab.json") and os.path.lexists(merges):
+        return TokenizerFiles("GPT2BPETokenizer", folder / "vocab.json", merges)
+    if os.path.lexists(folder / "tokenizer.model"):
+        return TokenizerFiles("SPMTokenizer", folder / "tokenizer.model")
+    raise CheckpointError(
+        f"{folder}: has neither tokenizer.json, nor tokenizer.model, nor vocab.json and "
+        "merges.txt; add them, or convert without a tokenizer: --no-tokenizer"
+    )
+
+
 def copy_tokenizer(
-    source: Path, folder: Path, final: Path, vocabulary: int
+    source: Path, folder: Path, final: Path, vocabulary: int, exported: str | None
 ) -> tuple[dict[str, str], str]:
     """Copy the tokenizer of a Hugging Face folder into `folder`; return the configuration keys for
-    it, with the paths that the files will have in `final`, and its fingerprint. Raises UserError if
-    there is no supported tokenizer.
+    it, with the paths that the files will have in `final`, and its fingerprint.
+
+    exported: the `TOKENIZER_IDS` of the folder's config.json. Raises CheckpointError if there is no
+    supported tokenizer, or one that gives other ids than the exported one.
     """
-    if os.path.lexists(source / "tokenizer.json"):
-        tokenizer_type, files = "HFTokenizer", {"vocab_file": "tokenizer.json"}
-    elif os.path.lexists(source / "vocab.json") and os.path.lexists(source / "merges.txt"):
-        tokenizer_type, files = (
-            "GPT2BPETokenizer",
-            {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-        )
-    elif os.path.lexists(source / "tokenizer.model"):
-        tokenizer_type, files = "SPMTokenizer", {"vocab_file": "tokenizer.model"}
-    else:
-        raise CheckpointError(
-            f"{source}: has neither tokenizer.json, nor tokenizer.model, nor vocab.json and "
-            "merges.txt; add them, or convert without a tokenizer: --no-tokenizer"
-        )
-    for name in (
-        *files.values(),
-        *(other for other in OTHER_FILES if os.path.lexists(source / other)),
-    ):
-        (folder / name).write_bytes(read_file(source / name))
-    copied = TokenizerFiles(tokenizer_type, **{key: folder / name for key, name in files.items()})
-    tokenizer = copied.build()
+    found = find_tokenizer(source)
+    keys = {"tokenizer_type": found.tokenizer_type}
+    for key, path in (("vocab_file", found.vocab_file), ("merge_file", found.merge_file)):
+        if path is not None:
+            name = Path(path).name
+            (folder / name).write_bytes(read_file(source / name))
+            keys[key] = str(final / name)
+    for name in OTHER_FILES:
+        if os.path.lexists(source / name):
+            (folder / name).write_bytes(read_file(source / name))
+    tokenizer = find_tokenizer(folder).build()
     check_rows(tokenizer, vocabulary)
-    keys = {
-        "tokenizer_type": tokenizer_type,
-        **{key: str(final / name) for key, name in files.items()},
-    }
+    if exported not in (None, digest_of_ids(tokenizer)):
+        raise CheckpointError(
+            f"{found.vocab_file}: gives other ids than the tokenizer that was exported with the "
+            "model; restore the file, or, if the model was trained further with this tokenizer, "
+            f"remove {TOKENIZER_IDS} from config.json"
+        )
     return keys, tokenizer.fingerprint
+
+
+def digest_of_ids(tokenizer: Tokenizer) -> str:
+    """SHA-256 (hexadecimal) of the ids that a tokenizer gives for the texts of all its tokens.
+
+    A tokenizer that transformers has written anew, in another format, has the same digest; one with
+    another vocabulary, other merges or another normalization has another.
+    """
+    # The text of a special token depends on the library, and so does that of white space alone.
+    special = set(tokenizer.special_ids)
+    pieces = []
+    for token in range(tokenizer.vocab_size):
+        piece = tokenizer.detokenize([token])
+        if token not in special and piece.strip() not in ("", SENTENCEPIECE_UNKNOWN):
+            pieces.append(piece)
+    texts = [SAMPLE]
+    for count in range(1, 33):
+        texts.append(f"a{' ' * count}b" + "\n" * count + "c" + "\t" * count + "d")
+    for start in range(0, len(pieces), TOKENS_PER_TEXT):
+        texts.append("".join(pieces[start : start + TOKENS_PER_TEXT]))
+
+    digest = hashlib.sha256(f"{tokenizer.eod} {tokenizer.bos}".encode())
+    for ids in tokenizer.tokenize_batch(texts):
+        digest.update(np.array([*ids, -1], dtype=np.int64).tobytes())
+    return digest.hexdigest()

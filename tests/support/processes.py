@@ -1,6 +1,7 @@
 """Waiting for processes, and free ports for them."""
 
 import contextlib
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -15,8 +16,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 240) -> None:
 
 
 def free_ports(count: int) -> list[int]:
+    """Ports that servers can use. They are below those that the system gives to outgoing
+    connections, one of which could take a port before its server has started.
+    """
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            port = random.SystemRandom().randrange(10_000, 32_768)
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("", port))
+                ports.append(port)
+        return ports

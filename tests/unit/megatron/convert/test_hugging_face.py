@@ -480,6 +480,22 @@ def test_the_tokenizer_is_imported(tmp_path):
     assert ours.tokenize(KINDS["python"]) == tokenizer.encode(KINDS["python"]).ids
 
 
+def test_an_edited_tokenizer_of_an_export_is_refused(tmp_path):
+    train_bpe(KINDS.values(), 400).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TokenizerFiles("HFTokenizer", tmp_path / "tokenizer.json")
+    model, config = make_model("kerple_log")
+    to_hugging_face(model, config, tmp_path / "hf", tokenizer=tokenizer, report=quiet)
+    from_hugging_face(tmp_path / "hf", tmp_path / "ours", report=quiet)
+
+    path = tmp_path / "hf" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["model"]["merges"].pop(20)
+    path.write_text(json.dumps(document))
+    expected = r"tokenizer\.json.*tokenizer_ids_sha256"
+    assert_rejected(expected, from_hugging_face, tmp_path / "hf", tmp_path / "edited", report=quiet)
+    assert not (tmp_path / "edited").exists()
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*config\.json"):
         from_hugging_face(tmp_path / "nothing", tmp_path / "ours", report=quiet)

@@ -9,7 +9,12 @@ import tokenizers
 from transformers import AutoTokenizer, LlamaTokenizerFast
 
 from megatron.checkpoint.storage import CheckpointError
-from megatron.convert.tokenizer_files import copy_tokenizer, write_tokenizer
+from megatron.convert.tokenizer_files import (
+    copy_tokenizer,
+    digest_of_ids,
+    find_tokenizer,
+    write_tokenizer,
+)
 from megatron.tokenizer.hugging_face import train_bpe
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.errors import assert_rejected
@@ -95,7 +100,7 @@ def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
             **LLAMA_TOKENS,
         }
         (source / "tokenizer_config.json").write_text(json.dumps(values))
-    keys, fingerprint = copy_tokenizer(source, own, own, 1024)
+    keys, fingerprint = copy_tokenizer(source, own, own, 1024, None)
     assert keys["tokenizer_type"] == kind
     files = TokenizerFiles(kind, keys["vocab_file"])
     tokenizer = files.build()
@@ -116,6 +121,55 @@ def test_llama_tokenizers_are_imported_and_exported(kind, tmp_path):
         assert loaded.decode(expected, skip_special_tokens=True) == text
     assert "auto_map" not in json.loads((exported / "tokenizer_config.json").read_text())
     assert (exported / "chat_template.jinja").exists() == (kind == "HFTokenizer")
+
+
+def swap_tokens(document: dict) -> None:
+    vocabulary = document["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+def remove_a_merge(document: dict) -> None:
+    document["model"]["merges"].pop(250)
+
+
+def lowercase(document: dict) -> None:
+    document["normalizer"] = {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize("edit", [swap_tokens, remove_a_merge, lowercase])
+def test_an_edited_tokenizer_is_not_imported(edit, tmp_path):
+    source, exported, imported = (tmp_path / name for name in ("own", "hf", "imported"))
+    for folder in (source, exported, imported):
+        folder.mkdir()
+    train_bpe(KINDS.values(), 700).save(str(source / "tokenizer.json"))
+    write_tokenizer(find_tokenizer(source), exported, 1024)
+    digest = digest_of_ids(find_tokenizer(exported).build())
+    document = json.loads((exported / "tokenizer.json").read_text())
+    edit(document)
+    (exported / "tokenizer.json").write_text(json.dumps(document))
+    expected = r"tokenizer\.json.*tokenizer_ids_sha256"
+    assert_rejected(expected, copy_tokenizer, exported, imported, imported, 1024, digest)
+
+
+@pytest.mark.parametrize("kind", ["HFTokenizer", "SPMTokenizer", "CharLevelTokenizer"])
+def test_a_tokenizer_that_transformers_saves_again_is_imported(kind, tmp_path):
+    source, exported, saved, imported = (
+        tmp_path / name for name in ("own", "hf", "saved", "imported")
+    )
+    for folder in (source, exported, saved, imported):
+        folder.mkdir()
+    files = TokenizerFiles(kind)
+    if kind == "HFTokenizer":
+        write_llama_json(source)
+        files = find_tokenizer(source)
+    elif kind == "SPMTokenizer":
+        train_sentencepiece(source / "tokenizer.model", **LLAMA)
+        files = find_tokenizer(source)
+    write_tokenizer(files, exported, 1024)
+    digest = digest_of_ids(find_tokenizer(exported).build())
+    AutoTokenizer.from_pretrained(exported).save_pretrained(saved)
+    copy_tokenizer(saved, imported, imported, 1024, digest)
 
 
 def test_special_tokens_of_a_chat_model(tmp_path):
