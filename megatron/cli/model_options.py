@@ -79,6 +79,9 @@ def parse_with_checkpoint(
                 if canonical_path(key) == path
             }
             _find_on_hub(options, next(iter(module.values()), None))
+            for key in options.overrides:
+                if canonical_path(key) in (("iteration",), ("fallback",)):
+                    raise UserError(f"--set {key}: has no effect on --checkpoint; use --{key}")
             step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             trained = checkpoint_config(step, module)
             # The address is that of the training run.
@@ -184,9 +187,9 @@ def saved_config(
     overrides of the user (see `overrides_of`). Raises UserError if it cannot be read or, with
     `check`, if `config` describes another model.
     """
-    return _checked_config(
-        step, checkpoint_config(step, overrides_of(step, config, options)), config, check
-    )
+    saved = checkpoint_config(step, overrides_of(step, config, options))
+    _check_config(step, saved, config, options, check)
+    return saved
 
 
 def load(
@@ -205,7 +208,7 @@ def load(
         dtype=dtype,
         overrides=overrides_of(step, config, options),
     )
-    _checked_config(step, saved, config, check)
+    _check_config(step, saved, config, options, check)
     report = _print_line if os.environ.get("RANK", "0") == "0" else lambda line: None
     if notice := slow_dtype_notice(device, dtype):
         report(notice)
@@ -218,14 +221,18 @@ def load(
     return model, saved
 
 
-def _checked_config(step: Path, saved: Config, config: Config, check: bool) -> Config:
+def _check_config(
+    step: Path, saved: Config, config: Config, options: argparse.Namespace, check: bool
+) -> None:
+    # Without files, `config` is that of the first checkpoint; what --set asks for is for all.
+    if options.from_checkpoint:
+        config, check = saved.updated(**options.overrides), True
     differences = model_differences(saved, config, evaluation=True) if check else []
     if differences:
         raise UserError(
             f"{step}: was trained with another configuration ({'; '.join(differences)}); use that "
             "configuration or another checkpoint"
         )
-    return saved
 
 
 def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _override_layer(
         # After a reset, later overrides of parts of the mapping must not be merged with the files.
         if entry.value is None and path[0] in keys:
             changes += _add_layer(keys, copy.deepcopy(addition))
-        _add_layer(layer, addition)
+        changes += [change for change in _add_layer(layer, addition) if change.reason]
     return layer, changes
 
 

@@ -334,7 +334,9 @@ class ModelConfig(ConfigSection):
             )
 
     def _positional_contradictions(self) -> Iterator[str]:
-        """The method does not exist, or does not support its options or the attention backend."""
+        """The method does not exist, does not support its options or the attention backend, or has
+        one option twice.
+        """
         # The user's own module registers further methods.
         if self.pos_emb_module is not None:
             try:
@@ -373,6 +375,15 @@ class ModelConfig(ConfigSection):
         ) as error:  # TypeError: options of another type
             yield f"pos_emb {self.pos_emb}: {error}"
             return
+
+        # An option with one value in pos_emb_options and another in the key of GPT-NeoX for it.
+        for name, option in self._keys_of_method():
+            value = self.pos_emb_options.get(option, self.positional_options[option])
+            if name in self.model_fields_set and value != self._option_of(name):
+                yield (
+                    f"{name} {getattr(self, name)} and pos_emb_options.{option} {value} are the "
+                    "same option; remove one of them"
+                )
 
         # Buffers, which casting the model would round.
         buffers = [name for method in methods for name, _ in method.named_buffers()]
@@ -442,13 +453,25 @@ class ModelConfig(ConfigSection):
         """Options of the positional method: the keys of GPT-NeoX and DAPE for it, then
         pos_emb_options.
         """
-        method = canonical_name(self.pos_emb)
-        options: dict[str, Any] = {}
-        for name, option, patterns in _METHOD_KEYS:
-            value = getattr(self, name)
-            if value is not None and any(fnmatchcase(method, pattern) for pattern in patterns):
-                options[option] = value // 2 if name == "noise_seq_length" else value
+        options = {option: self._option_of(name) for name, option in self._keys_of_method()}
         return {**options, **self.pos_emb_options}
+
+    def _keys_of_method(self) -> Iterator[tuple[str, str]]:
+        """Those of _METHOD_KEYS that have a value and that the positional method reads, with their
+        options.
+        """
+        method = canonical_name(self.pos_emb)
+        for name, option, patterns in _METHOD_KEYS:
+            is_read = any(fnmatchcase(method, pattern) for pattern in patterns)
+            if is_read and getattr(self, name) is not None:
+                yield name, option
+
+    def _option_of(self, name: str) -> Any:
+        """The value of the option that the key `name` stands for. The initial threshold of FIRE is
+        half of DAPE's noise_seq_length.
+        """
+        value = getattr(self, name)
+        return value // 2 if name == "noise_seq_length" else value
 
     @property
     def shape(self) -> ModelShape:

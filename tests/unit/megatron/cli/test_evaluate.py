@@ -181,6 +181,16 @@ def test_a_text_that_is_not_utf_8(tmp_path, monkeypatch, configuration):
     assert "--bad-documents" not in str(caught.value)  # not an option of evaluate.py
 
 
+@pytest.mark.parametrize("change", ["hidden-size=16", "layernorm-epsilon=0.5", "pos-emb=none"])
+def test_set_changes_no_model_of_several_checkpoints(tmp_path, checkpoints, data, change):
+    write_checkpoint(tmp_path / "other", "alibi", data)
+    folders = [str(checkpoints["kerple_log"][0]), str(tmp_path / "other")]
+    words = ["--checkpoint", *folders, *LENGTHS, "--output", str(tmp_path / "report")]
+    name = change.partition("=")[0].replace("-", "_")
+    assert_rejected(name, main, [*words, "--set", change])
+    assert not (tmp_path / "report").exists()
+
+
 def test_several_checkpoints_require_an_output_folder_and_the_same_data(
     tmp_path, checkpoints, data
 ):

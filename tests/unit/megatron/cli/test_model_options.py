@@ -201,3 +201,8 @@ def test_only_rank_0_does_the_work(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert first_process()
     assert "runs in one process; the other 3 exit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["iteration", "fallback"])
+def test_set_does_not_choose_the_checkpoint(run, key):
+    assert_rejected(f"--set {key}.*--{key}", parse, "--checkpoint", run, "--set", f"{key}=4")

@@ -53,6 +53,14 @@ from tests.support.errors import assert_rejected
             "per_layer: methods.*40.*num_layers",
         ),
         ({"pos-emb": "per_layer", "rotary_pct": 0.5}, "rotary_pct.*pos_emb per_layer"),
+        (
+            {"pos-emb": "rotary", "rotary_pct": 1, "pos_emb_options": {"fraction": 0.5}},
+            r"rotary_pct.*pos_emb_options\.fraction",
+        ),
+        (
+            {"pos-emb": "dape_fire", "noise_seq_length": 8, "pos_emb_options": {"threshold": 8}},
+            r"noise_seq_length.*pos_emb_options\.threshold",
+        ),
         ({"pos-emb": "per_layer", "pos-emb-options": {"methods": ["rotray"]}}, "pos_emb per_layer"),
         ({"pos-emb": "dape", "model-parallel-size": 2}, "pos_emb dape"),
         ({"pos-emb-module": "no/such/file.py"}, r"pos_emb_module no/such/file\.py.*such file"),

@@ -257,6 +257,14 @@ def test_bad_overrides(write, override, message):
     assert_rejected(message, load, write, MODEL, '{"seed": 1}', overrides=[override])
 
 
+def test_parameters_that_a_later_override_drops_are_reported(write):
+    adam = '{"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}'
+    overrides = ["optimizer.type=SGD", "optimizer.params.lr=0.5", "optimizer.type=Adam"]
+    config = load(write, MODEL, adam, overrides=overrides)
+    assert config.optimizer.lr == 0.1
+    assert any("optimizer.params.lr" in notice and "0.5" in notice for notice in config.notices)
+
+
 @pytest.mark.parametrize(
     ("overrides", "weight_decay"),
     [
