@@ -1,17 +1,19 @@
-"""Print the size of this repository: lines, functions, branches, imports and words.
+"""Print the size of this repository: tokens, syntax nodes, functions, imports and words.
 
     python tools/measure.py [--json FILE]
 
-Product lines are all Python lines outside `tests/`, `benchmarks/` and `experiments/`, including
-blank lines, comments and docstrings. Words are those of the Markdown files in `docs/` and the root,
-without the generated key reference.
+Code lines and tokens are those without blank lines, comments and docstrings. Words are those of the
+Markdown files in `docs/` and the root, without the generated key reference.
 """
 
 import ast
+import io
 import json
 import statistics
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,6 +29,23 @@ from megatron.utils.command_line import OptionParser, run_main  # noqa: E402
 IMPORTS = ("megatron.training.loop", "megatron.inference.loading", "megatron.cli.report")
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.comprehension)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Tokens that are no code.
+LAYOUT = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+MAX_COLUMNS = 100
+# Title -> the files it measures, as patterns of git.
+PARTS = {
+    "kerple": ("kerple/*.py",),
+    "megatron, tools and scripts": ("megatron/*.py", "tools/*.py", ":(glob)*.py"),
+    "benchmarks and experiments": ("benchmarks/*.py", "experiments/*.py"),
+    "tests": ("tests/*.py",),
+}
 
 
 def tracked(pattern: str) -> list[Path]:
@@ -37,36 +56,68 @@ def tracked(pattern: str) -> list[Path]:
     return [ROOT / name for name in output.splitlines()]
 
 
+def tokens_of(text: str) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(text).readline)
+
+
+def code_tokens(text: str, docstrings: set[int]) -> tuple[int, set[int]]:
+    """The number of tokens of a file, and the lines that contain one: without comments and
+    docstrings.
+    """
+    count, lines = 0, set()
+    for token in tokens_of(text):
+        if token.type not in LAYOUT and token.start[0] not in docstrings:
+            count += 1
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return count, lines
+
+
 def measure_code(paths: list[Path]) -> dict[str, float]:
     """Sizes of Python files."""
     lengths, functions, branches = [], [], []
-    comprehensions = ternaries = comments = raises = 0
+    nodes = tokens = code = comprehensions = ternaries = comments = wide = raises = 0
     for path in paths:
         text = path.read_text()
         lines = text.splitlines()
         lengths.append(len(lines))
-        comments += sum(line.lstrip().startswith("#") for line in lines)
+        comments += sum(token.type == tokenize.COMMENT for token in tokens_of(text))
+        wide += sum(len(line) > MAX_COLUMNS for line in lines)
+
+        # Syntax nodes.
+        docstrings: set[int] = set()
         for node in ast.walk(ast.parse(text)):
+            nodes += 1
             comprehensions += isinstance(node, COMPREHENSIONS)
             ternaries += isinstance(node, ast.IfExp)
             raises += isinstance(node, ast.Raise)
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
                 branches.append(1 + sum(isinstance(child, BRANCHES) for child in ast.walk(node)))
-    total = sum(lengths)
+            match node:
+                case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=last):
+                    docstrings.update(range(first, (last or first) + 1))
+
+        tokens_of_file, lines_of_file = code_tokens(text, docstrings)
+        tokens += tokens_of_file
+        code += len(lines_of_file)
     return {
         "files": len(paths),
-        "lines": total,
+        "lines": sum(lengths),
+        "code lines": code,
+        "tokens": tokens,
+        "syntax nodes": nodes,
         "file length, median": statistics.median(lengths),
         "functions": len(functions),
         "function length, median": statistics.median(functions),
         "function length, 90 %": statistics.quantiles(functions, n=10)[-1],
         "function length, largest": max(functions),
         "branches per function, largest": max(branches),
-        "comprehensions per 1,000 lines": 1000 * comprehensions / total,
-        "ternaries per 1,000 lines": 1000 * ternaries / total,
-        "raise per 1,000 lines": 1000 * raises / total,
-        "comment lines, %": 100 * comments / total,
+        "ternaries per 1,000 code lines": 1000 * ternaries / code,
+        "comprehensions per 1,000 code lines": 1000 * comprehensions / code,
+        "raise per 1,000 code lines": 1000 * raises / code,
+        "tokens per code line": tokens / code,
+        "comments, % of lines": 100 * comments / sum(lengths),
+        f"lines above {MAX_COLUMNS} columns": wide,
     }
 
 
@@ -112,24 +163,14 @@ def imported_files(module: str) -> set[str]:
 
 def measure() -> dict[str, dict[str, float]]:
     """Title -> name -> number."""
-    python = tracked("*.py")
-    tests = [path for path in python if path.is_relative_to(ROOT / "tests")]
-    others = [
-        path
-        for name in ("tests", "benchmarks", "experiments")
-        for path in (ROOT / name).rglob("*.py")
-    ]
-    pages = [
-        path
-        for path in tracked("*.md")
-        if path.parent == ROOT or path.is_relative_to(ROOT / "docs")
-    ]
-    return {
-        "product": measure_code([path for path in python if path not in others]),
-        "tests": measure_code(tests),
-        "documentation": {"words": sum(len(path.read_text().split()) for path in pages)},
-        "files imported by": {module: len(imported_files(module)) for module in IMPORTS},
-    }
+    sizes: dict[str, dict[str, float]] = {}
+    for title, patterns in PARTS.items():
+        paths = [path for pattern in patterns for path in tracked(pattern)]
+        sizes[title] = measure_code(paths)
+    pages = [*tracked(":(glob)*.md"), *tracked("docs/*.md")]
+    sizes["documentation"] = {"words": sum(len(path.read_text().split()) for path in pages)}
+    sizes["files imported by"] = {module: len(imported_files(module)) for module in IMPORTS}
+    return sizes
 
 
 def main() -> None:

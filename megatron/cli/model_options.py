@@ -38,6 +38,12 @@ from megatron.utils.errors import UserError
 
 # Keys that the user's configuration decides, not the checkpoint's.
 RUNTIME_KEYS = ("attention_backend", "pos_emb_module", "release_bf16_distances")
+# Keys of a training run -> the option that has their meaning for a checkpoint.
+OPTION_OF_KEY = {
+    "iteration": "--iteration",
+    "fallback": "--fallback",
+    **dict.fromkeys(("precision", "fp16", "bf16"), "--precision"),
+}
 
 
 def parse_with_checkpoint(
@@ -80,8 +86,9 @@ def parse_with_checkpoint(
             }
             _find_on_hub(options, next(iter(module.values()), None))
             for key in options.overrides:
-                if canonical_path(key) in (("iteration",), ("fallback",)):
-                    raise UserError(f"--set {key}: has no effect on --checkpoint; use --{key}")
+                option = OPTION_OF_KEY.get(canonical_path(key)[0])
+                if option is not None:
+                    raise UserError(f"--set {key}: has no effect on --checkpoint; use {option}")
             step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             trained = checkpoint_config(step, module)
             # The address is that of the training run.

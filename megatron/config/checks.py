@@ -259,6 +259,8 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
     pattern for all layers. `flash` is an implementation of dense attention.
     """
     expected = f'expected [[["global"], {num_layers or "NUM_LAYERS"}]]'
+    if isinstance(value, str):
+        return expected
     types: list[Any] = []
     try:
         for item in value:
@@ -273,11 +275,9 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
         return expected
     sparse = sorted({str(type_) for type_ in types if type_ not in _DENSE_ATTENTION})
     if sparse:
-        hint = (
-            "; for a sliding window in these layers, set sliding_window_width to a list"
-            if "local" in sparse
-            else ""
-        )
+        hint = ""
+        if "local" in sparse:
+            hint = "; for a sliding window in these layers, set sliding_window_width to a list"
         return f"only dense attention (global, flash) is supported, not {', '.join(sparse)}{hint}"
     if len(types) == num_layers:
         return None

@@ -203,6 +203,15 @@ def test_only_rank_0_does_the_work(monkeypatch, capsys):
     assert "runs in one process; the other 3 exit" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["iteration", "fallback"])
-def test_set_does_not_choose_the_checkpoint(run, key):
-    assert_rejected(f"--set {key}.*--{key}", parse, "--checkpoint", run, "--set", f"{key}=4")
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ("iteration=4", "iteration"),
+        ("fallback=true", "fallback"),
+        ("precision=bfloat16", "precision"),
+        ("fp16.enabled=true", "precision"),
+    ],
+)
+def test_set_does_not_replace_options(run, change, option):
+    key = change.partition("=")[0]
+    assert_rejected(f"--set {key}.*--{option}", parse, "--checkpoint", run, "--set", change)
