@@ -64,7 +64,8 @@ def code_tokens(text: str, docstrings: set[int]) -> tuple[int, set[int]]:
     """The number of tokens of a file, and the lines that contain one: without comments and
     docstrings.
     """
-    count, lines = 0, set()
+    count = 0
+    lines: set[int] = set()
     for token in tokens_of(text):
         if token.type not in LAYOUT and token.start[0] not in docstrings:
             count += 1
