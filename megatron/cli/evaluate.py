@@ -48,7 +48,8 @@ from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
 from megatron.preparation.input_files import file_format, find_files
 from megatron.preparation.readers import FileCorpus, TextChunk
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
+from megatron.tokenizer.interface import Tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable, read_file

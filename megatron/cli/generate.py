@@ -28,7 +28,7 @@ from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
 from megatron.inference.generation import generate
 from megatron.model.gpt import GPT
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.command_line import integer, path_option
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, write_atomically

@@ -16,7 +16,7 @@ from megatron.config import Config
 from megatron.data.indexed_dataset import check_tokenizer
 from megatron.data.streams import TokenStream, evaluation_corpora, evaluation_stream
 from megatron.evaluation.protocols import Protocol, Segments
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, visible
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]

@@ -38,7 +38,8 @@ from megatron.preparation.indexed_writer import (
     publish,
 )
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
+from megatron.tokenizer.interface import Tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.processes import Lock

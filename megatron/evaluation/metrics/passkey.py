@@ -22,7 +22,7 @@ from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import PasskeyRecord, Provenance, Record
 from megatron.evaluation.runner import EvalContext, EvalTask
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError
 
 PROTOCOL = "passkey"
