@@ -17,7 +17,7 @@ from megatron.config import Config
 from megatron.config.loader import build, entries_of
 from megatron.config.schema.model import ModelConfig
 from megatron.config.yaml_files import read_file
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, visible
 
 # Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write

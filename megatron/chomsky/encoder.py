@@ -25,9 +25,7 @@ EMBEDDING_STD = 0.02  # of the original architecture
 
 
 def build_methods(name: str, shape: ModelShape) -> list[PositionalMethod]:
-    """As `build_layers`. Raises UserError if the method is unknown or does not support
-    the shape.
-    """
+    """As `build_layers`, but raises UserError for an unknown method or an unsupported shape."""
     try:
         return build_layers(name, shape)
     except ValueError as error:
@@ -56,24 +54,26 @@ class Encoder(nn.Module):
     ):
         # One method for each layer, or one that all share.
         super().__init__()
-        shape = ModelShape(
-            num_heads, hidden_size // num_heads, hidden_size, num_layers, max_positions
-        )
+        head_size = hidden_size // num_heads
+        shape = ModelShape(num_heads, head_size, hidden_size, num_layers, max_positions)
         methods = build_methods(pos_emb, shape)
         self.embedding = nn.Embedding(symbols, hidden_size)
         self.positional = nn.ModuleList(methods)
         original = architecture == "original"
-        self.layers = nn.ModuleList(
-            EncoderLayer(hidden_size, num_heads, original) for _ in range(num_layers)
-        )
-        self.norm = nn.Identity() if original else nn.LayerNorm(hidden_size)
+        layers = [EncoderLayer(hidden_size, num_heads, original) for _ in range(num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm: nn.Module = nn.LayerNorm(hidden_size)
         self.output = nn.Linear(hidden_size, classes)
-        self.dropout = nn.Dropout(DROPOUT if original and "embed" in methods[0].hooks else 0.0)
+        self.dropout = nn.Dropout(0.0)
 
         # Initial values. The original architecture has its own, also for linear layers.
         if not original:
             nn.init.normal_(self.embedding.weight, std=hidden_size**-0.5)
             return
+        self.norm = nn.Identity()
+        if "embed" in methods[0].hooks:
+            self.dropout.p = DROPOUT
+
         # The code multiplies the embeddings by sqrt(e).
         std = EMBEDDING_STD * math.sqrt(hidden_size)
         nn.init.trunc_normal_(self.embedding.weight, std=std, a=-2 * std, b=2 * std)
@@ -85,10 +85,8 @@ class Encoder(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        positions = torch.arange(symbols.shape[1])
-        methods = cast(
-            Sequence[PositionalMethod], self.positional
-        )  # one for all layers, or one per layer
+        positions = torch.arange(symbols.shape[1])  # [s]
+        methods = cast(Sequence[PositionalMethod], self.positional)  # for all layers, or per layer
         hidden = self.dropout(methods[0].embed(self.embedding(symbols), positions))
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, methods[min(index, len(methods) - 1)])
@@ -96,9 +94,7 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention over all positions, and an MLP: `[b, s, e] -> [b, s, e]`. original:
-    see `Encoder`.
-    """
+    """Attention over all positions, and an MLP: `[b, s, e] -> [b, s, e]`."""
 
     def __init__(self, hidden_size: int, num_heads: int, original: bool):
         super().__init__()
@@ -107,11 +103,9 @@ class EncoderLayer(nn.Module):
         self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size, bias=not original)
         self.projection = nn.Linear(hidden_size, hidden_size, bias=not original)
         self.mlp_norm = nn.LayerNorm(hidden_size)
-        self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size),
-            nn.ReLU() if original else nn.GELU(),
-            nn.Linear(4 * hidden_size, hidden_size),
-        )
+        widen = nn.Linear(hidden_size, 4 * hidden_size)
+        activation = nn.ReLU() if original else nn.GELU()
+        self.mlp = nn.Sequential(widen, activation, nn.Linear(4 * hidden_size, hidden_size))
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, hidden: Tensor, positional: PositionalMethod) -> Tensor:
@@ -122,16 +116,18 @@ class EncoderLayer(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
     def attention(self, hidden: Tensor, positional: PositionalMethod) -> Tensor:
+        # [b, s, e] -> [b, s, 3, h, d] -> three times [b, h, s, d]
         batch, length, size = hidden.shape
         qkv = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         method: PositionalMethod = positional
         if positional.causal_only:
             method = BothSides(positional, hidden)
+
         # The sequences are short, so all scores fit in memory, and training need not compute them
         # twice.
         backend = "reference" if method.hooks - {"embed", "rotate"} else "sdpa"
-        context = Attention(method, backend)(query, key, value, causal=False)
+        context = Attention(method, backend)(query, key, value, causal=False)  # [b, h, s, d]
         return self.projection(context.transpose(1, 2).reshape(batch, length, size))
 
 
@@ -154,6 +150,7 @@ class BothSides(PositionalMethod):
             return chunk.scores - (self.sums[..., :, None] - self.sums[..., None, :]).abs()
         follows = torch.ones_like(chunk.mask).triu(1)
         before = self.method.modify_scores(replace(chunk, mask=follows, causal=True))
+
         # Read from right to left, the keys after a query precede it.
         flipped = {"scores": chunk.scores.flip(-1, -2), "query": chunk.query.flip(-2)}
         after = self.method.modify_scores(replace(chunk, mask=follows, causal=True, **flipped))

@@ -162,24 +162,25 @@ class Experiment:
         for tested, length in enumerate(self.settings.test_lengths, start=1):
             accuracies[str(length)] = self.accuracy(length)
             report(tested, length)
-        longer = [
-            accuracy
-            for length, accuracy in accuracies.items()
-            if int(length) > self.settings.train_longest
-        ]
-        score = sum(longer) / len(longer)
         return Result(
-            task=self.name, pos_emb=self.pos_emb, seed=self.seed, score=score, accuracies=accuracies
+            task=self.name,
+            pos_emb=self.pos_emb,
+            seed=self.seed,
+            score=mean_beyond(accuracies, self.settings.train_longest),
+            accuracies=accuracies,
         )
 
     def train(self, report: Callable[[int, float], None]) -> None:
         """Train all steps. Calls `report(step, loss)` after every tenth step and the last."""
         self.model.train()
         for step in range(self.settings.steps):
+            # A batch of one random length. Seeds are those of the step, also of dropout.
             generator = np.random.default_rng(self.random_seed(step))
             length = int(generator.integers(self.shortest, self.settings.train_longest + 1))
-            torch.manual_seed(zlib.crc32(repr(self.random_seed(step)).encode()))  # of dropout
+            torch.manual_seed(zlib.crc32(repr(self.random_seed(step)).encode()))
             loss = self.loss(generator, length)
+
+            # An optimizer step with warmup.
             for group in self.optimizer.param_groups:
                 group["lr"] = self.settings.learning_rate * min(1.0, (step + 1) / self.warmup_steps)
             self.optimizer.zero_grad(set_to_none=True)
@@ -247,14 +248,19 @@ class EncoderExperiment(Experiment):
         """
         batch = self.task.sample(generator, samples, length)
         placeholders = np.full(batch.targets.shape, self.task.symbols)
-        symbols = torch.from_numpy(np.concatenate((batch.inputs, placeholders), axis=1)).to(
-            self.device
-        )
-        logits = self.model(symbols)[:, -batch.targets.shape[1] :].float()
-        targets, counted = (
-            torch.from_numpy(array).to(self.device) for array in (batch.targets, batch.counted)
-        )
-        return logits, targets, counted
+        symbols = np.concatenate((batch.inputs, placeholders), axis=1)
+        logits = self.model(torch.from_numpy(symbols).to(self.device))
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        counted = torch.from_numpy(batch.counted).to(self.device)
+        return logits[:, -targets.shape[1] :].float(), targets, counted
+
+
+def mean_beyond(accuracies: Mapping[str, float], longest: int) -> float:
+    """The mean of the accuracies at lengths above the longest of training; NaN if there is none."""
+    longer = [accuracy for length, accuracy in accuracies.items() if int(length) > longest]
+    if not longer:
+        return math.nan
+    return sum(longer) / len(longer)
 
 
 def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
@@ -272,23 +278,20 @@ def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Resul
 
     # Results of other settings must not be averaged with those of this run.
     stored = content["settings"]
-    changed = [name for name, value in asdict(settings).items() if stored.get(name) != value]
-    if changed:
-        changes = ", ".join(
-            f"{name} {stored.get(name)}, not {getattr(settings, name)}" for name in changed
-        )
+    changes = []
+    for name, value in asdict(settings).items():
+        if stored.get(name) != value:
+            changes.append(f"{name} {stored.get(name)}, not {value}")
+    if changes:
         raise UserError(
-            f"{path} contains results of other settings ({changes}): use the same settings, or "
-            "choose another --output"
+            f"{path} contains results of other settings ({', '.join(changes)}): use the same "
+            "settings, or choose another --output"
         )
 
     # A score is the mean accuracy at the lengths beyond those of training.
     for number, result in enumerate(content["results"]):
-        accuracies = result["accuracies"].items()
-        longer = [
-            accuracy for length, accuracy in accuracies if int(length) > settings.train_longest
-        ]
-        if not longer or not math.isclose(result["score"], sum(longer) / len(longer), abs_tol=1e-6):
+        expected = mean_beyond(result["accuracies"], settings.train_longest)
+        if not math.isclose(result["score"], expected, abs_tol=1e-6):
             raise UserError(
                 f"{path}: results[{number}].score {result['score']} is not the mean of its "
                 "accuracies"

@@ -232,26 +232,23 @@ def _expression(
     """An expression of `length` tokens and its value modulo 5: a digit, -digit, (digit), (-digit)
     or (expression sign expression), with one of these signs.
     """
+    # A digit, perhaps with a sign and in parentheses.
     if length <= 4:
-        digit = int(generator.integers(MODULUS))
-        negated = length in (2, 4)
-        tokens = [MINUS, digit] if negated else [digit]
-        return [OPEN, *tokens, CLOSE] if length > 2 else tokens, (
-            -digit if negated else digit
-        ) % MODULUS
-    left = int(generator.integers(1, length - 3))
-    first, second = (
-        _expression(generator, left, signs),
-        _expression(generator, length - 3 - left, signs),
-    )
+        value = int(generator.integers(MODULUS))
+        tokens = [value]
+        if length in (2, 4):
+            tokens, value = [MINUS, value], -value
+        if length > 2:
+            tokens = [OPEN, *tokens, CLOSE]
+        return tokens, value % MODULUS
+
+    # Two expressions in parentheses, with a sign between them.
+    left_length = int(generator.integers(1, length - 3))
+    left, first = _expression(generator, left_length, signs)
+    right, second = _expression(generator, length - 3 - left_length, signs)
     sign = signs[generator.integers(len(signs))]
-    operations = {
-        PLUS: first[1] + second[1],
-        MINUS: first[1] - second[1],
-        TIMES: first[1] * second[1],
-    }
-    value = operations[sign]
-    return [OPEN, *first[0], sign, *second[0], CLOSE], value % MODULUS
+    values = {PLUS: first + second, MINUS: first - second, TIMES: first * second}
+    return [OPEN, *left, sign, *right, CLOSE], values[sign] % MODULUS
 
 
 # Context-sensitive
@@ -317,22 +314,24 @@ def binary_multiplication(
 def _calculation(
     generator: np.random.Generator, samples: int, length: int, operation: Callable[[int, int], int]
 ) -> tuple[IntArray, IntArray]:
+    # A product and END are at most as long as the input, a sum and END at most one longer.
     product = operation is operator.mul
     strings = np.empty((samples, length), dtype=np.int64)
-    targets = np.zeros((samples, length if product else length + 1), dtype=np.int64)
+    targets = np.zeros((samples, length + (not product)), dtype=np.int64)
     for row in range(samples):
         if length > 2:
+            # Two numbers, with a random place for the sign between them.
             place = int(generator.integers(1, length - 1))
-            numbers = [_above_zero(generator, width) for width in (place, length - 1 - place)]
-            digits = _digits(operation(*numbers))
-            strings[row] = [
-                *_digits(numbers[0], place),
-                2,
-                *_digits(numbers[1], length - 1 - place),
-            ]
+            width = length - 1 - place
+            first, second = _above_zero(generator, place), _above_zero(generator, width)
+            digits = _digits(operation(first, second))
+            strings[row] = [*_digits(first, place), 2, *_digits(second, width)]
         else:
+            # One number, without a second one.
             number = int(generator.integers(2**length - 1))
-            digits = [0] * (length - 1) if product else _digits(number)
+            digits = _digits(number)
+            if product:
+                digits = [0] * (length - 1)
             strings[row] = _digits(number, length)
         targets[row, : len(digits) + 1] = [*digits, END]
     return strings, targets
@@ -357,10 +356,10 @@ def compute_sqrt(
 ) -> tuple[IntArray, IntArray]:
     """The integer part of the square root of a number above 0, both most significant bit first."""
     numbers = [_above_zero(generator, length) for _ in range(samples)]
-    strings = np.array([_digits(number, length)[::-1] for number in numbers])
-    return strings, np.array(
-        [_digits(math.isqrt(number), math.ceil(length / 2))[::-1] for number in numbers]
-    )
+    width = math.ceil(length / 2)
+    strings = [_digits(number, length)[::-1] for number in numbers]
+    roots = [_digits(math.isqrt(number), width)[::-1] for number in numbers]
+    return np.array(strings), np.array(roots)
 
 
 @_task("context-sensitive", 5, 5, lambda n: n)

@@ -107,10 +107,9 @@ def _run_experiments(options: argparse.Namespace) -> None:
     # Experiments in chomsky.json are not run again.
     path = options.output / "chomsky.json"
     results = read_chomsky_results(path, settings)
-    requested = list(
-        dict.fromkeys(itertools.product(options.tasks, options.methods, options.seeds))
-    )
-    finished = {(result["task"], result["pos_emb"], result["seed"]) for result in results}
+    keys = itertools.product(options.tasks, options.methods, options.seeds)
+    requested = list(dict.fromkeys(keys))
+    finished = {_key(result) for result in results}
     missing = [key for key in requested if key not in finished]
     console = Console(soft_wrap=True)
     console.print(
@@ -119,9 +118,13 @@ def _run_experiments(options: argparse.Namespace) -> None:
         highlight=False,
     )
 
+    # Decoders have experiments, tables and a figure of their own.
+    kind: type[Experiment] = EncoderExperiment
+    tables, draw = [chomsky_table], chomsky_figure
+    if settings.architecture == DECODER:
+        kind, tables, draw = DecoderExperiment, [length_table, distance_table], length_figure
+
     # Save each result, so that an interruption loses only one experiment.
-    decoder = settings.architecture == DECODER
-    kind = DecoderExperiment if decoder else EncoderExperiment
     for index, (task, method, seed) in enumerate(missing, start=1):
         title = f"[{index}/{len(missing)}] {task}, {method}, seed {seed}"
         experiment = kind(task, method, seed, settings, device)
@@ -129,16 +132,7 @@ def _run_experiments(options: argparse.Namespace) -> None:
         write_chomsky_results(path, settings, results)
 
     # Tables of the requested experiments.
-    shown = [
-        result
-        for result in results
-        if (result["task"], result["pos_emb"], result["seed"]) in set(requested)
-    ]
-    tables, draw = (
-        ((length_table, distance_table), length_figure)
-        if decoder
-        else ((chomsky_table,), chomsky_figure)
-    )
+    shown = [result for result in results if _key(result) in requested]
     for table in tables:
         print_table(console, table(shown, settings))
 
@@ -151,13 +145,17 @@ def _run_experiments(options: argparse.Namespace) -> None:
         console.print(str(options.output / name), highlight=False)
 
 
+def _key(result: Result) -> tuple[str, str, int]:
+    """What identifies an experiment."""
+    return result["task"], result["pos_emb"], result["seed"]
+
+
 def _run(experiment: Experiment, title: str, console: Console) -> Result:
     """Train and test with a progress line, then print the result."""
     settings = experiment.settings
     loss_text = ""
-    with Progress(
-        title, settings.steps, unit="steps", log_interval=60.0, console=console
-    ) as display:
+    progress = Progress(title, settings.steps, unit="steps", log_interval=60.0, console=console)
+    with progress as display:
 
         def report_loss(step: int, loss: float) -> None:
             nonlocal loss_text
@@ -165,9 +163,8 @@ def _run(experiment: Experiment, title: str, console: Console) -> Result:
             display.update(step, loss_text)
 
         experiment.train(report_loss)
-    with Progress(
-        f"{title}: test", len(settings.test_lengths), log_interval=None, console=console
-    ) as display:
+    lengths = len(settings.test_lengths)
+    with Progress(f"{title}: test", lengths, log_interval=None, console=console) as display:
         result = experiment.test(lambda tested, length: display.update(tested, f"length {length}"))
     trained = result["accuracies"].get(str(settings.train_longest))
     parts = [loss_text, f"accuracy beyond length {settings.train_longest} {result['score']:.1%}"]
@@ -215,55 +212,49 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("training, testing and the model")
     defaults = ExperimentSettings()
     for field in fields(ExperimentSettings):
-        of_encoders, of_decoders = (
-            getattr(settings, field.name) for settings in (defaults, DECODER_SETTINGS)
-        )
-        is_architecture = field.name == "architecture"
-        default = (
-            f"{of_encoders}" if is_architecture else f"{of_encoders}; of decoders: {of_decoders}"
-        )
+        default, of_decoders = getattr(defaults, field.name), getattr(DECODER_SETTINGS, field.name)
+        text, choices, metavar = SETTINGS_HELP[field.name], None, "N"
+        if field.name == "architecture":
+            choices, metavar = (*ARCHITECTURES, DECODER), "NAME"
+        else:
+            default = f"{default}; of decoders: {of_decoders}"
         group.add_argument(
             option_name(field.name),
             type=_TYPES.get(field.name, integer(1, 10**9)),
-            choices=(*ARCHITECTURES, DECODER) if is_architecture else None,
-            metavar="NAME" if is_architecture else "N",
-            help=f"{SETTINGS_HELP[field.name]} (default: {default})",
+            help=f"{text} (default: {default})",
+            choices=choices,
+            metavar=metavar,
         )
 
     # The defaults of the architecture, and the values given.
     options = parser.parse_args(argv)
-    given = {
-        name: getattr(options, name) for name in SETTINGS_HELP if getattr(options, name) is not None
-    }
-    options.settings = replace(
-        DECODER_SETTINGS if options.architecture == DECODER else defaults, **given
-    )
-    if options.output is None:
-        options.output = Path("runs/lengths" if options.architecture == DECODER else "runs/chomsky")
+    settings, output = defaults, "runs/chomsky"
+    if options.architecture == DECODER:
+        settings, output = DECODER_SETTINGS, "runs/lengths"
+    given = {name: getattr(options, name) for name in SETTINGS_HELP}
+    for name in [name for name, value in given.items() if value is None]:
+        del given[name]
+    options.settings = settings = replace(settings, **given)
+    options.output = options.output or Path(output)
 
     # Tasks depend on the architecture, and some have a shortest input.
-    available = options.settings.tasks
-    options.tasks = options.tasks or list(available)
+    options.tasks = options.tasks or list(settings.tasks)
     for task in options.tasks:
-        if task not in available:
+        if task not in settings.tasks:
+            choice = f"--architecture {DECODER}"
+            if task in TASKS:
+                choice = f"one of {', '.join(settings.tasks)}"
             raise UserError(
-                f"--tasks {task}: not a task of --architecture {options.settings.architecture}; "
-                "choose "
-                + (
-                    f"one of {', '.join(available)}"
-                    if task in TASKS
-                    else f"--architecture {DECODER}"
-                )
+                f"--tasks {task}: not a task of --architecture {settings.architecture}; choose "
+                f"{choice}"
             )
         shortest = LENGTH_TASKS[task].shortest if task in LENGTH_TASKS else 1
-        if options.settings.train_longest < shortest:
+        if settings.train_longest < shortest:
             raise UserError(
-                f"--train-longest {options.settings.train_longest}: the shortest input of {task} "
-                f"has {shortest} tokens; choose a larger value, or leave out the task"
+                f"--train-longest {settings.train_longest}: the shortest input of {task} has "
+                f"{shortest} tokens; choose a larger value, or leave out the task"
             )
-    options.methods = (
-        primary_names()
-        if options.methods == ["all"]
-        else list(map(canonical_name, options.methods))
-    )
+    if options.methods == ["all"]:
+        options.methods = primary_names()
+    options.methods = list(map(canonical_name, options.methods))
     return options

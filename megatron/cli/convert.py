@@ -92,18 +92,18 @@ def export(options: argparse.Namespace) -> None:
         step = find_valid_step(source, options.iteration, fallback=True)
     else:
         step = find_step(source, options.iteration)  # load_model verifies it
-    overrides = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else {}
+    overrides = {}
+    if options.pos_emb_module:
+        overrides["pos_emb_module"] = options.pos_emb_module
     model, config = load_model(source, iteration_of(step), overrides=overrides)
 
     # The Hugging Face folder.
     saved = saved_dtype(step)
-    dtype = DTYPES[options.dtype] if options.dtype else saved
+    dtype = DTYPES.get(options.dtype, saved)
     print(f"{step}: {config.model.pos_emb}, weights {saved}, converting to {dtype}")
-    tokenizer = (
-        None
-        if options.no_tokenizer
-        else TokenizerFiles.of(config, options.vocab_file, options.merge_file)
-    )
+    tokenizer = None
+    if not options.no_tokenizer:
+        tokenizer = TokenizerFiles.of(config, options.vocab_file, options.merge_file)
     to_hugging_face(
         model,
         config,
@@ -116,14 +116,13 @@ def export(options: argparse.Namespace) -> None:
 
 
 def import_folder(options: argparse.Namespace) -> None:
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    source = (
-        download(str(options.source)) if str(options.source).startswith(PREFIX) else options.source
-    )
+    source = options.source
+    if str(source).startswith(PREFIX):
+        source = download(str(source))
     from_hugging_face(
         source,
         options.output,
         with_tokenizer=not options.no_tokenizer,
-        dtype=dtype,
+        dtype=DTYPES.get(options.dtype),
         pos_emb_module=options.pos_emb_module,
     )

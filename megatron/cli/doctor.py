@@ -4,6 +4,7 @@ and of its loss.
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,29 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_model_kernels(device: torch.device) -> list[list[Check]]:
-    """A row per kernel and a column per dtype; no rows for a device that does not use
-    the kernels.
-    """
+    """A row per kernel, a column per dtype; no rows for a device that does not use the kernels."""
     if not fused_block.uses_kernels(device, torch.float32, 64):
         return []
     rows = []
-    for name in ("loss", *BLOCKS):
+    place = self_check.device_name(device)
+    failures = {"loss": loss.kernel_failure} | {name: partial(_failure, name) for name in BLOCKS}
+    for name, failure_of in failures.items():
         row = []
         for dtype in DTYPES:
-            failure = (
-                loss.kernel_failure(device, dtype)
-                if name == "loss"
-                else _block_failure(name, device, dtype)
-            )
-            kind = str(dtype).removeprefix("torch.")
-            row.append(
-                Check(self_check.device_name(device), name, kind, 64, ["fused"], failure=failure)
-            )
+            kind, failure = str(dtype).removeprefix("torch."), failure_of(device, dtype)
+            row.append(Check(place, name, kind, 64, ["fused"], failure=failure))
         rows.append(row)
     return rows
 
 
-def _block_failure(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _failure(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What is wrong with the kernels of a block; None if they are right."""
     config: Any = SimpleNamespace(
         hidden_size=64,
         mlp_features=256,

@@ -30,6 +30,7 @@ TASK_OPTIONS = ("eval_tasks", "num_fewshot", "limit", "include_path", "max_lengt
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of evaluate.py for tasks."""
+    # Without these, the configuration's values count.
     group = parser.add_argument_group("tasks of lm-evaluation-harness (instead of extrapolation)")
     group.add_argument(
         "--eval-tasks",
@@ -72,12 +73,9 @@ def task_options(config: Config, options: argparse.Namespace) -> dict[str, Any] 
     """
     values: dict[str, Any] = {}
     for name in TASK_OPTIONS:
-        given = getattr(options, name)
-        values[name] = (
-            getattr(config.evaluation, f"eval_{name.removeprefix('eval_')}")
-            if given is None
-            else given
-        )
+        values[name] = getattr(options, name)
+        if values[name] is None:
+            values[name] = getattr(config.evaluation, f"eval_{name.removeprefix('eval_')}")
     if not values["eval_tasks"]:
         for name in TASK_OPTIONS[1:]:
             if getattr(options, name) is not None:
@@ -116,24 +114,28 @@ def evaluate_tasks(
 
     # Everything that can be checked before a model is loaded.
     device = choose_device(options.device)
-    batch_tokens = options.batch_tokens or (
-        BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
-    )
+    default = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
+    batch_tokens = options.batch_tokens or default
     steps = [chosen_step(folder, config, options) for folder in folders]
     configs = [saved_config(step, config, options, check=len(folders) == 1) for step in steps]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
+    positions = []
     for saved in configs:
-        if (tasks["max_length"] or 0) > (size := _positions(saved)):
+        size = saved.model.max_position_embeddings
+        if saved.model.pos_emb != "learned":
+            size = sys.maxsize  # only a learned table has an end
+        positions.append(size)
+        if (tasks["max_length"] or 0) > size:
             raise UserError(
                 f"--max-length must be at most {size}, the number of positions of pos_emb learned"
             )
     found = find_tasks(tasks["eval_tasks"], tasks["include_path"])
 
+    # Each checkpoint in each mode that it supports. The file is written again after each.
     path = output / time.strftime(f"tasks_%Y%m%d-%H%M%S_{os.getpid()}.json")
     entries: list[dict[str, Any]] = []
-    for folder, step, saved, (modes, unsupported) in zip(
-        folders, steps, configs, supported, strict=True
-    ):
+    checkpoints = zip(folders, steps, configs, supported, positions, strict=True)
+    for folder, step, saved, (modes, unsupported), size in checkpoints:
         checkpoint = options.hub_names.get(str(folder), str(folder))
         for name, reason in unsupported.items():
             print(f"{checkpoint}: inference mode {name} {reason} (not measured)", flush=True)
@@ -141,25 +143,24 @@ def evaluate_tasks(
             continue
 
         # If the configuration is the first checkpoint's own, each checkpoint has its own tokenizer.
-        own_tokenizer = options.from_checkpoint and config.tokenizer == configs[0].tokenizer
-        tokenizer = tokenizer_files(saved if own_tokenizer else config, saved)
-        model, _ = load_model(
-            step.parent, iteration_of(step), overrides=overrides_of(step, config, options)
-        )
-        max_length = tasks["max_length"] or min(
-            MAX_LENGTH_FACTOR * saved.model.seq_length, _positions(saved)
-        )
-        source = {
-            "checkpoint": checkpoint,
-            "iteration": iteration_of(step),
-            "pos_emb": evaluated_method(saved),
-        }
+        tokenizer = tokenizer_files(config, saved)
+        if options.from_checkpoint and config.tokenizer == configs[0].tokenizer:
+            tokenizer = tokenizer_files(saved, saved)
+        iteration, method = iteration_of(step), evaluated_method(saved)
+        overrides = overrides_of(step, config, options)
+        model, _ = load_model(step.parent, iteration, overrides=overrides)
+        max_length = tasks["max_length"] or min(MAX_LENGTH_FACTOR * saved.model.seq_length, size)
+        source = {"checkpoint": checkpoint, "iteration": iteration, "pos_emb": method}
         source |= {"precision": options.precision, "max_length": max_length}
         for mode in modes:
             print(
-                f"{checkpoint}, {source['pos_emb']}, mode {mode.name}, max_length {max_length:,}:",
-                flush=True,
+                f"{checkpoint}, {method}, mode {mode.name}, max_length {max_length:,}:", flush=True
             )
+
+            # Batches are padded, which changes the length of their texts.
+            batch_size = max(1, batch_tokens // max_length)
+            if mode.attention.length_dependent:
+                batch_size = 1
             language_model = harness_model(
                 model,
                 saved,
@@ -169,16 +170,12 @@ def evaluate_tasks(
                 device=device,
                 allow_other_tokenizer=config.checkpoint.allow_other_tokenizer,
                 max_length=max_length,
-                # Batches are padded, which changes the length of their texts.
-                batch_size=1
-                if mode.attention.length_dependent
-                else max(1, batch_tokens // max_length),
+                batch_size=batch_size,
             )
             results = run_tasks(language_model, tasks, found)
             entries.append({**source, "mode": mode.name, **results})
-            content = json.dumps(
-                {"checkpoints": entries}, indent=1, default=handle_non_serializable
-            )
+            report = {"checkpoints": entries}
+            content = json.dumps(report, indent=1, default=handle_non_serializable)
             output.mkdir(parents=True, exist_ok=True)
             write_atomically(path, f"{content}\n".encode())
             for column in ("results", "groups"):
@@ -186,10 +183,3 @@ def evaluate_tasks(
                     print(make_table(results, column), flush=True)
     if entries:
         print(path, flush=True)
-
-
-def _positions(config: Config) -> int:
-    """The longest text that a model can read: a learned table has no positions beyond its end."""
-    return (
-        config.model.max_position_embeddings if config.model.pos_emb == "learned" else sys.maxsize
-    )

@@ -20,7 +20,12 @@ from megatron.checkpoint.configuration import (
 from megatron.checkpoint.directory import iteration_of, weights_fingerprint
 from megatron.checkpoint.inspection import positional_methods
 from megatron.cli.eval_tasks import evaluate_tasks, task_options
-from megatron.cli.evaluation_options import add_options, complete_options, plan_tasks
+from megatron.cli.evaluation_options import (
+    add_options,
+    complete_options,
+    plan_losses,
+    plan_tasks,
+)
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -36,14 +41,15 @@ from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import UNSUPPORTED_NOTE, supported_modes
 from megatron.evaluation.records import Checkpoint, Provenance, Record
 from megatron.evaluation.results_file import ResultsFile
-from megatron.evaluation.runner import LOSS_NOTE, EvalTask, plan_extrapolation, run_eval_tasks
+from megatron.evaluation.runner import LOSS_NOTE, EvalTask, run_eval_tasks
 from megatron.evaluation.text import Text, check_range, corpus_name, evaluation_text
 from megatron.model.gpt import GPT
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
 from megatron.preparation.input_files import file_format, find_files
 from megatron.preparation.readers import FileCorpus, TextChunk
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
+from megatron.tokenizer.interface import Tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
 from megatron.utils.files import check_writable, read_file
@@ -55,13 +61,17 @@ DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoints on the same text and write one report. Raises UserError."""
+    # Tasks of the harness run in one process.
     config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
     tasks = task_options(config, options)
     complete_options(options, config, tasks=tasks is not None)
     if tasks is not None and not first_process():
         return
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0")) if world_size > 1 else 0
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), 0
+    if world_size > 1:
+        rank = int(os.environ.get("RANK", "0"))
+
+    # The folder of the report is by default that of the checkpoint.
     folders = checkpoint_folders(config, options)
     output = options.output or config.evaluation.eval_results_prefix
     if output is None:
@@ -77,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         output = folders[0] / "evaluation"
         if rank == 0:
             print(f"writing the report to {output} (--output)", flush=True)
+
+    # Several ranks share the work of the losses.
     if tasks is not None:
         check_writable(output, "--output")
         return evaluate_tasks(tasks, folders, config, options, Path(output))
@@ -114,7 +126,10 @@ def _evaluate(
     from megatron.reporting.aggregate import measurements
     from megatron.reporting.summary import write_summary
 
-    report: Callable[[str], None] = partial(print, flush=True) if rank == 0 else lambda line: None
+    def report(line: str) -> None:
+        if rank == 0:
+            print(line, flush=True)
+
     models = _read_models(folders, config, options)
 
     # Plan everything first: invalid options should fail before anything is measured.
@@ -129,14 +144,14 @@ def _evaluate(
     text = _read_text(config, tokenizer, options)
     prompts = Prompts(tokenizer) if options.passkey and tokenizer is not None else None
     planned, not_measured = _plan(models, text, prompts, options, report)
-    records = [
-        record for task in chain.from_iterable(planned) for record in task.planned
-    ] + not_measured
-    measurements(
-        records, "extrapolation", "loss"
-    )  # rejects two checkpoints with the same method and seed
+    records = list(not_measured)
+    for task in chain.from_iterable(planned):
+        records += task.planned
+    measurements(records, "extrapolation", "loss")  # rejects checkpoints of one method and seed
 
+    # Measure one model after the other.
     results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
+    on_record = results.add if rank == 0 else None
     with contextlib.ExitStack() as stack:
         # Only rank 0 opens the file. If that fails, all ranks raise the error.
         run_on_rank_0(lambda: stack.enter_context(results) and None)
@@ -159,7 +174,7 @@ def _evaluate(
                 batch_tokens=options.batch_tokens,
                 rank=rank,
                 world_size=world_size,
-                on_record=results.add if rank == 0 else None,
+                on_record=on_record,
             )
             del loaded  # free its memory before the next one is loaded
 
@@ -190,15 +205,7 @@ def _plan(
         planned.append(plan_tasks(text, prompts, [mode.name for mode in modes], source, options))
         for name, reason in unsupported.items():
             report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
-            for task in plan_extrapolation(
-                text,
-                options.lengths,
-                [name],
-                options.protocol,
-                options.tokens,
-                source,
-                options.by_position,
-            ):
+            for task in plan_losses(text, [name], source, options):
                 not_measured += task.not_measured(reason)
     return planned, not_measured
 
@@ -270,9 +277,7 @@ def _measure_effective_lengths(
 def _read_models(
     folders: Sequence[Path], config: Config, options: argparse.Namespace
 ) -> list[EvaluatedModel]:
-    """The checkpoints in the folders. Raises UserError if one cannot be evaluated with
-    the others.
-    """
+    """The checkpoints in the folders. Raises UserError if one cannot be evaluated with them."""
     # Names for the checkpoints.
     models: list[EvaluatedModel] = []
     labels = options.label
@@ -288,11 +293,10 @@ def _read_models(
         # A single checkpoint must match the configuration. For several, it only defines the text
         # and the lengths.
         saved = saved_config(step, config, options, check=len(folders) == 1)
-        first = models[0].saved if models else saved
-        if options.from_checkpoint and options.text is None:
+        if models and options.from_checkpoint and options.text is None:
             # `config` is that of the first checkpoint with --set applied.
             for key in ("data_path", "split", f"{options.split}_data_paths"):
-                first_value, value = getattr(first.data, key), getattr(saved.data, key)
+                first_value, value = getattr(models[0].saved.data, key), getattr(saved.data, key)
                 if first_value != value and first_value == getattr(config.data, key):
                     raise UserError(
                         f"{folder}: {key} differs from the first checkpoint's ({value}, not "
@@ -308,9 +312,14 @@ def _read_models(
         )
         fingerprint = weights_fingerprint(step)
         imported = options.hub_names.get(str(folder))
-        label = (
-            labels[len(models)] if labels else imported and Path(imported.removeprefix("hf:")).name
-        )
+        label = None
+        if labels:
+            label = labels[len(models)]
+        elif imported:
+            label = Path(imported.removeprefix("hf:")).name
+        pos_emb = evaluated_method(saved)
+        if label:
+            pos_emb += f" ({label})"
         provenance = Provenance(
             checkpoint=Checkpoint(
                 path=visible(imported or str(folder)),
@@ -319,7 +328,7 @@ def _read_models(
                 layers=saved.model.num_layers,
                 hidden_size=saved.model.hidden_size,
             ),
-            pos_emb=evaluated_method(saved) + (f" ({label})" if label else ""),
+            pos_emb=pos_emb,
             seed=saved.training.seed,
             train_length=saved.model.seq_length,
             settings=repr(settings),
@@ -402,11 +411,6 @@ def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
     tokens = torch.from_numpy(encoded.tokens[0].astype(np.int64))
     if not len(tokens):
         raise UserError(f"--text {path}: has no text")
-    offsets = np.concatenate(([0], np.cumsum(encoded.lengths[0], dtype=np.int64)))
-    return Text(
-        tokens,
-        offsets,
-        tokenizer.byte_lengths(),
-        corpus_name([str(path)]),
-        source=visible(str(path)),
-    )
+    ends = np.cumsum(encoded.lengths[0], dtype=np.int64)
+    offsets, name = np.concatenate(([0], ends)), corpus_name([str(path)])
+    return Text(tokens, offsets, tokenizer.byte_lengths(), name, source=visible(str(path)))

@@ -19,6 +19,7 @@ from megatron.evaluation.runner import (
     BATCH_TOKENS_GPU,
     QUERY_CHUNK,
     EvalTask,
+    ExtrapolationTask,
     plan_extrapolation,
     unique_lengths,
 )
@@ -35,15 +36,17 @@ WITH_TASKS = (*TASK_OPTIONS, "modes", "skip_unsupported", "output", "batch_token
 # Options that cannot be used in a sweep: it sets them, or measures extrapolation on the datasets of
 # its runs.
 NOT_IN_SWEEPS = (
-    *(
-        "--checkpoint",
-        "--iteration",
-        "--output",
-        "--eval-results-prefix",
-        "--replace",
-        "--skip-unsupported",
-    ),
-    *("--text", "--set", "--fallback", "--conf-dir", "--hostfile"),
+    "--checkpoint",
+    "--iteration",
+    "--output",
+    "--eval-results-prefix",
+    "--replace",
+    "--skip-unsupported",
+    "--text",
+    "--set",
+    "--fallback",
+    "--conf-dir",
+    "--hostfile",
     *map(option_name, TASK_OPTIONS),
 )
 
@@ -58,8 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=integer(1, 10**12),
         metavar="N",
         help="lengths in tokens (default: evaluation_lengths, or the training length, and its "
-        "doubles up to "
-        f"{MAX_LENGTH_FACTOR} times it)",
+        f"doubles up to {MAX_LENGTH_FACTOR} times it)",
     )
     measurement.add_argument(
         "--modes",
@@ -222,7 +224,9 @@ def check_run(argv: Sequence[str], config: Config, place: str, *, has_data: bool
             stream, _ = evaluation_stream(config, options.split)
             tokens = torch.empty(len(stream), dtype=torch.int8, device="meta")
             text = PlannedText(tokens, source=text_source(config, options.split))
-            prompts = Prompts(TokenizerFiles.of(config).build()) if options.passkey else None
+            prompts = None
+            if options.passkey:
+                prompts = Prompts(TokenizerFiles.of(config).build())
             source = Provenance(train_length=config.model.seq_length)
             plan_tasks(text, prompts, [mode.name for mode in modes], source, options)
     except (argparse.ArgumentError, UserError) as error:
@@ -241,16 +245,21 @@ def plan_tasks(
     it.
     """
     lengths = options.lengths
-    tasks: list[EvalTask] = []
-    tasks += plan_extrapolation(
-        text, lengths, modes, options.protocol, options.tokens, source, options.by_position
-    )
+    tasks: list[EvalTask] = [*plan_losses(text, modes, source, options)]
     if options.resolution is not None:
         tasks += plan_resolution(text, lengths, modes, options.resolution, source)
     if prompts is not None:
         depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
         tasks += plan_passkey(prompts, lengths, modes, depths, trials, source, text.corpus)
     return tasks
+
+
+def plan_losses(
+    text: Text, modes: Sequence[str], source: Provenance, options: argparse.Namespace
+) -> list[ExtrapolationTask]:
+    """The measurements of the losses that the options ask for."""
+    lengths, protocols, bins = options.lengths, options.protocol, options.by_position
+    return plan_extrapolation(text, lengths, modes, protocols, options.tokens, source, bins)
 
 
 def check_modes(argv: Sequence[str], configs: Sequence[Config], place: str) -> None:
@@ -264,9 +273,7 @@ def check_modes(argv: Sequence[str], configs: Sequence[Config], place: str) -> N
 
 
 def _parse_sweep_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises UserError or ArgumentError for options that are invalid or cannot be used
-    in a sweep.
-    """
+    """Raises UserError or ArgumentError for invalid options, and for those not for sweeps."""
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name in NOT_IN_SWEEPS:

@@ -28,7 +28,7 @@ from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
 from megatron.inference.generation import generate
 from megatron.model.gpt import GPT
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.command_line import integer, path_option
 from megatron.utils.errors import UserError
 from megatron.utils.files import check_writable, read_file, write_atomically
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_writable(Path(output).parent, "--output")
             if Path(output).is_dir():
                 raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
-        prompts = [""] if prompt_file is None else read_prompts(prompt_file, prompt_end)
+        prompts = [""]
+        if prompt_file is not None:
+            prompts = read_prompts(prompt_file, prompt_end)
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
         if settings.num_samples > 1 and settings.temperature == 0:
             note = (
@@ -82,9 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"note: {note}", file=sys.stderr, flush=True)
 
     # Load the model only now, because it takes time.
-    model, saved = load(
-        chosen_step(checkpoint_folders(config, options)[0], config, options), config, options
-    )
+    step = chosen_step(checkpoint_folders(config, options)[0], config, options)
+    model, saved = load(step, config, options)
     tokenizer = tokenizer_files(config, saved).build()
     allowed = config.checkpoint.allow_other_tokenizer
     check_trained_tokenizer(
@@ -156,38 +157,38 @@ def _generation_mode(settings: GenerationConfig, input_file: str | None) -> tupl
     """(text_gen_type, file of prompts); -i overrides both. The file is None in other modes. Without
     text_gen_type: input-file if a file is set, otherwise unconditional.
     """
-    mode = settings.text_gen_type
+    mode, configured = settings.text_gen_type, settings.sample_input_file
     if input_file is not None:
         if mode not in (None, "input-file"):
             note = f"note: prompts are read from {input_file} (-i), text_gen_type {mode} is ignored"
             print(note, file=sys.stderr, flush=True)
         return "input-file", input_file
+
+    # Without -i, the configuration decides.
     if mode is None:
-        mode = "unconditional" if settings.sample_input_file is None else "input-file"
-        reason = (
-            "no file of prompts"
-            if settings.sample_input_file is None
-            else "sample_input_file is set"
-        )
-        print(
-            f"note: text_gen_type is not set; using {mode} ({reason})", file=sys.stderr, flush=True
-        )
-    if mode == "input-file" and settings.sample_input_file is None:
+        mode, reason = "input-file", "sample_input_file is set"
+        if configured is None:
+            mode, reason = "unconditional", "no file of prompts"
+        note = f"note: text_gen_type is not set; using {mode} ({reason})"
+        print(note, file=sys.stderr, flush=True)
+    if mode != "input-file":
+        return mode, None
+    if configured is None:
         raise UserError(
             "text_gen_type is input-file, but no file is set: set sample_input_file, or give -i "
             "FILE"
         )
-    return mode, settings.sample_input_file if mode == "input-file" else None
+    return mode, configured
 
 
 def readable(records: Sequence[dict[str, Any]]) -> str:
     """The prompts with their continuations, each under a line with its number and length."""
     parts = []
     for number, record in enumerate(records, start=1):
-        message = f": {record['message']}" if record["message"] is not None else ""
-        parts.append(
-            f"--- sample {number} of {len(records)}, {record['length']} tokens{message} ---"
-        )
+        title = f"sample {number} of {len(records)}, {record['length']} tokens"
+        if record["message"] is not None:
+            title += f": {record['message']}"
+        parts.append(f"--- {title} ---")
         parts.append(record["context"] + record["text"])
     return "\n".join(parts)
 
@@ -280,11 +281,12 @@ def interact(texts: Callable[..., list[dict[str, Any]]], prompt_end: str, seed: 
     another seed, so that repeating a prompt gives another text. texts: `continue_texts` with its
     first arguments.
     """
-    terminal = sys.stdin.isatty()
-    if terminal:
+    marker = ""
+    if sys.stdin.isatty():
+        marker = ">>> "
         print(f"Type a prompt, ended by {prompt_end!r}. Ctrl-D (end of input) quits.", flush=True)
     try:
-        for turn, prompt in enumerate(_typed_prompts(prompt_end, ">>> " if terminal else "")):
+        for turn, prompt in enumerate(_typed_prompts(prompt_end, marker)):
             (record,) = texts([prompt], seed=seed + turn)
             print(record["text"], flush=True)
             if record["message"] is not None:
@@ -297,7 +299,8 @@ def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
     """Yield each prompt as soon as it is complete. The end of the input ends the last one."""
     buffer, decoder = "", codecs.getincrementaldecoder("utf-8-sig")()
     while True:
-        print("" if buffer else marker, end="", flush=True)
+        if not buffer:
+            print(marker, end="", flush=True)
         line = sys.stdin.buffer.readline()
         try:
             buffer += decoder.decode(line, final=not line).replace("\r\n", "\n")
@@ -311,4 +314,4 @@ def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
         complete, end, rest = buffer.rpartition(prompt_end)
         if end:
             yield from split_prompts(complete, prompt_end)
-            buffer = rest if rest.strip() else ""
+            buffer = rest * bool(rest.strip())

@@ -68,23 +68,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         load = str(output / roots[0].relative_to(folder))
         try:
             report = {"archive": str(options.archive), "load": load, **verify(roots[0])}
-        except (
-            UserError
-        ) as error:  # the folder is about to be removed, so name the file in the archive
-            raise CheckpointError(
-                str(error).replace(f"{folder}/", f"{options.archive}: ")
-            ) from error
-    print(
-        json.dumps(report, indent=2)
-        if options.json
-        else f"{readable(report)}\n  to use it: load={load}"
-    )
+        except UserError as error:
+            # The folder is about to be removed, so name the file in the archive.
+            message = str(error).replace(f"{folder}/", f"{options.archive}: ")
+            raise CheckpointError(message) from error
+    text = f"{readable(report)}\n  to use it: load={load}"
+    if options.json:
+        text = json.dumps(report, indent=2)
+    print(text)
 
 
 def verify(root: Path) -> dict[str, Any]:
     """The report on the latest checkpoint in a folder. Raises CheckpointError if anything is wrong
     with one of them.
     """
+    # All checkpoints, then the model of the latest.
     step = find_step(root)
     for iteration in saved_iterations(root):
         folder = step_folder(root, tag_for(iteration))
@@ -96,7 +94,9 @@ def verify(root: Path) -> dict[str, Any]:
         if damage := find_damage(folder):
             raise CheckpointError(damage)
     model, config = load_model(root)
-    methods = model.positional_methods().values()
+    positional = 0
+    for method in model.positional_methods().values():
+        positional += sum(parameter.numel() for parameter in method.parameters())
     return {
         **describe(step, config.model),
         "step": step.name,
@@ -106,7 +106,5 @@ def verify(root: Path) -> dict[str, Any]:
         "seq_length": config.model.seq_length,
         "padded_vocab_size": model.settings.padded_vocab_size,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "positional_parameters": sum(
-            parameter.numel() for method in methods for parameter in method.parameters()
-        ),
+        "positional_parameters": positional,
     }

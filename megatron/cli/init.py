@@ -78,12 +78,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"FOLDER -d {options.data_dir}"
         )
     vocabulary, manifest = prefix.parent / "tokenizer.json", read_manifest(prefix)
-    fingerprint = (
-        build_tokenizer("HFTokenizer", vocabulary).fingerprint if vocabulary.is_file() else None
-    )
-    if fingerprint is None or (
-        manifest is not None and manifest.tokenizer_fingerprint != fingerprint
-    ):
+    is_own = vocabulary.is_file()
+    if is_own:
+        fingerprint = build_tokenizer("HFTokenizer", vocabulary).fingerprint
+        is_own = manifest is None or manifest.tokenizer_fingerprint == fingerprint
+    if not is_own:
         raise UserError(
             f"{prefix} was not tokenized with {vocabulary}; prepare it with --force, without "
             "--tokenizer"
@@ -106,17 +105,20 @@ def configuration(name: str, prefix: Path) -> str:
     """The training configuration for a dataset, as commented YAML. Raises UserError if there is too
     little text.
     """
+    # The largest model that the text and the machine allow.
     train, valid, _ = _split_tokens(open_indexed_files(prefix))
-    on_gpu = torch.cuda.is_available()
-    size = max(
-        (size for size in SIZES if size.min_tokens <= train and (on_gpu or size == SIZES[0])),
-        key=lambda size: size.min_tokens,
-    )
+    size, bf16 = SIZES[0], has_bf16_instructions()
+    if torch.cuda.is_available():
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        for larger in SIZES[1:]:
+            if larger.min_tokens <= train:
+                size = larger
+
+    # Its training, and the lengths that the validation text has at least four times.
     step_tokens = size.length * size.batch
     steps = min(size.steps, MAX_EPOCHS * train // step_tokens)
-    lengths = [
-        size.length * multiple for multiple in MULTIPLES if size.length * multiple <= valid // 4
-    ]
+    lengths = [size.length * multiple for multiple in MULTIPLES]
+    lengths = [length for length in lengths if length <= valid // 4]
     if steps < MIN_STEPS or not lengths:
         needed = MIN_STEPS * step_tokens // MAX_EPOCHS
         raise UserError(
@@ -124,24 +126,20 @@ def configuration(name: str, prefix: Path) -> str:
             f"least {needed:,} and {4 * size.length:,} are needed; prepare more text"
         )
     scored = min(valid, MAX_SCORED_TOKENS) // lengths[-1] * lengths[-1]
-    bf16 = (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if on_gpu
-        else has_bf16_instructions()
-    )
-    values = {
-        "name": name,
-        "prefix": prefix,
-        "split": SPLIT,
-        "machine": machine(),
-        "size": size,
-        "lengths": lengths,
-    }
-    values |= {"train": train, "steps": steps, "step_tokens": step_tokens, "scored": scored}
-    return (
-        templates("megatron.cli")
-        .get_template("init.yml.j2")
-        .render(**values, precision="bfloat16" if bf16 else "fp32")
+    precision = "bfloat16" if bf16 else "fp32"
+    template = templates("megatron.cli").get_template("init.yml.j2")
+    return template.render(
+        name=name,
+        prefix=prefix,
+        split=SPLIT,
+        machine=machine(),
+        size=size,
+        lengths=lengths,
+        train=train,
+        steps=steps,
+        step_tokens=step_tokens,
+        scored=scored,
+        precision=precision,
     )
 
 

@@ -36,6 +36,17 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.utils.command_line import docstring_parser, integer, path_option
 
+# What is shown of the manifest of a dataset.
+MANIFEST_KEYS = (
+    "largest_id",
+    "text_bytes",
+    "tokenizer",
+    "vocab_size",
+    "append_eod",
+    "inputs",
+    "sha256",
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status. Raises CheckpointError if a file cannot be read."""
@@ -55,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--accept", action="store_true", help=f"write a {MANIFEST} for a checkpoint that has none"
     )
     options = parser.parse_args(argv)
+
+    # A dataset, a checkpoint, or a folder of checkpoints.
     if idx_path(options.directory).is_file() and not options.directory.is_dir():
         print_dataset(options.directory, options.json)
         return 0
@@ -67,15 +80,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = directory if is_step else find_step(options.directory, options.iteration)
     if options.accept:
         accept(step)
+
+    # Without a configuration, only the files are described.
+    module = None
+    if options.pos_emb_module:
+        module = {"pos_emb_module": options.pos_emb_module}
     try:
-        module = {"pos_emb_module": options.pos_emb_module} if options.pos_emb_module else None
         model = checkpoint_config(step, module).model
     except CheckpointError as error:
         description = {**describe(step), "configuration": str(error)}
     else:
         description = describe(step, model)
-    print(json.dumps(description, indent=2) if options.json else readable(description))
-    return 0 if description["manifest"] in ("whole", "none") else 1
+    text = json.dumps(description, indent=2) if options.json else readable(description)
+    print(text)
+    return int(description["manifest"] not in ("whole", "none"))
 
 
 def accept(step: Path) -> None:
@@ -83,8 +101,9 @@ def accept(step: Path) -> None:
     is not a checkpoint, or if a file cannot be read.
     """
     if (step / MANIFEST).exists():
-        damage = find_damage(step)
-        state = f"which reports: {damage}" if damage else "and all files match it"
+        state, damage = "and all files match it", find_damage(step)
+        if damage:
+            state = f"which reports: {damage}"
         raise CheckpointError(
             f"{step}: --accept is for a checkpoint without {MANIFEST}; this one has one, {state}"
         )
@@ -104,22 +123,15 @@ def print_dataset(prefix: Path, as_json: bool) -> None:
         raise changed_file_error(bin_path(prefix), prefix)
     description: dict[str, Any] = {
         "dataset": str(prefix),
-        "manifest": "none" if manifest is None else "whole",
+        "manifest": "none",
         "documents": files.documents,
         "tokens": files.tokens,
         "dtype": files.dtype.name,
     }
     if manifest is not None:
         described = asdict(manifest)
-        for name in (
-            "largest_id",
-            "text_bytes",
-            "tokenizer",
-            "vocab_size",
-            "append_eod",
-            "inputs",
-            "sha256",
-        ):
+        description["manifest"] = "whole"
+        for name in MANIFEST_KEYS:
             description[name] = described[name]
     if as_json:
         print(json.dumps(description, indent=2))
@@ -142,9 +154,8 @@ def readable(description: dict[str, Any]) -> str:
     if description["training"]:
         lines.append(f"  samples read    {description['training'].get('consumed_samples', 0):,}")
     if description["shape"]:
-        sizes = ", ".join(
-            f"{name.replace('_', ' ')} {size}" for name, size in description["shape"].items()
-        )
+        shape = description["shape"].items()
+        sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in shape)
         lines.append(f"  saved with      {sizes}")
     if "configuration" in description:
         lines.append(f"  configuration   {description['configuration']}")
@@ -156,5 +167,6 @@ def readable(description: dict[str, Any]) -> str:
         for head, row in enumerate(zip(*values.values(), strict=True), start=1):
             lines.append(f"    {head:>4} ")
             for value in row:
-                lines[-1] += f"{value:>18,}" if isinstance(value, int) else f"{value:>18.4f}"
+                kind = {int: ">18,"}.get(type(value), ">18.4f")
+                lines[-1] += format(value, kind)
     return "\n".join(lines)

@@ -62,7 +62,8 @@ def parse_with_checkpoint(
     extra: adds the script's own options. several: --checkpoint accepts several folders.
     `options.checkpoint` is always a list, empty if the option is not given.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
 
     def add_options(parser: argparse.ArgumentParser) -> None:
         add_checkpoint_options(parser, several=several)
@@ -71,19 +72,17 @@ def parse_with_checkpoint(
     overrides, rest = extract_overrides(argv)
     if not {"-h", "--help", MERGED_CONFIG_OPTION} & set(rest):
         options, unknown = make_parser(description, add_options).parse_known_args(rest)
-        if options.checkpoint and not (
-            options.files or options.conf_dir or options.neox_config or unknown
-        ):
+        configured = options.files or options.conf_dir or options.neox_config or unknown
+        if options.checkpoint and not configured:
             options.from_checkpoint = True
             options.overrides = dict(map(parse_override, overrides))
+
             # The module that defines an external method must be known before reading the
             # checkpoint's configuration.
-            path = ("pos_emb_module",)
-            module = {
-                key: value
-                for key, value in options.overrides.items()
-                if canonical_path(key) == path
-            }
+            module = {}
+            for key, value in options.overrides.items():
+                if canonical_path(key) == ("pos_emb_module",):
+                    module[key] = value
             _find_on_hub(options, next(iter(module.values()), None))
             for key in options.overrides:
                 option = OPTION_OF_KEY.get(canonical_path(key)[0])
@@ -91,10 +90,9 @@ def parse_with_checkpoint(
                     raise UserError(f"--set {key}: has no effect on --checkpoint; use {option}")
             step = _find_step(options.checkpoint[0], options.iteration, options.fallback)
             trained = checkpoint_config(step, module)
+
             # The address is that of the training run.
-            addresses = {
-                key: None for key in ("master_addr", "master_port") if key in trained.to_flat()
-            }
+            addresses = dict.fromkeys({"master_addr", "master_port"} & trained.to_flat().keys())
             config = trained.updated(**addresses).updated(**options.overrides)
             become_rank(config)
             return config, options
@@ -107,19 +105,21 @@ def _find_on_hub(options: argparse.Namespace, pos_emb_module: str | None) -> Non
     """Replace the Hugging Face models in --checkpoint (names on the hub, and folders) by folders of
     checkpoints; `options.hub_names` maps these to the names.
     """
-    folders = [
-        str(local_checkpoint(name, _print_line, pos_emb_module)) for name in options.checkpoint
-    ]
-    names = zip(folders, options.checkpoint, strict=True)
-    options.hub_names = {folder: name for folder, name in names if folder != str(Path(name))}
+    folders, options.hub_names = [], {}
+    for name in options.checkpoint:
+        folder = str(local_checkpoint(name, _print_line, pos_emb_module))
+        folders.append(folder)
+        if folder != str(Path(name)):
+            options.hub_names[folder] = name
     options.checkpoint = folders
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
     """Add the options of all scripts that load a checkpoint."""
+    count = "+" if several else 1
     parser.add_argument(
         "--checkpoint",
-        nargs="+" if several else 1,
+        nargs=count,
         type=path_option,
         default=[],
         metavar="DIR",
@@ -149,11 +149,8 @@ def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path
     """
     if options.checkpoint:
         return [Path(folder) for folder in options.checkpoint]
-    folders = [
-        Path(folder)
-        for folder in (config.checkpoint.load, config.checkpoint.save)
-        if folder is not None
-    ]
+    configured = config.checkpoint.load, config.checkpoint.save
+    folders = [Path(folder) for folder in configured if folder is not None]
     if not folders:
         raise UserError(
             'no checkpoint to load: give --checkpoint DIR, or "load" or "save" in the configuration'
@@ -175,16 +172,13 @@ def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Pa
     """The global_stepN directory that options and configuration select. Raises UserError if it does
     not exist.
     """
-    iteration = options.iteration
-    # A checkpoint's own configuration contains the iteration from which its run started: ignore
-    # that.
-    if iteration is None and not options.from_checkpoint:
-        iteration = config.checkpoint.iteration
-    return _find_step(
-        folder,
-        iteration,
-        options.fallback or (config.checkpoint.fallback and not options.from_checkpoint),
-    )
+    iteration, fallback = options.iteration, options.fallback
+    # A checkpoint's own configuration has the iteration from which its run started: ignore that.
+    if not options.from_checkpoint:
+        fallback = fallback or config.checkpoint.fallback
+        if iteration is None:
+            iteration = config.checkpoint.iteration
+    return _find_step(folder, iteration, fallback)
 
 
 def saved_config(
@@ -216,7 +210,11 @@ def load(
         overrides=overrides_of(step, config, options),
     )
     _check_config(step, saved, config, options, check)
-    report = _print_line if os.environ.get("RANK", "0") == "0" else lambda line: None
+
+    # The first rank tells what it does.
+    report = _print_line
+    if os.environ.get("RANK", "0") != "0":
+        report = _print_nothing
     if notice := slow_dtype_notice(device, dtype):
         report(notice)
     check_kernels(model, device, dtype, training=False, report=report)
@@ -231,10 +229,13 @@ def load(
 def _check_config(
     step: Path, saved: Config, config: Config, options: argparse.Namespace, check: bool
 ) -> None:
+    """Raises UserError if the user's keys are those of another model."""
     # Without files, `config` is that of the first checkpoint; what --set asks for is for all.
     if options.from_checkpoint:
-        config, check = saved.updated(**options.overrides), True
-    differences = model_differences(saved, config, evaluation=True) if check else []
+        config = saved.updated(**options.overrides)
+    elif not check:
+        return
+    differences = model_differences(saved, config, evaluation=True)
     if differences:
         raise UserError(
             f"{step}: was trained with another configuration ({'; '.join(differences)}); use that "
@@ -267,23 +268,29 @@ def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dic
             first, *rest = canonical_path(key)
             if first != "pos_emb_options":
                 continue
-            if value is None and not rest:
+            if rest:
+                requested[rest[0]] = value
+            elif value is None:
                 requested = {}
             else:
-                requested |= {rest[0]: value} if rest else value
+                requested |= value
 
     # With --set, other options are rejected. A configuration may be that of another model.
     try:
-        fixed, requested_fixed = (method.trained_options(**each) for each in (trained, requested))
+        fixed = method.trained_options(**trained)
+        requested_fixed = method.trained_options(**requested)
     except ValueError as error:
         raise UserError(f"pos-emb-options: {error}") from error
-    for name in fixed.keys() | requested_fixed.keys() if options.from_checkpoint else ():
-        if requested_fixed.get(name) != fixed.get(name):
-            raise UserError(
-                f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be "
-                f"changed after training ({step}); options that can: {', '.join(changeable)}"
-                + (", of the methods in the list" if name == "methods" else "")
-            )
+    if options.from_checkpoint:
+        for name in fixed.keys() | requested_fixed.keys():
+            if requested_fixed.get(name) != fixed.get(name):
+                allowed = ", ".join(changeable)
+                if name == "methods":
+                    allowed += ", of the methods in the list"
+                raise UserError(
+                    f"--set pos-emb-options: option {name} of pos_emb {saved.pos_emb} cannot be "
+                    f"changed after training ({step}); options that can: {allowed}"
+                )
 
     # An option that is None has the trained value.
     source = requested if requested_fixed == fixed else trained
@@ -301,8 +308,9 @@ def overrides_of(step: Path, config: Config, options: argparse.Namespace) -> dic
 
 def tokenizer_files(config: Config, saved: Config) -> TokenizerFiles:
     """The tokenizer that the user's configuration names, or else the checkpoint's."""
-    configured = {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys()
-    return TokenizerFiles.of(config if configured else saved)
+    if {"tokenizer_type", "vocab_file", "merge_file"} & config.to_flat().keys():
+        return TokenizerFiles.of(config)
+    return TokenizerFiles.of(saved)
 
 
 def first_process() -> bool:
@@ -319,3 +327,7 @@ def first_process() -> bool:
 
 def _print_line(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _print_nothing(line: str) -> None:
+    pass

@@ -29,9 +29,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         description="Prepare a dataset by name: python prepare_data.py [-d DIR] [-t TOKENIZER] "
         "[--from PATH] [DATASET]",
         epilog=f"{', '.join(downloaded)} are downloaded if no source is given. {EMBEDDED} is built "
-        "from the sources of "
-        "Python's standard library. Any other name with --from or --url prepares your own text: "
-        f"documents in random order, with a BPE tokenizer trained on them. {sources}",
+        "from the sources of Python's standard library. Any other name with --from or --url "
+        "prepares your own text: documents in random order, with a BPE tokenizer trained on them. "
+        f"{sources}",
     )
     parser.add_argument(
         "dataset",
@@ -57,8 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         dest="tokenizer_type",
         metavar="TOKENIZER",
         help=f"one of {', '.join(TOKENIZER_TYPES)}; default: GPT2BPETokenizer; for {EMBEDDED} and "
-        "your own text "
-        "a BPE trained on it",
+        "your own text a BPE trained on it",
     )
     parser.add_argument(
         "-v",
@@ -73,8 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> PrepareOptions:
         "--vocab-size",
         type=integer(1, 2**24),
         help=f"vocabulary size of the BPE trained without -t (default: {EMBEDDED}: "
-        f"{EMBEDDED_VOCAB_SIZE}; "
-        "own text: 1024, 4096 or 16384, for its size)",
+        f"{EMBEDDED_VOCAB_SIZE}; own text: 1024, 4096 or 16384, for its size)",
     )
 
     # Where the documents come from.

@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--reference",
         metavar="POS_EMB",
         help="show the loss of every other method minus that of POS_EMB, and mark with † the "
-        "methods that POS_EMB "
-        f"significantly improves on (default: {REFERENCE.pos_emb})",
+        f"methods that POS_EMB significantly improves on (default: {REFERENCE.pos_emb})",
     )
     parser.add_argument("--title", default=TITLE, help="title of the report (default: %(default)s)")
 
@@ -83,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     reference = REFERENCE
     if options.reference is not None:
         reference = Method(primary_name(options.reference))
-        evaluated = dict.fromkeys(
-            record["pos_emb"] for record in sources.records if record["kind"] == "extrapolation"
-        )
+        losses = [record for record in sources.records if record["kind"] == "extrapolation"]
+        evaluated = dict.fromkeys(record["pos_emb"] for record in losses)
         if reference.pos_emb not in evaluated:
             raise UserError(
                 f"--reference {options.reference}: there are no results of this method; choose one "

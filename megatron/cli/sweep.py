@@ -93,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{sweep.path}: {missing[0]}.idx does not exist; create it with prepare_data.py first"
         )
     check_writable(sweep.output, f"{sweep.path}: output")
-    importlib.import_module(
-        "megatron.reporting.report"
-    )  # not only after training, if a package is missing
+    # If a package is missing, fail now and not after the training.
+    importlib.import_module("megatron.reporting.report")
     return _run(console, sweep, all_runs, runs, devices)
 
 
@@ -142,17 +141,15 @@ def _run(
         console.print(text, highlight=False, markup=False)
 
     # The runner reports damaged files of a run.
-    statuses = []
+    statuses, unfinished = [], []
     for run in runs:
         try:
-            statuses.append(run.status())
+            status = run.status()
         except UserError:
-            statuses.append(Status(State.TRAIN, 0, run.steps))
-    unfinished = [
-        run
-        for run, status in zip(runs, statuses, strict=True)
-        if status.state is not State.FINISHED
-    ]
+            status = Status(State.TRAIN, 0, run.steps)
+        statuses.append(status)
+        if status.state is not State.FINISHED:
+            unfinished.append(run)
     say(f"{sweep.title}: {len(runs)} runs, {len(runs) - len(unfinished)} of them already finished")
     display = Display(runs, statuses, console)
     with display.progress:
@@ -171,7 +168,7 @@ def _run(
             f"{len(claimed_elsewhere)} runs are left to other sweep processes; the last one "
             "reports on all runs"
         )
-    return 1 if runner.failures else 0
+    return int(bool(runner.failures))
 
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
@@ -181,9 +178,8 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
     from megatron.plots.checkpoints import add_weight_figures
     from megatron.reporting.report import Sources, write_report
 
-    lock = Lock(
-        sweep.output / "report.lock", f"{sweep.output}: another sweep process is writing the report"
-    )
+    busy = f"{sweep.output}: another sweep process is writing the report"
+    lock = Lock(sweep.output / "report.lock", busy)
     lock.acquire(timeout=-1)
     try:
         finished = []
@@ -206,9 +202,8 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
 
 
 def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun]) -> None:
-    table = Table(
-        title=Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}"), title_justify="left"
-    )
+    title = Text(f"{sweep.title}: {len(runs)} runs in {sweep.output}")
+    table = Table(title=title, title_justify="left")
     table.add_column("run")
     table.add_column("state")
     table.add_column("steps left", justify="right")

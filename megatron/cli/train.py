@@ -15,7 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # On import, megatron-core warns about optional packages that are not used here.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # On import, DeepSpeed warns if it finds no accelerator and this variable is not set.
-    variables = {} if use_gpus() else {"DS_ACCELERATOR": "cpu"}
+    variables = {}
+    if not use_gpus():
+        variables["DS_ACCELERATOR"] = "cpu"
     with patch.dict(os.environ, variables):
         from megatron.training.loop import train
 

@@ -11,13 +11,8 @@ import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.tokenizer.hugging_face import byte_level_tokenizer, disable_effects
-from megatron.tokenizer.tokenizer import (
-    END_OF_DOCUMENT,
-    TOKENIZER_CONFIG,
-    SpecialTokens,
-    Tokenizer,
-    TokenizerFiles,
-)
+from megatron.tokenizer.interface import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
 

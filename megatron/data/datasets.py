@@ -32,7 +32,7 @@ from megatron.data.indexed_dataset import (
     open_indexed_files,
 )
 from megatron.data.splits import PARTS, Blend, config_blends, dataset_prefixes, split_spans
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.ranks import agree, run_on_all_ranks
 
@@ -86,7 +86,9 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.settings = settings
         self.samples_per_epoch = len(dataset)
         self._dataset = dataset
-        self._samples = self.samples_per_epoch if samples is None else samples
+        self._samples = len(dataset)
+        if samples is not None:
+            self._samples = samples
         self._shuffled_epoch = 0
         self._shuffle: np.ndarray | None = None
 
@@ -94,9 +96,7 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return tokens and labels, int64 [sequence_length], and loss_mask, float32
-        [sequence_length].
-        """
+        """Tokens and labels, int64 [sequence_length], and loss_mask, float32 [sequence_length]."""
         if not 0 <= index < self._samples:
             raise IndexError(f"sample {index} of {self._samples} in {self.name}")
         return self.sample(index)
@@ -119,7 +119,8 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """A line about each corpus, of which a run reads `samples` samples (default: as many as it
         has).
         """
-        samples = len(self) if samples is None else samples
+        if samples is None:
+            samples = len(self)
         return [
             f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{self.samples_per_epoch:,} samples; the run reads {samples:,} samples, "
@@ -154,11 +155,10 @@ class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def describe(self) -> list[str]:
         """A line about each corpus."""
         counts = np.bincount(self._part, minlength=len(self.parts)).tolist()
-        return [
-            line
-            for part, count in zip(self.parts, counts, strict=True)
-            for line in part.describe(count)
-        ]
+        lines = []
+        for part, count in zip(self.parts, counts, strict=True):
+            lines += part.describe(count)
+        return lines
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.parts[int(self._part[index])].sample(int(self._position[index]))
@@ -245,22 +245,24 @@ def datasets_from_blends(
 
         # Its corpora. Of several, the blend repeats each as often as needed.
         corpora, documents = [], []
+        corpus_samples = samples if len(blend.prefixes) == 1 else None
         for prefix in blend.prefixes:
             files = open_files(prefix)
             span = _span(files, blend.split, part, length)
             if span is not None:
-                corpus_samples = samples if len(blend.prefixes) == 1 else None
+                corpus = build_corpus_part(files, span, part, length, corpus_samples, settings)
                 documents.append(files.documents)
-                corpora.append(
-                    build_corpus_part(files, span, part, length, corpus_samples, settings)
-                )
+                corpora.append(corpus)
 
         # Their blend. The share of a part in a split may be 0.
-        if len(corpora) > 1:
-            samples = sum(map(len, corpora)) if samples is None else samples
-            parts.append(BlendedParts(corpora, blend.shares(documents), samples))
+        if not corpora:
+            parts.append(None)
+        elif len(corpora) == 1:
+            parts.append(corpora[0])
         else:
-            parts.append(corpora[0] if corpora else None)
+            if samples is None:
+                samples = sum(map(len, corpora))
+            parts.append(BlendedParts(corpora, blend.shares(documents), samples))
     return Datasets(*parts)
 
 
@@ -283,11 +285,11 @@ def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tup
     if split is None:
         return 0, files.sequences
     span = split_spans(split, files.sequences)[part]
-    if (
-        span is None
-        or (part == 1 and span[0] == span[1])
-        or (part == 2 and _tokens(files, span) <= length)
-    ):
+    if span is None:
+        return None
+    is_empty_valid = part == 1 and span[0] == span[1]
+    is_small_test = part == 2 and _tokens(files, span) <= length
+    if is_empty_valid or is_small_test:
         return None
     return span
 
@@ -342,11 +344,10 @@ def build_corpus_part(
         return kind(FileDataset(files.prefix), files.prefix, documents, None, Split(part), config)
 
     def build() -> list[np.ndarray]:
+        # Without the warning that megatron-core does not save the indices.
         logger = logging.getLogger(GPTDataset.__module__)
         level = logger.level
-        logger.setLevel(
-            logging.ERROR
-        )  # without the warning that megatron-core does not save the indices
+        logger.setLevel(logging.ERROR)
         try:
             built = dataset(GPTDataset, "")
         finally:
@@ -354,9 +355,8 @@ def build_corpus_part(
         return [built.document_index, built.sample_index, built.shuffle_index]
 
     # Rank 0 builds the indices; the others wait for its files.
-    folder = cache_folder(
-        files, settings.cache_path, [first, last, part, sequence_length, settings.seed]
-    )
+    key = [first, last, part, sequence_length, settings.seed]
+    folder = cache_folder(files, settings.cache_path, key)
     build_once(folder, build)
     cached = agree(lambda: dataset(_CachedDataset, str(folder)))
     size, order = (last - first, tokens), folder.name.removeprefix("samples-")
@@ -376,6 +376,8 @@ def _check_document_ends(
     keys = [key for key in ("reset_attention_mask", "eod_mask_loss") if getattr(settings, key)]
     if not keys:
         return
+
+    # Up to 256 documents that are not empty.
     first, last = span
     numbers = np.unique(np.linspace(first, last - 1, _CHECKED_DOCUMENTS, dtype=np.int64))
     numbers = numbers[files.lengths[numbers] > 0]
@@ -404,14 +406,15 @@ class _CachedDataset(GPTDataset):
         Raises UserError.
         """
         folder = Path(self.config.path_to_cache)
+        arrays = []
         try:
-            document, sample, shuffle = [
-                np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in INDICES
-            ]
+            for name in INDICES:
+                arrays.append(np.load(folder / name, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
             raise UserError(
                 f"{folder}: {first_line(error)}; start again, and it is built again"
             ) from error
+        document, sample, shuffle = arrays
         return document, sample, shuffle
 
 

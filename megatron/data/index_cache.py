@@ -67,8 +67,13 @@ def build_once(folder: Path, build: Callable[[], Sequence[np.ndarray]]) -> None:
         finally:
             lock.release()
 
+    def build_on_this_machine() -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            build_here()
+
+    # The other machines may share the disk, so they look only after rank 0 has written.
     run_on_rank_0(build_here)
-    run_on_all_ranks(lambda: build_here() if os.environ.get("LOCAL_RANK", "0") == "0" else None)
+    run_on_all_ranks(build_on_this_machine)
 
 
 def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:

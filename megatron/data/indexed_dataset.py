@@ -33,7 +33,7 @@ from megatron.utils.files import open_file, read_errors, read_file, write_atomic
 from megatron.utils.typed_json import Count
 
 if TYPE_CHECKING:
-    from megatron.tokenizer.tokenizer import Tokenizer
+    from megatron.tokenizer.interface import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -148,9 +148,10 @@ class TokenFile:
         """
         if isinstance(index, slice):
             start, end, _ = index.indices(self._tokens)
-            return self.read(
-                self.dtype, max(end - start, 0), (self._first + start) * self.dtype.itemsize
-            )
+            offset = (self._first + start) * self.dtype.itemsize
+            return self.read(self.dtype, max(end - start, 0), offset)
+
+        # Runs of consecutive indices are read at once.
         flat = index.ravel()
         ids = np.empty(len(flat), self.dtype)
         runs = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), len(flat)]
@@ -174,7 +175,9 @@ class TokenFile:
                         f"{self._path} was truncated while it was in use: it ends before byte "
                         f"{position + size:,}; {_REBUILD_HINT}"
                     )
-                content = content + block if content else block
+                if content:
+                    block = content + block
+                content = block
         except OSError as error:
             raise UserError(f"cannot read {self._path}: {error.strerror}") from error
         return np.frombuffer(content, dtype)
@@ -231,16 +234,11 @@ def find_files(prefix: str | Path) -> tuple[Path, Path]:
         elif len(missing) == 1:
             hint = f"the other file of the pair exists, so writing was interrupted; {_REBUILD_HINT}"
         else:
-            nearby = sorted(
-                path.stem
-                for path in binary.parent.glob("*.idx")
-                if not path.stem.endswith(".partial")
-            )
-            hint = (
-                f"datasets in that folder: {', '.join(nearby[:5])}"
-                if nearby
-                else f"build it with {_BUILD_COMMANDS}"
-            )
+            hint = f"build it with {_BUILD_COMMANDS}"
+            stems = [path.stem for path in binary.parent.glob("*.idx")]
+            nearby = sorted(stem for stem in stems if not stem.endswith(".partial"))
+            if nearby:
+                hint = f"datasets in that folder: {', '.join(nearby[:5])}"
             if not Path(prefix).is_absolute():
                 hint += (
                     ". The path is that of the configuration (with --checkpoint, of the run that "
@@ -283,10 +281,10 @@ def _validate(index: Path, binary: Path) -> tuple[np.dtype, np.ndarray, np.ndarr
 
     # megatron-core appends one int8 mode per sequence to multimodal files; text files have none.
     if raw.size not in (end, end + sequences):
+        problem = "truncated" if raw.size < end else "damaged"
         raise UserError(
-            f"{index} is {'truncated' if raw.size < end else 'damaged'}: its header declares "
-            f"{sequences:,} sequences and {entries:,} document entries, which take {end:,} bytes, "
-            f"but it has {raw.size:,}; {_REBUILD_HINT}"
+            f"{index} is {problem}: its header declares {sequences:,} sequences and {entries:,} "
+            f"document entries, which take {end:,} bytes, but it has {raw.size:,}; {_REBUILD_HINT}"
         )
     lengths = raw[lengths_at:offsets_at].view("<i4")
     offsets = raw[offsets_at:documents_at].view("<i8")

@@ -53,10 +53,15 @@ def config_blends(config: Config) -> list[Blend | None]:
         if not data.data_path:
             raise UserError("no data: set data-path, or train-data-paths and valid-data-paths")
         return [Blend((data.data_path,), split=data.split)] * len(PARTS)
+
+    # A part without paths has no blend.
     by_documents = data.weighted_sampler_alpha if data.weight_by_num_documents else None
     blends: list[Blend | None] = []
     for paths, weights in paths_and_weights:
-        blends.append(Blend(paths, weights or None, by_documents) if paths else None)
+        blend = None
+        if paths:
+            blend = Blend(paths, weights or None, by_documents)
+        blends.append(blend)
     return blends
 
 
@@ -82,7 +87,10 @@ def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
     start = 0.0
     for share in shares:
         end = start + float(share / total)
-        spans.append((round(start * sequences), round(end * sequences)) if end > start else None)
+        span = None
+        if end > start:
+            span = round(start * sequences), round(end * sequences)
+        spans.append(span)
         start = end
     return spans
 

@@ -30,14 +30,18 @@ class TokenStream:
         """int64 tokens of a slice without a step, or at int64 indices >= 0 of any shape, in that
         shape.
         """
-        indices = (
-            np.arange(*index.indices(len(self))) if isinstance(index, slice) else index.numpy()
-        )
+        if isinstance(index, slice):
+            indices = np.arange(*index.indices(len(self)))
+        else:
+            indices = index.numpy()
+
+        # From each file the tokens that it has.
         tokens = np.empty(indices.shape, dtype=np.int64)
         owners = np.searchsorted(self._ends, indices, side="right")
         for owner in np.unique(owners):
-            start = self._ends[owner] - len(self._files[owner])
-            tokens[owners == owner] = self._files[owner][indices[owners == owner] - start]
+            file, is_owned = self._files[owner], owners == owner
+            start = self._ends[owner] - len(file)
+            tokens[is_owned] = file[indices[is_owned] - start]
         return torch.from_numpy(tokens)
 
 

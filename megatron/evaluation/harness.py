@@ -82,9 +82,8 @@ def harness_model(
             exported = load_written(output, dtype).to(device)
             tokenizer_of_export = AutoTokenizer.from_pretrained(output, config=exported.config)
     except (UserError, OSError) as error:
-        if isinstance(error, UserError) and not isinstance(
-            error.__cause__, OSError | SafetensorError
-        ):
+        of_disk = isinstance(error.__cause__, OSError | SafetensorError)
+        if isinstance(error, UserError) and not of_disk:
             raise UserError(
                 f"eval_tasks: the model cannot be exported to Hugging Face: {error}"
             ) from error
@@ -107,26 +106,26 @@ def find_tasks(names: Sequence[str], include_path: Sequence[str] | None) -> dict
     """The harness's options `tasks` and `task_manager` for names, groups, patterns and YAML files.
     Raises UserError if one is unknown.
     """
-    files = [
-        name
-        for name in names
-        if name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
-    ]
+    # Tasks of the user's own folders and files.
     manager = TaskManager(include_path=include_path, include_defaults=False)
     own = {*manager.all_subtasks, *manager.all_tags}
-    own |= {name for name in files if b"group:" not in read_file(Path(name).expanduser(), 2**24)}
-    if not own.issuperset(
-        names
-    ):  # groups and patterns can contain the harness's own tasks, whose index takes seconds
+    files = []
+    for name in names:
+        path = Path(name).expanduser()
+        if name.endswith((".yaml", ".yml")) and path.is_file():
+            files.append(name)
+            if b"group:" not in read_file(path, 2**24):
+                own.add(name)
+
+    # Groups and patterns can contain the harness's own tasks, whose index takes seconds.
+    if not own.issuperset(names):
         manager = TaskManager(include_path=include_path)
     for name in names:
         if name not in files and not manager.match_tasks([name]):
-            similar = (
-                " or ".join(difflib.get_close_matches(name, manager.all_tasks)) or "a YAML file"
-            )
+            similar = difflib.get_close_matches(name, manager.all_tasks) or ["a YAML file"]
             raise UserError(
-                f"eval_tasks {name}: unknown task; choose {similar}, or add its folder by "
-                "--include-path"
+                f"eval_tasks {name}: unknown task; choose {' or '.join(similar)}, or add its "
+                "folder by --include-path"
             )
     return {"tasks": [*manager.match_tasks(names), *files], "task_manager": manager}
 
@@ -142,10 +141,8 @@ def run_tasks(model: Any, tasks: Mapping[str, Any], found: Mapping[str, Any]) ->
             results: Any = simple_evaluate(model, **found, **options, log_samples=False)
     except (OSError, DatasetsError, ValueError, KeyError, ImportError, AssertionError) as error:
         # Task files and datasets can fail in many ways; only the harness's message says how.
-        message = (
-            f"eval_tasks {' '.join(tasks['eval_tasks'])}: {type(error).__name__}: "
-            f"{str(error).strip()}"
-        )
+        names, kind = " ".join(tasks["eval_tasks"]), type(error).__name__
+        message = f"eval_tasks {names}: {kind}: {str(error).strip()}"
         failed = traceback.extract_tb(error.__traceback__)[-1].line or ""
         if isinstance(error, OSError | DatasetsError):
             message += (

@@ -36,21 +36,21 @@ def supported_modes(
     supported: set[str] = set()
     first_reasons: dict[str, str | None] = {}
     for config in configs:
+        # Two names can stand for one mode.
         model = config.model
         methods = build_layers(model.pos_emb, model.shape, **model.positional_options)
-        modes = {name: parse_modes([name], model.seq_length)[0] for name in names}
-        reasons = {
-            name: unsupported_reason(mode.attention, methods, model) for name, mode in modes.items()
-        }
-        supported |= {name for name, reason in reasons.items() if reason is None}
-        unsupported = {
-            modes[name].name: reason for name, reason in reasons.items() if reason is not None
-        }
-        first_reasons = {**reasons, **first_reasons}
-        unique = {mode.name: mode for mode in modes.values()}
-        result.append(
-            ([mode for name, mode in unique.items() if name not in unsupported], unsupported)
-        )
+        modes: dict[str, Mode] = {}
+        unsupported: dict[str, str] = {}
+        for name in names:
+            (mode,) = parse_modes([name], model.seq_length)
+            reason = unsupported_reason(mode.attention, methods, model)
+            first_reasons.setdefault(name, reason)
+            if reason is None:
+                supported.add(name)
+                modes[mode.name] = mode
+            else:
+                unsupported[mode.name] = reason
+        result.append((list(modes.values()), unsupported))
     for name in names:
         if name not in supported and not skip_unsupported:
             raise UserError(f"inference mode {name} {first_reasons[name]}")

@@ -36,10 +36,8 @@ class Segments:
 
     def cut(self, length: int) -> "Segments":
         """The same text in segments of a length that divides this one."""
-        return Segments(
-            length,
-            [start + offset for start in self.starts for offset in range(0, self.length, length)],
-        )
+        offsets = range(0, self.length, length)
+        return Segments(length, [start + offset for start in self.starts for offset in offsets])
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,9 @@ class Protocol:
 
     @property
     def name(self) -> str:
-        return f"{self.base_name}@{self.size}" if self.size else self.base_name
+        if not self.size:
+            return self.base_name
+        return f"{self.base_name}@{self.size}"
 
     def plan(
         self, available: int, lengths: Sequence[int], token_budget: int | None
@@ -97,10 +97,12 @@ class NonOverlapping(Protocol):
     def plan(
         self, available: int, lengths: Sequence[int], token_budget: int | None
     ) -> list[Segments]:
-        limit = available - 1 if token_budget is None else min(token_budget, available - 1)
+        limit = available - 1
+        if token_budget is not None:
+            limit = min(limit, token_budget)
         longest, common = max(lengths), math.lcm(*lengths)
         if longest > limit:
-            if token_budget is not None and token_budget < longest <= available - 1:
+            if longest <= available - 1:
                 raise UserError(
                     f"a budget of {token_budget:,} tokens is shorter than a segment of "
                     f"{longest:,}: increase it to at least {longest:,}"
@@ -112,6 +114,8 @@ class NonOverlapping(Protocol):
                 f"common multiple is {common:,}, but only {limit:,} tokens can be scored; choose "
                 "lengths that divide the longest, or more tokens"
             )
+
+        # Each piece can be cut into segments of every length.
         pieces = Segments(common, _spread(available - 1, common, common, limit // common))
         return [pieces.cut(length) for length in lengths]
 
@@ -161,6 +165,7 @@ class LastK(Protocol):
     def plan(
         self, available: int, lengths: Sequence[int], token_budget: int | None
     ) -> list[Segments]:
+        # The shortest segment must contain the scored tokens, and the text the longest.
         longest, shortest = max(lengths), min(lengths)
         if shortest < self.size:
             raise UserError(
@@ -170,6 +175,8 @@ class LastK(Protocol):
             )
         if longest > available - 1:
             raise _stream_too_short(available, longest)
+
+        # Segments of the longest length, as many as the text and the budget allow.
         stride = self.stride(lengths)
         count = (available - 1 - longest) // stride + 1
         if token_budget is not None:
@@ -180,11 +187,12 @@ class LastK(Protocol):
                 )
             count = min(count, token_budget // self.size)
         starts = _spread(available - 1, longest, stride, count)
+
+        # Shorter segments end where the longest do.
         plans = []
         for length in lengths:
-            plans.append(
-                Segments(length, [start + longest - length for start in starts], length - self.size)
-            )
+            shifted = [start + longest - length for start in starts]
+            plans.append(Segments(length, shifted, length - self.size))
         return plans
 
 
@@ -202,24 +210,25 @@ class Sliding(LastK):
         return self.size
 
 
-PROTOCOLS: dict[str, type[Protocol]] = {
-    each.base_name: each for each in (NonOverlapping, Kerple, LastK, Sliding)
-}
+_ALL: tuple[type[Protocol], ...] = (NonOverlapping, Kerple, LastK, Sliding)
+PROTOCOLS = {each.base_name: each for each in _ALL}
 _SIZED = re.compile(r"([a-z-]+)@([1-9][0-9]{0,11})")
 
 
 def parse_protocol(name: str) -> Protocol:
-    """The protocol with this name, e.g. `last-k` or `last-k@64`. Raises UserError if
-    it is unknown.
-    """
+    """The protocol with this name, e.g. `last-k` or `last-k@64`. Raises UserError if unknown."""
+    if name in PROTOCOLS:
+        protocol = PROTOCOLS[name]
+        return protocol(protocol.default_size)
     match = _SIZED.fullmatch(name)
-    protocol = PROTOCOLS.get(match[1] if match else name)
-    if protocol is None or (match and not protocol.default_size):
-        raise UserError(
-            f"evaluation protocol {name!r} is unknown; choose {', '.join(PROTOCOLS)}, or with a "
-            "size kerple@SEGMENTS, last-k@TOKENS, sliding@STRIDE"
-        )
-    return protocol(int(match[2]) if match else protocol.default_size)
+    if match and match[1] in PROTOCOLS:
+        protocol = PROTOCOLS[match[1]]
+        if protocol.default_size:
+            return protocol(int(match[2]))
+    raise UserError(
+        f"evaluation protocol {name!r} is unknown; choose {', '.join(PROTOCOLS)}, or with a size "
+        "kerple@SEGMENTS, last-k@TOKENS, sliding@STRIDE"
+    )
 
 
 def _spread(available: int, size: int, stride: int, count: int) -> Sequence[int]:

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_type_hints, overload
 
 from pydantic import FailFast, Field, TypeAdapter
-from typing_extensions import (
-    NotRequired,
-    TypedDict,
-)  # pydantic does not accept that of `typing` before Python 3.12
+
+# Pydantic does not accept the TypedDict of `typing` before Python 3.12.
+from typing_extensions import NotRequired, TypedDict
 
 from megatron.utils.errors import UserError
 from megatron.utils.files import read_file
@@ -45,9 +44,7 @@ Length = Annotated[Int, Field(ge=1)]
 
 
 class Checkpoint(TypedDict):
-    """The evaluated weights. path: the folder that contains `latest`. fingerprint: a digest of the
-    weights.
-    """
+    """The evaluated weights. path: the folder with `latest`. fingerprint: digest of the weights."""
 
     path: Text | None
     iteration: Count | None
@@ -287,9 +284,8 @@ def perplexity(loss: float) -> float | None:
 
 def extrapolation_records(records: Iterable[Record]) -> list[ExtrapolationRecord]:
     """The records of kind `extrapolation`."""
-    return [
-        cast(ExtrapolationRecord, record) for record in records if record["kind"] == "extrapolation"
-    ]
+    found = [record for record in records if record["kind"] == "extrapolation"]
+    return cast(list[ExtrapolationRecord], found)
 
 
 def fingerprint_of(record: Mapping[str, Any]) -> str | None:
@@ -361,14 +357,13 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
         return records
     import pandas
 
+    # A column per key; the keys of the checkpoint are columns of their own.
     rows = []
     for record in records:
-        columns: dict[str, object] = dict(record)
+        columns: dict[str, Any] = dict(record)
         checkpoint = columns.pop("checkpoint", None) or {}
-        columns |= {
-            f"checkpoint_{name}": cast(Checkpoint, checkpoint).get(name)
-            for name in get_type_hints(Checkpoint)
-        }
+        for name in get_type_hints(Checkpoint):
+            columns[f"checkpoint_{name}"] = checkpoint.get(name)
         rows.append(columns)
     return pandas.DataFrame(rows)
 
@@ -447,6 +442,8 @@ def _contradictions_of_losses(record: Mapping[str, Any], is_measured: bool) -> I
         if tokens or any(record[key] is not None for key in others):
             yield f"loss is null, so tokens must be 0, and {', '.join(others)} null"
         return
+
+    # A measured loss and what follows from it.
     if not tokens or not record["segments"] or record["documents"] == 0:
         yield "tokens, segments and documents must be positive, because there is a loss"
     expected = perplexity(loss)
@@ -456,16 +453,15 @@ def _contradictions_of_losses(record: Mapping[str, Any], is_measured: bool) -> I
         matches = _is_close(record["perplexity"], expected)
     if not matches:
         yield f"perplexity {record['perplexity']} is not exp(loss), {expected}"
+
+    # The groups add up to the tokens and the loss.
     if groups is None:
         return
-    if (
-        len(groups["tokens"]) != len(groups["losses"])
-        or 0 in groups["tokens"]
-        or sum(groups["tokens"]) != tokens
-    ):
+    counts, losses = groups["tokens"], groups["losses"]
+    if len(counts) != len(losses) or 0 in counts or sum(counts) != tokens:
         yield f"groups must have one loss for each positive number of tokens, {tokens:,} in total"
         return
-    mean = math.fsum(map(operator.mul, groups["tokens"], groups["losses"])) / tokens
+    mean = math.fsum(map(operator.mul, counts, losses)) / tokens
     if not math.isclose(mean, loss, rel_tol=1e-3, abs_tol=1e-3):  # the losses of groups are rounded
         yield f"loss {loss} is not the mean of groups, {mean}"
 

@@ -59,13 +59,12 @@ class ResultsFile:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock)
             stored = read_results_file(self.path) if self.path.exists() else []
-            self.records = [
-                record for record in stored if fingerprint_of(record) in self._checkpoints
-            ]
-            other = next(
-                (record for record in stored if fingerprint_of(record) not in self._checkpoints),
-                None,
-            )
+            self.records, other = [], None
+            for record in stored:
+                if fingerprint_of(record) in self._checkpoints:
+                    self.records.append(record)
+                else:
+                    other = other or record
             if other is not None and not self._replace:
                 checkpoint: Mapping[str, object] = other["checkpoint"] or {}
                 raise UserError(

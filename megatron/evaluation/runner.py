@@ -95,28 +95,21 @@ class ExtrapolationTask(EvalTask):
     def run(
         self, context: EvalContext, share: Segments, advance: Callable[[int], None]
     ) -> list[Record]:
-        """If the model has no positions for the length, the records have a note
-        instead of values.
-        """
-        sums = LossAccumulator(self.text, self.segments, context.rank, context.world_size)
+        """If the model has no positions for the length, the records have a note, not values."""
+        text, mode = self.text, self.mode.attention
+        sums = LossAccumulator(text, self.segments, context.rank, context.world_size)
         note = None
         try:
-            for chunk in context.reader.losses(
-                self.text.tokens, share, self.mode.attention, self.text.bos
-            ):
+            for chunk in context.reader.losses(text.tokens, share, mode, text.bos):
                 sums.add(chunk)
                 advance(chunk.losses.numel())
         except PositionsExceeded as error:
             note = str(error)
+
+        # Sums over all ranks.
         note = context.share_note(note)
         if note is None:
-            for values in (
-                sums.losses,
-                sums.counts,
-                sums.position_losses,
-                sums.position_counts,
-                sums.bytes,
-            ):
+            for values in sums.tensors:
                 context.sum_over_ranks(values)
             if not math.isfinite(sums.loss):
                 note = f"{LOSS_NOTE} {sums.loss}"
@@ -127,31 +120,42 @@ class ExtrapolationTask(EvalTask):
         return self._records(LossAccumulator(self.text, self.segments), note)
 
     def _records(self, sums: LossAccumulator, note: str | None) -> list[Record]:
-        measured, targets = note is None, self.text.targets_digest(self.segments)
+        # The keys of a record without values.
+        targets = self.text.targets_digest(self.segments)
         losses: ExtrapolationRecord = {
             **self.planned[0],
             "note": note,
-            "tokens": sums.tokens if measured else 0,
+            "tokens": 0,
             "segments": len(self.segments.starts),
-            "documents": sums.documents if measured else None,
-            "loss": sums.loss if measured else None,
-            "stderr": sums.stderr if measured else None,
-            "bits_per_byte": sums.bits_per_byte if measured else None,
-            "perplexity": perplexity(sums.loss) if measured else None,
+            "documents": None,
+            "loss": None,
+            "stderr": None,
+            "bits_per_byte": None,
+            "perplexity": None,
             "targets": targets,
-            "groups": sums.groups() if measured else None,
+            "groups": None,
         }
+        if note is None:
+            losses["tokens"], losses["documents"] = sums.tokens, sums.documents
+            losses["loss"], losses["stderr"] = sums.loss, sums.stderr
+            losses["bits_per_byte"] = sums.bits_per_byte
+            losses["perplexity"] = perplexity(sums.loss)
+            losses["groups"] = sums.groups()
         if self.bins is None:
             return [losses]
-        edges, means, counts = sums.by_position(self.bins) if measured else ([], [], [])
+
+        # With bins, a second record.
         positions: PositionsRecord = {
             **self.planned[1],
             "note": note,
-            "edges": edges,
-            "losses": means,
-            "counts": counts,
+            "edges": [],
+            "losses": [],
+            "counts": [],
             "targets": targets,
         }
+        if note is None:
+            by_position = sums.by_position(self.bins)
+            positions["edges"], positions["losses"], positions["counts"] = by_position
         return [losses, positions]
 
 
@@ -169,11 +173,14 @@ def plan_extrapolation(
     """
     lengths = unique_lengths(lengths)
     parsed_modes = parse_modes(modes, provenance.train_length)
-    parsed_protocols = []
+    parsed_protocols: dict[Protocol, None] = {}
     for each in protocols:
-        parsed_protocols.append(parse_protocol(each) if isinstance(each, str) else each)
+        if isinstance(each, str):
+            each = parse_protocol(each)
+        parsed_protocols[each] = None
     tasks = []
-    for protocol in dict.fromkeys(parsed_protocols):
+    for protocol in parsed_protocols:
+        # The text does not depend on the mode.
         segments_by_length = text.plan(protocol, lengths, token_budget)
         digests = [text.digest(segments) for segments in segments_by_length]
         for mode in parsed_modes:
@@ -220,32 +227,30 @@ def run_eval_tasks(
             raise UserError(f"inference mode {task.mode.name} {reason}")
 
     # One reader for all tasks.
-    device = model_device(model) if device is None else torch.device(device)
+    device = torch.device(device or model_device(model))
     if batch_tokens is None:
         batch_tokens = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
-    context = EvalContext(
-        model, SegmentReader(decoder, device, query_chunk, batch_tokens), rank, world_size
-    )
-    name = (tasks[0].planned[0]["pos_emb"] if tasks else None) or model_name
-
-    shares = [task.segments.shard(rank, world_size) for task in tasks]
+    reader = SegmentReader(decoder, device, query_chunk, batch_tokens)
+    context = EvalContext(model, reader, rank, world_size)
+    name = model_name
+    if tasks:
+        name = tasks[0].planned[0]["pos_emb"] or model_name
 
     # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments
     # are cheap.
-    costs = []
+    shares, costs, total = [], [], 0.0
     for task in tasks:
         span, length = task.mode.span, task.segments.length
-        costs.append(
-            1 + min(length, span.window or length, span.block or length) / KEYS_PER_UNIT_COST
-        )
-    total = sum(cost * share.targets for cost, share in zip(costs, shares, strict=True))
+        keys = min(length, span.window or length, span.block or length)
+        costs.append(1 + keys / KEYS_PER_UNIT_COST)
+        shares.append(task.segments.shard(rank, world_size))
+        total += costs[-1] * shares[-1].targets
 
     # Run the tasks. All ranks have the same tasks, and share the segments of each.
     completed = 0.0
     records: list[Record] = []
-    display = Progress(
-        name, total, unit="tokens", log_interval=None, enabled=progress and rank == 0
-    )
+    is_shown = progress and rank == 0
+    display = Progress(name, total, unit="tokens", log_interval=None, enabled=is_shown)
     with inference(model), display:
         for task, share, cost in zip(tasks, shares, costs, strict=True):
             display.description = f"{name} {task.mode.name} {share.length:,}"
@@ -283,14 +288,14 @@ def _result_line(name: str, record: Record, rate: str) -> str:
             f"(accuracy {values['accuracy']:.0%}, {rate})"
         )
     else:
-        number = "overflow" if values["perplexity"] is None else f"{values['perplexity']:.4g}"
-        error = "" if values["stderr"] is None else f" ± {values['stderr']:.4f}"
-        if error and (values["documents"] or 1) == 1:
-            error += " over segments"
-        result = (
-            f"perplexity {number} (loss {values['loss']:.4f}{error}, {values['tokens']:,} tokens, "
-            f"{rate})"
-        )
+        number, loss = "overflow", f"{values['loss']:.4f}"
+        if values["perplexity"] is not None:
+            number = f"{values['perplexity']:.4g}"
+        if values["stderr"] is not None:
+            loss += f" ± {values['stderr']:.4f}"
+            if (values["documents"] or 1) == 1:
+                loss += " over segments"
+        result = f"perplexity {number} (loss {loss}, {values['tokens']:,} tokens, {rate})"
     return f"{name} {values['mode']} {values['protocol']} at {values['length']:,}: {result}"
 
 
@@ -356,7 +361,8 @@ def evaluate_extrapolation(
     vocab_size = min(
         (size for size in (vocab_size, decoder.vocab_size) if size is not None), default=None
     )
-    pos_emb = decoder.pos_emb if pos_emb is None else pos_emb
+    if pos_emb is None:
+        pos_emb = decoder.pos_emb
     text = as_text(tokens)
     sizes = {"token_budget": token_budget, "position_bins": position_bins}
     sizes |= {"query_chunk": query_chunk, "batch_tokens": batch_tokens}

@@ -21,7 +21,7 @@ from megatron.data.streams import TokenStream
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import DocumentGroups
 from megatron.evaluation.statistics import standard_error
-from megatron.evaluation.text import IntArray, Text
+from megatron.evaluation.text import Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
 from megatron.model.gpt import text_length
@@ -81,6 +81,7 @@ class SegmentReader:
         mode: for texts of the segments' length.
         bos: the token that replaces the first one of each segment; None: no token.
         """
+        # Without a KV cache, a chunk is a whole segment.
         length = segments.length
         mode = mode.at_length(length)
         batch = max(1, self.batch_tokens // length)
@@ -88,14 +89,14 @@ class SegmentReader:
         offsets = torch.arange(length + 1)
         for segment in range(0, len(segments.starts), batch):
             starts = torch.tensor(segments.starts[segment : segment + batch])
-            text = tokens[starts[:, None] + offsets].to(self.device)
+            text = tokens[starts[:, None] + offsets].to(self.device)  # [b, length + 1]
             if bos is not None:
                 text[:, 0] = bos
             cache = self.decoder.new_cache(length, mode) if chunk < length else None
             for position in range(0, length, chunk):
                 inputs = text[:, position : min(position + chunk, length)]
                 with text_length(self.decoder.methods, length):
-                    hidden = self.decoder.hidden(inputs, cache, mode)
+                    hidden = self.decoder.hidden(inputs, cache, mode)  # [b, c, e]
                 yield HiddenChunk(segment, position, text, hidden)
 
     def losses(
@@ -113,10 +114,8 @@ class SegmentReader:
             if end <= segments.first:
                 continue
             first = max(chunk.position, segments.first)
-            hidden, targets = (
-                chunk.hidden[:, first - chunk.position :],
-                chunk.text[:, first + 1 : end + 1],
-            )
+            hidden = chunk.hidden[:, first - chunk.position :]  # [b, s, e]
+            targets = chunk.text[:, first + 1 : end + 1]  # [b, s]
             yield LossChunk(chunk.segment, first, token_losses(self.decoder, hidden, targets))
 
 
@@ -124,22 +123,12 @@ def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy `[b, s]` in nats for int64 targets `[b, s]` and hidden states `[b, s, e]`, in
     at least float32.
     """
-    hidden_parts, target_parts = (
-        hidden.flatten(0, 1).split(LOGIT_POSITIONS),
-        targets.flatten().split(LOGIT_POSITIONS),
-    )
-    parts = zip(hidden_parts, target_parts, strict=True)
-    losses = [loss.token_losses(decoder.logits(positions), labels) for positions, labels in parts]
+    losses = []
+    target_parts = targets.flatten().split(LOGIT_POSITIONS)
+    hidden_parts = hidden.flatten(0, 1).split(LOGIT_POSITIONS)
+    for positions, labels in zip(hidden_parts, target_parts, strict=True):
+        losses.append(loss.token_losses(decoder.logits(positions), labels))
     return torch.cat(losses).view(targets.shape)
-
-
-def _in_one_document(documents: IntArray, segments: Segments) -> bool:
-    """Whether all scored tokens are in one of the documents that begin at these positions."""
-    first, last = min(segments.starts) + segments.first + 1, max(segments.starts) + segments.length
-    return bool(
-        np.searchsorted(documents, first, side="right")
-        == np.searchsorted(documents, last, side="right")
-    )
 
 
 class LossAccumulator:
@@ -153,31 +142,49 @@ class LossAccumulator:
     def __init__(self, text: Text, segments: Segments, rank: int = 0, world_size: int = 1):
         self.text, self.segments = text, segments
         self._rank, self._world_size = rank, world_size
+
+        # Clusters are the documents, unless those of the first and the last scored token are one.
+        clusters = len(segments.starts)
         self._documents: Tensor | None = None
-        if text.documents is not None and not _in_one_document(text.documents, segments):
-            self._documents = torch.from_numpy(text.documents)
-        self._token_bytes = None if text.token_bytes is None else torch.from_numpy(text.token_bytes)
-        clusters = len(segments.starts) if self._documents is None else len(self._documents) - 1
+        if text.documents is not None:
+            first = min(segments.starts) + segments.first + 1
+            last = max(segments.starts) + segments.length
+            begin, end = np.searchsorted(text.documents, (first, last), side="right")
+            if begin != end:
+                self._documents = torch.from_numpy(text.documents)
+                clusters = len(self._documents) - 1
+        self._token_bytes: Tensor | None = None
+        if text.token_bytes is not None:
+            self._token_bytes = torch.from_numpy(text.token_bytes)
         self.losses = torch.zeros(clusters, dtype=torch.float64)
         self.counts = torch.zeros(clusters, dtype=torch.int64)
         self.position_losses = torch.zeros(segments.length, dtype=torch.float64)
         self.position_counts = torch.zeros(segments.length, dtype=torch.int64)
         self.bytes = torch.zeros((), dtype=torch.int64)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All sums."""
+        positions = self.position_losses, self.position_counts
+        return self.losses, self.counts, *positions, self.bytes
+
     def add(self, chunk: LossChunk) -> None:
         """Add losses of this rank's share; `chunk.segment` is an index into the share."""
-        losses = chunk.losses.to("cpu", torch.float64)
+        # The segments of the rows, and the tokens in the stream that were predicted.
+        losses = chunk.losses.to("cpu", torch.float64)  # [b, s]
         rows, columns = losses.shape
         segments = self._rank + torch.arange(chunk.segment, chunk.segment + rows) * self._world_size
         starts = torch.tensor([self.segments.starts[segment] for segment in segments.tolist()])
-        positions = torch.arange(chunk.position, chunk.position + columns)
-        targets = starts[:, None] + positions + 1
-        if self._documents is None:
-            clusters = segments[:, None].expand(rows, columns)
-        else:
+        positions = torch.arange(chunk.position, chunk.position + columns)  # [s]
+        targets = starts[:, None] + positions + 1  # [b, s]
+
+        # Sums by cluster, by position, and of the bytes.
+        clusters = segments[:, None].expand(rows, columns)
+        if self._documents is not None:
             clusters = torch.searchsorted(self._documents, targets, right=True) - 1
-        self.losses.index_add_(0, clusters.flatten(), losses.flatten())
-        self.counts.index_add_(0, clusters.flatten(), torch.ones(losses.numel(), dtype=torch.int64))
+        clusters = clusters.flatten()
+        self.losses.index_add_(0, clusters, losses.flatten())
+        self.counts.index_add_(0, clusters, torch.ones_like(clusters))
         self.position_losses[positions] += losses.sum(dim=0)
         self.position_counts[positions] += rows
         if self._token_bytes is not None:
@@ -191,8 +198,10 @@ class LossAccumulator:
     @property
     def documents(self) -> int | None:
         """The number of documents with a scored token; None if documents are not known."""
+        if self.text.documents is None:
+            return None
         if self._documents is None:
-            return None if self.text.documents is None else 1
+            return 1
         return int((self.counts > 0).sum())
 
     @property
@@ -207,23 +216,21 @@ class LossAccumulator:
 
     def groups(self, most: int = 256) -> DocumentGroups:
         """The losses of at most `most` groups of documents (or segments)."""
+        # Consecutive groups with about equal numbers of tokens: by the middle of each in the text.
         scored = (self.counts > 0).numpy()
         losses, counts = self.losses.numpy()[scored], self.counts.numpy()[scored]
         group = np.arange(len(counts))
         if len(counts) > most:
             middle = np.cumsum(counts) - counts / 2
-            group = np.unique((middle * most / counts.sum()).astype(np.int64), return_inverse=True)[
-                1
-            ]
+            group = (middle * most / counts.sum()).astype(np.int64)
+            _, group = np.unique(group, return_inverse=True)
         tokens = np.bincount(group, counts).astype(np.int64)
-        means = np.bincount(group, losses) / tokens
-        return {"tokens": tokens.tolist(), "losses": [float(f"{mean:.7g}") for mean in means]}
+        means = [float(f"{mean:.7g}") for mean in np.bincount(group, losses) / tokens]
+        return {"tokens": tokens.tolist(), "losses": means}
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits of all scored tokens divided by the bytes of their text; None if the bytes are not
-        known.
-        """
+        """Bits of all scored tokens divided by the bytes of their text; None if not known."""
         if self._token_bytes is None or not int(self.bytes):
             return None
         return float(self.losses.sum()) / math.log(2) / int(self.bytes)
@@ -234,9 +241,11 @@ class LossAccumulator:
 
         Bin i covers the positions `edges[i]` to `edges[i + 1] - 1`.
         """
+        # Rounding can make two edges equal.
         first, length = self.segments.first, self.segments.length
         bins = min(bins, length - first)
-        edges = np.unique(np.linspace(first, length, bins + 1).round().astype(np.int64))
+        edges = np.linspace(first, length, bins + 1).round()
+        edges = np.unique(edges.astype(np.int64))
         sums = np.add.reduceat(self.position_losses.numpy(), edges[:-1])
         counts = np.add.reduceat(self.position_counts.numpy(), edges[:-1])
         return edges.tolist(), (sums / counts).tolist(), counts.tolist()

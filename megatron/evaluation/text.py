@@ -16,7 +16,7 @@ from megatron.config import Config
 from megatron.data.indexed_dataset import check_tokenizer
 from megatron.data.streams import TokenStream, evaluation_corpora, evaluation_stream
 from megatron.evaluation.protocols import Protocol, Segments
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, visible
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
@@ -63,22 +63,22 @@ class Text:
 
     def error(self, problem: str) -> UserError:
         """An error that names the source of this text and its size."""
-        return UserError(
-            problem
-            if self.source is None
-            else f"{self.source} ({len(self.tokens):,} tokens): {problem}"
-        )
+        if self.source is not None:
+            problem = f"{self.source} ({len(self.tokens):,} tokens): {problem}"
+        return UserError(problem)
 
     def digest(self, segments: Segments) -> str:
         """16 hexadecimal digits that identify what is scored: the tokens that are read, the
         segments, `bos`, and the number of bytes of the tokens.
         """
+        # The tokens, and how they are cut.
         starts = np.asarray(segments.starts, dtype=np.int64)
         digest = self._read_digest(_merged(np.unique(starts), segments.length + 1))
         digest.update(starts.tobytes())
-        digest.update(
-            repr((segments.length, segments.first, self.token_bytes is not None)).encode()
-        )
+        parts = (segments.length, segments.first, self.token_bytes is not None)
+        digest.update(repr(parts).encode())
+
+        # What else changes the values. The tokenizer's name stands for its bytes.
         if self.bos is not None:
             digest.update(f"bos {self.bos}".encode())
         if self.token_bytes is not None and not self.tokenizer_is_known:
@@ -98,11 +98,14 @@ class Text:
         key = spans.tobytes()
         if key not in self._read:
             digest, low, high = hashlib.sha256(), np.iinfo(np.int64).max, np.iinfo(np.int64).min
+            # A part of the stream at a time, as it can be larger than the memory.
             for first, end in spans:
                 for start in range(first, end, READ_TOKENS):
                     ids = self.tokens[start : min(start + READ_TOKENS, end)].numpy()
                     digest.update(ids.tobytes())
                     low, high = min(low, int(ids.min())), max(high, int(ids.max()))
+
+            # The documents that the spans touch.
             if self.documents is not None:
                 begin, last = np.searchsorted(self.documents, (spans[0, 0], spans[-1, 1]))
                 digest.update(self.documents[max(begin - 1, 0) : last].tobytes())
@@ -150,12 +153,8 @@ def as_text(tokens: Tensor | IntArray | Sequence[int] | Text) -> Text:
     if isinstance(tokens, Text):
         return tokens
     stream = torch.as_tensor(tokens)
-    if (
-        stream.dim() != 1
-        or stream.is_floating_point()
-        or stream.is_complex()
-        or stream.dtype == torch.bool
-    ):
+    is_integer = not (stream.is_floating_point() or stream.is_complex())
+    if stream.dim() != 1 or not is_integer or stream.dtype == torch.bool:
         raise UserError(
             f"tokens must be a vector of integers, not {stream.dtype} of shape "
             f"{tuple(stream.shape)}"
@@ -167,12 +166,14 @@ def check_range(low: int, high: int, vocab_size: int | None) -> None:
     """Raises UserError if the smallest id is negative or, with `vocab_size`, the largest one is not
     below it.
     """
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        invalid = low if low < 0 else high
-        limit = f" of {vocab_size:,}" if vocab_size is not None else ""
+    invalid, place = low, "the vocabulary"
+    if vocab_size is not None:
+        place += f" of {vocab_size:,}"
+        if low >= 0:
+            invalid = high
+    if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
         raise UserError(
-            f"token id {invalid} is outside the vocabulary{limit}: the text was tokenized with "
-            "another tokenizer"
+            f"token id {invalid} is outside {place}: the text was tokenized with another tokenizer"
         )
 
 
@@ -185,6 +186,7 @@ def evaluation_text(
     tokenizer: that of the text, for bits per byte. Raises UserError if the data were built with
         another one.
     """
+    # Bytes per token are only known with the tokenizer of the data.
     prefixes, _ = evaluation_corpora(config, part)
     is_known = False
     token_bytes: IntArray | None = None
@@ -193,29 +195,26 @@ def evaluation_text(
         is_known, token_bytes = all(known), tokenizer.byte_lengths()
     tokens, lengths = evaluation_stream(config, part)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
-    return Text(
-        tokens,
-        offsets,
-        token_bytes,
-        corpus_name(prefixes, part),
-        is_known,
-        text_source(config, part),
-    )
+    name, source = corpus_name(prefixes, part), text_source(config, part)
+    return Text(tokens, offsets, token_bytes, name, is_known, source)
 
 
-def text_source(config: Config, part: str = "valid") -> str:
+def text_source(config: Config, part: str) -> str:
     """The files of a part, and the split that selects it from them."""
     prefixes, split = evaluation_corpora(config, part)
-    return visible(", ".join(prefixes)) + (
-        "" if split is None else f", {part} part of split {split}"
-    )
+    source = visible(", ".join(prefixes))
+    if split is not None:
+        source += f", {part} part of split {split}"
+    return source
 
 
 def corpus_name(prefixes: Sequence[str], part: str = "valid") -> str:
     """The file names without `_text_document`; several are joined by +. A very long name is
     shortened. The name of the test split says so.
     """
-    names = (
-        Path(prefix).name.removesuffix("_document").removesuffix("_text") for prefix in prefixes
-    )
-    return visible("+".join(names))[:300] + (" (test split)" if part == "test" else "")
+    files = [Path(prefix).name for prefix in prefixes]
+    names = [file.removesuffix("_document").removesuffix("_text") for file in files]
+    name = visible("+".join(names))[:300]
+    if part == "test":
+        name += " (test split)"
+    return name

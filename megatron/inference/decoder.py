@@ -83,22 +83,23 @@ def as_decoder(model: Callable[[Tensor], Any]) -> Decoder:
     """
     if all(hasattr(model, name) for name in ("new_cache", "hidden", "logits")):
         return NativeDecoder(model)
-    transformers = sys.modules.get(
-        "transformers"
-    )  # already imported if the model is from transformers
+
+    # The library is already imported if the model is from it.
+    transformers = sys.modules.get("transformers")
     if transformers is not None:
         inner: Any = model
         while inner is not None and not isinstance(inner, transformers.PreTrainedModel):
-            inner = inner.get_base_model() if hasattr(inner, "get_base_model") else _wrapped(inner)
+            inner = _wrapped(inner)
         if inner is not None:
             return TransformersDecoder(model, inner)
     return CallableDecoder(model)
 
 
 def _wrapped(model: Any) -> nn.Module | None:
-    """The module in a wrapper such as DataParallel or the result of torch.compile; None if there is
-    none.
-    """
+    """The module in a wrapper: of peft, DataParallel, torch.compile; None if there is none."""
+    if hasattr(model, "get_base_model"):
+        base: nn.Module = model.get_base_model()
+        return base
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
     return inner if isinstance(inner, nn.Module) else None
 
@@ -138,8 +139,8 @@ class CallableDecoder:
     def __init__(self, model: Callable[..., Any]):
         self._model = model
         try:
-            signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
-            self._arguments = set(signature.parameters)
+            function = model.forward if isinstance(model, nn.Module) else model
+            self._arguments = set(inspect.signature(function).parameters)
         except (TypeError, ValueError):  # some built-in callables have no signature
             self._arguments = set()
         self._is_causal = False  # until the first text is read
@@ -153,12 +154,10 @@ class CallableDecoder:
                 f"needs a model of this project, and {_name(self._model)} is none; use full, "
                 "window@W or blockwise@L"
             )
-        missing = sorted(_span_sizes(mode.span).keys() - self._arguments)
-        return (
-            f"needs a model with a `{missing[0]}` argument; {_name(self._model)} has none"
-            if missing
-            else None
-        )
+        for name in _span_sizes(mode.span):
+            if name not in self._arguments:
+                return f"needs a model with a `{name}` argument; {_name(self._model)} has none"
+        return None
 
     def hidden(
         self, tokens: Tensor, cache: None = None, mode: AttentionMode = DEFAULT_MODE
@@ -196,35 +195,33 @@ class TransformersDecoder:
                 f"{type(inner).__name__} has an encoder and a decoder; evaluate a causal language "
                 "model instead"
             )
-        self._length_dependent = any(
-            LENGTH_DEPENDENT_ROPE.search(name) for name in _rope_types(config)
-        )
+
+        # Its rotary angles, and the name of its KV cache: `cache` since transformers 5.
+        self._length_dependent = any(map(LENGTH_DEPENDENT_ROPE.search, _rope_types(config)))
         self._arguments = set(inspect.signature(inner.forward).parameters)
-        # `cache` since transformers 5.
-        names = [name for name in ("cache", "past_key_values") if name in self._arguments]
-        self._cache_argument = (
-            None if not names or getattr(inner, "_is_stateful", False) else names[0]
-        )
-        method = getattr(config, "positional_method", None)  # an exported model of this project
-        self.pos_emb = (
-            None if method is None else describe_method(method, config.positional_options or {})
-        )
-        self._has_virtual_tokens = getattr(
-            getattr(model, "active_peft_config", None), "is_prompt_learning", False
-        )
+        self._cache_argument: str | None = None
+        if not getattr(inner, "_is_stateful", False):
+            for name in ("past_key_values", "cache"):
+                if name in self._arguments:
+                    self._cache_argument = name
+
+        # An exported model of this project names its method.
+        self.pos_emb: str | None = None
+        method = getattr(config, "positional_method", None)
+        if method is not None:
+            self.pos_emb = describe_method(method, config.positional_options or {})
+        adapter = getattr(model, "active_peft_config", None)
+        self._has_virtual_tokens = getattr(adapter, "is_prompt_learning", False)
         self._longest = PROBE_TOKENS  # of the texts that were read
 
     @cached_property
     def complete_segments(self) -> str | None:
         """See `Decoder`. Learned from a short text. Raises UserError if the model is not causal."""
+        # Special tokens, such as padding, are at the ends of vocabularies.
         assert self.vocab_size is not None
-        middle = (
-            self.vocab_size // 2
-        )  # special tokens, such as padding, are at the ends of vocabularies
-        tokens = (
-            torch.arange(middle, middle + PROBE_TOKENS, device=model_device(self._model))[None]
-            % self.vocab_size
-        )
+        middle = self.vocab_size // 2
+        tokens = torch.arange(middle, middle + PROBE_TOKENS, device=model_device(self._model))[None]
+        tokens = tokens % self.vocab_size  # [1, s]
         with inference(self._model), self._short_window():
             check_causal(self._forward, tokens, type(self._inner).__name__)
             if self._length_dependent:
@@ -233,19 +230,17 @@ class TransformersDecoder:
                 return "it has no KV cache"
             if self._has_virtual_tokens:
                 return "its virtual tokens would precede each chunk"
-            expected = self._forward(tokens)
+
+            # The logits of two chunks must be those of the text.
+            expected, halves = self._forward(tokens), tokens.split(PROBE_TOKENS // 2, dim=1)
             try:
                 cache = self._empty_cache()
-                chunks = [
-                    self._forward(chunk, cache) for chunk in tokens.split(PROBE_TOKENS // 2, dim=1)
-                ]
+                chunks = [self._forward(chunk, cache) for chunk in halves]
             except Exception as error:  # of any kind, from the model's own code
                 return f"its KV cache fails: {type(error).__name__}"
-            return (
-                "its KV cache changes its logits"
-                if _differ(expected, torch.cat(chunks, dim=1), 0.5)
-                else None
-            )
+            if _differ(expected, torch.cat(chunks, dim=1), 0.5):
+                return "its KV cache changes its logits"
+            return None
 
     @contextmanager
     def _short_window(self) -> Iterator[None]:
@@ -291,9 +286,7 @@ class TransformersDecoder:
         return self._empty_cache() if self.cached else None
 
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
-        own = getattr(
-            self._inner.config, "inference_mode", None
-        )  # of an exported model of this project
+        own = getattr(self._inner.config, "inference_mode", None)  # of an export of this project
         if own not in (None, "full"):
             return (
                 f"is not possible: the model was loaded with inference_mode {own}; load it with "
@@ -309,7 +302,9 @@ class TransformersDecoder:
     def hidden(
         self, tokens: Tensor, cache: Any = None, mode: AttentionMode = DEFAULT_MODE
     ) -> Tensor:
-        end = tokens.shape[1] + (cache.get_seq_length() if cache is not None else 0)
+        end = tokens.shape[1]
+        if cache is not None:
+            end += cache.get_seq_length()
         if not self.cached and self._length_dependent:
             # Dynamic angles stay those of the longest text until a short one resets them.
             self._forward(tokens[:, :1])
@@ -344,12 +339,12 @@ class _CheckedLookups(TorchDispatchMode):
             lookups = [(args[1], len(args[0]))]
         elif func.overloadpacket in (aten.gather, aten.index_select):
             lookups = [(args[2], args[0].shape[args[1]])]
-        elif func.overloadpacket is aten.index and all(
-            i is None or i.dtype == torch.int64 for i in args[1]
-        ):
-            lookups = [
-                (i, size) for i, size in zip(args[1], args[0].shape, strict=False) if i is not None
-            ]
+        elif func.overloadpacket is aten.index:
+            # Masks select no positions, and change which dimension an index belongs to.
+            indices = zip(args[1], args[0].shape, strict=False)
+            lookups = [(index, size) for index, size in indices if index is not None]
+            if any(index.dtype != torch.int64 for index, _ in lookups):
+                lookups = []
         for index, size in lookups:
             if index.numel() and int(index.max()) >= size:
                 raise IndexError(
@@ -361,7 +356,7 @@ class _CheckedLookups(TorchDispatchMode):
 def check_causal(model: Callable[..., Any], tokens: Tensor, name: str) -> None:
     """Raises UserError if the last of the tokens `[1, s]` changes the logits of earlier ones."""
     changed = tokens.clone()
-    changed[:, -1] = 1 if tokens[0, -1] == 0 else tokens[0, -1] - 1
+    changed[:, -1] = (tokens[0, -1] - 1).abs()  # another token, also if it is 0
     before, after = (_logits(model, text)[:, :-1] for text in (tokens, changed))
     if _differ(before, after, 0.75):
         raise UserError(
@@ -385,7 +380,9 @@ def _logits(model: Callable[..., Any], tokens: Tensor, **keywords: Any) -> Tenso
     output = model(tokens, **keywords)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
-        actual = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        actual: object = type(logits).__name__
+        if isinstance(logits, Tensor):
+            actual = tuple(logits.shape)
         raise TypeError(
             "the model must return logits [batch, seq, vocabulary] for tokens "
             f"{tuple(tokens.shape)}, not {actual}"
@@ -402,13 +399,10 @@ def _rope_types(config: Any) -> set[str]:
     of layers.
     """
     config = config.get_text_config()
-    parameters = (
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    return {
-        str(entry.get("rope_type", entry.get("type"))) for entry in (parameters, *by_layer_type)
-    }
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    entries = [parameters or {}]
+    entries += [value for value in entries[0].values() if isinstance(value, dict)]
+    return {str(entry.get("rope_type", entry.get("type"))) for entry in entries}
 
 
 def unsupported_reason(
@@ -429,17 +423,16 @@ def unsupported_reason(
 
 def _span_sizes(span: Span) -> dict[str, int]:
     """The span's sizes that are set, by name."""
-    return {
-        name: size
-        for name, size in (("window", span.window), ("block", span.block))
-        if size is not None
-    }
+    sizes = {"block": span.block, "window": span.window}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def model_device(model: Any) -> torch.device:
     """The device of the model's first parameter; the CPU if it has none."""
-    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return torch.device("cpu") if first is None else first.device
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cpu")
 
 
 @contextmanager
@@ -447,11 +440,9 @@ def inference(model: Any) -> Iterator[None]:
     """Disable gradients and dropout in the block; afterwards restore every submodule's training
     mode.
     """
-    training = (
-        [module for module in model.modules() if module.training]
-        if isinstance(model, nn.Module)
-        else []
-    )
+    training = []
+    if isinstance(model, nn.Module):
+        training = [module for module in model.modules() if module.training]
     if training:
         model.eval()
     try:

@@ -26,9 +26,8 @@ from megatron.inference.decoder import Decoder, NativeDecoder, as_decoder, infer
 from megatron.utils.errors import UserError
 
 PROMPT_CHUNK = 512
-_ALLOCATED_TOKENS = (
-    1 << 16
-)  # a cache for more tokens is not allocated at once: texts usually end earlier
+# A cache for more tokens is not allocated at once: texts usually end earlier.
+_ALLOCATED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,10 @@ class Sampling:
             logits, ids = logits.sort(descending=True)
         else:
             ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+
         # Subtract the largest logit first, so that a very small temperature does not overflow.
-        probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / self.temperature).softmax(
-            dim=-1
-        )
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
+        probabilities = scaled.softmax(dim=-1)  # [b, k]
         if nucleus:
             before = probabilities.cumsum(dim=-1) - probabilities
             probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
@@ -86,20 +85,19 @@ class Sampling:
         """One token id per row of logits `[b, v]`. Each row draws one number from its own
         generator. Raises UserError if a logit is NaN or the largest one is infinite.
         """
-        if not logits[:, : self.vocab_size].amax(dim=-1).isfinite().all():
+        known = logits[:, : self.vocab_size]
+        if not known.amax(dim=-1).isfinite().all():
             raise UserError(
                 "the model's logits are NaN or infinite: the checkpoint is damaged, or its values "
                 "overflow"
             )
         if self.temperature == 0:
-            greedy: list[int] = logits[:, : self.vocab_size].argmax(dim=-1).tolist()
+            greedy: list[int] = known.argmax(dim=-1).tolist()
             return greedy
-        probabilities, ids = self.probabilities(logits)
-        draws = torch.tensor(
-            [generator.random() for generator in generators],
-            dtype=torch.float64,
-            device=logits.device,
-        )
+        probabilities, ids = self.probabilities(logits)  # [b, k]
+        numbers = [generator.random() for generator in generators]
+        draws = torch.tensor(numbers, dtype=torch.float64, device=logits.device)  # [b]
+
         # Inverse of the cumulative distribution. If rounding leaves its end below 1, the last
         # possible token is chosen.
         chosen = (probabilities.cumsum(dim=-1) <= draws[:, None]).sum(dim=-1)
@@ -182,7 +180,8 @@ def generate(
                 f"prompt {index} is empty: to generate without a prompt, pass the end-of-document "
                 "token"
             )
-        invalid = min(prompt) if min(prompt) < 0 else max(prompt)
+        lowest, highest = min(prompt), max(prompt)
+        invalid = lowest if lowest < 0 else highest
         if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
             raise UserError(
                 f"prompt {index} contains token id {invalid}, which is outside the vocabulary"
@@ -209,13 +208,12 @@ def generate(
     results: dict[int, Generation] = {}
     with inference(model):
         for indices in _batches(prompts, batch_size, maximum_tokens):
-            rows = [
-                _Row(index, list(prompts[index]), np.random.default_rng([seed, index]))
-                for index in indices
-            ]
-            logits = _NextTokenLogits(
-                decoder, rows, maximum_tokens, model_device(model), recompute, mode
-            )
+            rows = []
+            for index in indices:
+                generator = np.random.default_rng([seed, index])
+                rows.append(_Row(index, list(prompts[index]), generator))
+            device = model_device(model)
+            logits = _NextTokenLogits(decoder, rows, maximum_tokens, device, recompute, mode)
             for index, generation in _continue(logits, rows, sampling, maximum_tokens, eod):
                 results[index] = generation
                 if on_generation is not None:
@@ -245,12 +243,11 @@ def _batches(
     """
     batch: list[int] = []
     for index in sorted(range(len(prompts)), key=lambda index: len(prompts[index])):
-        if batch and (
-            len(batch) == batch_size
-            or len(prompts[index]) - len(prompts[batch[0]]) > maximum_tokens
-        ):
-            yield batch
-            batch = []
+        if batch:
+            longer_by = len(prompts[index]) - len(prompts[batch[0]])
+            if len(batch) == batch_size or longer_by > maximum_tokens:
+                yield batch
+                batch = []
         batch.append(index)
     if batch:
         yield batch
@@ -270,10 +267,10 @@ def _continue(
         row: _Row, *, finished: bool = False, message: str | None = None
     ) -> tuple[int, Generation]:
         tokens = row.generated[:-1] if finished else row.generated
-        return row.index, Generation(
-            row.prompt, tokens, finished, message, time.perf_counter() - start
-        )
+        seconds = time.perf_counter() - start
+        return row.index, Generation(row.prompt, tokens, finished, message, seconds)
 
+    # Each step appends one token to the rows that are not within their prompts.
     while rows:
         length = min(len(row.text) for row in rows)
         try:
@@ -283,9 +280,12 @@ def _continue(
             yield from (result(row, message=str(exceeded)) for row in rows)
             return
         sampled = [index for index, row in enumerate(rows) if len(row.text) == length]
-        tokens = sampling.choose(next_logits[sampled], [rows[index].generator for index in sampled])
+        generators = [rows[index].generator for index in sampled]
+        tokens = sampling.choose(next_logits[sampled], generators)
         for index, token in zip(sampled, tokens, strict=True):
             rows[index].text.append(token)
+
+        # Rows that are complete leave the batch.
         remaining = []
         for index, row in enumerate(rows):
             count = len(row.text) - len(row.prompt)
@@ -314,22 +314,22 @@ class _NextTokenLogits:
     ):
         self._decoder = decoder
         self._device = device
-        # The last generated token is never fed.
-        max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
-        allocated = (
-            max_length if max_length <= _ALLOCATED_TOKENS else None
-        )  # otherwise the cache grows
         self._mode = mode
-        self._cache = None if recompute else decoder.new_cache(allocated, self._mode)
+        self._cache = None
         self._cached = 0
+        if not recompute:
+            # The last generated token is never fed. A long cache grows.
+            max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
+            allocated = max_length if max_length <= _ALLOCATED_TOKENS else None
+            self._cache = decoder.new_cache(allocated, mode)
 
     def after(self, rows: list[_Row], length: int) -> Tensor:
         """Logits `[b, v]` after the first `length` tokens of each row."""
-        tokens = torch.tensor(
-            [row.text[self._cached : length] for row in rows], device=self._device
-        )
+        texts = [row.text[self._cached : length] for row in rows]
+        tokens = torch.tensor(texts, device=self._device)  # [b, s]
         if self._cache is None:
-            return self._decoder.logits(self._decoder.hidden(tokens, None, self._mode)[:, -1])
+            hidden = self._decoder.hidden(tokens, None, self._mode)
+            return self._decoder.logits(hidden[:, -1])
         for chunk in tokens.split(PROMPT_CHUNK, dim=1):
             hidden = self._decoder.hidden(chunk, self._cache, self._mode)
         self._cached = length

@@ -68,8 +68,9 @@ def local_environment(resources: Resources, environment: Mapping[str, str]) -> d
     """
     result = dict(environment)
     (slots,) = resources.slots.values()
-    result["CUDA_VISIBLE_DEVICES"] = "" if resources.on_cpu else ",".join(map(str, slots))
+    result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     if resources.on_cpu:
+        result["CUDA_VISIBLE_DEVICES"] = ""
         result["DS_ACCELERATOR"] = "cpu"
         if resources.world_size > 1 and "OMP_NUM_THREADS" not in result:
             threads = node.threads_per_process(resources.world_size)
@@ -89,17 +90,16 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     Raises UserError if a line of the file is not NAME=VALUE or names a variable that is not set, or
     if the file that DS_ENV_FILE names cannot be read.
     """
-    names = [
-        name
-        for name in environment
-        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
-    ]
-    variables = {name: environment[name] for name in names}
-    name = environment.get("DS_ENV_FILE")
-    files = [(folder / (name or ".deepspeed_env")).resolve() for folder in (Path.home(), Path())]
-    paths = [
-        path for path in dict.fromkeys(files) if path.is_file()
-    ]  # once, because $NAME may be the variable itself
+    variables = {}
+    for name, value in environment.items():
+        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED:
+            variables[name] = value
+
+    # Each file is read once, because $NAME may be the variable itself.
+    name = environment.get("DS_ENV_FILE", "")
+    folders = Path.home(), Path()
+    files = dict.fromkeys((folder / (name or ".deepspeed_env")).resolve() for folder in folders)
+    paths = [path for path in files if path.is_file()]
     if name and not paths:
         raise UserError(
             f"DS_ENV_FILE is {name}, but there is no such file; create it, or unset the variable"
@@ -112,21 +112,22 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
             raise UserError(
                 f"{path}: {reason}; it must be a text file with one NAME=VALUE per line"
             ) from error
+
+        # Messages do not show values, which may be secrets.
         for number, line in enumerate(lines, start=1):
             text = line.strip().removeprefix("export ")
             if not text or text.startswith("#"):
                 continue
             name, equals, value = text.partition("=")
-            if not equals or not name.strip().isidentifier():
-                raise UserError(
-                    f"{path}:{number}: not NAME=VALUE; correct or remove the line"
-                )  # it may be a secret
+            name = name.strip()
+            if not equals or not name.isidentifier():
+                raise UserError(f"{path}:{number}: not NAME=VALUE; correct or remove the line")
             try:
-                variables[name.strip()] = _shell_value(value.strip(), {**environment, **variables})
-            except KeyError as error:  # a part of a secret, perhaps
+                variables[name] = _shell_value(value.strip(), {**environment, **variables})
+            except KeyError as error:
                 raise UserError(
-                    f"{path}: the value of {name.strip()} has a $ before the name of a variable "
-                    "that is not set; set it, or put the value in single quotes"
+                    f"{path}: the value of {name} has a $ before the name of a variable that is "
+                    "not set; set it, or put the value in single quotes"
                 ) from error
     return variables
 
@@ -135,19 +136,25 @@ def _shell_value(text: str, variables: Mapping[str, str]) -> str:
     """`text` without a pair of quotes around it, and, unless these are single quotes, with the
     values of $NAME and ${NAME}. Raises KeyError if there is no such variable.
     """
-    quote = text[0] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else ""
-    text = text.removeprefix(quote).removesuffix(quote)
-    if quote == "'":
+    is_single = False
+    for quote in ("'", '"'):
+        if len(text) > 1 and text.startswith(quote) and text.endswith(quote):
+            text, is_single = text[1:-1], quote == "'"
+            break
+    if is_single:
         return text
     return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: variables[match[1] or match[2]], text)
 
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """The variables that are not secrets, and the names of those that are."""
-    names = [
-        name for name, value in variables.items() if is_secret_name(name) or contains_secret(value)
-    ]
-    return {name: value for name, value in variables.items() if name not in names}, names
+    public, secret = {}, []
+    for name, value in variables.items():
+        if is_secret_name(name) or contains_secret(value):
+            secret.append(name)
+        else:
+            public[name] = value
+    return public, secret
 
 
 def job_command(

@@ -65,12 +65,13 @@ def check_hosts(
             "ssh is not installed here; install it, or set no_ssh_check: true if mpirun does not "
             "need it"
         )
-    missing = "missing: "
-    tests = [
-        f"test -e {shlex.quote(path)} || echo {missing}{shlex.quote(path)}"
-        for path in (directory, *files)
-    ]
-    script = f"sh -c {shlex.quote('; '.join([*tests, 'hostname -I 2> /dev/null || echo']))}"
+
+    # A script that prints the missing paths, then the addresses of the host.
+    missing, lines = "missing: ", []
+    for path in map(shlex.quote, (directory, *files)):
+        lines.append(f"test -e {path} || echo {missing}{path}")
+    lines.append("hostname -I 2> /dev/null || echo")
+    script = f"sh -c {shlex.quote('; '.join(lines))}"
     options = shlex.split(environment.get("PDSH_SSH_ARGS_APPEND", ""))
 
     def check(host: str) -> tuple[str, str]:
@@ -84,17 +85,16 @@ def check_hosts(
         if paths:
             return "", f"there is no {', '.join(paths)}"
         if process.returncode or not lines:
-            return "", (
-                process.stderr.strip().splitlines()
-                or [f"ssh exited with status {process.returncode}"]
-            )[-1]
+            problems = process.stderr.strip().splitlines()
+            return "", (problems or [f"ssh exited with status {process.returncode}"])[-1]
         return (lines[-1].split() or [host])[0], ""
 
     with ThreadPoolExecutor(max_workers=32) as pool:
         results = list(pool.map(check, hosts))
-    problems = [
-        f"  {host}: {problem}" for host, (_, problem) in zip(hosts, results, strict=True) if problem
-    ]
+    problems = []
+    for host, (_, problem) in zip(hosts, results, strict=True):
+        if problem:
+            problems.append(f"  {host}: {problem}")
     if problems:
         heading = f"{len(problems)} of {len(hosts)} host(s) of the hostfile cannot be used:"
         advice = (
@@ -132,7 +132,8 @@ def run_job(command: Sequence[str], environment: Mapping[str, str], ranks: int) 
     def stop(again: bool) -> None:
         nonlocal stopping
         stopping = True
-        process.send_signal(signal.SIGTERM if again else signal.SIGUSR1)
+        number = signal.SIGTERM if again else signal.SIGUSR1
+        process.send_signal(number)
 
     def copy() -> None:
         nonlocal failure
@@ -231,8 +232,11 @@ def run_pdsh(
             os.killpg(process.pid, signal.SIGKILL)
 
     def stop(again: bool) -> None:
-        send(KILL_SIGNAL.name.removeprefix("SIG") if again else "TERM")
-        if again:
+        if not again:
+            send("TERM")
+        else:
+            send(KILL_SIGNAL.name.removeprefix("SIG"))
+
             # A host that cannot be reached, or has not started node.py yet. It stops when its
             # connection ends.
             timers.append(threading.Timer(_SECONDS_TO_KILL, end_connections))
@@ -301,14 +305,12 @@ def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]
         if received and number == signal.SIGHUP:
             return
         received.append(number)
-        name, again = signal.Signals(number).name, len(received) > 1
-        asked = f": asked {ranks} process(es) to save and exit; repeat to kill them"
+        again = len(received) > 1
+        action = f": asked {ranks} process(es) to save and exit; repeat to kill them"
+        if again:
+            action = " again: killing all processes"
         with contextlib.suppress(OSError):
-            print(
-                name + (" again: killing all processes" if again else asked),
-                file=sys.stderr,
-                flush=True,
-            )
+            print(signal.Signals(number).name + action, file=sys.stderr, flush=True)
         stop(again)
 
     previous = {number: signal.signal(number, handle) for number in stop_signals()}

@@ -101,9 +101,7 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
 
 
 def _find_script(name: str) -> Path:
-    """The absolute path of a script in the working directory or next to deepy.py.
-    Raises UserError.
-    """
+    """The absolute path of a script in the working directory or next to deepy.py."""
     for folder in (Path(), Path(__file__).resolve().parents[2]):
         if (folder / name).is_file():
             return (folder / name).absolute()
@@ -187,6 +185,7 @@ def _run_on_other_hosts(
     """
     launcher = config.launcher
     variables = forwarded_variables(os.environ)
+
     # Slurm starts the ranks itself, and so does an MPI library within a Slurm job.
     needs_ssh = launcher.launcher == "pdsh" or (
         launcher.launcher != "slurm" and "SLURM_JOB_ID" not in os.environ
@@ -194,14 +193,13 @@ def _run_on_other_hosts(
     first_address = None
     if needs_ssh and not launcher.no_ssh_check:
         files = [sys.executable, arguments.program[0]]
-        files += [
-            str(path.absolute())
-            for prefix in prefixes
-            for path in (bin_path(prefix), idx_path(prefix))
-        ]
+        for prefix in prefixes:
+            files += [str(bin_path(prefix).absolute()), str(idx_path(prefix).absolute())]
         first_address = check_hosts(resources.hosts, os.getcwd(), files, os.environ)
     address = launcher.master_addr or first_address or resources.hosts[0]
     port = launcher.master_port or DEFAULT_PORT
+
+    # pdsh starts one process per host, which starts the ranks.
     if launcher.launcher == "pdsh":
         command = rank_command(config, arguments.program, arguments.script_options)
         variables, names = split_secrets(variables)

@@ -132,9 +132,8 @@ def run_node(
         The exit status of the rank that failed first (128 + N if signal N killed it), or 0.
     """
     ranks = _Ranks(node, connected)
-    previous_handlers = {
-        number: signal.signal(number, ranks.receive) for number in (*stop_signals(), KILL_SIGNAL)
-    }
+    numbers = (*stop_signals(), KILL_SIGNAL)
+    previous_handlers = {number: signal.signal(number, ranks.receive) for number in numbers}
     try:
         ranks.start(command, environment, streams)
         while ranks.running:
@@ -213,10 +212,14 @@ class _Ranks:
                 _report(self.node, f"{self.received[0]}: {asked}")
             for process in self.running.values():
                 process.terminate()
-        if self.stopping and not (
-            os.getppid() == self.parent if self.connected is None else self.connected()
-        ):
+        if self.stopping and not self.has_launcher():
             self.kill_within(_SECONDS_TO_SAVE)
+
+    def has_launcher(self) -> bool:
+        """Whether the process that started this one, or deepy.py on another host, still runs."""
+        if self.connected is None:
+            return os.getppid() == self.parent
+        return self.connected()
 
     def note_failures(self) -> None:
         """Remove the ranks that have ended. After a failure, the others end soon."""
@@ -227,7 +230,8 @@ class _Ranks:
             self.status = self.status or exit_status_of(code)
             if not self.killed and not (self.stopping and (code > 0 or code == -signal.SIGTERM)):
                 self.failures.append((rank, code))
-            self.kill_within(_SECONDS_TO_SAVE if self.stopping else _SECONDS_AFTER_FAILURE)
+            seconds = _SECONDS_TO_SAVE if self.stopping else _SECONDS_AFTER_FAILURE
+            self.kill_within(seconds)
 
     def kill_within(self, seconds: float) -> None:
         self.kill_at = min(self.kill_at, time.monotonic() + seconds)
@@ -271,8 +275,10 @@ def describe_signal(rank: int, host: str, number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:  # a real-time signal
         name = "a signal"
-    meaning = f"; usually: {_MEANINGS[number]}" if number in _MEANINGS else ""
-    return f"error: rank {rank} on {host} was killed by {name} ({number}){meaning}"
+    line = f"error: rank {rank} on {host} was killed by {name} ({number})"
+    if number in _MEANINGS:
+        line += f"; usually: {_MEANINGS[number]}"
+    return line
 
 
 def exit_status_of(code: int) -> int:
@@ -290,7 +296,9 @@ def _report_failure(node: Node, rank: int, code: int) -> None:
 
 
 def _report(node: Node, text: str) -> None:
-    _print(text if node.host is None else f"{text} (host {node.host})")
+    if node.host is not None:
+        text += f" (host {node.host})"
+    _print(text)
 
 
 def _print(text: str) -> None:

@@ -51,6 +51,7 @@ class Resources:
 
 def find_resources(config: Config) -> Resources:
     """The slots that the configuration requests. Raises UserError if they are not available."""
+    # The hostfile: the configured one, or else the default if it exists.
     launcher = config.launcher
     hostfile = launcher.hostfile
     default = os.environ.get("DLTS_HOSTFILE", DEFAULT_HOSTFILE)
@@ -182,15 +183,14 @@ def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
     if launcher.num_nodes > 0:
         slots = dict(list(slots.items())[: launcher.num_nodes])
     if launcher.num_gpus is not None:
-        too_small = [
-            host for host, host_slots in slots.items() if len(host_slots) < launcher.num_gpus
-        ]
+        count = launcher.num_gpus
+        too_small = [host for host, indices in slots.items() if len(indices) < count]
         if too_small:
             raise UserError(
                 f"num_gpus is {launcher.num_gpus}, but {', '.join(too_small)} has fewer slots in "
                 f"{hostfile}"
             )
-        slots = {host: host_slots[: launcher.num_gpus] for host, host_slots in slots.items()}
+        slots = {host: indices[:count] for host, indices in slots.items()}
     return Resources(slots, hostfile, on_cpu=False)
 
 
@@ -228,7 +228,10 @@ def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[st
             raise UserError(
                 f"{name}: {host!r} is not a host of {source}, which has {', '.join(slots)}"
             )
-        for index in indices.split(",") if indices else map(str, slots[host]):
+        if not indices:
+            named[host].update(slots[host])
+            continue
+        for index in indices.split(","):
             if index.strip() not in map(str, slots[host]):
                 raise UserError(
                     f"{name}: {host} has no slot {index!r} in {source}, only {slots[host]}"
@@ -263,9 +266,9 @@ def _resources_of_this_machine(config: Config) -> Resources:
 
 
 def _reason_for_cpu() -> str:
-    return (
-        "DS_ACCELERATOR is cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else "no GPU was found"
-    )
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return "DS_ACCELERATOR is cpu"
+    return "no GPU was found"
 
 
 def visible_gpus() -> list[int] | None:

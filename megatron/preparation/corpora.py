@@ -42,7 +42,8 @@ def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[in
             boundary = index
         size += len(line)
         if size > limit and index > starts[-1]:
-            starts.append(boundary if boundary > starts[-1] else index)
+            cut = boundary if boundary > starts[-1] else index
+            starts.append(cut)
             size = sum(map(len, lines[starts[-1] : index + 1]))
     for first, last in zip(starts, [*starts[1:], len(lines)], strict=True):
         piece = b"".join(lines[first:last])
@@ -130,9 +131,8 @@ class StdlibCorpus(DocumentCorpus):
                 content.decode("utf-8")
             except UnicodeDecodeError:
                 continue  # the text must be UTF-8
-            documents += [
-                (f"{relative.as_posix()}:{line}", piece) for line, piece in source_pieces(content)
-            ]
+            for line, piece in source_pieces(content):
+                documents.append((f"{relative.as_posix()}:{line}", piece))
         return sorted(documents, key=lambda document: hashlib.sha256(document[0].encode()).digest())
 
     def identity(self) -> str:
@@ -209,7 +209,8 @@ class HubCorpus(ChunkSource):
         lines: list[bytes] = []
         size, rows, first_row = 0, start.chunk, start.chunk + 1
         self.position = start
-        stream = iter(self._dataset.skip(rows) if rows else self._dataset)
+        dataset = self._dataset.skip(rows) if rows else self._dataset
+        stream = iter(dataset)
         while True:
             try:
                 row = next(stream, None)

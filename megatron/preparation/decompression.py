@@ -53,8 +53,13 @@ def _blocks(
     """
     frame = None
     while block := raw.read(size):
-        while block := block if frame else block.lstrip(padding):
-            frame = frame or new_frame()
+        while block:
+            # Padding precedes a frame.
+            if not frame:
+                block = block.lstrip(padding)
+                if not block:
+                    break
+                frame = new_frame()
             try:
                 content = frame.decompress(block)
             except Exception as error:  # each library has its own
@@ -66,7 +71,8 @@ def _blocks(
                 raise ValueError(str(error)) from error
             yield content
             block = frame.unused_data
-            frame = None if frame.eof else frame
+            if frame.eof:
+                frame = None
     if frame:
         raise UserError(f"{source} is truncated: its last compressed frame is incomplete")
 

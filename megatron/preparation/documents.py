@@ -1,6 +1,4 @@
-"""Parses chunks of input into documents. Runs in the worker processes, so it must not
-import torch.
-"""
+"""Parses chunks of input into documents. Runs in worker processes, so it must not import torch."""
 
 import codecs
 import importlib.util
@@ -190,11 +188,12 @@ def _texts(value: object, options: DocumentOptions, skipped: SkippedDocuments) -
     if not isinstance(value, dict):
         expected = "an object" if len(options.keys) > 1 else "an object or a string"
         raise BadDocument(f"expected {expected}, found {type(value).__name__}")
+
+    # Texts of other subsets may be invalid.
     meta = value.get("meta")
     name = meta.get("pile_set_name") if isinstance(meta, dict) else None
-    subset = None if name is None else str(name)[:200]
-    if subset is not None and options.subset not in (None, subset):
-        skipped.add(SkippedDocuments(other_subsets={subset: 1}))  # its texts may be invalid
+    if name is not None and options.subset not in (None, str(name)[:200]):
+        skipped.add(SkippedDocuments(other_subsets={str(name)[:200]: 1}))
         return None
     texts = []
     for key in options.keys:

@@ -112,10 +112,11 @@ def _fetch(address: str, checksum: str | None, path: Path) -> None:
             )
             return
     pooch.get_logger().setLevel("WARNING")  # its other messages contain the query of the URL
-    registry = {path.name: None if checksum is None else f"sha256:{checksum}"}
-    files = pooch.create(
-        path.parent, "", registry=registry, urls={path.name: address}, retry_if_failed=RETRIES
-    )
+    known = None
+    if checksum is not None:
+        known = f"sha256:{checksum}"
+    registry, urls = {path.name: known}, {path.name: address}
+    files = pooch.create(path.parent, "", registry=registry, urls=urls, retry_if_failed=RETRIES)
     busy = f"{path}: another process downloads it; wait until it ends"
     with Lock(path.with_name(f".{path.name}.lock"), busy):
         files.fetch(path.name, downloader=_ResumingDownloader(path))

@@ -18,7 +18,8 @@ import numpy as np
 from megatron.data.indexed_dataset import id_type_for
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments, parse_documents
 from megatron.preparation.readers import ChunkSource, ReadPosition, TextChunk
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
+from megatron.tokenizer.interface import Tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError
 from megatron.utils.processes import exit_with_parent
 

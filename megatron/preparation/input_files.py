@@ -55,9 +55,9 @@ def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
     """Return the format of a file after decompression (a value of the table above), or None if it
     is not supported.
     """
-    plain = (
-        PurePosixPath(name).with_suffix("") if name.endswith(_COMPRESSIONS) else PurePosixPath(name)
-    )
+    plain = PurePosixPath(name)
+    if name.endswith(_COMPRESSIONS):
+        plain = plain.with_suffix("")
     if suffixes and plain.suffix in suffixes:
         return "text"
     path = PurePosixPath(name.lower())
@@ -76,9 +76,9 @@ def is_hidden(path: str) -> bool:
     the archive.
     """
     plain = PurePosixPath(path)
-    return plain.name.startswith(_UNFINISHED) or any(
-        part.startswith(".") and part != ".." for part in plain.parts
-    )
+    if plain.name.startswith(_UNFINISHED):
+        return True
+    return any(part.startswith(".") and part != ".." for part in plain.parts)
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,8 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
 
 def _files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
     if path.is_dir():
-        paths = [
-            path / name for name in _select_names(str(path), _names_below(path, suffixes), suffixes)
-        ]
+        names = _select_names(str(path), _names_below(path, suffixes), suffixes)
+        paths = [path / name for name in names]
     elif not path.exists():
         raise UserError(f"input {path} does not exist")
     elif not path.is_file():
@@ -138,17 +137,16 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
         )
     else:
         if file_format(path.name, suffixes) is None:
-            supported = (
-                f"folders, archives, and files ending in {' or '.join(suffixes)}"
-                if suffixes
-                else READABLE
-            )
+            supported = READABLE
+            if suffixes:
+                supported = f"folders, archives, and files ending in {' or '.join(suffixes)}"
             raise UserError(f"input {path} has an unsupported file type; supported: {supported}")
         paths = [path]
-    statuses = [(path, path.stat()) for path in paths]
-    return [
-        InputFile(str(path), status.st_size, str(status.st_mtime_ns)) for path, status in statuses
-    ]
+    files = []
+    for path in paths:
+        status = path.stat()
+        files.append(InputFile(str(path), status.st_size, str(status.st_mtime_ns)))
+    return files
 
 
 def _names_below(folder: Path, suffixes: Sequence[str]) -> list[str]:
@@ -187,9 +185,8 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     """Select the files to read among the names below a folder, in reading order."""
     # A tree of files with these suffixes is shuffled by hash, any other folder sorted.
     if suffixes:
-        selected = [
-            name for name in names if file_format(name, suffixes) == "text" and not is_hidden(name)
-        ]
+        texts = [name for name in names if file_format(name, suffixes) == "text"]
+        selected = [name for name in texts if not is_hidden(name)]
         selected.sort(
             key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
         )
@@ -214,9 +211,8 @@ def _select_names(folder: str, names: Collection[str], suffixes: Sequence[str]) 
     # Name what was skipped.
     if not selected:
         raise UserError(f"{folder} contains no file {expected}")
-    skipped = Counter(
-        PurePosixPath(name).suffix[:20] or "no extension" for name in set(names) - set(selected)
-    )
+    others = set(names) - set(selected)
+    skipped = Counter(PurePosixPath(name).suffix[:20] or "no extension" for name in others)
     if skipped:
         types = ", ".join(f"{count:,} {suffix}" for suffix, count in skipped.most_common(10))
         _note(

@@ -42,11 +42,11 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
     # into.
     manifests = _manifests(sources)
     has_manifests = len(manifests) == len(sources)
+    vocab_size = np.iinfo(np.int32).max
     if has_manifests:
         vocab_size = manifests[0].vocab_size
-    else:
-        narrow = all(source.dtype in (np.uint8, np.uint16) for source in sources)
-        vocab_size = 65499 if narrow else np.iinfo(np.int32).max
+    elif all(source.dtype in (np.uint8, np.uint16) for source in sources):
+        vocab_size = 65499
 
     # The documents.
     with IndexedWriter(output, vocab_size) as writer:
@@ -57,6 +57,7 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
                 content = tokens[offsets[first] : offsets[first + len(lengths)]]
                 digest.update(content.data)
                 writer.add(content.astype(writer.dtype), lengths)
+
             # The manifest of the result would hide damage of a source.
             if source.manifest is not None and source.manifest.sha256 != digest.hexdigest():
                 raise changed_file_error(bin_path(source.prefix), source.prefix)
@@ -65,13 +66,16 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
 
     # The manifest of the result, if all sources have one.
     if has_manifests:
-        text_bytes = [
-            manifest.text_bytes for manifest in manifests if manifest.text_bytes is not None
-        ]
+        text_bytes: int | None = 0
+        for manifest in manifests:
+            if text_bytes is None or manifest.text_bytes is None:
+                text_bytes = None
+            else:
+                text_bytes += manifest.text_bytes
         combined = replace(
             manifests[0],
             **asdict(written),
-            text_bytes=sum(text_bytes) if len(text_bytes) == len(manifests) else None,
+            text_bytes=text_bytes,
             append_eod=all(manifest.append_eod for manifest in manifests),
             ftfy=all(manifest.ftfy for manifest in manifests),
             inputs=[name for manifest in manifests for name in manifest.inputs],

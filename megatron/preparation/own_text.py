@@ -1,7 +1,6 @@
 """The user's own text, for prepare_data.py NAME --from PATH."""
 
 import hashlib
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -41,7 +40,9 @@ class OwnText(DocumentCorpus):
     def __init__(self, files: FileCorpus, options: DocumentOptions, limit_mb: float | None = None):
         self.files = files
         self._options = options
-        self._limit = math.inf if limit_mb is None else limit_mb * 1e6
+        self._limit = math.inf
+        if limit_mb is not None:
+            self._limit = limit_mb * 1e6
 
     def identity(self) -> str:
         limit = "" if self._limit == math.inf else f" {self._limit}"
@@ -57,6 +58,7 @@ class OwnText(DocumentCorpus):
         return first_training_texts(self.documents, SPLIT)
 
     def _read(self) -> list[tuple[str, bytes]]:
+        # All texts are in memory, as their order depends on all of them.
         texts: list[bytes] = []
         rejected = SkippedDocuments()
         with Progress("reading", self.files.total_bytes, unit="MB") as display:
@@ -73,14 +75,15 @@ class OwnText(DocumentCorpus):
             raise UserError(
                 f"there is no text in {', '.join(file.name for file in self.files.files[:3])}"
             )
-        named = sorted(
-            ((hashlib.sha256(text).hexdigest(), text) for text in documents),
-            key=lambda item: item[0],
-        )
-        sizes_before = itertools.accumulate((len(text) for _, text in named), initial=0)
-        named = [
-            item for item, before in zip(named, sizes_before, strict=False) if before < self._limit
-        ]
+
+        # In the order of their hashes, up to the limit.
+        hashed = [(hashlib.sha256(text).hexdigest(), text) for text in documents]
+        hashed.sort(key=lambda item: item[0])
+        named, size_before = [], 0
+        for item in hashed:
+            if size_before < self._limit:
+                named.append(item)
+            size_before += len(item[1])
         if used_size < ENOUGH_BYTES:
             print(
                 f"note: {readable_size(int(used_size))} of text in {len(named):,} documents is too "
@@ -96,7 +99,8 @@ def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:
     divided = pieces = 0
     for text in texts:
         if len(text) <= limit:
-            documents += [text] if text.strip() else []
+            if text.strip():
+                documents.append(text)
             continue
         parts = [part for _, part in source_pieces(text, limit)]
         divided += 1

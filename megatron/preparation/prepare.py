@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.data.indexed_dataset import open_indexed_files
@@ -213,23 +213,24 @@ def prepare(options: PrepareOptions) -> Path:
             write_atomically(folder / "tokenizer.json", trained.to_str(pretty=True).encode())
 
         # Tokenize. The recipe comes last, so it exists only next to a complete dataset.
-        known = KNOWN_DATASETS.get(options.dataset)
-        hub = [f"hf:{options.hub_name}"] if options.hub_name else []
+        read = _document_options(options)
+        if options.dataset in KNOWN_DATASETS:
+            read = replace(read, subset=KNOWN_DATASETS[options.dataset].subset)
+        inputs = [*options.sources, *map(redact_url, urls)]
+        if options.hub_name:
+            inputs.append(f"hf:{options.hub_name}")
+        limit_mb = options.limit_mb
+        if isinstance(source, OwnText):
+            limit_mb = None  # it has applied the limit
         manifests = preprocess(
             source,
             folder / options.dataset,
             tokenizer_files,
-            DocumentOptions(
-                keys=(options.text_key,),
-                subset=known.subset if known else None,
-                append_eod=True,
-                ftfy=options.ftfy,
-                skip_bad=options.skip_bad,
-            ),
-            inputs=[*options.sources, *map(redact_url, urls), *hub] or [options.dataset],
+            replace(read, append_eod=True),
+            inputs=inputs or [options.dataset],
             names=(_TEXT,),
             workers=options.workers,
-            limit_mb=None if isinstance(source, OwnText) else options.limit_mb,
+            limit_mb=limit_mb,
         )
         write_atomically(folder / _RECIPE, (json.dumps(recipe, indent=2) + "\n").encode())
 
@@ -289,6 +290,11 @@ def _check_source_options(options: PrepareOptions) -> None:
                 )
 
 
+def _document_options(options: PrepareOptions) -> DocumentOptions:
+    keys = (options.text_key,)
+    return DocumentOptions(keys=keys, ftfy=options.ftfy, skip_bad=options.skip_bad)
+
+
 def _has_source(options: PrepareOptions) -> bool:
     return bool(options.sources or options.urls or options.hub_name)
 
@@ -305,18 +311,15 @@ def _given_tokenizer(options: PrepareOptions) -> TokenizerFiles:
     """The tokenizer that the options name, after downloading GPT-2's files if they are needed and
     none are given.
     """
-    tokenizer_type, files = (
-        options.tokenizer_type or "GPT2BPETokenizer",
-        (options.vocab_file, options.merge_file),
-    )
-    if tokenizer_type == "GPT2BPETokenizer" and files == (None, None):
+    tokenizer_type = options.tokenizer_type or "GPT2BPETokenizer"
+    files = [options.vocab_file, options.merge_file]
+    if tokenizer_type == "GPT2BPETokenizer" and files == [None, None]:
         try:
-            vocab_file, merge_file = (str(download(url, options.directory)) for url in GPT2_FILES)
+            files = [str(download(url, options.directory)) for url in GPT2_FILES]
         except UserError as error:
             raise UserError(
                 f"{error} (to use local files, set --vocab-file and --merge-file)"
             ) from error
-        files = (vocab_file, merge_file)
     return TokenizerFiles(tokenizer_type, *files)
 
 
@@ -331,10 +334,11 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
             "two of the URLs have the same file name; download these files separately and pass "
             "--from"
         )
+
+    # Download, and name other sources if that fails.
+    folder = options.directory / options.dataset / "downloads"
     try:
-        downloads = [
-            download(url, options.directory / options.dataset / "downloads") for url in urls
-        ]
+        downloads = [download(url, folder) for url in urls]
     except UserError as error:
         if urls == options.urls or options.dataset not in KNOWN_DATASETS:
             raise
@@ -342,13 +346,11 @@ def _open_source(options: PrepareOptions, urls: tuple[str, ...]) -> ChunkSource:
         raise UserError(
             f"{error}. To name another source, pass {_SOURCE_OPTIONS}. Known: {sources}"
         ) from error
-    files = FileCorpus(
-        find_files([*options.sources, *downloads], options.suffixes), options.suffixes, columns
-    )
+    found = find_files([*options.sources, *downloads], options.suffixes)
+    files = FileCorpus(found, options.suffixes, columns)
     if options.dataset in KNOWN_DATASETS:
         return files
-    read = DocumentOptions(keys=(options.text_key,), ftfy=options.ftfy, skip_bad=options.skip_bad)
-    return OwnText(files, read, options.limit_mb)
+    return OwnText(files, _document_options(options), options.limit_mb)
 
 
 def _rebuild_reason(
@@ -357,6 +359,7 @@ def _rebuild_reason(
     """Return how the dataset differs from the recipe, an empty string if it does not exist, or None
     if it is up to date.
     """
+    # The recipe is written last, so without one there is no complete dataset.
     try:
         present = json.loads(read_file(prefix.parent / _RECIPE))
     except (UserError, ValueError, RecursionError):
@@ -373,11 +376,12 @@ def _rebuild_reason(
         manifest = open_indexed_files(prefix).manifest
         if manifest is None:
             return _FILES_CHANGED
-        changed = [
-            key for key in sorted({*recipe, *present}) if present.get(key) != recipe.get(key)
-        ]
+        changed = []
+        for key in sorted({*recipe, *present}):
+            if present.get(key) != recipe.get(key):
+                changed.append(labels.get(key, key))
         if changed:
-            return f"{', '.join(labels.get(key, key) for key in changed)} changed"
+            return f"{', '.join(changed)} changed"
         if manifest.skipped_bad and not skip_bad:
             return "--bad-documents changed"
         if tokenizer_files.build().fingerprint != manifest.tokenizer_fingerprint:

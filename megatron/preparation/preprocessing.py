@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.preparation.decompression import BLOCK
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments
-from megatron.preparation.encoding import encode_in_order, work_items
+from megatron.preparation.encoding import WorkItem, encode_in_order, work_items
 from megatron.preparation.indexed_writer import (
     IndexedWriter,
     WriterState,
@@ -38,7 +38,8 @@ from megatron.preparation.indexed_writer import (
     publish,
 )
 from megatron.preparation.readers import START, ChunkSource, ReadPosition
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles
+from megatron.tokenizer.interface import Tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import check_writable, read_file, write_atomically
 from megatron.utils.processes import Lock
@@ -138,15 +139,12 @@ def summary(prefix: str | Path, manifest: Manifest) -> str:
         "of other subsets": manifest.skipped_other,
     }
     skipped = [f"{count:,} {reason}" for reason, count in counts.items() if count]
-    rate = (
-        ""
-        if manifest.text_bytes is None
-        else f", {manifest.text_bytes / manifest.tokens:.2f} bytes per token"
-    )
-    return (
-        f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens{rate}"
-        + (f"; skipped: {', '.join(skipped)}" if skipped else "")
-    )
+    text = f"{prefix}.bin/.idx: {manifest.documents:,} documents, {manifest.tokens:,} tokens"
+    if manifest.text_bytes is not None:
+        text += f", {manifest.text_bytes / manifest.tokens:.2f} bytes per token"
+    if skipped:
+        text += f"; skipped: {', '.join(skipped)}"
+    return text
 
 
 @dataclass
@@ -307,11 +305,10 @@ class _Job:
 
     def _has_files_of(self, state: JournalState) -> bool:
         """Whether the partial files are long enough for everything committed in `state`."""
-        outputs = zip(self.prefixes, state.outputs, strict=True)
-        return all(
-            is_resumable(prefix, self.tokenizer.vocab_size, output.writer)
-            for prefix, output in outputs
-        )
+        for prefix, output in zip(self.prefixes, state.outputs, strict=True):
+            if not is_resumable(prefix, self.tokenizer.vocab_size, output.writer):
+                return False
+        return True
 
     def encode(self, source: ChunkSource) -> None:
         """Tokenize the remaining input and finalize the outputs."""
@@ -324,9 +321,9 @@ class _Job:
                 # The journal of an earlier run that is not resumed: its files are overwritten now.
                 self.journal.remove()
             try:
-                size = (
-                    "" if source.total_bytes is None else f" of {readable_size(source.total_bytes)}"
-                )
+                size = ""
+                if source.total_bytes is not None:
+                    size = f" of {readable_size(source.total_bytes)}"
                 note = f"{self.name}: tokenizing input{size} with {self.tokenizer.name}"
                 print(visible(note), file=sys.stderr, flush=True)
                 with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:
@@ -357,14 +354,14 @@ class _Job:
         # State is committed at intervals.
         display.restart(current.bytes_read, first_output.text_bytes / 1e6)
         committed_at = time.monotonic()
-        limit = math.inf if self.limit_mb is None else self.limit_mb * 1e6
+        limit = math.inf
+        if self.limit_mb is not None:
+            limit = self.limit_mb * 1e6
 
         # An earlier run may have reached the limit without finishing.
-        items = (
-            iter(())
-            if first_output.text_bytes >= limit
-            else work_items(source, self.state.position)
-        )
+        items: Iterator[WorkItem] = iter(())
+        if first_output.text_bytes < limit:
+            items = work_items(source, self.state.position)
         for item, encoded in encode_in_order(
             items, self.tokenizer, self.tokenizer_files, self.options, self.workers
         ):
@@ -391,20 +388,17 @@ class _Job:
 
         # Explain an output without text.
         rejected = current.rejected
-        counts = sorted(rejected.other_subsets.items(), key=lambda item: -item[1])[:30]
-        subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)
+        others = rejected.other_subsets
         if writers[0].tokens == 0 and rejected.bad:
-            others = (
-                f", {sum(rejected.other_subsets.values()):,} are of other subsets"
-                if subsets
-                else ""
-            )
+            reasons = f"{rejected.bad:,} documents are unreadable, {first_output.empty:,} are empty"
+            if others:
+                reasons += f", {sum(others.values()):,} are of other subsets"
             raise UserError(
-                f"no text to write: {rejected.bad:,} documents are unreadable, "
-                f"{first_output.empty:,} are empty{others}; the first unreadable one: "
-                f"{rejected.examples[0]}"
+                f"no text to write: {reasons}; the first unreadable one: {rejected.examples[0]}"
             )
-        if writers[0].tokens == 0 and subsets:
+        if writers[0].tokens == 0 and others:
+            counts = sorted(others.items(), key=lambda item: -item[1])[:30]
+            subsets = ", ".join(f"{name} ({count:,})" for name, count in counts)
             raise UserError(
                 f"the input has no documents of subset {self.options.subset}; its subsets: "
                 f"{subsets}"
@@ -430,22 +424,21 @@ class _Job:
         """Verify all outputs and record their manifests in the journal."""
         manifests = []
         for key, writer, output in zip(self.options.keys, writers, self.state.outputs, strict=True):
-            manifests.append(
-                Manifest(
-                    **asdict(writer.finalize()),
-                    text_bytes=output.text_bytes,
-                    tokenizer=self.tokenizer.name,
-                    tokenizer_fingerprint=self.tokenizer.fingerprint,
-                    vocab_size=self.tokenizer.vocab_size,
-                    append_eod=self.options.append_eod,
-                    ftfy=self.options.ftfy,
-                    key=key,
-                    inputs=self.inputs,
-                    skipped_empty=output.empty,
-                    skipped_bad=self.state.rejected.bad,
-                    skipped_other=sum(self.state.rejected.other_subsets.values()),
-                )
+            manifest = Manifest(
+                **asdict(writer.finalize()),
+                text_bytes=output.text_bytes,
+                tokenizer=self.tokenizer.name,
+                tokenizer_fingerprint=self.tokenizer.fingerprint,
+                vocab_size=self.tokenizer.vocab_size,
+                append_eod=self.options.append_eod,
+                ftfy=self.options.ftfy,
+                key=key,
+                inputs=self.inputs,
+                skipped_empty=output.empty,
+                skipped_bad=self.state.rejected.bad,
+                skipped_other=sum(self.state.rejected.other_subsets.values()),
             )
+            manifests.append(manifest)
         self.state.manifests = manifests
         self.journal.save(self.state)
         for writer in writers:

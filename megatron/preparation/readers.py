@@ -42,8 +42,16 @@ MAX_COMPRESSED_DOCUMENT = 100 << 20
 
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
-    *(EOFError, ValueError, OverflowError, LookupError, AttributeError, struct.error),
-    *(zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
+    EOFError,
+    ValueError,
+    OverflowError,
+    LookupError,
+    AttributeError,
+    struct.error,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
 )
 
 
@@ -68,9 +76,7 @@ class TextChunk:
     fraction_read: float | None = None
 
     def take_content(self) -> bytes:
-        """Return the content and remove it from the chunk, which several generators
-        still refer to.
-        """
+        """Return the content and remove it from the chunk, to which generators still refer."""
         content, self.content = self.content, b""
         return content
 
@@ -132,9 +138,8 @@ class FileCorpus(ChunkSource):
 
     def identity(self) -> str:
         files = [[file.name, file.size, file.version] for file in self.files]
-        return hashlib.sha256(
-            json.dumps([files, self._suffixes]).encode("utf-8", "surrogatepass")
-        ).hexdigest()
+        content = json.dumps([files, self._suffixes]).encode("utf-8", "surrogatepass")
+        return hashlib.sha256(content).hexdigest()
 
     def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:
         """Yield all chunks from `start` on.
@@ -145,6 +150,7 @@ class FileCorpus(ChunkSource):
         self.position = start
         finished_bytes = sum(file.size for file in self.files[: start.file])
         for file_number in range(start.file, len(self.files)):
+            # Skip the chunks that an earlier run has read.
             file = self.files[file_number]
             skip = start.chunk if file_number == start.file else 0
             count = 0
@@ -164,8 +170,10 @@ class FileCorpus(ChunkSource):
         try:
             with open_file(file.name) as raw:
                 for chunk in self._stream_chunks(raw, PurePosixPath(file.name).name, file.name):
-                    fraction = chunk.fraction_read
-                    yield chunk, raw.tell() if fraction is None else int(fraction * file.size)
+                    read = raw.tell()
+                    if chunk.fraction_read is not None:
+                        read = int(chunk.fraction_read * file.size)
+                    yield chunk, read
         except NotImplementedError as error:  # for example, of a zip member
             raise UserError(
                 f"{file.name} cannot be read: {first_line(error)}; extract or compress it again"
@@ -197,9 +205,9 @@ class FileCorpus(ChunkSource):
         """Hidden members are skipped, with `suffixes` also all other types; otherwise these are an
         error.
         """
-        return not is_hidden(path) and (
-            not self._suffixes or file_format(path, self._suffixes) is not None
-        )
+        if is_hidden(path):
+            return False
+        return not self._suffixes or file_format(path, self._suffixes) is not None
 
     def _document_chunks(
         self, raw: BinaryIO, name: str, source: str, in_archive: bool = False
@@ -211,7 +219,8 @@ class FileCorpus(ChunkSource):
             yield from parquet_chunks(raw, source, self._columns)
             return
         stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
-        limit = MAX_COMPRESSED_DOCUMENT if in_archive or stream is not raw else sys.maxsize
+        is_packed = in_archive or stream is not raw
+        limit = MAX_COMPRESSED_DOCUMENT if is_packed else sys.maxsize
         if format_name == "text":
             yield TextChunk(source, "text", 1, read_document(stream, source, limit))
         else:
@@ -243,9 +252,11 @@ def archive_members(
     stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
         for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps every member of a large archive
+            # Otherwise the archive keeps every member.
+            archive.members = []  # type: ignore[attr-defined]
             if member.isfile() and is_wanted(member.name):
                 yield member.name, cast(BinaryIO, archive.extractfile(member))
+
         # Read to the end of the file, which also verifies the checksum of a compressed archive.
         remainder = cast(BinaryIO, archive.fileobj)
         while block := remainder.read(BLOCK):
@@ -300,10 +311,13 @@ def line_chunks(
     pieces: list[bytes] = []  # of an incomplete line
     line = 1
     while block := stream.read(BLOCK):
+        # Only the first block can begin a list.
         if may_be_list and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
             yield TextChunk(source, "list", 1, read_document(stream, source, limit, block))
             return
         may_be_list = False
+
+        # Cut after the last complete line.
         end = block.rfind(b"\n") + 1
         if end == 0:
             pieces.append(block)
@@ -338,15 +352,13 @@ def parquet_chunks(raw: BinaryIO, source: str, columns: Sequence[str]) -> Iterat
                 raise UserError(f"{source}: column {name!r} is binary, not text")
         rows = 0
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=present):
-            values = batch.to_pylist()
-            lines = "".join(
-                json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in values
-            )
-            first_row, rows = rows + 1, rows + len(values)
-            content = lines.encode("utf-8", "surrogatepass")
-            yield TextChunk(
-                source, "lines", first_row, content, "row", rows / table.metadata.num_rows
-            )
+            lines = []
+            for row in batch.to_pylist():
+                lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            first_row, rows = rows + 1, rows + len(lines)
+            content = "".join(lines).encode("utf-8", "surrogatepass")
+            fraction = rows / table.metadata.num_rows
+            yield TextChunk(source, "lines", first_row, content, "row", fraction)
     except pyarrow.ArrowException as error:
         raise UserError(
             f"{source} is damaged or not a Parquet file: {str(error).splitlines()[0]}"

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pandas import DataFrame, Series, concat
@@ -14,6 +15,8 @@ from megatron.utils.errors import UserError
 
 ALPHA = 0.05  # significance level
 AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
+CELL = ["setting", "method", "length"]  # the columns that identify a cell of a table
+DETAILS = ("tokens", "targets", "note")  # further keys of a record
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,15 @@ class Method:
 
     @property
     def kind(self) -> "Method":
-        """The method without the size of a window: `window@512` becomes `window`,
-        other modes stay.
-        """
+        """The method without the size of a window: `window@512` becomes `window`."""
         return Method(self.pos_emb, re.sub(r"^window@\d+$", "window", self.mode))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Values are comparable if their settings are equal. model: (layers, hidden size). None:
-    unknown.
+    """Values are comparable if their settings are equal.
+
+    model: (layers, hidden size). None: unknown.
     """
 
     corpus: str | None
@@ -54,15 +56,16 @@ class Setting:
     @property
     def size(self) -> str:
         """12x768 for 12 layers with hidden size 768; empty if unknown."""
-        return f"{self.model[0]}x{self.model[1]}" if self.model else ""
+        return "x".join(map(str, self.model or ()))
 
 
 def setting_of(record: AnyRecord) -> Setting:
     checkpoint = record.get("checkpoint") or {}
-    model = (checkpoint["layers"], checkpoint["hidden_size"]) if checkpoint.get("layers") else None
-    return Setting(
-        record.get("corpus"), record.get("train_length"), record.get("protocol") or "", model
-    )
+    model = None
+    if checkpoint.get("layers"):
+        model = checkpoint["layers"], checkpoint["hidden_size"]
+    protocol = record.get("protocol") or ""
+    return Setting(record.get("corpus"), record.get("train_length"), protocol, model)
 
 
 def method_of(record: AnyRecord) -> Method:
@@ -77,35 +80,38 @@ class Measurements:
             `method`, `length`, `depth` (of pass keys), `seed`, `value` (NaN if not available),
             `tokens`, `targets` and `note`.
         settings, methods: those of the records, in their order.
-        lines: pairs of setting and method: the lines of a figure.
         lengths: ascending.
-        seeds: the number of seeds with a value at each setting, method and length that has one.
-        num_seeds: the highest of them; 0 without values.
     """
 
     def __init__(self, frame: DataFrame):
         self.frame = frame
-        cells = frame.groupby(["setting", "method", "length"], sort=False)
-        self._values = {key: cell.set_index("seed")["value"] for key, cell in cells}
-        self.lines = list(dict.fromkeys((setting, method) for setting, method, _ in self._values))
-        self.settings = list(dict.fromkeys(setting for setting, _ in self.lines))
-        self.methods = list(dict.fromkeys(method for _, method in self.lines))
-        self.lengths = sorted({length for _, _, length in self._values})
-        known = frame.dropna(subset="value").groupby(["setting", "method", "length"], sort=False)
-        self.seeds = known["seed"].nunique(dropna=False)
-        self.num_seeds = max(self.seeds, default=0)
+        self.settings: list[Setting] = list(dict.fromkeys(frame["setting"]))
+        self.methods: list[Method] = list(dict.fromkeys(frame["method"]))
+        self.lengths: list[int] = sorted(set(frame["length"]))
+
+    @cached_property
+    def _values(self) -> dict[Any, Series]:
+        cells = self.frame.groupby(CELL, sort=False)
+        return {key: cell.set_index("seed")["value"] for key, cell in cells}
+
+    @cached_property
+    def seeds(self) -> Series:
+        """The number of seeds with a value, of each setting, method and length that has one."""
+        known = self.frame.dropna(subset="value").groupby(CELL, sort=False)
+        return known["seed"].nunique(dropna=False)
+
+    @property
+    def num_seeds(self) -> int:
+        """The highest number of seeds; 0 without values."""
+        return max(self.seeds, default=0)
 
     def values(self, setting: Setting, method: Method, length: int) -> Series | None:
         """The values indexed by seed, NaN if not available; None if there is no record."""
         return self._values.get((setting, method, length))
 
     def by_seed(self, setting: Setting, method: Method) -> DataFrame:
-        """The values with a row per length, ascending, and a column per seed; NaN if
-        there is none.
-        """
-        rows = self.frame[
-            (self.frame["setting"] == setting) & (self.frame["method"] == method)
-        ].dropna(subset="value")
+        """The values, NaN if there is none: a row per length, ascending, and a column per seed."""
+        rows = self.select([setting], [method]).frame.dropna(subset="value")
         return rows.pivot(index="length", columns="seed", values="value").sort_index()
 
     def select(
@@ -121,17 +127,15 @@ class Measurements:
         """Pass keys: the mean over all depths, for each seed that has a record at every depth of
         its setting; NaN if one of them has no value.
         """
+        # Keep the seeds that have all depths of their setting.
         depths = self.frame.groupby("setting", sort=False)["depth"].transform("nunique")
-        by_seed = self.frame.groupby(
-            ["setting", "method", "length", "seed"], sort=False, dropna=False
-        )
+        by_seed = self.frame.groupby([*CELL, "seed"], sort=False, dropna=False)
         complete = self.frame[by_seed["depth"].transform("nunique") == depths]
-        by_seed = complete.groupby(
-            ["setting", "method", "length", "seed"], sort=False, dropna=False
-        )
-        return Measurements(
-            by_seed["value"].agg(lambda values: values.mean(skipna=False)).reset_index()
-        )
+
+        # `mean` of a group would skip missing values.
+        by_seed = complete.groupby([*CELL, "seed"], sort=False, dropna=False)
+        means = by_seed["value"].agg(lambda values: values.mean(skipna=False))
+        return Measurements(means.reset_index())
 
 
 def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measurements:
@@ -146,6 +150,8 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
     for record in records:
         if record["kind"] != kind:
             continue
+
+        # Two records of one key are a repetition only if weights and tokens are the same.
         setting, method = setting_of(record), method_of(record)
         key = (setting, method, record["length"], record.get("depth"), record.get("seed"))
         first = sources.setdefault(key, record)
@@ -162,13 +168,13 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
                 f"{setting.corpus} ({method.mode}), on different tokens or in different "
                 "precisions; omit the results of one evaluation"
             )
+
+        # The last record counts.
         number = record.get(value)
-        rows[key] = (
-            *key,
-            math.nan if number is None else number,
-            *map(record.get, ("tokens", "targets", "note")),
-        )
-    columns = ["setting", "method", "length", "depth", "seed", "value", "tokens", "targets", "note"]
+        if number is None:
+            number = math.nan
+        rows[key] = (*key, number, *map(record.get, DETAILS))
+    columns = [*CELL, "depth", "seed", "value", *DETAILS]
     return Measurements(DataFrame(list(rows.values()), columns=columns))
 
 
@@ -190,8 +196,10 @@ def comparable_means(cells: Iterable[Series | None]) -> list[float]:
     most = max((set(cell.index) for cell in known), key=len, default=set())
     means = []
     for cell in cells:
-        has_all = cell is not None and set(cell.dropna().index) == most
-        means.append(float(cell.mean()) if cell is not None and has_all else math.nan)
+        mean = math.nan
+        if cell is not None and set(cell.dropna().index) == most:
+            mean = float(cell.mean())
+        means.append(mean)
     return means
 
 

@@ -6,11 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.tasks import TASKS
-from megatron.reporting.formatting import NOT_MEASURED, best_texts, format_mean
+from megatron.reporting.formatting import best_texts, format_mean
 from megatron.reporting.published import line_numbers
 from megatron.reporting.style import SCREEN, Style, legend_above, line_style, new_figure
 from megatron.reporting.tables import Cell, Row, Table
@@ -25,13 +26,13 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         for result in results:
             if result["task"] == task:
                 scores[result["pos_emb"]].append(100 * result["score"])
-        rows.append(
-            Row((TASKS[task].level, task.replace("_", " ")), tuple(mean_cells(scores.values())))
-        )
+        cells = mean_cells(scores.values())
+        rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
+
+    # The note tells the lengths and the training.
     tested = [length for length in settings.test_lengths if length > settings.train_longest]
-    step = {0: " by doubling", 1: ""}.get(
-        settings.test_every, f" in steps of {settings.test_every}"
-    )
+    steps = {0: " by doubling", 1: ""}
+    step = steps.get(settings.test_every, f" in steps of {settings.test_every}")
     note = (
         f"Accuracy in percent, averaged over the test lengths {tested[0]} to {tested[-1]}{step} "
         f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of "
@@ -53,10 +54,8 @@ def mean_cells(values: Iterable[Sequence[float]], *, standard_error: bool = Fals
     """
     texts, means = [], []
     for seeds in values:
-        texts.append(
-            format_mean(seeds, digits=3, standard_error=standard_error) if seeds else NOT_MEASURED
-        )
-        means.append(statistics.fmean(seeds) if seeds else math.nan)
+        texts.append(format_mean(seeds or None, digits=3, standard_error=standard_error))
+        means.append(statistics.fmean(seeds or [math.nan]))
     return list(map(Cell, texts, best_texts(means, texts, "highest")))
 
 
@@ -67,27 +66,23 @@ def chomsky_figure(
     input length.
     """
     tasks = tasks_of(results, TASKS)
-    methods = list(dict.fromkeys(result["pos_emb"] for result in results))
-    figure, panels = new_figure(
-        style, len(tasks), style.columns(len(tasks)), sharex=True, sharey=True
-    )
-    numbers, handles = line_numbers({method: method for method in methods}), {}
+    numbers = line_numbers({result["pos_emb"]: result["pos_emb"] for result in results})
+    columns = style.columns(len(tasks))
+    figure, panels = new_figure(style, len(tasks), columns, sharex=True, sharey=True)
+    handles = {}
     for axes, task in zip(panels, tasks, strict=True):
-        for method in methods:
-            seeds = [
-                r["accuracies"] for r in results if (r["task"], r["pos_emb"]) == (task, method)
-            ]
+        for method, number in numbers.items():
+            # The mean over the seeds at each length.
+            line = task, method
+            seeds = [r["accuracies"] for r in results if (r["task"], r["pos_emb"]) == line]
             if seeds:
-                lengths = [int(length) for length in seeds[0]]
-                means = [
-                    100 * statistics.fmean(seed[str(length)] for seed in seeds)
-                    for length in lengths
-                ]
-                style_kwargs = {**line_style(style, numbers[method]), "marker": None}
-                (handles[method],) = axes.plot(lengths, means, label=method, **style_kwargs)
-        axes.axhline(
-            100 / TASKS[task].classes, color="#999999", linewidth=0.8, linestyle=(0, (1, 2))
-        )
+                means = []
+                for length in seeds[0]:
+                    means.append(100 * statistics.fmean(seed[length] for seed in seeds))
+                look = line_style(style, number) | {"marker": None}
+                lengths = list(map(int, seeds[0]))
+                (handles[method],) = axes.plot(lengths, means, label=method, **look)
+        mark_guessing(axes, 100 / TASKS[task].classes)
         axes.set_title(task.replace("_", " "), loc="left")
         axes.set_ylim(0, 102)
     figure.supxlabel(
@@ -96,6 +91,11 @@ def chomsky_figure(
     figure.supylabel("accuracy (%)")
     legend_above(figure, style, list(handles.values()))
     return figure
+
+
+def mark_guessing(axes: Axes, percent: float) -> None:
+    """A dotted line at the accuracy of random guessing."""
+    axes.axhline(percent, color="#999999", linewidth=0.8, linestyle=(0, (1, 2)))
 
 
 def tasks_of(results: Sequence[Result], names: Iterable[str]) -> list[str]:

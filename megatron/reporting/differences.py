@@ -5,6 +5,7 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from megatron.reporting.formatting import NOT_MEASURED, format_difference
 from megatron.reporting.tables import Cell, Row
 
 Key = tuple[Setting, Method, int]  # int: the length
+PairedRows = Sequence[tuple[tuple[str, ...], Sequence[tuple[Key, Key]]]]  # labels, pairs of cells
 
 
 @dataclass(frozen=True)
@@ -56,63 +58,64 @@ class PairedLosses:
         None if they have no seed in common, or did not score the same tokens.
         """
         records, others = self._records.get(first, {}), self._records.get(second, {})
+        seeds = records.keys() & others.keys()
+        losses: list[float] = []
         differences: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []
         tokens: list[int] | None = None
-        for seed in records.keys() & others.keys():
+        for seed in seeds:
+            # All must have scored the same tokens, in the same groups.
             one, other = records[seed], others[seed]
-            if (
-                one["targets"] != other["targets"]
-                or one["groups"]["tokens"] != other["groups"]["tokens"]
-            ):
+            groups, other_groups = one["groups"], other["groups"]
+            if one["targets"] != other["targets"] or groups["tokens"] != other_groups["tokens"]:
                 return None
-            if tokens not in (None, one["groups"]["tokens"]):
+            if tokens not in (None, groups["tokens"]):
                 return None
-            tokens = one["groups"]["tokens"]
-            differences.append(np.subtract(one["groups"]["losses"], other["groups"]["losses"]))
+            tokens = groups["tokens"]
+            losses.append(one["loss"] - other["loss"])
+            differences.append(np.subtract(groups["losses"], other_groups["losses"]))
         if tokens is None:
             return None
         counts = np.array(tokens)
         sums = np.mean(differences, axis=0) * counts
-        mean = statistics.fmean(
-            one["loss"] - others[seed]["loss"] for seed, one in records.items() if seed in others
-        )
-        return Difference(mean, standard_error(sums, counts), len(differences))
+        mean = statistics.fmean(losses)
+        return Difference(mean, standard_error(sums, counts), len(seeds))
 
-    def rows(
-        self, rows: Sequence[tuple[tuple[str, ...], Sequence[tuple[Key, Key]]]]
-    ) -> tuple[Row, ...]:
+    def rows(self, rows: PairedRows) -> tuple[Row, ...]:
         """The rows of a table, from their labels and the pairs of their cells. The last label says
         if a row has fewer seeds than others; those of a row are the fewest of its cells.
         """
         seeds = []
         for _, pairs in rows:
-            seeds.append(
-                min((found.seeds for pair in pairs if (found := self.difference(*pair))), default=0)
-            )
+            found = filter(None, starmap(self.difference, pairs))
+            seeds.append(min((difference.seeds for difference in found), default=0))
         result = []
         for (labels, pairs), number in zip(rows, seeds, strict=True):
-            fewer = f" ({number} seed{'s' * (number > 1)})" if 0 < number < max(seeds) else ""
-            cells = tuple(Cell(self.text(*pair)) for pair in pairs)
-            result.append(Row((*labels[:-1], labels[-1] + fewer), cells))
+            *others, last = labels
+            if 0 < number < max(seeds):
+                last += f" ({number} seed{'s' * (number > 1)})"
+            cells = map(Cell, starmap(self.text, pairs))
+            result.append(Row((*others, last), tuple(cells)))
         return tuple(result)
 
-    def note(self, rows: Sequence[tuple[tuple[str, ...], Sequence[tuple[Key, Key]]]]) -> str:
+    def note(self, rows: PairedRows) -> str:
         """What the cells of `rows` are."""
         pairs = [pair for _, pairs in rows for pair in pairs]
-        found = [difference for pair in pairs if (difference := self.difference(*pair)) is not None]
+        found = list(filter(None, starmap(self.difference, pairs)))
         note = "Differences of the loss (nats per token) compare the same tokens."
         if any(difference.seeds > 1 for difference in found):
             note += " Several seeds are averaged."
         if all(difference.stderr is None for difference in found):
             return note
-        counts = {
-            record.get("documents")
-            for first, _ in pairs
-            for record in self._records.get(first, {}).values()
-        }
+
+        # A group of losses is a document, or a segment if there is at most one document.
+        counts = set()
+        for first, _ in pairs:
+            counts |= {record.get("documents") for record in self._records.get(first, {}).values()}
         unit = "documents"
-        if counts <= {None, 1}:
-            unit = "segments, because the text is one document" if 1 in counts else "segments"
+        if counts <= {None}:
+            unit = "segments"
+        elif counts <= {None, 1}:
+            unit = "segments, because the text is one document"
         return (
             f"{note} ± is the standard error over {unit}: it does not include the variation "
             "between training runs with different seeds, so a difference of several ± does not yet "
@@ -121,5 +124,4 @@ class PairedLosses:
 
     def text(self, first: Key, second: Key) -> str:
         """The difference for a cell of a table."""
-        difference = self.difference(first, second)
-        return NOT_MEASURED if difference is None else str(difference)
+        return str(self.difference(first, second) or NOT_MEASURED)

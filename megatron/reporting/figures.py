@@ -9,10 +9,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from pandas import DataFrame
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, measurements, method_of
-from megatron.reporting.formatting import slug
-from megatron.reporting.paper_tables import compares_modes, setting_title
+from megatron.reporting.formatting import format_length, slug
+from megatron.reporting.paper_tables import compares_modes, modes_of, setting_title
 from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
     CHARACTER,
@@ -34,9 +35,8 @@ from megatron.reporting.style import (
     thousands,
 )
 
-LOG_AXIS_RATIO = (
-    4.0  # ratio of the largest to the smallest perplexity above which the axis is logarithmic
-)
+# Ratio of the largest to the smallest perplexity above which the axis is logarithmic.
+LOG_AXIS_RATIO = 4.0
 # Lines within this ratio of the smallest perplexity are then shown enlarged in a second panel.
 ZOOM_RATIO = 1.5
 
@@ -68,26 +68,22 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     value. The methods are in the order of the tables.
     """
     pos_embs = list(dict.fromkeys(method_of(record).pos_emb for record in records))
-    order = {
-        method: index
-        for index, method in enumerate(load_published("kerple-3").ordered(map(Method, pos_embs)))
-    }
-    records = sorted(records, key=lambda record: order[Method(method_of(record).pos_emb)])
+    ordered = load_published("kerple-3").ordered(map(Method, pos_embs))
+    order = [method.pos_emb for method in ordered]
+    records = sorted(records, key=lambda record: order.index(method_of(record).pos_emb))
     perplexities = measurements(records, "extrapolation", "perplexity")
     figures = []
     for setting in perplexities.settings:
         group = perplexities.select([setting])
         if not group.num_seeds:
             continue
-        trained = f", trained at length {setting.train_length:,}" if setting.train_length else ""
+        title = corpus_name(setting.corpus)
+        if setting.train_length:
+            title += f", trained at length {setting.train_length:,}"
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         caption += seeds_caption(group.seeds)
-        figure = ReportFigure(
-            f"extrapolation-{setting.name}",
-            corpus_name(setting.corpus) + trained,
-            caption,
-            partial(perplexity_plot, group, pos_embs=pos_embs),
-        )
+        draw = partial(perplexity_plot, group, pos_embs=pos_embs)
+        figure = ReportFigure(f"extrapolation-{setting.name}", title, caption, draw)
         figures.append(figure)
     return figures
 
@@ -104,20 +100,21 @@ def perplexity_plot(
     """
     # Each line has a name and a panel. With one panel, both go into the name.
     (setting,) = perplexities.settings
-    curves = {method: perplexities.by_seed(setting, method) for method in perplexities.methods}
-    curves = {method: curve for method, curve in curves.items() if len(curve)}
-    labels = {}
-    for method in curves:
-        labels[method] = (
-            display_name(Method(method.pos_emb)),
-            "" if method.mode == "full" else method.mode,
-        )
+    curves: dict[Method, DataFrame] = {}
+    for method in perplexities.methods:
+        curve = perplexities.by_seed(setting, method)
+        if len(curve):
+            curves[method] = curve
     title = ""
+    several_panels = len({method.pos_emb for method in curves}) > 1 < len(modes_of(curves))
+    labels = {method: (display_name(method), "") for method in curves}
     if compares_modes(list(curves)):
         title = display_name(Method(next(iter(curves)).pos_emb))
         labels = {method: (method.mode, "") for method in curves}
-    elif any(len(set(parts)) < 2 for parts in zip(*labels.values(), strict=True)):  # one panel
-        labels = {method: (", ".join(filter(None, parts)), "") for method, parts in labels.items()}
+    elif several_panels:
+        for method in curves:
+            panel = method.mode.removeprefix("full")
+            labels[method] = display_name(Method(method.pos_emb)), panel
 
     # A panel per mode.
     numbers = line_numbers({labels[method][0]: method.pos_emb for method in curves}, pos_embs)
@@ -136,18 +133,12 @@ def perplexity_plot(
             mark_train_length(axes, style, setting.train_length, label=index == 0)
         for method, curve in curves.items():
             label, line_mode = labels[method]
-            if line_mode != mode:
-                continue
-            style_kwargs, x, mean = (
-                line_style(style, numbers[label]),
-                curve.index.tolist(),
-                curve.mean(axis=1).tolist(),
-            )
-            (handles[label],) = axes.plot(x, mean, label=label, zorder=3, **style_kwargs)
-            draw_band(axes, curve, style_kwargs["color"])
-    figure.supxlabel(
-        f"sequence length (tokens){bands_label(curve.shape[1] for curve in curves.values())}"
-    )
+            if line_mode == mode:
+                look, mean = line_style(style, numbers[label]), curve.mean(axis=1)
+                (handles[label],) = axes.plot(curve.index, mean, label=label, zorder=3, **look)
+                draw_band(axes, curve, look["color"])
+    bands = bands_label(curve.shape[1] for curve in curves.values())
+    figure.supxlabel(f"sequence length (tokens){bands}")
     legend_above(figure, style, [handles[label] for label in numbers], title)
     return figure
 
@@ -181,13 +172,17 @@ def _mode_panels(
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         thousands(axes, "y")
         axes.set_ylabel("perplexity")
-        titles = [(mode or "full") if len(ranges) > 1 else "", "zoom" if zoom else ""]
-        panel_title(axes, style, columns, ", ".join(filter(None, titles)))
+        titles = []
+        if len(ranges) > 1:
+            titles.append(mode or "full")
         if zoom is not None:
+            titles.append("zoom")
             axes.set_ylim(*zoom)
         elif max(every) > LOG_AXIS_RATIO * min(every):
             log_perplexity_axis(axes, min(every), max(every))
-    return figure, [(axes, mode) for axes, (mode, _) in zip(all_axes, panels, strict=True)], columns
+        panel_title(axes, style, columns, ", ".join(titles))
+    modes = [mode for mode, _ in panels]
+    return figure, list(zip(all_axes, modes, strict=True)), columns
 
 
 # -- passkey retrieval
@@ -204,25 +199,25 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         group = accuracies.select([setting])
         methods, lengths = load_published("kerple-3").ordered(group.methods), group.lengths
         depths = sorted(group.frame["depth"].unique())
+
+        # The mean over the seeds, [depth, length].
         grids = {}
         for method in methods:
-            means = (
-                group.frame[group.frame["method"] == method]
-                .groupby(["depth", "length"])["value"]
-                .mean()
-            )
-            grid = means.unstack().reindex(index=depths, columns=lengths).to_numpy(dtype=float)
+            rows = group.frame[group.frame["method"] == method]
+            means = rows.groupby(["depth", "length"])["value"].mean().unstack()
+            grid = means.reindex(index=depths, columns=lengths).to_numpy(dtype=float)
             grids[display_name(method)] = 100 * grid
-        trained = f"trained at {setting.train_length:,}" if setting.train_length else ""
-        parts = ["Passkey retrieval", corpus_name(setting.corpus), trained]
-        report_figure = ReportFigure(
+        title = f"Passkey retrieval, {corpus_name(setting.corpus)}"
+        if setting.train_length:
+            title += f", trained at {setting.train_length:,}"
+        figure = ReportFigure(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
             f"Passkey retrieval: {setting_title(setting)}",
             "Percentage of prompts answered with the complete pass key, by prompt length and depth "
             "of the pass key. Crosses: not available.",
-            partial(passkey_plot, grids, depths, lengths, ", ".join(filter(None, parts))),
+            partial(passkey_plot, grids, depths, lengths, title),
         )
-        figures.append(report_figure)
+        figures.append(figure)
     return figures
 
 
@@ -241,8 +236,10 @@ def passkey_plot(
     for axes, (name, grid) in zip(panels, grids.items(), strict=True):
         panel_title(axes, style, columns, name, margin=1)
         image = _heat_map(axes, style, grid)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=90)
+        axes.set_xticks(range(len(lengths)), map(format_length, lengths), rotation=90)
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+
+    # One color bar, as all panels have the same range.
     bar = figure.colorbar(
         image, ax=panels, label="accuracy (%)", fraction=0.04, aspect=25, pad=0.01
     )
@@ -260,16 +257,12 @@ def _heat_map(axes: Axes, style: Style, grid: "np.ndarray[Any, Any]") -> Any:
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     for (row, column), accuracy in np.ndenumerate(grid):
-        text, color = ("×", GRAY)
-        if np.isfinite(accuracy):
-            text, color = f"{accuracy:.0f}", "black" if accuracy > 60 else "white"
-        axes.text(
-            column,
-            row,
-            text,
-            ha="center",
-            va="center",
-            fontsize=0.75 * SMALL * style.size,
-            color=color,
-        )
+        # High accuracies are bright.
+        text, color = f"{accuracy:.0f}", "white"
+        if not np.isfinite(accuracy):
+            text, color = "×", GRAY
+        elif accuracy > 60:
+            color = "black"
+        size = 0.75 * SMALL * style.size
+        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
     return image

@@ -16,49 +16,63 @@ MAX_SLUG_BYTES = 120
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """The value with this many significant digits: 3.412, 101.3, 22,621. From one million on
+    """The value with this many significant digits: 3.412, 101.3, 22,621; from one million on
     3.200e+09. NaN: n/a.
     """
-    if not math.isfinite(value):
-        return NOT_AVAILABLE if math.isnan(value) else str(value)
+    if math.isnan(value):
+        return NOT_AVAILABLE
+    if math.isinf(value):
+        return str(value)
     if abs(value) >= 1e6:
         return f"{value:.{digits - 1}e}"
     return f"{value:,.{_decimals(value, digits)}f}"
 
 
-def format_mean(values: Iterable[float], digits: int = 4, *, standard_error: bool = False) -> str:
+def format_length(length: int) -> str:
+    return f"{length:,}"
+
+
+def format_mean(
+    values: Iterable[float] | None, digits: int = 4, *, standard_error: bool = False
+) -> str:
     """The mean over the seeds; for two or more seeds, `mean ± sample standard deviation` (or
     standard error).
 
     The deviation has two significant digits and the mean as many decimals: 3.41230 ± 0.00028, 32.2
     ± 3.4. The deviation of two values is too uncertain for this: the mean has `digits` significant
     digits, as without a deviation, and the deviation as many decimals. NaN stands for a value that
-    is not available and is ignored.
+    is not available and is ignored; None for values that were not measured.
     """
+    if values is None:
+        return NOT_MEASURED
     values = [value for value in values if not math.isnan(value)]
     if not values:
         return NOT_AVAILABLE
     mean = statistics.fmean(values)
-    deviation = (
-        statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else 0.0
-    )
+    deviation = 0.0
+    if len(values) > 1 and all(map(math.isfinite, values)):
+        deviation = statistics.stdev(values)
     if standard_error:
         deviation /= math.sqrt(len(values))
-    if deviation <= 1e-12 * abs(mean):  # rounding errors of equal values
+
+    # Equal values have a deviation of rounding errors. Large values have no decimals.
+    if deviation <= 1e-12 * abs(mean):
         return format_number(mean, digits)
     if abs(mean) >= 1e6:
         return f"{format_number(mean, digits)} ± {deviation:.1e}"
-    decimals = (
-        _decimals(deviation, 2)
-        if len(values) > 2 or standard_error
-        else _decimals(max(abs(mean), deviation), digits)
-    )
+
+    # Both numbers have the same decimals, those of the more reliable one.
+    decimals = _decimals(deviation, 2)
+    if len(values) == 2 and not standard_error:
+        decimals = _decimals(max(abs(mean), deviation), digits)
     return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
 def standard_error_of_mean(values: Sequence[float]) -> float:
     """The standard error of the mean; 0 for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    if len(values) < 2:
+        return 0.0
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def best_texts(
@@ -69,15 +83,18 @@ def best_texts(
 
     All are False with fewer than two means. NaN stands for a mean that is not available.
     """
-    sign = 1 if best == "lowest" else -1
+    sign = {"lowest": 1, "highest": -1}[best]
     known = [index for index, mean in enumerate(means) if not math.isnan(mean)]
     if len(known) < 2:
         return [False] * len(means)
+
+    # Compare the numbers as printed; a comparison with NaN is False.
     printed = [math.nan] * len(texts)
     for index in known:
-        printed[index] = float(texts[index].partition(" ±")[0].replace(",", ""))
-    limit = sign * printed[min(known, key=lambda index: sign * means[index])]
-    return [sign * number <= limit for number in printed]
+        mean, _, _ = texts[index].partition(" ±")
+        printed[index] = sign * float(mean.replace(",", ""))
+    limit = printed[min(known, key=lambda index: sign * means[index])]
+    return [number <= limit for number in printed]
 
 
 def format_difference(difference: float, error: float | None) -> str:
@@ -87,24 +104,30 @@ def format_difference(difference: float, error: float | None) -> str:
     text = f"{difference:+,.4f}"
     if float(text) == 0:
         text = "0.0000"
-    return text if error is None or not math.isfinite(error) else f"{text} ± {error:,.4f}"
+    if error is not None and math.isfinite(error):
+        text += f" ± {error:,.4f}"
+    return text
 
 
-def format_percent(values: Iterable[float]) -> str:
+def format_percent(values: Iterable[float] | None) -> str:
     """Like `format_mean`, for fractions, in whole percent: `40%`, `40% ± 14%`."""
+    if values is None:
+        return NOT_MEASURED
     values = [value for value in values if not math.isnan(value)]
     if not values:
         return NOT_AVAILABLE
-    mean = f"{statistics.fmean(values):.0%}"
-    return f"{mean} ± {statistics.stdev(values):.0%}" if len(values) > 1 else mean
+    text = f"{statistics.fmean(values):.0%}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.0%}"
+    return text
 
 
 def _decimals(value: float, digits: int) -> int:
     """The number of decimals that shows `value` with this many significant digits."""
-    exponent = int(
-        f"{value:.{digits - 1}e}".partition("e")[2]
-    )  # of the rounded value: 0.0999 is 0.10
-    return max(0, digits - 1 - exponent) if value else 0
+    if not value:
+        return 0
+    _, _, exponent = f"{value:.{digits - 1}e}".partition("e")  # rounded first: 0.0999 is 0.10
+    return max(0, digits - 1 - int(exponent))
 
 
 def slug(*parts: object) -> str:

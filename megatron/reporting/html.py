@@ -11,9 +11,7 @@ from megatron.utils.templates import templates
 
 @dataclass(frozen=True)
 class Chapter:
-    """A section of the page: a heading with tables, figures and a list of notes. anchor: its HTML
-    id.
-    """
+    """A section of the page: a heading, tables, figures and a list of notes. anchor: its id."""
 
     anchor: str
     title: str

@@ -4,12 +4,13 @@ figure.
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from matplotlib.figure import Figure
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.length_tasks import LENGTH_TASKS
-from megatron.reporting.chomsky import mean_cells, tasks_of
+from megatron.reporting.chomsky import mark_guessing, mean_cells, tasks_of
 from megatron.reporting.formatting import standard_error_of_mean
 from megatron.reporting.published import line_numbers
 from megatron.reporting.style import (
@@ -23,7 +24,7 @@ from megatron.reporting.style import (
     new_figure,
     panel_title,
 )
-from megatron.reporting.tables import Cell, Row, Section, Table
+from megatron.reporting.tables import Row, Section, Table
 
 Curve = dict[int, float]  # percent by length, or by the first distance of a bin
 
@@ -32,22 +33,13 @@ def length_table(results: Sequence[Result], settings: ExperimentSettings) -> Tab
     """The accuracy of each method at each test length in percent: mean and standard error over
     seeds.
     """
-    columns = {
-        length: f"{length:,}" + "*" * (length == settings.train_longest)
-        for length in settings.test_lengths
-    }
-    star = (
-        "The star marks the longest training length. " if settings.train_longest in columns else ""
-    )
-    return _table(
-        "length_tests",
-        "Length tests: accuracy by length",
-        results,
-        _by_length,
-        columns,
-        star,
-        settings,
-    )
+    columns = {length: f"{length:,}" for length in settings.test_lengths}
+    note = ""
+    if settings.train_longest in columns:
+        columns[settings.train_longest] += "*"
+        note = "The star marks the longest training length. "
+    title = "Length tests: accuracy by length"
+    return _table("length_tests", title, results, _by_length, columns, note, settings)
 
 
 def distance_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
@@ -73,25 +65,22 @@ def _table(
     # A section per task.
     lines: list[Row | Section] = []
     for task in tasks_of(results, LENGTH_TASKS):
-        lines.append(
-            Section(
-                f"{task.replace('_', ' ')} (random guessing: {100 * LENGTH_TASKS[task].guess:.1f})"
-            )
-        )
+        guess = 100 * LENGTH_TASKS[task].guess
+        lines.append(Section(f"{task.replace('_', ' ')} (random guessing: {guess:.1f})"))
         by_method: dict[str, list[Curve]] = {}
         for result in results:
             if result["task"] == task:
                 by_method.setdefault(result["pos_emb"], []).append(curve(result))
 
         # Mean over the seeds of each method, column by column, with the best value in bold.
-        cells: dict[str, list[Cell]] = {method: [] for method in by_method}
+        by_column = []
         for column in columns:
-            values = [
-                [seed[column] for seed in seeds if column in seed] for seeds in by_method.values()
-            ]
-            for method, cell in zip(cells, mean_cells(values, standard_error=True), strict=True):
-                cells[method].append(cell)
-        lines += [Row((method,), tuple(row)) for method, row in cells.items()]
+            values = []
+            for seeds in by_method.values():
+                values.append([seed[column] for seed in seeds if column in seed])
+            by_column.append(mean_cells(values, standard_error=True))
+        for method, cells in zip(by_method, zip(*by_column, strict=True), strict=True):
+            lines.append(Row((method,), cells))
 
     # The number of seeds decides what the values are.
     num_seeds = len({result["seed"] for result in results})
@@ -99,12 +88,11 @@ def _table(
         f"Accuracy in percent (decoders with {settings.num_layers} layers of "
         f"{settings.hidden_size}, trained at lengths up to {settings.train_longest}; "
         f"{settings.steps:,} steps of {settings.batch} samples; tested with "
-        f"{settings.test_samples} samples per length{', one seed' if num_seeds == 1 else ''})."
+        f"{settings.test_samples} samples per length"
     )
-    notes = [
-        note,
-        *([f"Mean ± standard error over up to {num_seeds} seeds."] if num_seeds > 1 else []),
-    ]
+    notes = [f"{note}).", f"Mean ± standard error over up to {num_seeds} seeds."]
+    if num_seeds == 1:
+        notes = [f"{note}, one seed)."]
     return Table(name, title, ("method",), tuple(columns.values()), tuple(lines), tuple(notes))
 
 
@@ -114,49 +102,37 @@ def length_figure(
     """For each task a panel of accuracy by length, and one by distance at the longest length: a
     line per method (mean over seeds) with a band of ± one standard error.
     """
-    tasks, methods = (
-        tasks_of(results, LENGTH_TASKS),
-        list(dict.fromkeys(result["pos_emb"] for result in results)),
-    )
+    tasks = tasks_of(results, LENGTH_TASKS)
+    numbers = line_numbers({result["pos_emb"]: result["pos_emb"] for result in results})
     columns = style.columns(2)
     figure, panels = new_figure(style, 2 * len(tasks), columns, sharey=True)
-    numbers, handles = line_numbers({method: method for method in methods}), {}
-    for index, axes in enumerate(panels):
-        task, curve = tasks[index // 2], (_by_length, _by_distance)[index % 2]
+    handles = {}
+    for axes, (task, curve) in zip(panels, product(tasks, (_by_length, _by_distance)), strict=True):
+        of_task = [result for result in results if result["task"] == task]
         ticks: set[int] = set()
-        for method in methods:
-            seeds = [
-                curve(result)
-                for result in results
-                if (result["task"], result["pos_emb"]) == (task, method)
-            ]
+        for method, number in numbers.items():
+            seeds = [curve(result) for result in of_task if result["pos_emb"] == method]
             x = sorted(set().union(*seeds))
             if not x:
                 continue
             ticks |= set(x)
+
+            # Seeds can lack points.
             values = [[seed[point] for seed in seeds if point in seed] for point in x]
-            means, style_kwargs = (
-                list(map(statistics.fmean, values)),
-                line_style(style, numbers[method]),
-            )
-            (handles[method],) = axes.plot(x, means, label=method, **style_kwargs)
-            fill_band(
-                axes,
-                x,
-                means,
-                [standard_error_of_mean(point) for point in values],
-                style_kwargs["color"],
-            )
-        axes.axhline(
-            100 * LENGTH_TASKS[task].guess, color="#999999", linewidth=0.8, linestyle=(0, (1, 2))
-        )
+            means = list(map(statistics.fmean, values))
+            errors = list(map(standard_error_of_mean, values))
+            look = line_style(style, number)
+            (handles[method],) = axes.plot(x, means, label=method, **look)
+            fill_band(axes, x, means, errors, look["color"])
+
+        # The axes.
+        mark_guessing(axes, 100 * LENGTH_TASKS[task].guess)
         axes.set_ylim(0, 102)
         length_ticks(axes, style, sorted(ticks), columns)
+        axes.set_xlabel(f"distance at length {settings.test_lengths[-1]:,}")
         if curve is _by_length:
+            axes.set_xlabel("length")
             mark_train_length(axes, style, settings.train_longest, label=False)
-        axes.set_xlabel(
-            "length" if curve is _by_length else f"distance at length {settings.test_lengths[-1]:,}"
-        )
         panel_title(axes, style, columns, task.replace("_", " "))
 
     # What lines and bands are.

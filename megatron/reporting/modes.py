@@ -12,13 +12,18 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from pandas import Series
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
 from megatron.reporting.differences import PairedLosses
 from megatron.reporting.figures import ReportFigure
-from megatron.reporting.formatting import NOT_AVAILABLE, NOT_MEASURED, format_number, slug
-from megatron.reporting.paper_tables import compares_modes, setting_title
+from megatron.reporting.formatting import (
+    NOT_AVAILABLE,
+    NOT_MEASURED,
+    format_length,
+    format_number,
+    slug,
+)
+from megatron.reporting.paper_tables import compares_modes, modes_of, setting_title
 from megatron.reporting.published import display_name
 from megatron.reporting.style import CHARACTER, COLORS, SCREEN, SMALL, Style, new_figure
 from megatron.reporting.tables import Table
@@ -38,21 +43,22 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
         modes = dict.fromkeys(method.mode for method in selected.methods if method.mode != "full")
         rows = []
         for reference, mode in product(map(Method, methods), modes):
-            line = setting, replace(reference, mode=mode)
-            if not losses.by_seed(*line).empty:
-                pairs = [
-                    ((*line, length), (setting, reference, length)) for length in selected.lengths
-                ]
+            # A pair of cells per length.
+            method = replace(reference, mode=mode)
+            pairs = []
+            for length in selected.lengths:
+                pairs.append(((setting, method, length), (setting, reference, length)))
+            if not losses.by_seed(setting, method).empty:
                 rows.append(((display_name(reference), mode), pairs))
-        table = Table(
-            slug("modes", setting.name).lower(),
-            f"Loss minus that of the same method in mode full, {_title(setting)}",
-            ("Method", "Mode"),
-            tuple(f"{length:,}" for length in selected.lengths),
-            paired.rows(rows),
-            (paired.note(rows),),
-        )
         if any(paired.difference(*pair) for _, pairs in rows for pair in pairs):
+            table = Table(
+                slug("modes", setting.name).lower(),
+                f"Loss minus that of the same method in mode full, {_title(setting)}",
+                ("Method", "Mode"),
+                tuple(map(format_length, selected.lengths)),
+                paired.rows(rows),
+                (paired.note(rows),),
+            )
             tables.append(table)
     return tables
 
@@ -64,20 +70,20 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
     losses = measurements(records, "extrapolation", "loss")
     figures = []
     for setting in _settings(losses):
-        if compares_modes(losses.select([setting]).methods):
+        selected = losses.select([setting])
+        if compares_modes(selected.methods):
             continue
-        figures.append(
-            ReportFigure(
-                slug("modes", setting.name).lower(),
-                f"Methods and inference modes: {_title(setting)}",
-                "Loss (nats per token) by method and inference mode, a panel per length; the "
-                "lowest loss is framed, and others that are printed the same. "
-                f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. "
-                f"{NOT_AVAILABLE}: the method does not support the mode or the length; "
-                f"{NOT_MEASURED}: not measured.",
-                partial(heat_map, losses.select([setting]), setting),
-            )
+        figure = ReportFigure(
+            slug("modes", setting.name).lower(),
+            f"Methods and inference modes: {_title(setting)}",
+            "Loss (nats per token) by method and inference mode, a panel per length; the lowest "
+            "loss is framed, and others that are printed the same. "
+            f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. "
+            f"{NOT_AVAILABLE}: the method does not support the mode or the length; "
+            f"{NOT_MEASURED}: not measured.",
+            partial(heat_map, selected, setting),
         )
+        figures.append(figure)
     return figures
 
 
@@ -89,7 +95,8 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
     methods = list(dict.fromkeys(method.pos_emb for method in losses.methods))
     modes = list(dict.fromkeys(method.mode for method in losses.methods))
     names = [display_name(Method(pos_emb)) for pos_emb in methods]
-    labels, ticks = (SMALL * CHARACTER * max(map(len, texts)) for texts in (names, modes))
+    labels = SMALL * CHARACTER * max(map(len, names))
+    ticks = SMALL * CHARACTER * max(map(len, modes))
     columns = style.columns(len(losses.lengths), labels + 3.2 * len(modes) + 1)
     aspect = (1.8 * len(methods) + ticks + 2) * style.em / (style.width / columns)
 
@@ -97,11 +104,15 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
     figure, panels = new_figure(style, len(losses.lengths), columns, aspect)
     figure.set_figheight(figure.get_figheight() + 7 * style.em)  # the title and the color bar
     for axes, length in zip(panels, losses.lengths, strict=True):
-        cells = [
-            [losses.values(setting, Method(method, mode), length) for mode in modes]
-            for method in methods
-        ]
-        values = np.array([[_mean(cell) for cell in row] for row in cells])
+        # The means over the seeds, and the text of cells without a value.
+        values = np.full((len(methods), len(modes)), math.nan)
+        missing = {}
+        for row, column in np.ndindex(values.shape):
+            cell = losses.values(setting, Method(methods[row], modes[column]), length)
+            missing[row, column] = NOT_MEASURED
+            if cell is not None:
+                missing[row, column] = NOT_AVAILABLE
+                values[row, column] = cell.mean()
         axes.set_title(f"length {length:,}", loc="left")
         axes.grid(False)
         axes.spines[:].set_visible(False)
@@ -110,30 +121,25 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         axes.tick_params(length=0, labelbottom=True)
 
         # Colors start at the lowest loss of this length.
-        lowest = np.nanmin(values) if not np.isnan(values).all() else 0.0
+        lowest = 0.0
+        if not np.isnan(values).all():
+            lowest = np.nanmin(values)
         axes.imshow(values, cmap="viridis_r", vmin=lowest, vmax=lowest + COLOR_RANGE, aspect="auto")
 
         # The number in each cell, with a frame around the lowest.
         for (row, column), value in np.ndenumerate(values):
-            dark = value > lowest + COLOR_RANGE / 2
-            missing = NOT_MEASURED if cells[row][column] is None else NOT_AVAILABLE
-            text = missing if np.isnan(value) else format_number(value, 3)
-            is_lowest = text == format_number(lowest, 3)  # also others that are printed the same
-            axes.text(
-                column,
-                row,
-                text,
-                ha="center",
-                va="center",
-                size=0.75 * SMALL * style.size,
-                weight="bold" if is_lowest else "normal",
-                color="white" if dark else "black",
-            )
-            if is_lowest:
-                box = (column - 0.5, row - 0.5), 1, 1
-                axes.add_patch(
-                    Rectangle(*box, fill=False, edgecolor=COLORS[1], linewidth=0.2 * style.size)
-                )
+            text = missing[row, column]
+            if not np.isnan(value):
+                text = format_number(value, 3)
+            size = 0.75 * SMALL * style.size
+            label = axes.text(column, row, text, ha="center", va="center", size=size, color="black")
+            if value > lowest + COLOR_RANGE / 2:
+                label.set_color("white")  # on a dark cell
+            if text == format_number(lowest, 3):  # also others that are printed the same
+                label.set_fontweight("bold")
+                corner, width = (column - 0.5, row - 0.5), 0.2 * style.size
+                frame = Rectangle(corner, 1, 1, fill=False, edgecolor=COLORS[1], linewidth=width)
+                axes.add_patch(frame)
 
     # One color bar, as all panels have the same range.
     bar = figure.colorbar(
@@ -160,15 +166,10 @@ def _settings(losses: Measurements) -> list[Setting]:
     found = []
     for setting in losses.settings:
         selected = losses.select([setting])
-        if selected.num_seeds and len({method.mode for method in selected.methods}) > 1:
+        if selected.num_seeds and len(modes_of(selected.methods)) > 1:
             found.append(setting)
     return found
 
 
 def _title(setting: Setting) -> str:
     return f"{setting_title(setting)}, protocol {setting.protocol}"
-
-
-def _mean(values: Series | None) -> float:
-    """The mean over the seeds; NaN if there is no value."""
-    return math.nan if values is None else float(values.mean())

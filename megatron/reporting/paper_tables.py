@@ -25,11 +25,11 @@ from megatron.reporting.aggregate import (
     setting_of,
     significantly_better,
 )
-from megatron.reporting.differences import PairedLosses
+from megatron.reporting.differences import Key, PairedLosses
 from megatron.reporting.formatting import (
     NOT_AVAILABLE,
-    NOT_MEASURED,
     best_texts,
+    format_length,
     format_mean,
     format_percent,
     slug,
@@ -58,51 +58,42 @@ def perplexity_tables(
     paper.
     """
     tables = []
-    for table in _perplexity_tables(records, reference, papers=papers):
-        repeats = table.name.partition("-")[0] != "perplexity" and not any(
-            row.published for row in table.rows
-        )
-        tables.append(replace(table, file_only=repeats))
-    return tables
-
-
-def _perplexity_tables(
-    records: Iterable[AnyRecord], reference: Method, *, papers: bool
-) -> list[Table]:
-    tables = []
     for group in _groups(measurements(records, "extrapolation", "perplexity")):
         tables.append(_table("kerple-3", group, group.methods, reference, rows="modes"))
         if not papers:
             continue
-        full = [method for method in group.methods if method.mode == "full"]
-        if group.settings[0].protocol.startswith("last-k"):
-            tables += [_table("dape", group, full, reference, rows="methods")] if full else []
-            continue
-        # Table 3 has all methods that Tables 5 and 6 do not have.
-        methods: dict[str, list[Method]] = {"kerple-3": [], "kerple-5": [], "kerple-6": []}
-        table_of = {
-            kind.pos_emb: name
-            for name in ("kerple-5", "kerple-6")
-            for kind in load_published(name).methods
-        }
-        for method in full:
-            methods[table_of.get(method.pos_emb, "kerple-3")].append(method)
-        for name in methods:
-            if methods[name]:
-                tables.append(_table(name, group, methods[name], reference, rows="lengths"))
-        if any(
-            method.pos_emb == "xpos" or method.mode.startswith("blockwise")
-            for method in group.methods
-        ):
-            compared = full + [
-                method for method in group.methods if method.mode.startswith("blockwise")
-            ]
-            tables.append(_table("lex", group, compared, reference, rows="methods"))
-            several_modes = {method.pos_emb for method in group.methods if method.mode != "full"}
-            compared = [method for method in group.methods if method.pos_emb in several_modes]
-            if compared:
-                tables.append(_table("lex-modes", group, compared, reference, rows="methods"))
+        for name, methods in _paper_layouts(group).items():
+            rows: Literal["lengths", "methods"] = "methods"
+            if name.startswith("kerple"):
+                rows = "lengths"
+            if methods:
+                table = _table(name, group, methods, reference, rows=rows)
+                has_paper = any(row.published for row in table.rows)
+                tables.append(replace(table, file_only=not has_paper))
     return tables
+
+
+def _paper_layouts(group: Measurements) -> dict[str, list[Method]]:
+    """The published tables whose layouts fit, and the methods of each."""
+    full = [method for method in group.methods if method.mode == "full"]
+    if group.settings[0].protocol.startswith("last-k"):
+        return {"dape": full}
+
+    # Table 3 has all methods that Tables 5 and 6 do not have.
+    layouts: dict[str, list[Method]] = {"kerple-3": [], "kerple-5": [], "kerple-6": []}
+    table_of: dict[str, str] = {}
+    for name in ("kerple-5", "kerple-6"):
+        table_of |= {kind.pos_emb: name for kind in load_published(name).methods}
+    for method in full:
+        layouts[table_of.get(method.pos_emb, "kerple-3")].append(method)
+
+    # LEX compares xPos and blockwise attention, and methods in several modes.
+    blockwise = [method for method in group.methods if method.mode.startswith("blockwise")]
+    if blockwise or "xpos" in {method.pos_emb for method in group.methods}:
+        layouts["lex"] = full + blockwise
+        with_modes = {method.pos_emb for method in group.methods if method.mode != "full"}
+        layouts["lex-modes"] = [method for method in group.methods if method.pos_emb in with_modes]
+    return layouts
 
 
 def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENCE) -> list[Table]:
@@ -111,30 +102,28 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
     """
     losses, tables = PairedLosses(records), []
     values = measurements(records, "extrapolation", "loss")
-    for setting in sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus)):
+    for setting in _by_corpus(values):
+        # A row per method other than the reference, with a pair of cells per length.
         group = values.select([setting])
         rows = []
         for method in load_published("kerple-3").ordered(group.methods):
             compared = Method(reference.pos_emb, method.mode)
-            if method == compared:
-                continue
-            pairs = [
-                ((setting, method, length), (setting, compared, length)) for length in group.lengths
-            ]
-            if any(losses.difference(*pair) for pair in pairs):
+            pairs = []
+            for length in group.lengths:
+                pairs.append(((setting, method, length), (setting, compared, length)))
+            if method != compared and any(losses.difference(*pair) for pair in pairs):
                 rows.append(((display_name(method),), pairs))
         if rows:
             title = f"Loss minus that of {display_name(reference)}, {setting_title(setting)}"
-            tables.append(
-                Table(
-                    slug("differences", setting.name).lower(),
-                    f"{title}, protocol {setting.protocol}",
-                    ("Method",),
-                    tuple(f"{length:,}" for length in group.lengths),
-                    losses.rows(rows),
-                    (losses.note(rows),),
-                )
+            table = Table(
+                slug("differences", setting.name).lower(),
+                f"{title}, protocol {setting.protocol}",
+                ("Method",),
+                tuple(map(format_length, group.lengths)),
+                losses.rows(rows),
+                (losses.note(rows),),
             )
+            tables.append(table)
     return tables
 
 
@@ -142,25 +131,24 @@ def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
     """LEX's table of attention resolutions, per model size and training length. A negative one has
     no meaning, so the mean over seeds that include one is not shown.
     """
-    resolutions = [record for record in records if record["kind"] == "resolution"]
-    negative = {
-        _resolution_cell(record) for record in resolutions if (record.get("resolution") or 0) < 0
-    }
+    # The records of each cell of the table, a record per seed.
+    cells: dict[Key, list[AnyRecord]] = {}
+    for record in records:
+        if record["kind"] == "resolution":
+            key = setting_of(record), method_of(record), record["length"]
+            cells.setdefault(key, []).append(record)
+
+    # A cell with a negative value has none.
     shown = []
-    for record in resolutions:
-        hidden = (
-            {"resolution": None, "note": NEGATIVE} if _resolution_cell(record) in negative else {}
-        )
-        shown.append({**record, **hidden})
-    groups = _groups(measurements(shown, "resolution", "resolution"))
-    return [
-        _table("lex-resolution", group, group.methods, None, rows="methods", best="highest")
-        for group in groups
-    ]
-
-
-def _resolution_cell(record: AnyRecord) -> tuple[Setting, Method, int]:
-    return setting_of(record), method_of(record), record["length"]
+    for cell in cells.values():
+        if any((record.get("resolution") or 0) < 0 for record in cell):
+            cell = [{**record, "resolution": None, "note": NEGATIVE} for record in cell]
+        shown += cell
+    tables = []
+    for group in _groups(measurements(shown, "resolution", "resolution")):
+        methods = group.methods
+        tables.append(_table("lex-resolution", group, methods, rows="methods", best="highest"))
+    return tables
 
 
 def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
@@ -171,33 +159,35 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
     tables = []
     for setting in accuracies.settings:
         group = accuracies.select([setting])
-        methods, lengths = load_published("kerple-3").ordered(group.methods), group.lengths
+        methods = load_published("kerple-3").ordered(group.methods)
+        names = {method: display_name(method) for method in methods}
+
+        # A section per depth, and the mean first.
+        sections = {}
         depths = sorted(group.frame["depth"].unique())
-        sections = {
-            f"Depth {depth:g}": Measurements(group.frame[group.frame["depth"] == depth])
-            for depth in depths
-        }
         if len(depths) > 1:
-            sections = {"Mean over depths": group.over_depths(), **sections}
+            sections["Mean over depths"] = group.over_depths()
+        for depth in depths:
+            rows = group.frame["depth"] == depth
+            sections[f"Depth {depth:g}"] = Measurements(group.frame[rows])
+
+        # A row per method, with a cell per length.
         lines: list[Row | Section] = []
         for title, section in sections.items():
             lines.append(Section(title))
-            for method in methods:
+            for method, name in names.items():
                 cells = []
-                for length in lengths:
+                for length in group.lengths:
                     values = section.values(setting, method, length)
-                    cells.append(Cell(NOT_MEASURED if values is None else format_percent(values)))
-                lines.append(Row((display_name(method),), tuple(cells)))
-        notes = [
-            "Share of prompts answered with the complete pass key.",
-            *_seeds_note(group, is_bold=False),
-        ]
-        notes += missing_notes(group, {method: display_name(method) for method in methods})
+                    cells.append(Cell(format_percent(values)))
+                lines.append(Row((name,), tuple(cells)))
+        notes = ["Share of prompts answered with the complete pass key."]
+        notes += _seeds_note(group, is_bold=False) + missing_notes(group, names)
         table = Table(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
             f"Passkey retrieval, {setting_title(setting)}",
             ("Method",),
-            tuple(f"{length:,}" for length in lengths),
+            tuple(map(format_length, group.lengths)),
             tuple(lines),
             tuple(notes),
         )
@@ -207,27 +197,31 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
 
 def setting_title(setting: Setting) -> str:
     """Corpus, model size and training length, for titles."""
-    trained = f"trained at length {setting.train_length:,}" if setting.train_length else ""
-    model = f"{setting.model[0]} layers of {setting.model[1]}" if setting.model else ""
-    return ", ".join(filter(None, (corpus_name(setting.corpus), model, trained)))
+    parts = [corpus_name(setting.corpus)]
+    if setting.model:
+        parts.append("{} layers of {}".format(*setting.model))
+    if setting.train_length:
+        parts.append(f"trained at length {setting.train_length:,}")
+    return ", ".join(parts)
 
 
 def missing_notes(values: Measurements, names: Mapping[Method, str]) -> list[str]:
-    """For each of these methods with missing values, at which lengths they are missing and the
-    reasons.
-    """
-    missing = values.frame[values.frame["value"].isna()].fillna(
-        {"note": "the value overflows a float"}
-    )
+    """For each method without some values, the lengths at which they are missing, and why."""
+    missing = values.frame[values.frame["value"].isna()]
+    missing = missing.fillna({"note": "the value overflows a float"})
     notes = []
     for method, name in names.items():
         rows = missing[missing["method"] == method]
         if len(rows):
-            lengths = ", ".join(f"{length:,}" for length in sorted(rows["length"].unique()))
-            notes.append(
-                f"{NOT_AVAILABLE}: {name} at {lengths}: {'; '.join(rows['note'].unique())}."
-            )
+            lengths = ", ".join(map(format_length, sorted(rows["length"].unique())))
+            reasons = "; ".join(rows["note"].unique())
+            notes.append(f"{NOT_AVAILABLE}: {name} at {lengths}: {reasons}.")
     return notes
+
+
+def _by_corpus(values: Measurements) -> list[Setting]:
+    """The settings in the papers' order of their corpora."""
+    return sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus))
 
 
 def _groups(values: Measurements) -> list[Measurements]:
@@ -236,9 +230,8 @@ def _groups(values: Measurements) -> list[Measurements]:
     """
     groups: dict[tuple[object, ...], list[Setting]] = {}
     for setting in values.settings:
-        groups.setdefault((setting.model, setting.train_length, setting.protocol), []).append(
-            setting
-        )
+        common = setting.model, setting.train_length, setting.protocol
+        groups.setdefault(common, []).append(setting)
     return [values.select(settings) for settings in groups.values()]
 
 
@@ -246,7 +239,7 @@ def _table(
     name: str,
     group: Measurements,
     methods: Sequence[Method],
-    reference: Method | None,
+    reference: Method | None = None,
     *,
     rows: Literal["lengths", "methods", "modes"],
     best: Literal["lowest", "highest"] = "lowest",
@@ -264,60 +257,67 @@ def _table(
     shown = group.select(group.settings, methods)
 
     # The paper's names are only clear next to its values.
-    name_of = (
-        paper.name if any(map(paper.matches, group.settings)) and rows != "modes" else display_name
-    )
-    names = {method: name_of(method) for method in methods}
+    with_paper = rows != "modes" and any(map(paper.matches, group.settings))
+    names = {method: display_name(method) for method in methods}
+    if with_paper:
+        names = {method: paper.name(method) for method in methods}
 
     # A section per setting, or per mode.
     lines: list[Row | Section] = []
     for title, setting, section_methods in _sections(shown, methods, by_mode=rows == "modes"):
         lines.append(Section(title))
-        lengths = shown.select([setting]).lengths if rows == "lengths" else shown.lengths
+        lengths = shown.lengths
+        if rows == "lengths":
+            lengths = shown.select([setting]).lengths
 
         # Cells by length, then a row per length or per method.
-        grid = [
-            _cells(group, setting, section_methods, length, reference, best) for length in lengths
-        ]
-        papers = [_paper_cells(paper, setting, section_methods, length) for length in lengths]
-        labels = [f"{length:,}" for length in lengths]
+        grid, papers = [], []
+        for length in lengths:
+            grid.append(_cells(group, setting, section_methods, length, reference, best))
+            papers.append(_paper_cells(paper, setting, section_methods, length))
+        labels = list(map(format_length, lengths))
         if rows != "lengths":
             grid = list(map(list, zip(*grid, strict=True)))
             papers = list(map(list, zip(*papers, strict=True)))
             labels = [names[method] for method in section_methods]
-            if rows == "modes" and compares_modes(section_methods):
+        if rows == "modes":
+            labels = [display_name(Method(method.pos_emb)) for method in section_methods]
+            if compares_modes(section_methods):
                 labels = [method.mode for method in section_methods]
-            elif rows == "modes":
-                labels = [name_of(replace(method, mode="full")) for method in section_methods]
 
         # The paper's row follows ours.
         for label, cells, paper_cells in zip(labels, grid, papers, strict=True):
             lines.append(Row((label,), tuple(cells)))
-            if (
-                rows != "modes"
-                and paper.matches(setting)
-                and any(cell.text for cell in paper_cells)
-            ):
+            has_values = any(cell.text for cell in paper_cells)
+            if with_paper and has_values and paper.matches(setting):
                 lines.append(Row((f"{label}, paper",), tuple(paper_cells), published=True))
 
-    # Where the layout comes from, and what the values are.
+    # The paper's title, and what the corpora have in common.
     common = group.settings[0]
-    label_column = {"lengths": "Length", "methods": "Method", "modes": "Method"}[rows]
-    if rows == "modes" and compares_modes(shown.methods):
-        label_column = "Mode"
-    notes = [] if rows == "modes" else [f"Layout: {paper.source}."]
+    parts = [paper.title]
+    if common.model:
+        parts.append("{} layers of {}".format(*common.model))
+    trained = "training length unknown"
+    if common.train_length:
+        trained = f"trained at length {common.train_length:,}"
+    parts.append(trained)
+    if common.protocol:
+        parts.append(f"protocol {common.protocol}")
+
+    # Names of the file and the columns. The table of all modes has no layout of a paper.
+    label_column, columns = "Method", tuple(map(format_length, shown.lengths))
+    notes = [f"Layout: {paper.source}."]
+    if rows == "lengths":
+        label_column, columns = "Length", tuple(names.values())
+    elif rows == "modes":
+        name, notes = "perplexity", []
+        if compares_modes(shown.methods):
+            label_column = "Mode"
     return Table(
-        name=slug(
-            "perplexity" if rows == "modes" else name,
-            common.size,
-            common.train_length,
-            common.protocol,
-        ).lower(),
-        title=_title(paper, common),
+        name=slug(name, common.size, common.train_length, common.protocol).lower(),
+        title=", ".join(parts),
         label_columns=(label_column,),
-        columns=tuple(
-            names.values() if rows == "lengths" else (f"{length:,}" for length in shown.lengths)
-        ),
+        columns=columns,
         lines=tuple(lines),
         notes=(*notes, *_notes(paper, shown, names, lines, reference, best)),
     )
@@ -325,9 +325,13 @@ def _table(
 
 def compares_modes(methods: Sequence[Method]) -> bool:
     """Whether there are several modes of a single method."""
-    return (
-        len({method.pos_emb for method in methods}) == 1 < len({method.mode for method in methods})
-    )
+    pos_embs = {method.pos_emb for method in methods}
+    return len(pos_embs) == 1 < len(modes_of(methods))
+
+
+def modes_of(methods: Iterable[Method]) -> list[str]:
+    """The modes of the methods: `full`, then the others by name."""
+    return sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
 
 
 def _sections(
@@ -337,40 +341,23 @@ def _sections(
     with the methods that have a value on this corpus; the modes of a single method are in one
     section.
     """
-    modes = sorted({method.mode for method in methods}, key=lambda mode: (mode != "full", mode))
-    for setting in sorted(values.settings, key=lambda setting: corpus_sort_key(setting.corpus)):
+    modes = modes_of(methods)
+    for setting in _by_corpus(values):
         title = corpus_name(setting.corpus)
+        measured = set(values.select([setting]).methods)
+        ours = [method for method in methods if method in measured]
         if not by_mode:
             yield title, setting, methods
-            continue
-        if compares_modes(methods):
-            measured = [method for method in methods if (setting, method) in values.lines]
-            measured.sort(key=lambda method: modes.index(method.mode))
-            yield f"{title}, {display_name(Method(methods[0].pos_emb))}", setting, measured
-            continue
-        for mode in modes:
-            measured = [
-                method
-                for method in methods
-                if method.mode == mode and (setting, method) in values.lines
-            ]
-            if measured:
-                yield title + (f", {mode}" if len(modes) > 1 else ""), setting, measured
-
-
-def _title(paper: Published, setting: Setting) -> str:
-    """The paper's title, and what the corpora have in common."""
-    parts = [
-        paper.title,
-        f"{setting.model[0]} layers of {setting.model[1]}" if setting.model else "",
-    ]
-    parts.append(
-        f"trained at length {setting.train_length:,}"
-        if setting.train_length
-        else "training length unknown"
-    )
-    parts.append(f"protocol {setting.protocol}" if setting.protocol else "")
-    return ", ".join(filter(None, parts))
+        elif compares_modes(methods):
+            ours.sort(key=lambda method: modes.index(method.mode))
+            yield f"{title}, {display_name(Method(methods[0].pos_emb))}", setting, ours
+        elif len(modes) == 1:
+            yield title, setting, ours
+        else:
+            for mode in modes:
+                of_mode = [method for method in ours if method.mode == mode]
+                if of_mode:
+                    yield f"{title}, {mode}", setting, of_mode
 
 
 def _paper_cells(
@@ -393,23 +380,14 @@ def _cells(
     that are significantly worse than the reference method in the same mode.
     """
     values = [group.values(setting, method, length) for method in methods]
-    texts = []
-    for cell in values:
-        texts.append(NOT_MEASURED if cell is None else format_mean(cell))
+    texts = list(map(format_mean, values))
     bold = best_texts(comparable_means(values), texts, best)
     cells = []
     for method, cell, text, is_best in zip(methods, values, texts, bold, strict=True):
-        ours = (
-            group.values(setting, replace(reference, mode=method.mode), length)
-            if reference
-            else None
-        )
-        worse = (
-            cell is not None
-            and ours is not None
-            and ours is not cell
-            and significantly_better(ours, cell)
-        )
+        worse = False
+        if reference and cell is not None:
+            ours = group.values(setting, replace(reference, mode=method.mode), length)
+            worse = ours is not None and ours is not cell and significantly_better(ours, cell)
         cells.append(Cell(text, best=is_best, worse=worse))
     return cells
 
@@ -424,15 +402,15 @@ def _notes(
 ) -> list[str]:
     # How values were aggregated and marked, and on how many tokens they were measured.
     rows = [line for line in lines if isinstance(line, Row)]
+    cells = [cell for row in rows for cell in row.cells]
     notes = _seeds_note(group)
-    if any(cell.best for row in rows for cell in row.cells):
+    if any(cell.best for cell in cells):
         notes.append(f"Bold: {best} value, and values that are printed the same.")
     tokens = group.frame[group.frame["tokens"].fillna(0) > 0]
     if len(tokens):
-        fewest, most = tokens["tokens"].min(), tokens["tokens"].max()
-        notes.append(
-            f"Scored tokens: {fewest:,.0f}" + (f" to {most:,.0f}." if fewest < most else ".")
-        )
+        bounds = tokens["tokens"].min(), tokens["tokens"].max()
+        texts = dict.fromkeys(f"{bound:,.0f}" for bound in bounds)
+        notes.append(f"Scored tokens: {' to '.join(texts)}.")
     for (setting, length), cell in tokens.groupby(["setting", "length"], sort=False):
         if cell["tokens"].nunique() > 1 or cell["targets"].nunique() > 1:
             counts = " or ".join(f"{count:,.0f}" for count in sorted(cell["tokens"].unique()))
@@ -442,17 +420,18 @@ def _notes(
             )
 
     # The daggers, and the rows of the paper.
-    if reference and any(cell.worse for row in rows for cell in row.cells):
+    if reference and any(cell.worse for cell in cells):
         notes.append(
             f"{DAGGER}: {display_name(reference)} is significantly better (paired two-sided t-test "
             f"over the seeds, in the same mode, α = {ALPHA:g}, not corrected for the number of "
             "comparisons)."
         )
-    if any(row.published for row in rows):
-        if any(cell.worse for row in rows if row.published for cell in row.cells):
-            notes.append(f"In the paper's rows, {DAGGER} is copied from the paper.")
+    published = [row for row in rows if row.published]
+    if any(cell.worse for row in published for cell in row.cells):
+        notes.append(f"In the paper's rows, {DAGGER} is copied from the paper.")
+    if published:
         notes.append(
-            f'Rows labeled "paper": {paper.source}' + (f"; {paper.note}." if paper.note else ".")
+            f'Rows labeled "paper": {"; ".join(filter(None, (paper.source, paper.note)))}.'
         )
     return notes + missing_notes(group, names)
 
@@ -460,7 +439,9 @@ def _notes(
 def _seeds_note(values: Measurements, *, is_bold: bool = True) -> list[str]:
     if values.num_seeds < 2:
         return []
-    if values.seeds.nunique() == 1:
-        return [f"Mean ± standard deviation over {values.num_seeds} seeds."]
-    bold = "; methods with fewer than others are not bold" if is_bold else ""
-    return [f"Mean ± standard deviation over up to {values.num_seeds} seeds{bold}."]
+    note = f"Mean ± standard deviation over {values.num_seeds} seeds."
+    if values.seeds.nunique() > 1:
+        note = f"Mean ± standard deviation over up to {values.num_seeds} seeds."
+        if is_bold:
+            note = f"{note[:-1]}; methods with fewer than others are not bold."
+    return [note]

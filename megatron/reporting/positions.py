@@ -12,6 +12,7 @@ from pandas import DataFrame
 
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
 from megatron.reporting.figures import ReportFigure
+from megatron.reporting.paper_tables import compares_modes, modes_of
 from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
     SCREEN,
@@ -28,9 +29,8 @@ from megatron.reporting.style import (
 )
 from megatron.utils.errors import UserError
 
-MAX_POINTS = (
-    16  # of a line of differences: adjacent bins are averaged, because single ones are noisy
-)
+# Points of a line of differences: adjacent bins are averaged, because single ones are noisy.
+MAX_POINTS = 16
 # Lines with a larger median difference, in nats, are left out: the others would look alike.
 FAR = 1.0
 
@@ -56,76 +56,69 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     for (setting, length), by_method in groups.items():
         # Differences from the first method. They are empty without common texts.
         first, *others = load_published("kerple-3").ordered(by_method)
-        found = {method: curve_of(by_method[method], by_method[first]) for method in others}
-        differences = {method: _smooth(curve) for method, curve in found.items() if curve.shape[1]}
-
-        # Without differences, the methods are plotted themselves.
-        what = "Perplexity"
-        notes = (
-            f" No other method has the texts, bins and seeds of {display_name(first)}."
-            if others
-            else ""
-        )
-        curves = {
-            method: np.exp(curve_of(by_method[method]).clip(upper=700.0))
-            for method in (first, *others)
-        }
+        name = display_name(first)
+        reference = curve_of(by_method[first])
+        differences: dict[Method, DataFrame] = {}
+        unpaired = []
+        for method in others:
+            curve = curve_of(by_method[method], by_method[first])
+            if curve.shape[1]:
+                differences[method] = _smooth(curve)
+            else:
+                unpaired.append(display_name(method))
         if differences:
-            what = f"Loss (nats per token) minus that of {display_name(first)}"
+            what = f"Loss (nats per token) minus that of {name}"
+            label = f"loss minus that of {name}"
             notes = " The differences are those on the same text; below 0 is better."
-            if (
-                bins := -(
-                    -len(by_method[first][next(iter(by_method[first]))]["losses"]) // MAX_POINTS
-                )
-            ) > 1:
+            bins = _bins_per_point(len(reference))
+            if bins > 1:
                 notes += f" Points are means of {bins} adjacent bins."
 
             # A diverged method would flatten the others, so it is only named.
-            near = {
-                method: curve
-                for method, curve in differences.items()
-                if curve.mean(axis=1).abs().median() <= FAR
-            }
-            curves = near or differences
-            if far := [display_name(method) for method in differences if method not in curves]:
+            curves, far = {}, []
+            for method, curve in differences.items():
+                if curve.mean(axis=1).abs().median() <= FAR:
+                    curves[method] = curve
+                else:
+                    far.append(display_name(method))
+            if not curves:
+                curves, far = differences, []
+            if far:
                 notes += f" Not shown, with a median of more than {FAR:g} nat: {', '.join(far)}."
-            if unpaired := [display_name(method) for method in others if method not in differences]:
-                notes += (
-                    f" Not shown, measured with other texts, bins or seeds: {', '.join(unpaired)}."
-                )
-        caption = seeds_caption(curve.shape[1] for curve in curves.values()) + notes
+            if unpaired:
+                names = ", ".join(unpaired)
+                notes += f" Not shown, measured with other texts, bins or seeds: {names}."
+        else:
+            # Without differences, the methods are plotted themselves.
+            what, label, notes, curves = "Perplexity", "perplexity", "", {}
+            if others:
+                notes = f" No other method has the texts, bins and seeds of {name}."
+            for method in (first, *others):
+                curves[method] = np.exp(curve_of(by_method[method]).clip(upper=700.0))
+
+        # A panel per mode; a single method has one panel, with a line per mode.
+        panels: dict[str, dict[Method, DataFrame]] = {"": curves}
+        modes = modes_of(curves)
+        if len(modes) > 1 and not compares_modes(list(curves)):
+            panels = {mode: {} for mode in modes}
+            for method, curve in curves.items():
+                panels[method.mode][method] = curve
 
         # Plotting waits until the figure is rendered.
+        caption = seeds_caption(curve.shape[1] for curve in curves.values()) + notes
+        title = f"{what.partition(' (')[0]} by position at length {length:,}"
+        draw = partial(
+            position_plot, panels, length, setting.train_length, pos_embs=pos_embs, label=label
+        )
         figure = ReportFigure(
             f"positions-{setting.name}-{length}",
-            f"{what.partition(' (')[0]} by position at length {length:,}: "
-            f"{corpus_name(setting.corpus)}",
+            f"{title}: {corpus_name(setting.corpus)}",
             f"{what} by position in segments of {length:,} tokens, protocol {setting.protocol} "
             f"(KERPLE, Figures 5 and 7).{caption}",
-            partial(
-                position_plot,
-                _by_mode(curves),
-                length,
-                setting.train_length,
-                pos_embs=pos_embs,
-                label="perplexity"
-                if not differences
-                else f"loss minus that of {display_name(first)}",
-            ),
+            draw,
         )
         figures.append(figure)
     return figures
-
-
-def _by_mode(curves: Curves) -> dict[str, Curves]:
-    """A panel per mode; a single method has one panel, with a line per mode."""
-    modes = sorted({method.mode for method in curves}, key=lambda mode: (mode != "full", mode))
-    if len(modes) == 1 or len({method.pos_emb for method in curves}) == 1:
-        return {"": curves}
-    return {
-        mode: {method: curve for method, curve in curves.items() if method.mode == mode}
-        for mode in modes
-    }
 
 
 def curve_of(records: PositionRecords, reference: PositionRecords | None = None) -> DataFrame:
@@ -144,27 +137,26 @@ def curve_of(records: PositionRecords, reference: PositionRecords | None = None)
     for seed, record in records.items():
         losses = np.array(record["losses"], dtype=float)
         if reference is not None:
+            # Seeds without a comparable record are left out.
             other = reference.get(seed)
-            if (
-                other is None
-                or list(other["edges"]) != edges
-                or other["targets"] != record["targets"]
-            ):
+            if other is None or other["targets"] != record["targets"]:
                 continue
-            losses = losses - np.array(other["losses"], dtype=float)
+            if list(other["edges"]) != edges:
+                continue
+            losses -= np.array(other["losses"], dtype=float)
         columns[seed] = losses
-    return DataFrame(columns, index=[(start + end) / 2 for start, end in itertools.pairwise(edges)])
+    centers = [(start + end) / 2 for start, end in itertools.pairwise(edges)]
+    return DataFrame(columns, index=centers)
+
+
+def _bins_per_point(bins: int) -> int:
+    return -(-bins // MAX_POINTS)
 
 
 def _smooth(curve: DataFrame) -> DataFrame:
     """The means of adjacent bins, at most MAX_POINTS, indexed by the means of their centers."""
-    size = -(-len(curve) // MAX_POINTS)
-    return (
-        curve.reset_index(names="center")
-        .groupby(np.arange(len(curve)) // size)
-        .mean()
-        .set_index("center")
-    )
+    points = np.arange(len(curve)) // _bins_per_point(len(curve))
+    return curve.reset_index(names="center").groupby(points).mean().set_index("center")
 
 
 def position_plot(
@@ -185,37 +177,44 @@ def position_plot(
     """
     columns = style.columns(len(panels), 20)
     figure, all_axes = new_figure(style, len(panels), columns, sharex=True)
-    names = {}
-    for title, curves in panels.items():
-        for method in curves:
-            names[title, method] = display_name(
-                Method(method.pos_emb) if method.mode == title else method
-            )
-    numbers = line_numbers({name: method.pos_emb for (_, method), name in names.items()}, pos_embs)
-    # The last-k protocol scores only the end of a segment.
+
+    # The name of each line, and where the first one starts.
+    names: dict[tuple[str, Method], str] = {}
+    numbered: dict[str, str] = {}
     first = length
-    for curves in panels.values():
-        for curve in curves.values():
+    for title, curves in panels.items():
+        for method, curve in curves.items():
+            name = display_name(method)
+            if method.mode == title:
+                name = display_name(Method(method.pos_emb))
+            names[title, method] = name
+            numbered[name] = method.pos_emb
             first = min([first, *curve.dropna(how="all").index])
+    numbers = line_numbers(numbered, pos_embs)
+
+    # The last-k protocol scores only the end of a segment.
     left = first if length / 2 < first < length else 0
     handles: dict[str, Any] = {}
+    seeds = []
     for index, (axes, (title, curves)) in enumerate(zip(all_axes, panels.items(), strict=True)):
         if label != "perplexity":
             axes.axhline(0, color="#444444", linewidth=0.1 * style.size, zorder=1)
+
+        # The lines and their bands.
         for method, curve in curves.items():
-            name = names[title, method]
-            style_kwargs = {**line_style(style, numbers[name]), "marker": None}
-            (handles[name],) = axes.plot(
-                curve.index, curve.mean(axis=1), label=name, zorder=3, **style_kwargs
-            )
-            draw_band(axes, curve, style_kwargs["color"])
+            name, mean = names[title, method], curve.mean(axis=1)
+            look = line_style(style, numbers[name]) | {"marker": None}
+            (handles[name],) = axes.plot(curve.index, mean, label=name, zorder=3, **look)
+            draw_band(axes, curve, look["color"])
+            seeds.append(curve.shape[1])
+
+        # The axes.
         panel_title(axes, style, columns, title)
         thousands(axes)
         axes.set_xlim(left, length)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
         if train_length and left <= train_length < length:
             mark_train_length(axes, style, train_length, label=index == 0)
-    seeds = [curve.shape[1] for curves in panels.values() for curve in curves.values()]
     figure.supxlabel(f"position in the segment (tokens){bands_label(seeds)}")
     figure.supylabel(label)
     legend_above(figure, style, [handles[name] for name in numbers])

@@ -1,6 +1,4 @@
-"""The results that the papers report, read from `published.yml`, and the names that
-the papers use.
-"""
+"""The results that the papers report, read from `published.yml`, and the papers' names."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -29,10 +27,16 @@ CORPORA = {
 
 # A key of the file, `pos-emb` or `pos-emb mode`.
 MethodKey = Annotated[Method, BeforeValidator(lambda key: Method(*key.split(" ")))]
+
+
+def _as_list(value: object) -> object:
+    if isinstance(value, list):
+        return value
+    return [value]
+
+
 # One value or a list of values, which must be strings, because numbers would lose trailing zeros.
-Texts = Annotated[
-    tuple[str, ...], BeforeValidator(lambda value: value if isinstance(value, list) else [value])
-]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 
 
 @dataclass(frozen=True)
@@ -61,53 +65,44 @@ class Published:
 
     def matches(self, setting: Setting) -> bool:
         """Whether the paper's values are comparable with this setting, apart from the corpus."""
-        ours = (setting.train_length, setting.model)
-        names = (setting.protocol, setting.protocol.partition("@")[0])
-        return any(name in self.protocols for name in names) and ours == (
-            self.train_length,
-            self.model,
-        )
+        if (setting.train_length, setting.model) != (self.train_length, self.model):
+            return False
+        name, _, _ = setting.protocol.partition("@")
+        return setting.protocol in self.protocols or name in self.protocols
 
     def value(self, corpus: str | None, method: Method, length: int | None) -> str | None:
         """The text printed in the paper; None if it has none for these arguments."""
-        texts = self.values.get((corpus or "").lower(), {}).get(method.kind)
-        if texts is None or (length is not None and length not in self.lengths):
+        of_corpus = self.values.get((corpus or "").lower(), {})
+        texts = of_corpus.get(method.kind)
+        if texts is None:
             return None
-        return texts[self.lengths.index(length) if length is not None else 0]
+        if length is None:
+            return texts[0]
+        return dict(zip(self.lengths, texts, strict=False)).get(length)
 
     def name(self, method: Method) -> str:
         """The paper's name of the method; a mode that the paper does not have is appended."""
         if method.kind not in self.methods:
-            plain, options = _split_options(method.pos_emb)
-            return display_name(
-                method, self.methods.get(Method(plain), _names().get(plain, plain)) + options
-            )
+            return display_name(method, self.methods)
         name = self.methods[method.kind]
-        return name if method.mode == method.kind.mode else f"{name}, {method.mode}"
+        if method.mode != method.kind.mode:
+            name += f", {method.mode}"
+        return name
 
     def ordered(self, methods: Iterable[Method]) -> list[Method]:
         """The methods in the paper's order. Modes that the paper does not have follow their method;
         methods that it does not have come last, in the given order.
         """
         methods = list(methods)
-        rank = {method: index for index, method in enumerate(self.methods)}
-        first_rank = {method.pos_emb: index for method, index in reversed(rank.items())}
-        unlisted = list(
-            dict.fromkeys(method.pos_emb for method in methods if method.pos_emb not in first_rank)
-        )
+        listed = list(self.methods)
+        pos_embs = [method.pos_emb for method in (*listed, *methods)]
 
         def key(method: Method) -> tuple[int, bool, str]:
-            if method.pos_emb in unlisted:
-                return (
-                    len(rank) + unlisted.index(method.pos_emb),
-                    method.mode != "full",
-                    method.mode,
-                )
-            return (
-                rank.get(method.kind, first_rank[method.pos_emb]),
-                method.kind not in rank,
-                method.mode,
-            )
+            if method.kind in self.methods:
+                return listed.index(method.kind), False, method.mode
+            rank = pos_embs.index(method.pos_emb)
+            is_listed = rank < len(listed)
+            return rank, is_listed or method.mode != "full", method.mode
 
         return sorted(methods, key=key)
 
@@ -115,9 +110,8 @@ class Published:
 @cache
 def published_tables() -> dict[str, Published]:
     """All tables in `published.yml`, by name."""
-    return TypeAdapter(dict[str, Published]).validate_python(
-        yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    )
+    content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return TypeAdapter(dict[str, Published]).validate_python(content)
 
 
 def load_published(name: str) -> Published:
@@ -125,14 +119,17 @@ def load_published(name: str) -> Published:
     return published_tables()[name]
 
 
-def display_name(method: Method, name: str | None = None) -> str:
-    """The name of the method in the first table that has it, with its options and a mode other than
-    `full`.
+def display_name(method: Method, names: Mapping[Method, str] | None = None) -> str:
+    """The name of the method with its options and a mode other than `full`.
+
+    names: those of a paper. The first table that has the method names the others.
     """
-    if name is None:
-        plain, options = _split_options(method.pos_emb)
-        name = _names().get(plain, plain) + options
-    return name if method.mode == "full" else f"{name}, {method.mode}"
+    plain, bracket, options = method.pos_emb.partition(" (")
+    name = (names or {}).get(Method(plain)) or _names().get(plain, plain)
+    name += bracket + options
+    if method.mode != "full":
+        name += f", {method.mode}"
+    return name
 
 
 def line_numbers(labels: Mapping[str, str], pos_embs: Iterable[str] = ()) -> dict[str, int]:
@@ -154,7 +151,10 @@ def line_numbers(labels: Mapping[str, str], pos_embs: Iterable[str] = ()) -> dic
     result: dict[str, int] = {}
     drawn: set[str] = set()
     for label, method in labels.items():
-        result[label] = next(free) if method in drawn else numbers[method]
+        number = numbers[method]
+        if method in drawn:
+            number = next(free)
+        result[label] = number
         drawn.add(method)
     return result
 
@@ -166,8 +166,8 @@ def corpus_name(corpus: str | None) -> str:
 
 def corpus_sort_key(corpus: str | None) -> int:
     """The position of the corpus in the papers; other corpora come last."""
-    names = list(CORPORA)
-    return names.index(corpus.lower()) if corpus and corpus.lower() in names else len(names)
+    names = [*CORPORA, (corpus or "").lower()]
+    return names.index(names[-1])
 
 
 @cache
@@ -176,13 +176,7 @@ def _names() -> dict[str, str]:
     names: dict[str, str] = {}
     for table in published_tables().values():
         for method, name in table.methods.items():
-            # LEX calls learned positions "Absolute", which elsewhere could also mean sinusoidal
-            # ones.
+            # LEX calls learned positions "Absolute"; elsewhere these could be sinusoidal ones.
             if method.mode == "full" and name != "Absolute":
                 names.setdefault(method.pos_emb, name)
     return names
-
-
-def _split_options(pos_emb: str) -> tuple[str, str]:
-    plain, bracket, options = pos_emb.partition(" (")
-    return plain, bracket + options

@@ -47,10 +47,10 @@ class Sources:
 
     def __post_init__(self) -> None:
         """Replace aliases of methods by their primary names."""
-        self.records = [
-            {**record, "pos_emb": primary_name(method_of(record).pos_emb)}
-            for record in self.records
-        ]
+        records = []
+        for record in self.records:
+            records.append({**record, "pos_emb": primary_name(method_of(record).pos_emb)})
+        self.records = records
 
 
 def primary_name(pos_emb: str) -> str:
@@ -125,29 +125,25 @@ def write_report(
     # Each table and figure as a file of its own, for papers.
     for chapter in chapters:
         for table in chapter.tables:
-            for extension, render in (("md", markdown), ("tex", latex)):
-                write_atomically(
-                    folder / "tables" / f"{table.name}.{extension}", render(table).encode()
-                )
+            write_atomically(folder / "tables" / f"{table.name}.md", markdown(table).encode())
+            write_atomically(folder / "tables" / f"{table.name}.tex", latex(table).encode())
         for figure in chapter.figures:
             write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
             write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
 
     # What the checkpoints were, and the notes of the sources.
-    notes = []
-    for record in sources.records:
+    notes: dict[str, None] = {}
+    for record in records:
         checkpoint = record.get("checkpoint") or {}
         if checkpoint.get("path"):
-            notes.append(
+            note = (
                 f"{record['pos_emb']}, {corpus_name(record.get('corpus'))}, seed "
                 f"{record.get('seed')}: {checkpoint['path']}, iteration {checkpoint['iteration']}, "
                 f"fingerprint {checkpoint['fingerprint']}."
             )
-    source_notes = [
-        *dict.fromkeys(notes),
-        *(f"Kernels of {path}." for path in sources.checkpoints),
-        *sources.notes,
-    ]
+            notes[note] = None
+    kernels = [f"Kernels of {path}." for path in sources.checkpoints]
+    source_notes = [*notes, *kernels, *sources.notes]
     source_chapter = Chapter("sources", "Sources of the results", notes=source_notes)
     path = folder / "report.html"
     write_atomically(path, render_page(title, [*chapters, source_chapter]).encode())

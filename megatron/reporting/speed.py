@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.reporting.aggregate import AnyRecord, Method, method_of
-from megatron.reporting.formatting import NOT_MEASURED, format_mean
+from megatron.reporting.formatting import format_mean
 from megatron.reporting.published import Published, corpus_name, load_published
 from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.reporting.training_log import read_log
@@ -47,14 +47,16 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
             step = find_step(path)
             config = checkpoint_config(step)
             run = read_state_file(step).get("training", {}).get("run", "")
-            folders = [Path(config.logging.log_dir)] if config.logging.log_dir else []
-            folders.append(Path(path).parent / "logs")
-            log = next(
-                (folder / METRICS for folder in folders if (folder / METRICS).is_file()), None
-            )
+            log = Path(path).parent / "logs" / METRICS
+            if config.logging.log_dir:
+                configured = Path(config.logging.log_dir) / METRICS
+                if configured.is_file():
+                    log = configured
+            if not log.is_file():
+                continue
         except (UserError, OSError):  # OSError: the path is too long
             continue
-        speed = read_log(log, run) if log else None
+        speed = read_log(log, run)
         if speed:
             model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)
             corpus, pos_emb = record.get("corpus"), method_of(record).pos_emb
@@ -85,24 +87,19 @@ def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
         # A section per corpus: our times, then the published ones in their own unit.
         for corpus in dict.fromkeys(time.corpus for time in group):
             cells = []
+            of_corpus = [time for time in group if time.corpus == corpus]
             for method in methods:
-                seconds = [
-                    time.seconds
-                    for time in group
-                    if (time.corpus, time.pos_emb) == (corpus, method.pos_emb)
-                ]
-                cells.append(Cell(format_mean(seconds) if seconds else NOT_MEASURED))
+                ours = [time.seconds for time in of_corpus if time.pos_emb == method.pos_emb]
+                cells.append(Cell(format_mean(ours or None)))
             lines += [Section(corpus_name(corpus)), Row(("sec/step",), tuple(cells))]
-            texts = [paper.value(corpus, method, None) for method in methods] if paper else []
-            if paper and any(texts):
-                unit = "ms/step" if paper.measure.startswith("milli") else "sec/step"
-                lines.append(
-                    Row(
-                        (f"{unit}, paper",),
-                        tuple(Cell(text or "") for text in texts),
-                        published=True,
-                    )
-                )
+            if paper:
+                texts = [paper.value(corpus, method, None) or "" for method in methods]
+                unit = "sec/step"
+                if paper.measure.startswith("milli"):
+                    unit = "ms/step"
+                if any(texts):
+                    published_cells = tuple(map(Cell, texts))
+                    lines.append(Row((f"{unit}, paper",), published_cells, published=True))
 
         # Say which rows are published.
         notes = [

@@ -57,32 +57,40 @@ class Style:
     @property
     def parameters(self) -> Any:
         """matplotlib's parameters, which `render` sets."""
-        line = self.size / 13
+        line, small = self.size / 13, SMALL * self.size
         return {
             "font.family": "DejaVu Sans",
-            "font.size": self.size,
             "pdf.fonttype": 42,  # TrueType: text stays text
             "ps.fonttype": 42,
-            **dict.fromkeys(("axes.labelsize", "figure.labelsize"), self.size),
-            **dict.fromkeys(
-                ("axes.titlesize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"),
-                SMALL * self.size,
-            ),
-            **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), line),
-            **dict.fromkeys(
-                ("xtick.major.size", "ytick.major.size", "xtick.major.pad", "ytick.major.pad"),
-                4 * line,
-            ),
-            **dict.fromkeys(("axes.labelpad", "axes.titlepad"), 0.5 * self.size),
+            # Sizes of text.
+            "font.size": self.size,
+            "axes.labelsize": self.size,
+            "figure.labelsize": self.size,
+            "axes.titlesize": small,
+            "xtick.labelsize": small,
+            "ytick.labelsize": small,
+            "legend.fontsize": small,
+            # Widths of lines, lengths of ticks and distances.
+            "axes.linewidth": line,
+            "xtick.major.width": line,
+            "ytick.major.width": line,
             "lines.linewidth": 2 * line,
+            "xtick.major.size": 4 * line,
+            "ytick.major.size": 4 * line,
+            "xtick.major.pad": 4 * line,
+            "ytick.major.pad": 4 * line,
+            "axes.labelpad": 0.5 * self.size,
+            "axes.titlepad": 0.5 * self.size,
         }
 
     def columns(self, count: int, narrowest: float = PANEL) -> int:
         """How many of `count` panels are side by side if each is at least `narrowest` em wide. Rows
         are about equally long.
         """
+        if not count:
+            return 1
         most = max(1, min(count, int(self.width / self.em / narrowest)))
-        return math.ceil(count / math.ceil(count / most)) if count else 1
+        return math.ceil(count / math.ceil(count / most))
 
 
 # At 5 inches, the text of a figure that a browser fits to a screen of 420 pixels is about 10 pixels
@@ -99,22 +107,22 @@ def render(
     Dollar signs in names are drawn as they are, not read as math. Long names are shortened.
     """
     stream = io.BytesIO()
+    varying = {"png": "Software", "pdf": "CreationDate"}[format]
     with rc_context(style.parameters):
         figure = draw(style)
         longest = int(style.width / style.em / CHARACTER)
         for text in figure.findobj(Text):
             text.set_parse_math(False)
             lines = text.get_text().split("\n")
-            for index, line in enumerate(lines):
-                if len(line) > longest:
-                    lines[index] = f"{line[: longest - 1]}…"
-            text.set_text("\n".join(lines))
-        figure.savefig(
-            stream,
-            format=format,
-            metadata={"Software" if format == "png" else "CreationDate": None},
-        )
+            text.set_text("\n".join(_shortened(line, longest) for line in lines))
+        figure.savefig(stream, format=format, metadata={varying: None})
     return stream.getvalue()
+
+
+def _shortened(line: str, longest: int) -> str:
+    if len(line) <= longest:
+        return line
+    return f"{line[: longest - 1]}…"
 
 
 def new_figure(
@@ -129,10 +137,10 @@ def new_figure(
             labels.
     """
     rows = math.ceil(panels / columns)
-    aspect = aspect or (0.62 if columns == 1 else 0.8)
-    height = (
-        rows * (max(aspect * style.width / columns, 9 * style.em) + 1.5 * style.em) + 2 * style.em
-    )
+    if aspect is None:
+        aspect = {1: 0.62}.get(columns, 0.8)
+    panel = max(aspect * style.width / columns, 9 * style.em)
+    height = rows * (panel + 1.5 * style.em) + 2 * style.em
     figure = Figure(figsize=(style.width, height), layout="constrained", dpi=style.dpi)
     FigureCanvasAgg(figure)
     grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
@@ -140,6 +148,8 @@ def new_figure(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.07 * style.size)
         axes.set_axisbelow(True)
+
+    # The grid can have more axes than panels; the lowest panels have the labels.
     for axes in grid[panels:]:
         axes.set_visible(False)
     for axes in grid[max(0, panels - columns) : panels]:
@@ -174,30 +184,33 @@ def draw_band(axes: Axes, values: DataFrame, color: str) -> None:
     values: a row per point, indexed by its x coordinate, and a column per seed.
     """
     if values.shape[1] > 1:
-        deviation = values.std(axis=1).fillna(0.0)
-        fill_band(
-            axes, values.index.tolist(), values.mean(axis=1).tolist(), deviation.tolist(), color
-        )
+        mean, deviation = values.mean(axis=1), values.std(axis=1).fillna(0.0)
+        fill_band(axes, values.index.tolist(), mean.tolist(), deviation.tolist(), color)
 
 
 def seeds_caption(numbers: Iterable[int]) -> str:
-    """What `draw_band` draws around the lines with these numbers of seeds; empty if all have one
-    seed.
-    """
-    *fewer, most = sorted(set(numbers))
-    up_to = "up to " if fewer else ""
-    return (
-        f" Lines: mean; bands: ± one standard deviation, over {up_to}{most} seeds."
-        if most > 1
-        else ""
-    )
+    """What `draw_band` draws around lines of these numbers of seeds; empty if all have one seed."""
+    seeds = _seeds(numbers)
+    if not seeds:
+        return ""
+    return f" Lines: mean; bands: ± one standard deviation, over {seeds}."
 
 
 def bands_label(numbers: Iterable[int]) -> str:
     """Like `seeds_caption`, as a second line of an axis label."""
+    seeds = _seeds(numbers)
+    if not seeds:
+        return ""
+    return f"\nbands: ± one standard deviation over {seeds}"
+
+
+def _seeds(numbers: Iterable[int]) -> str:
     *fewer, most = sorted(set(numbers))
-    up_to = "up to " if fewer else ""
-    return f"\nbands: ± one standard deviation over {up_to}{most} seeds" if most > 1 else ""
+    if most == 1:
+        return ""
+    if fewer:
+        return f"up to {most} seeds"
+    return f"{most} seeds"
 
 
 def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float = 5.0) -> None:
@@ -207,15 +220,19 @@ def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float
     margin: in em, for the labels to the left of the panel.
     """
     longest = int((style.width / style.em / columns - margin) / (SMALL * CHARACTER))
-    axes.set_title(text if len(text) <= longest else f"{text[: longest - 1]}…", loc="left")
+    axes.set_title(_shortened(text, longest), loc="left")
 
 
 def thousands(axes: Axes, which: str = "x") -> None:
     """Thousands separators in the tick labels of an axis."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.10g}" if value < 1e7 else format_number(value, 1))
-    )
+
+    def label(value: float, _: object) -> str:
+        if value < 1e7:
+            return f"{value:,.10g}"
+        return format_number(value, 1)
+
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
+    axis.set_major_formatter(FuncFormatter(label))
 
 
 def length_ticks(axes: Axes, style: Style, lengths: Sequence[int], columns: int) -> None:
@@ -237,10 +254,10 @@ def legend_above(figure: Figure, style: Style, handles: Sequence[Any], title: st
     """
     longest = max((len(handle.get_label()) for handle in handles), default=0)
     columns = style.columns(len(handles), SMALL * (CHARACTER * longest + 5))
-    lines = math.ceil(len(handles) / columns)
-    figure.set_figheight(
-        figure.get_figheight() + (1.3 * SMALL * lines + (3 if title else 1)) * style.em
-    )
+    height = 1.3 * SMALL * math.ceil(len(handles) / columns) + 1
+    if title:
+        height += 2
+    figure.set_figheight(figure.get_figheight() + height * style.em)
     figure.legend(
         handles=handles,
         loc="outside upper center",
@@ -273,7 +290,10 @@ def mark_train_length(axes: Axes, style: Style, length: int, label: bool = True)
 
 def log_perplexity_axis(axes: Axes, low: float, high: float) -> None:
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    steps: tuple[float, ...] = (1.0, 2.0, 5.0)
+    if high > 100 * low:
+        steps = (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("perplexity (log scale)")
     thousands(axes, "y")

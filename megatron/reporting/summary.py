@@ -34,9 +34,8 @@ def write_summary(records: Sequence[AnyRecord], folder: Path) -> list[Path]:
             console.print(note, highlight=False, markup=False, soft_wrap=True)
 
     # The files.
-    contents = {
-        "extrapolation.md": "\n".join(markdown(table, heading="#") for table in tables).encode()
-    }
+    text = "\n".join(markdown(table, heading="#") for table in tables)
+    contents = {"extrapolation.md": text.encode()}
     for figure in perplexity_figures(records) + mode_figures(records):
         contents[f"{figure.name}.png"] = figure.png
     for name, content in contents.items():

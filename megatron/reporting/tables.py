@@ -35,9 +35,7 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Cell:
-    """best: printed bold. worse: significantly worse than the reference method, printed with a
-    dagger.
-    """
+    """best: printed bold. worse than the reference method, significantly: printed with a dagger."""
 
     text: str
     best: bool = False
@@ -46,8 +44,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """labels: one per label column. cells: one per value column. published: values of a paper,
-    printed in italics.
+    """A label per label column, a cell per value column.
+
+    published: values of a paper, printed in italics.
     """
 
     labels: tuple[str, ...]
@@ -97,28 +96,30 @@ def markdown(table: Table, heading: str = "##") -> str:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
 
-    alignment = [":--"] * len(table.label_columns) + ["--:"] * len(table.columns)
-    lines = [
-        f"{heading} {escape_markdown(table.title)}",
-        "",
-        line(list(map(escape_markdown, table.headers))),
-    ]
-    lines.append(line(alignment))
+    lines = [f"{heading} {escape_markdown(table.title)}", ""]
+    lines.append(line(list(map(escape_markdown, table.headers))))
+    lines.append(line([":--"] * len(table.label_columns) + ["--:"] * len(table.columns)))
     for entry in table.lines:
+        # The title of a section is in the first column.
         if isinstance(entry, Section):
-            lines.append(
-                line([f"**{escape_markdown(entry.title)}**", *[""] * (len(table.headers) - 1)])
-            )
+            title = f"**{escape_markdown(entry.title)}**"
+            lines.append(line([title] + [""] * (len(table.headers) - 1)))
             continue
-        texts = [
-            *map(escape_markdown, entry.labels),
-            *(_marked(cell, "**") for cell in entry.cells),
-        ]
-        lines.append(
-            line([f"*{text}*" * bool(text) for text in texts] if entry.published else texts)
-        )
+        texts = list(map(escape_markdown, entry.labels))
+        for cell in entry.cells:
+            text = cell.text
+            if cell.best:
+                text = f"**{text}**"
+            if cell.worse:
+                text += f" {DAGGER}"
+            texts.append(text)
+        if entry.published:
+            texts = [f"*{text}*" * bool(text) for text in texts]
+        lines.append(line(texts))
     if table.notes:
-        lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
+        lines.append("")
+    for note in table.notes:
+        lines.append(f"- {escape_markdown(note)}")
     return "\n".join(lines) + "\n"
 
 
@@ -131,16 +132,16 @@ def latex(table: Table) -> str:
         return f"{' & '.join(cells)} \\\\"
 
     # The head. The notes are in the caption, as LaTeX tables have no footnotes.
-    caption = " ".join(
-        [rf"\textbf{{{escape_latex(table.title)}.}}", *map(escape_latex, table.notes)]
-    )
+    title = rf"\textbf{{{escape_latex(table.title)}.}}"
+    caption = " ".join([title, *map(escape_latex, table.notes)])
+    alignment = "l" * len(table.label_columns) + "r" * len(table.columns)
     lines = [
         r"\begin{table}",
         r"\centering\footnotesize",
         r"\setlength{\tabcolsep}{3pt}",
         rf"\caption{{{caption}}}",
         rf"\label{{tab:{table.name}}}",
-        rf"\begin{{tabular}}{{{'l' * len(table.label_columns)}{'r' * len(table.columns)}}}",
+        rf"\begin{{tabular}}{{{alignment}}}",
         r"\toprule",
         line(list(map(escape_latex, table.headers))),
         r"\midrule",
@@ -160,11 +161,13 @@ def latex(table: Table) -> str:
         for cell in entry.cells:
             text, _, deviation = map(escape_latex, cell.text.partition(" ± "))
             text = re.sub(r"^-(?=\d)", "$-$", text)  # a minus sign instead of a hyphen
-            text = rf"\textbf{{{text}}}" if cell.best else text
-            text += rf"{{\tiny$\pm${deviation}}}" if deviation else ""
-            texts.append(text + (_LATEX[DAGGER] if cell.worse else ""))
-
-        # Published rows are in italics.
+            if cell.best:
+                text = rf"\textbf{{{text}}}"
+            if deviation:
+                text += rf"{{\tiny$\pm${deviation}}}"
+            if cell.worse:
+                text += _LATEX[DAGGER]
+            texts.append(text)
         if entry.published:
             texts = [rf"{{\itshape {text}}}" * bool(text) for text in texts]
         lines.append(line(texts))
@@ -180,12 +183,5 @@ def escape_markdown(text: str) -> str:
     tags, entities and math. Underscores inside words (`kerple_log`) are not markup, so they are
     kept.
     """
-    return re.sub(
-        r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)", r"\\\g<0>", text
-    )
-
-
-def _marked(cell: Cell, strong: str) -> str:
-    mark = strong if cell.best else ""
-    dagger = f" {DAGGER}" if cell.worse else ""
-    return f"{mark}{cell.text}{mark}{dagger}"
+    markup = r"[\\`*|\[\]$]|<(?=[A-Za-z/!?])|&(?=#?\w+;)|~(?=~)|(?<!\w)_(?=\S)"
+    return re.sub(markup, r"\\\g<0>", text)

@@ -118,7 +118,9 @@ def read_sweep(path: str | Path) -> Sweep:
 
     # Axes: a run takes one choice of each, so their labels must differ.
     values = {name: entry.value for name, entry in entries.items()}
-    config_dir = Path(expanded_path(values["config_dir"])) if "config_dir" in values else None
+    config_dir = None
+    if "config_dir" in values:
+        config_dir = Path(expanded_path(values["config_dir"]))
     if not values["axes"]:
         raise UserError(
             f"{entries['axes'].place}: axes must contain at least one axis, for example "
@@ -139,9 +141,9 @@ def read_sweep(path: str | Path) -> Sweep:
 
     # Evaluations, one or several.
     place = entries["evaluation"].place
-    evaluations = (
-        values["evaluation"] if isinstance(values["evaluation"], list) else [values["evaluation"]]
-    )
+    evaluations = values["evaluation"]
+    if not isinstance(evaluations, list):
+        evaluations = [evaluations]
     if not evaluations or not all(isinstance(options, dict) for options in evaluations):
         raise UserError(
             f"{place}: evaluation must be a mapping or a list of mappings, not "
@@ -190,7 +192,9 @@ def _command_line(options: Mapping[str, Any], place: str) -> tuple[str, ...]:
     for name, value in options.items():
         if value is False or value is None:
             continue
-        items = [] if value is True else value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list) else [value]
+        if value is True:
+            items = []
         if not all(isinstance(item, str | int | float) for item in items):
             raise UserError(
                 f"{place}: evaluation: {name} must be a value or a list of values, not {value!r}"
@@ -203,6 +207,7 @@ def _parse_choice(value: Any, config_dir: Path | None, place: str) -> Choice:
     """A file, a list of files, or a mapping of keys, in which `name` is the label and `files` lists
     files.
     """
+    # Keys need a name if their values do not give one.
     keys: dict[str, Any] = {}
     label = None
     if isinstance(value, dict) and value:
@@ -224,6 +229,8 @@ def _parse_choice(value: Any, config_dir: Path | None, place: str) -> Choice:
             )
         for file in files:
             find_file(file, config_dir)
+
+    # The label is the name of a folder.
     if label is None:
         label = "-".join([*(Path(file).stem for file in files), *map(str, keys.values())])
     label = str(label)

@@ -188,10 +188,11 @@ class SweepRun:
         if evaluated is not None and self._has_current_options(evaluated):
             started = max(started, len(evaluated["options"]))
         elif evaluated is not None and has_results(self.results):
-            previous = (
-                self.results / PREVIOUS_RESULTS.format(number) for number in itertools.count(1)
-            )
-            (self.results / RESULTS).replace(next(path for path in previous if not path.exists()))
+            for number in itertools.count(1):
+                path = self.results / PREVIOUS_RESULTS.format(number)
+                if not path.exists():
+                    (self.results / RESULTS).replace(path)
+                    break
         self.results.mkdir(parents=True, exist_ok=True)
         self._write_evaluated(started, done)
         return self.evaluation[done]
@@ -209,21 +210,16 @@ class SweepRun:
         return parse_json(read_file(path, MAX_JOURNAL_BYTES), _EVALUATED, str(path))
 
     def _has_current_options(self, evaluated: Evaluated) -> bool:
-        """Whether the sweep still has all calls that the results are of. New ones may
-        follow them.
-        """
-        return evaluated["options"] == [
-            list(words) for words in self.evaluation[: len(evaluated["options"])]
-        ]
+        """Whether the sweep still has all calls that the results are of. New ones may follow."""
+        current = list(map(list, self.evaluation))
+        return evaluated["options"] == current[: len(evaluated["options"])]
 
     def _write_evaluated(self, started: int, finished: int) -> None:
         options = [list(words) for words in self.evaluation[:started]]
         fingerprint = weights_fingerprint(self._last_step)
-        content = (
-            json.dumps({"options": options, "fingerprint": fingerprint, "finished": finished})
-            + "\n"
-        )
-        write_atomically(self.results / EVALUATED, content.encode())
+        content = {"options": options, "fingerprint": fingerprint, "finished": finished}
+        text = json.dumps(content) + "\n"
+        write_atomically(self.results / EVALUATED, text.encode())
 
     def mark_failed(self, task: str, exit_status: int) -> None:
         content = json.dumps({"task": task, "exit_status": exit_status}) + "\n"
@@ -244,12 +240,14 @@ class SweepRun:
 
     def status(self) -> Status:
         if self.is_trained():
-            is_evaluated = self.evaluations_done() == len(self.evaluation)
-            return Status(State.FINISHED if is_evaluated else State.EVALUATE, self.steps, 0)
-        saved = iteration_of(find_step(self.checkpoints)) if has_checkpoint(self.checkpoints) else 0
-        return Status(
-            State.RESUME if saved else State.TRAIN, saved, self.steps - min(saved, self.steps)
-        )
+            if self.evaluations_done() == len(self.evaluation):
+                return Status(State.FINISHED, self.steps, 0)
+            return Status(State.EVALUATE, self.steps, 0)
+        saved = 0
+        if has_checkpoint(self.checkpoints):
+            saved = iteration_of(find_step(self.checkpoints))
+        state = State.RESUME if saved else State.TRAIN
+        return Status(state, saved, max(0, self.steps - saved))
 
     def logged_iteration(self) -> int:
         """The last iteration in the metrics file: the progress of a running training."""
@@ -268,10 +266,10 @@ class SweepRun:
                     "configuration is unknown"
                 )
             return
+
+        # The configuration, with tuples as lists as in the file.
         stored = {entry.key: entry.value for entry in read_yaml(path)}
-        current = json.loads(
-            json.dumps(self.config.to_flat())
-        )  # with tuples as lists, as in the file
+        current = json.loads(json.dumps(self.config.to_flat()))
         differences = []
         for key in dict.fromkeys([*stored, *current]):
             if key not in REPORTING_KEYS and stored.get(key) != current.get(key):
@@ -282,12 +280,13 @@ class SweepRun:
                 f"{self.folder}: contains a run with another configuration "
                 f"({'; '.join(differences)}); change the sweep's `output`, or delete that folder"
             )
+
+        # The data that the checkpoints were trained on.
         path = self.folder / DATA
         if not path.is_file() or not has_checkpoint(self.checkpoints):
             return
-        for prefix, trained in parse_json(
-            read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path)
-        ).items():
+        datasets = parse_json(read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path))
+        for prefix, trained in datasets.items():
             present = _identify_dataset(prefix)
             if any(present.get(name, value) != value for name, value in trained.items()):
                 raise UserError(
@@ -415,12 +414,8 @@ def _ambiguous_axes(
         except UserError as error:
             raise UserError(f"run {run.name}: {error}") from error
         size = (model.num_layers, model.hidden_size, model.seq_length)
-        identity = (
-            evaluated_method(run.config),
-            *size,
-            corpus_name(corpora),
-            run.config.training.seed,
-        )
+        method, corpus = evaluated_method(run.config), corpus_name(corpora)
+        identity = (method, size, corpus, run.config.training.seed)
         groups.setdefault(identity, []).append(choices)
     ambiguous = []
     for axis in range(len(combinations[0])):
@@ -431,7 +426,9 @@ def _ambiguous_axes(
 
 def _values(options: Sequence[str], name: str) -> list[str]:
     """The values of an option of evaluate.py; empty without it."""
-    following = options[options.index(name) + 1 :] if name in options else ()
+    if name not in options:
+        return []
+    following = options[options.index(name) + 1 :]
     return list(itertools.takewhile(lambda word: not word.startswith("--"), following))
 
 
@@ -439,11 +436,9 @@ def missing_data(runs: Sequence[SweepRun]) -> list[str]:
     """Prefixes of datasets that the runs need and that do not exist."""
     missing: dict[str, None] = {}  # as an ordered set
     for run in runs:
-        missing |= {
-            prefix: None
-            for prefix in dataset_prefixes(run.config)
-            if not idx_path(prefix).is_file()
-        }
+        for prefix in dataset_prefixes(run.config):
+            if not idx_path(prefix).is_file():
+                missing[prefix] = None
     return list(missing)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer
+from megatron.tokenizer.interface import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer
 from megatron.utils.errors import UserError, library_errors
 from megatron.utils.files import read_file
 
@@ -25,9 +25,7 @@ MIN_VOCAB_SIZE = 257
 
 
 class _LibraryTokenizer(Tokenizer):
-    """Encodes and decodes with a `tokenizers.Tokenizer`, whose post-processor is
-    replaced by `bos`.
-    """
+    """Encodes and decodes with a `tokenizers.Tokenizer`, whose post-processor `bos` replaces."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, bos: int | None = None
@@ -37,34 +35,38 @@ class _LibraryTokenizer(Tokenizer):
         self.eod = eod
         self.fingerprint = fingerprint
         self.bos = bos
-        self._start = [] if bos is None else [bos]
+        self._start: list[int] = []
+        if bos is not None:
+            self._start.append(bos)
         self._splittable = bos is None and _is_splittable(tokenizer)
+
         # Ids need not be contiguous. The embedding table must cover the largest one.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def tokenize(self, text: str) -> list[int]:
+        ids = list(self._start)
         with library_errors("the tokenizer cannot encode the text"):
-            ids = [
-                token for piece in self.pieces(text) for token in self._tokenizer.encode(piece).ids
-            ]
-        return self._start + ids
+            for piece in self.pieces(text):
+                ids += self._tokenizer.encode(piece).ids
+        return ids
 
     def pieces(self, text: str) -> Iterator[str]:
-        return split_text(text, _MAX_CHARACTERS) if self._splittable else iter([text])
+        if not self._splittable:
+            return iter([text])
+        return split_text(text, _MAX_CHARACTERS)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if any(len(text) > _MAX_CHARACTERS for text in texts):
             return [self.tokenize(text) for text in texts]
         with library_errors("the tokenizer cannot encode the texts"):
-            return [
-                self._start + encoding.ids
-                for encoding in self._tokenizer.encode_batch_fast(list(texts))
-            ]
+            encodings = self._tokenizer.encode_batch_fast(list(texts))
+            return [self._start + encoding.ids for encoding in encodings]
 
     @property
     def special_ids(self) -> list[int]:
         added = self._tokenizer.get_added_tokens_decoder()
-        return sorted({self.eod, *(token_id for token_id, token in added.items() if token.special)})
+        special = {token_id for token_id, token in added.items() if token.special}
+        return sorted(special | {self.eod})
 
     def detokenize(self, ids: Sequence[int]) -> str:
         with library_errors("the tokenizer cannot decode the ids"):
@@ -104,22 +106,21 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         with library_errors(f"the tokenizers library cannot read {path} as a tokenizer.json"):
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
         disable_effects(tokenizer)
+
+        # The end of a document. Another token than GPT-2's changes the fingerprint.
         eod = tokenizer.token_to_id(END_OF_DOCUMENT)
         fingerprint = hashlib.sha256(content).hexdigest()
         if eod is None and (eos := SpecialTokens.next_to(path).eos) is not None:
             eod = tokenizer.token_to_id(eos)
             fingerprint = hashlib.sha256(content + f"eod {eod}".encode()).hexdigest()
         if eod is None:
-            special = sorted(
-                token.content
-                for token in tokenizer.get_added_tokens_decoder().values()
-                if token.special
-            )
+            added = tokenizer.get_added_tokens_decoder().values()
+            special = ", ".join(sorted(token.content for token in added if token.special))
             raise UserError(
                 f"{path} has no {END_OF_DOCUMENT} token, which marks the end of a document (its "
-                f"special tokens: {', '.join(special) if special else 'none'}), and no "
-                f"{TOKENIZER_CONFIG} in its folder names another (eos_token); add it with "
-                "add_special_tokens of the tokenizers library"
+                f"special tokens: {special or 'none'}), and no {TOKENIZER_CONFIG} in its folder "
+                "names another (eos_token); add it with add_special_tokens of the tokenizers "
+                "library"
             )
         super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
 
@@ -152,19 +153,14 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             f"merge-file {merge_file} and vocab-file {vocab_file} are not GPT-2's merges and its "
             "JSON of tokens and ids; for a tokenizer.json use tokenizer-type HFTokenizer"
         ):
-            tokenizer = byte_level_tokenizer(
-                tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
-            )
+            model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
+            tokenizer = byte_level_tokenizer(model)
         vocab = tokenizer.get_vocab()
         if END_OF_DOCUMENT not in vocab:
             raise UserError(
                 f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256"
             )
-        missing = [
-            symbol
-            for symbol in tokenizers.pre_tokenizers.ByteLevel.alphabet()
-            if symbol not in vocab
-        ]
+        missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocab.keys()
         if missing:
             raise UserError(
                 f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte "
@@ -203,11 +199,13 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
             f"{source}: its post_processor puts {len(prefix)} tokens before every text; remove all "
             "but one from it"
         )
-    if prefix and tokenizer.id_to_token(prefix[0]) is None:
+    if not prefix:
+        return None
+    if tokenizer.id_to_token(prefix[0]) is None:
         raise UserError(
             f"{source}: its post_processor adds the id {prefix[0]}, which is not in the vocabulary"
         )
-    return prefix[0] if prefix else None
+    return prefix[0]
 
 
 def train_bpe(
@@ -261,20 +259,16 @@ def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
     """
     settings = json.loads(tokenizer.to_str())
     pre_tokenizer = settings.get("pre_tokenizer") or {}
-    gpt2_pattern = (
-        pre_tokenizer.get("type") == "ByteLevel"
-        and pre_tokenizer.get("use_regex", True)
-        and not pre_tokenizer["add_prefix_space"]
-    )
-    added = settings["added_tokens"]
-    space_in_added = any(re.search(r"\s", token["content"]) for token in added)
-    absorbs_space = any(
-        token["lstrip"] or token["rstrip"] or token["single_word"] for token in added
-    )
-    return bool(
-        gpt2_pattern
-        and not (space_in_added or absorbs_space or settings.get("normalizer") is not None)
-    )
+    if settings.get("normalizer") is not None or pre_tokenizer.get("type") != "ByteLevel":
+        return False
+    if not pre_tokenizer.get("use_regex", True) or pre_tokenizer["add_prefix_space"]:
+        return False
+    for token in settings["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+            return False
+        if re.search(r"\s", token["content"]):
+            return False
+    return True
 
 
 def split_text(text: str, length: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from megatron.tokenizer.tokenizer import END_OF_DOCUMENT, SpecialTokens, Tokenizer
+from megatron.tokenizer.interface import END_OF_DOCUMENT, SpecialTokens, Tokenizer
 from megatron.utils.errors import UserError, library_errors
 from megatron.utils.files import read_file
 
@@ -56,13 +56,17 @@ class SPMTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         with library_errors("sentencepiece cannot encode the text"):
             ids: list[int] = self._processor.encode(text)
-        return ids if self.bos is None else [self.bos, *ids]
+        if self.bos is not None:
+            ids.insert(0, self.bos)
+        return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
         # An untrained model may sample ids beyond the vocabulary.
         unknown = self._processor.unk_id()
         known = []
-        for token in ids:
-            known.append(int(token) if token < self.vocab_size else unknown)
+        for token in map(int, ids):
+            if token >= self.vocab_size:
+                token = unknown
+            known.append(token)
         text: str = self._processor.decode(known)
         return text

@@ -32,7 +32,8 @@ from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.indexed_dataset import data_fingerprint
 from megatron.data.splits import dataset_prefixes
 from megatron.model.settings import Layout
-from megatron.tokenizer.tokenizer import Tokenizer, TokenizerFiles, padded_vocab_size
+from megatron.tokenizer.interface import Tokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles, padded_vocab_size
 from megatron.training import distributed
 from megatron.training.deepspeed_setup import check_deepspeed
 from megatron.training.engine import Engine, build_engine

@@ -13,7 +13,6 @@ from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
 from megatron.data.datasets import Samples
 from megatron.evaluation.protocols import NonOverlapping, Segments
-from megatron.evaluation.records import PositionsRecord, Record
 from megatron.evaluation.text import evaluation_text
 from megatron.model.settings import Layout
 from megatron.training.engine import Engine
@@ -132,9 +131,9 @@ class ExtrapolationCurves:
         """Log the mean loss (in nats), the perplexity and the in-context score at each length. A
         collective.
         """
-        from megatron.evaluation.runner import (
-            evaluate_extrapolation,
-        )  # most runs do not measure extrapolation
+        # Most runs do not measure extrapolation.
+        from megatron.evaluation.records import PositionsRecord, Record
+        from megatron.evaluation.runner import evaluate_extrapolation
 
         # This replica's share of the text, at all lengths.
         started_at = time.perf_counter()

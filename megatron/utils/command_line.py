@@ -65,12 +65,16 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(visible(redact(message)))
 
-    def parse_known_args(  # type: ignore[override]  # the base class declares overloads by the type of `namespace`
+    # The base class declares overloads by the type of `namespace`.
+    def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        words = list(sys.argv[1:] if args is None else args)
-        end = words.index("--") if "--" in words else len(words)  # which ends the options
-        for index, word in enumerate(words[:end]):
+        if args is None:
+            args = sys.argv[1:]
+        words = list(args)
+        for index, word in enumerate(args):
+            if word == "--":  # ends the options
+                break
             name, equals, value = word.partition("=")
             words[index] = _with_dashes(name) + equals + value
         return super().parse_known_args(words, namespace)
@@ -82,7 +86,9 @@ def docstring_parser(docstring: str | None) -> OptionParser:
 
 
 def _with_dashes(option: str) -> str:
-    return option.replace("_", "-") if option.startswith("--") else option
+    if not option.startswith("--"):
+        return option
+    return option.replace("_", "-")
 
 
 def integer(lowest: int, highest: int = MAX_INT) -> Callable[[str], int]:
@@ -94,19 +100,13 @@ def integer(lowest: int, highest: int = MAX_INT) -> Callable[[str], int]:
         except ValueError:
             value = lowest - 1
         if not lowest <= value <= highest:
-            limits = (
-                f"of at least {lowest:,}"
-                if highest == MAX_INT
-                else f"from {lowest:,} to {highest:,}"
-            )
-            hint = (
-                "; separate several values with spaces"
-                if re.fullmatch(r"\d+(,\d+)+,?", text)
-                else ""
-            )
-            raise argparse.ArgumentTypeError(
-                f"must be an integer {limits}, not {shortened(text)!r}{hint}"
-            )
+            limits = f"from {lowest:,} to {highest:,}"
+            if highest == MAX_INT:
+                limits = f"of at least {lowest:,}"
+            message = f"must be an integer {limits}, not {shortened(text)!r}"
+            if re.fullmatch(r"\d+(,\d+)+,?", text):
+                message += "; separate several values with spaces"
+            raise argparse.ArgumentTypeError(message)
         return value
 
     return parse
@@ -125,9 +125,10 @@ def number(
         except ValueError:
             value = math.nan
         if not (lowest <= value <= highest and math.isfinite(value)) or (above and value == lowest):
-            limits = f"{'above' if above else 'from'} {lowest:g}" + (
-                f" to {highest:g}" if highest < math.inf else ""
-            )
+            start = "above" if above else "from"
+            limits = f"{start} {lowest:g}"
+            if highest < math.inf:
+                limits += f" to {highest:g}"
             raise argparse.ArgumentTypeError(f"must be a number {limits}, not {shortened(text)!r}")
         return value
 
@@ -135,9 +136,7 @@ def number(
 
 
 def path_option(text: str) -> str:
-    """The `type` of an option whose value is a path: `~` and `$NAME` are expanded, as
-    in the keys.
-    """
+    """The `type` of an option whose value is a path, with `~` and `$NAME` expanded as in keys."""
     try:
         return expanded_path(text)
     except UserError as error:
@@ -175,28 +174,31 @@ def extract_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
         option, equals, value = word.partition("=")
         if word.startswith("-H") and option != "-H":
             option, equals, value = "-H", "=", word.removeprefix("-H")
+        if equals and (option == SET_OPTION or _with_dashes(option) in KEY_OPTIONS):
+            queue.insert(0, value)
+        problem = "is the last word"
+        if queue:
+            problem = f"is followed by {queue[0]!r}"
+
+        # An option for a key, with one value.
         key = KEY_OPTIONS.get(_with_dashes(option))
         if key is not None:
-            if not equals and (not queue or queue[0].startswith("-")):
-                problem = f"is followed by {queue[0]!r}" if queue else "is the last word"
-                hint = f"; if this is the value, write {option}={queue[0]}" if queue else ""
-                raise UserError(
-                    f"{word} {problem}; it must be followed by the value of {key}{hint}"
-                )
-            overrides.append(
-                f"{key}={json.dumps(value if equals else queue.pop(0), ensure_ascii=False)}"
-            )
+            if not queue or (not equals and queue[0].startswith("-")):
+                problem += f"; it must be followed by the value of {key}"
+                if queue:
+                    problem += f"; if this is the value, write {option}={queue[0]}"
+                raise UserError(f"{word} {problem}")
+            overrides.append(f"{key}={json.dumps(queue.pop(0), ensure_ascii=False)}")
             continue
         if option != SET_OPTION:
             rest.append(word)
             continue
+
+        # --set, with all words of the form key=value that follow.
         count = len(overrides)
-        if equals:
-            queue.insert(0, value)
         while queue and not queue[0].startswith("-") and "=" in queue[0]:
             overrides.append(queue.pop(0))
         if len(overrides) == count:
-            problem = f"is followed by {queue[0]!r}" if queue else "is the last word"
             raise UserError(
                 f"--set {problem}; expected key=value ..., such as --set train-iters=100 "
                 "save=runs/a"
@@ -217,9 +219,8 @@ def run_main(main: Callable[[], int | None]) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # file names in messages may be invalid UTF-8
+            # File names in messages may be invalid UTF-8.
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
         if sys.stdout is not None:
@@ -233,7 +234,8 @@ def run_main(main: Callable[[], int | None]) -> int:
             return status
         if status in (EXIT_STATUS_OF_USER_ERROR, EXIT_STATUS_OF_UNEXPECTED_ERROR):
             rank = os.environ.get("RANK", "0")
-            text = f"error: {text}" if rank == "0" else f"error on rank {rank}: {text}"
+            place = "error" if rank == "0" else f"error on rank {rank}"
+            text = f"{place}: {text}"
         if text:
             with contextlib.suppress(OSError):
                 print(visible(redact(text)), file=sys.stderr, flush=True)
@@ -252,28 +254,27 @@ def _explain(error: BaseException) -> tuple[int, str]:
         # Otherwise, the interpreter would report the same error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_STATUS_OF_BROKEN_PIPE, ""
-    if (
-        isinstance(error, RuntimeError)
-        and "RANK" in os.environ
-        and _LOST_CONNECTION.search(str(error))
-    ):
-        reason = first_line(error).partition(". ")[0]
-        text = (
-            f"{socket.gethostname()} stops: another rank has ended; its messages say why ({reason})"
+    rank = os.environ.get("RANK")
+    if rank and isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)):
+        reason, _, _ = first_line(error).partition(". ")
+        return EXIT_STATUS_OF_LOST_CONNECTION, (
+            f"rank {rank} on {socket.gethostname()} stops: another rank has ended; its messages "
+            f"say why ({reason})"
         )
-        return EXIT_STATUS_OF_LOST_CONNECTION, f"rank {os.environ['RANK']} on {text}"
+
+    # Unexpected errors: what they usually mean, and where.
     status, cause = EXIT_STATUS_OF_UNEXPECTED_ERROR, f"{Path(sys.argv[0]).name} failed"
-    problem = (
-        f"{type(error).__name__}: {first_line(error)}"
-        if str(error).strip()
-        else type(error).__name__
-    )
+    problem = type(error).__name__
+    if str(error).strip():
+        problem += f": {first_line(error)}"
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(problem):
         problem = f"out of memory ({problem})"
     elif isinstance(error, RecursionError):
         problem = f"the input is nested too deeply ({problem})"
     elif place := _place_in_plugin(error):
         status, cause = EXIT_STATUS_OF_USER_ERROR, f"{place} (see docs/adding-a-method.md)"
+
+    # The traceback is in a file, or on stderr if no folder is writable.
     text = f"{cause}: {redact(problem)[:_MAX_LINE]}"
     report = _error_report(error)
     path = _write_error_log(report)
@@ -286,10 +287,12 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
 def _place_in_plugin(error: BaseException) -> str | None:
     """Where in a user's own positional method an exception was raised; None if it was not."""
-    registry = sys.modules.get(
-        "kerple.positional.registry"
-    )  # not imported for it, because torch is slow to import
-    return None if registry is None else registry.place_in_plugin(error)
+    # Not imported for it, because torch is slow to import.
+    registry = sys.modules.get("kerple.positional.registry")
+    if registry is None:
+        return None
+    place: str | None = registry.place_in_plugin(error)
+    return place
 
 
 def _stdout_has_no_reader() -> bool:

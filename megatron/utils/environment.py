@@ -52,7 +52,9 @@ def commit() -> str | None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    if result.returncode != 0:
+        return None
+    return result.stdout.strip()
 
 
 def machine() -> str:
@@ -61,11 +63,10 @@ def machine() -> str:
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    cores = available_cores()
-    instructions = torch.backends.cpu.get_cpu_capability() + (
-        " with bfloat16" if has_bf16_instructions() else ""
-    )
-    return f"{processor()}, {instructions}, {cores} core{'s' if cores > 1 else ''}"
+    cores, instructions = available_cores(), torch.backends.cpu.get_cpu_capability()
+    if has_bf16_instructions():
+        instructions += " with bfloat16"
+    return f"{processor()}, {instructions}, {cores} core{'s' * (cores > 1)}"
 
 
 def versions() -> str:
@@ -97,10 +98,8 @@ def slow_dtype_notice(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu" or dtype not in names:
         return None
     name = names[dtype]
-    if (
-        torch.backends.mkldnn.is_available()
-        and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
-    ):
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    if has_mkldnn and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")():
         return None
     return (
         f"notice: torch has no fast matrix products in {name} on this processor; precision fp32 is "
@@ -112,12 +111,10 @@ def has_bf16_instructions() -> bool:
     """Whether the processor multiplies matrices in bfloat16 (AVX512-BF16, AMX or Arm's BF16). False
     outside Linux.
     """
-    flags = {
-        word
-        for line in _cpu_info()
-        if line.startswith(("flags", "Features"))
-        for word in line.split()
-    }
+    flags: set[str] = set()
+    for line in _cpu_info():
+        if line.startswith(("flags", "Features")):
+            flags.update(line.split())
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -184,15 +181,17 @@ def _evidence_of_gpus() -> str | None:
     variables = os.environ
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return None if visible in _NO_DEVICES else f"CUDA_VISIBLE_DEVICES is {visible}"
+        if visible in _NO_DEVICES:
+            return None
+        return f"CUDA_VISIBLE_DEVICES is {visible}"
+
     # Indices of the GPUs on this node, and numbers of GPUs.
-    for name, none in (
-        ("SLURM_JOB_GPUS", _NO_DEVICES),
-        ("SLURM_GPUS_ON_NODE", ("", "0")),
-        ("SLURM_GPUS", ("", "0")),
-    ):
-        if variables.get(name, "") not in none:
+    none = {"SLURM_JOB_GPUS": _NO_DEVICES, "SLURM_GPUS_ON_NODE": ("", "0"), "SLURM_GPUS": ("", "0")}
+    for name, values in none.items():
+        if variables.get(name, "") not in values:
             return f"Slurm allocated GPUs ({name} is {variables[name]})"
+
+    # The driver's own program.
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -200,8 +199,10 @@ def _evidence_of_gpus() -> str | None:
         listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
-    return f"nvidia-smi lists {gpus[0].partition(' (UUID')[0]}" if gpus else None
+    for line in listed.splitlines():
+        if line.startswith("GPU "):
+            return f"nvidia-smi lists {line.partition(' (UUID')[0]}"
+    return None
 
 
 # The versions whose source was read. The same as in requirements/.
@@ -232,9 +233,9 @@ def check_parameters(package: str, owner: Any, name: str, *parameters: str) -> N
     """
     function = getattr(owner, name, None)
     if function is None or not set(parameters) <= set(inspect.signature(function).parameters):
-        path = (
-            f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
-        )
+        path = owner.__name__
+        if inspect.isclass(owner):
+            path = f"{owner.__module__}.{owner.__qualname__}"
         raise UserError(
             f"{package} {_version(package)} has no {path}.{name} with the parameters "
             f"{', '.join(parameters)}, which this project relies on; install a version of "
@@ -243,11 +244,9 @@ def check_parameters(package: str, owner: Any, name: str, *parameters: str) -> N
 
 
 def _version(package: str) -> str:
+    if package == "Python":
+        return platform.python_version()
     try:
-        return (
-            platform.python_version()
-            if package == "Python"
-            else importlib.metadata.version(package)
-        )
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # a copy on the path that was not installed
         return "of an unknown version"

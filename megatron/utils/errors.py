@@ -50,9 +50,7 @@ def is_library_error(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def library_errors(problem: str) -> Iterator[None]:
-    """Turn every exception of a library, also panics, into a UserError that begins
-    with `problem`.
-    """
+    """Turn every exception of a library, also panics, into a UserError with this beginning."""
     try:
         yield
     except BaseException as error:
@@ -67,8 +65,9 @@ def visible(text: str) -> str:
     """
     shown = []
     for character in text:
-        is_shown = character.isprintable() or character in "\n\t"
-        shown.append(character if is_shown else character.encode("unicode_escape").decode())
+        if not character.isprintable() and character not in "\n\t":
+            character = character.encode("unicode_escape").decode()
+        shown.append(character)
     return "".join(shown)
 
 

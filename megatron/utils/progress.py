@@ -55,9 +55,7 @@ class Progress:
             self._console.control(_ERASE_LINE)
 
     def restart(self, completed: float = 0.0, amount: float = 0.0) -> None:
-        """Measure the time left and the rate from here, for example after resuming an
-        earlier run.
-        """
+        """Measure the time left and the rate from here, as after resuming an earlier run."""
         self._completed = self._first_completed = completed
         self._amount = self._first_amount = amount
         self._started_at = time.monotonic()
@@ -93,33 +91,31 @@ class Progress:
 
     @property
     def rate_text(self) -> str:
-        """The rate since `restart`, for example "1,234 tokens/s"; rates below 100 have
-        one decimal.
-        """
+        """The rate since `restart`, as "1,234 tokens/s"; rates below 100 have one decimal."""
         rate = (self._amount - self._first_amount) / max(time.monotonic() - self._started_at, 1e-9)
-        return f"{rate:,.0f} {self._unit}/s" if rate >= 100 else f"{rate:.1f} {self._unit}/s"
+        decimals = 0 if rate >= 100 else 1
+        return f"{rate:,.{decimals}f} {self._unit}/s"
 
     def _status(self, status: str) -> str:
         # The time left is estimated from the pace since `restart`.
-        time_left, done = "", self._completed - self._first_completed
+        parts, done = [status], self._completed - self._first_completed
+        if self._total:
+            parts.insert(0, f"{self._completed / self._total:.0%}")
+        if self._unit:
+            parts.append(self.rate_text)
         if self._total is not None and done > 0:
-            seconds = (
-                (time.monotonic() - self._started_at)
-                * max(self._total - self._completed, 0.0)
-                / done
-            )
-            time_left = f"{readable_time(seconds)} left"
-        percentage = f"{self._completed / self._total:.0%}" if self._total else ""
-        return ", ".join(
-            filter(None, (percentage, status, self._unit and self.rate_text, time_left))
-        )
+            elapsed, missing = time.monotonic() - self._started_at, self._total - self._completed
+            parts.append(f"{readable_time(elapsed * max(missing, 0.0) / done)} left")
+        return ", ".join(filter(None, parts))
 
 
 def readable_size(size: float) -> str:
     """A number of bytes, for example 850 bytes, 6.1 kB, 2.3 MB."""
     if size < 1e3:
         return f"{size:.0f} bytes"
-    return f"{size / 1e3:.1f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+    if size < 1e6:
+        return f"{size / 1e3:.1f} kB"
+    return f"{size / 1e6:,.1f} MB"
 
 
 def readable_time(seconds: float) -> str:

@@ -19,8 +19,13 @@ def run_on_rank_0(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 while the other ranks wait, and return its (picklable) value on
     every rank. Raises what `run_on_all_ranks` raises.
     """
-    is_called = not _distributed() or dist.get_rank() == 0
-    values = run_on_all_ranks(lambda: function() if is_called else None)
+
+    def on_rank_0() -> T | None:
+        if _distributed() and dist.get_rank() > 0:
+            return None
+        return function()
+
+    values = run_on_all_ranks(on_rank_0)
     return values[0]  # type: ignore[return-value]  # not None unless `function` returned None
 
 
@@ -40,17 +45,20 @@ def run_on_all_ranks(function: Callable[[], T]) -> list[T]:
         outcome = (function(), None)
     except Exception as error:
         failure = error
-        text = f"{type(error).__name__} on another rank: {first_line(error)}"
-        outcome = (None, error if isinstance(error, UserError) else UserError(text))
+        reported = UserError(f"{type(error).__name__} on another rank: {first_line(error)}")
+        if isinstance(error, UserError):
+            reported = error
+        outcome = (None, reported)
+
+    # The first failure is the one that all ranks raise, except those with their own.
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
-    for rank, (_, reported) in enumerate(outcomes):
-        if reported is not None:
-            raised = reported if failure is None else failure
+    for rank, (_, first_failure) in enumerate(outcomes):
+        if first_failure is not None:
+            raised = failure or first_failure
             if isinstance(raised, UserError):
-                raised.printed_by_other_rank = rank != dist.get_rank() and str(raised) == str(
-                    reported
-                )
+                is_same = str(raised) == str(first_failure)
+                raised.printed_by_other_rank = is_same and rank != dist.get_rank()
             raise raised
     return [value for value, _ in outcomes]
 

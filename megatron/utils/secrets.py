@@ -78,10 +78,15 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         if is_secret_name(name) and len(value) >= _MIN_SECRET:
             text = text.replace(value, "***")
-    text = _OPTION.sub(
-        lambda match: f"{match['option']}***" if is_secret_name(match["name"]) else match[0], text
-    )
+    text = _OPTION.sub(_hide_value, text)
     return _IN_TEXT.sub(_hide, text)
+
+
+def _hide_value(match: re.Match[str]) -> str:
+    """*** in place of the value of an option with a secret name."""
+    if not is_secret_name(match["name"]):
+        return match[0]
+    return f"{match['option']}***"
 
 
 def _hide(match: re.Match[str]) -> str:
@@ -92,4 +97,6 @@ def _hide(match: re.Match[str]) -> str:
         return "Bearer ***"
     if match["token"] is not None:
         return "***"
-    return f"{match['name']}{match['between']}***" if is_secret_name(match["name"]) else match[0]
+    if not is_secret_name(match["name"]):
+        return match[0]
+    return f"{match['name']}{match['between']}***"

@@ -53,7 +53,9 @@ def load_json(content: bytes, place: str, *, allow_nan: bool = False) -> Any:
     try:
         return from_json(content, allow_inf_nan=allow_nan)
     except ValueError as error:
-        where = str(error) if b"\n" in content else str(error).replace("line 1 ", "")
+        where = str(error)
+        if b"\n" not in content:
+            where = where.replace("line 1 ", "")
         raise UserError(f"{place}: not valid JSON ({where})") from None
 
 
@@ -74,14 +76,13 @@ def error_text(error: ErrorDetails) -> str:
     message = problem_text(error)
     field = ""
     for part in error["loc"]:
-        field += f"[{part}]" if isinstance(part, int) else f".{part}"
+        form = "[{}]" if isinstance(part, int) else ".{}"
+        field += form.format(part)
     if error["type"] != "missing":
         value: Any = error["input"]
-        text = (
-            repr(value)
-            if isinstance(value, str | int | float | None)
-            else f"a value of type {type(value).__name__}"
-        )
+        text = f"a value of type {type(value).__name__}"
+        if isinstance(value, str | int | float | None):
+            text = repr(value)
         message += f", not {shortened(text, _SHOWN_CHARACTERS)}"
     return visible(f"{field.lstrip('.')} {message}".strip())
 

@@ -31,11 +31,10 @@ def effective_lengths(
     methods: (label, method) pairs from `megatron.checkpoint.inspection.positional_methods`. Methods
     without a bias are skipped; if none is left, the record has a note.
     """
-    by_label = {
-        label: method.effective_length(LIMIT).tolist()
-        for label, method in methods
-        if "bias" in method.hooks
-    }
+    by_label = {}
+    for label, method in methods:
+        if "bias" in method.hooks:
+            by_label[label] = method.effective_length(LIMIT).tolist()
     note = None
     if not by_label:
         note = (

@@ -22,7 +22,7 @@ from megatron.evaluation.modes import parse_modes
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.records import PasskeyRecord, Provenance, Record
 from megatron.evaluation.runner import EvalContext, EvalTask
-from megatron.tokenizer.tokenizer import Tokenizer
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError
 
 PROTOCOL = "passkey"
@@ -65,18 +65,16 @@ class Prompts:
     def token_ids(self) -> Tensor:
         """The ids of all parts except the pass keys, int64 `[n]`."""
         introduction, question, filler = self._pieces
-        return torch.tensor(
-            [*introduction, *question, *(token for sentence in filler for token in sentence)]
-        )
+        return torch.tensor(sum(filler, introduction + question))
 
     def keys(self, length: int, depth: float, trials: int) -> list[tuple[list[int], list[int]]]:
         """Token ids of (sentence with the pass key, answer) for each trial."""
         numbers = self._generator(length, depth).integers(10_000, 100_000, trials)
-        tokenize = self.tokenizer.tokenize_continuation
-        return [
-            (tokenize(KEY.format(key=number)), tokenize(ANSWER.format(key=number)))
-            for number in numbers
-        ]
+        tokenize, keys = self.tokenizer.tokenize_continuation, []
+        for number in numbers:
+            sentence, answer = KEY.format(key=number), ANSWER.format(key=number)
+            keys.append((tokenize(sentence), tokenize(answer)))
+        return keys
 
     def determined_by(self, length: int, depth: float, trials: int) -> object:
         """Everything that determines the prompts, for the record's digest."""
@@ -85,9 +83,8 @@ class Prompts:
     def check(self, length: int, depth: float, trials: int) -> None:
         """Raises UserError if the length is too short for introduction, pass key and question."""
         introduction, question, _ = self._pieces
-        longest = max(
-            len(sentence) + len(answer) for sentence, answer in self.keys(length, depth, trials)
-        )
+        keys = self.keys(length, depth, trials)
+        longest = max(len(sentence) + len(answer) for sentence, answer in keys)
         minimum = len(introduction) + len(question) + longest - 1
         if length < minimum:
             raise UserError(
@@ -104,12 +101,12 @@ class Prompts:
         generator = self._generator(length, depth)
         rows, answer_lengths = [], []
         for sentence, answer in self.keys(length, depth, trials):
+            # The key is at the boundary of sentences that is nearest to the depth.
             room = length + 1 - len(introduction) - len(question) - len(sentence) - len(answer)
             text, boundaries = _filler(filler, room, generator)
             place = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
-            rows.append(
-                [*introduction, *text[:place], *sentence, *text[place:], *question, *answer]
-            )
+            before, after = introduction + text[:place], text[place:] + question
+            rows.append(before + sentence + after + answer)
             answer_lengths.append(len(answer))
         return torch.tensor(rows), answer_lengths
 
@@ -123,10 +120,13 @@ def _filler(
     """(exactly `room` tokens of random sentences, the first of which may be cut; the boundaries
     between sentences).
     """
+    # Enough sentences even if all are the shortest; those beyond the room are dropped.
     sizes = np.array([len(sentence) for sentence in sentences])
     choices = generator.integers(len(sentences), size=room // sizes.min() + 1)
     ends = np.cumsum(sizes[choices])
     choices = choices[: np.searchsorted(ends, room) + 1]
+
+    # Cut the first sentence.
     text = [token for index in choices for token in sentences[index]]
     surplus = len(text) - room
     boundaries = {0, *(max(0, int(end) - surplus) for end in ends[: len(choices)])}
@@ -147,9 +147,8 @@ class PasskeyTask(EvalTask):
         # Answers have different lengths, the rows of a batch the same number of positions.
         length, trials = share.length, len(self.segments.starts)
         rows, answer_lengths = self.prompts.build(length, self.depth, trials)
-        answers = torch.tensor(answer_lengths)[
-            torch.tensor(share.starts, dtype=torch.int64) // (length + 1)
-        ]
+        numbers = torch.tensor(share.starts, dtype=torch.int64) // (length + 1)
+        answers = torch.tensor(answer_lengths)[numbers]
         longest, correct, note = max(answer_lengths), torch.zeros((), dtype=torch.int64), None
         try:
             hidden: list[Tensor] = []
@@ -177,9 +176,11 @@ class PasskeyTask(EvalTask):
             "note": note,
             "depth": self.depth,
             "trials": trials,
-            "correct": int(correct) if note is None else 0,
-            "accuracy": int(correct) / trials if note is None else None,
+            "correct": 0,
+            "accuracy": None,
         }
+        if note is None:
+            record["correct"], record["accuracy"] = int(correct), int(correct) / trials
         return [record]
 
 

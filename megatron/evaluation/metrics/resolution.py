@@ -53,17 +53,15 @@ class ResolutionTask(EvalTask):
         """
         # Sums over texts, as soon as a batch of texts is complete.
         model: GPT = context.model
+        text, mode = self.text, self.mode.attention
         totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
         try:
             with record_scores(model) as recorders:
-                for chunk in context.reader.hidden_states(
-                    self.text.tokens, share, self.mode.attention, self.text.bos
-                ):
+                for chunk in context.reader.hidden_states(text.tokens, share, mode, text.bos):
                     advance(chunk.hidden.shape[0] * chunk.hidden.shape[1])
                     if chunk.position + chunk.hidden.shape[1] == share.length:
-                        totals += torch.stack(
-                            [layer.resolution().mean(dim=1).sum() for layer in recorders]
-                        ).cpu()
+                        sums = [layer.resolution().mean(dim=1).sum() for layer in recorders]
+                        totals += torch.stack(sums).cpu()
                         for layer in recorders:
                             layer.reset()
         except PositionsExceeded as error:
@@ -80,10 +78,13 @@ class ResolutionTask(EvalTask):
         record: ResolutionRecord = {
             **self.planned[0],
             "note": note,
-            "texts": texts if note is None else 0,
-            "layers": totals.tolist() if note is None else [],
-            "resolution": float(totals.mean()) if note is None else None,
+            "texts": 0,
+            "layers": [],
+            "resolution": None,
         }
+        if note is None:
+            record["texts"], record["layers"] = texts, totals.tolist()
+            record["resolution"] = float(totals.mean())
         return [record]
 
 
@@ -101,13 +102,12 @@ def plan_resolution(
                 "blockwise, and run the other modes without --resolution"
             )
         for length in lengths:
+            # All segments must be in the text.
             available = (len(text.tokens) - 1) // length
             if available < texts:
-                advice = (
-                    f"--resolution {available}, or shorter lengths"
-                    if available
-                    else "shorter lengths"
-                )
+                advice = "shorter lengths"
+                if available:
+                    advice = f"--resolution {available}, or shorter lengths"
                 raise text.error(
                     f"--resolution {texts}: the text has only {available:,} segments of {length:,} "
                     f"tokens; choose {advice}"
@@ -150,9 +150,8 @@ class ScoreRecorder:
         s, t = call.q_len, call.kv_len
 
         # As many queries at once as memory allows.
-        rows = max(
-            MIN_QUERIES, min(MAX_QUERIES, MAX_SCORES // (query.shape[0] * query.shape[1] * t))
-        )
+        fitting = MAX_SCORES // (query.shape[0] * query.shape[1] * t)
+        rows = max(MIN_QUERIES, min(MAX_QUERIES, fitting))
         if method is not None and "scale_qk" in method.hooks:
             rows = min(rows, method.segment)
         max_kv_len = span.max_kv_len(t)
@@ -160,28 +159,33 @@ class ScoreRecorder:
         for first in range(0, s, rows):
             last = min(first + rows, s)
             begin, end = span.first_key(t - s + first), t - s + last
-            queries, keys = query[:, :, first:last], key[:, :, begin:end]
+            queries, keys = (
+                query[:, :, first:last],
+                key[:, :, begin:end],
+            )  # [b, h, c, d], [b, g, l, d]
             query_positions = torch.arange(t - s + first, end) + dropped
             key_positions = torch.arange(begin, end) + dropped
             if method is not None and "scale_qk" in method.hooks:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
+
+            # The scores [b, h, c, l], in at least float32, with the decay and the network of DAPE.
             dtype = torch.promote_types(query.dtype, torch.float32)
-            keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+            keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)  # [b, h, l, d]
             scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
             if decay_sums is not None:
-                of_queries, of_keys = (
-                    decay_sums[..., t - s + first : end],
-                    decay_sums[..., begin:end],
-                )
-                scores = scores + (of_queries.unsqueeze(-1) - of_keys.unsqueeze(-2)).to(dtype)
+                of_queries = decay_sums[..., t - s + first : end].unsqueeze(-1)
+                of_keys = decay_sums[..., begin:end].unsqueeze(-2)
+                scores = scores + (of_queries - of_keys).to(dtype)
             mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
             if method is not None and "modify_scores" in method.hooks:
                 chunk = Chunk(scores, queries, query_positions, key_positions, mask, tables.scores)
                 scores = method.final_scores(chunk)
+
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
             distances = min(end - begin, max_kv_len)
             sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]
             counts = sum_by_distance((~mask).to(dtype))[:distances]
+
             # Bias and weight are constant for a distance, so they can be applied to the sums.
             if tables.weight is not None:
                 sums = sums * tables.weight[:, :distances]
@@ -204,10 +208,8 @@ class ScoreRecorder:
             self._sums = query.new_zeros(*query.shape[:2], 0, dtype=torch.float64)
             self._counts = query.new_zeros(0, dtype=torch.float64)
         missing = max(0, distances - len(self._counts))
-        self._sums, self._counts = (
-            F.pad(self._sums, (0, missing)),
-            F.pad(self._counts, (0, missing)),
-        )
+        self._sums = F.pad(self._sums, (0, missing))
+        self._counts = F.pad(self._counts, (0, missing))
 
 
 def sum_by_distance(values: Tensor) -> Tensor:
@@ -216,9 +218,8 @@ def sum_by_distance(values: Tensor) -> Tensor:
     """
     c, l = values.shape[-2:]  # noqa: E741
     # Shift each row by one more than the row above, so that each column is a distance.
-    skewed: Tensor = (
-        F.pad(values.flip(-1), (0, c)).flatten(-2)[..., :-c].unflatten(-1, (c, l + c - 1))
-    )
+    padded = F.pad(values.flip(-1), (0, c))  # [..., c, l + c]
+    skewed: Tensor = padded.flatten(-2)[..., :-c].unflatten(-1, (c, l + c - 1))
     return skewed.sum(dim=-2, dtype=torch.float64)[..., c - 1 :]
 
 
@@ -227,7 +228,7 @@ def record_scores(model: GPT) -> Iterator[list[ScoreRecorder]]:
     """Record the scores of all layers within the context; yields one recorder per layer."""
     layers: list[Any] = [block.attention for block in model.blocks]
     attentions = [layer.attention for layer in layers]
-    recorders = [ScoreRecorder(layer.attention) for layer in layers]
+    recorders = list(map(ScoreRecorder, attentions))
     for layer, recorder in zip(layers, recorders, strict=True):
         layer.attention = recorder
     try:

@@ -39,7 +39,6 @@ def test_values_by_seed():
     assert values.settings == [setting]
     assert values.methods == [Method("alibi"), Method("rpe")]
     assert values.lengths == [512, 1024]
-    assert values.lines == [(setting, Method("alibi")), (setting, Method("rpe"))]
     assert values.num_seeds == 2
     other = [
         record("alibi", length, 3.0, seed)

@@ -1,15 +1,8 @@
 """build_tokenizer, CharLevelTokenizer and vocabulary padding."""
 
-import json
-
 import pytest
 
-from megatron.tokenizer.tokenizer import (
-    CharLevelTokenizer,
-    SpecialTokens,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from megatron.tokenizer.tokenizer import CharLevelTokenizer, build_tokenizer, padded_vocab_size
 from tests.support.errors import assert_rejected
 from tests.support.texts import KINDS
 
@@ -69,25 +62,3 @@ def test_byte_lengths_of_characters():
     ids = tokenizer.tokenize(text)
     assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
     assert tokenizer.byte_lengths()[tokenizer.eod] == 0
-
-
-def test_tokens_as_text_and_as_dictionaries(tmp_path):
-    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens()
-    values = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "eos_token": "</s>",
-        "add_bos_token": True,
-        "added_tokens_decoder": {"0": {"content": "<unk>"}, "12": {"content": "</s>"}},
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
-    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens(
-        "<s>", "</s>", adds_bos=True, largest_id=12
-    )
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None, "bos_token": 5}))
-    assert SpecialTokens.next_to(tmp_path / "tokenizer.json") == SpecialTokens()
-
-
-@pytest.mark.parametrize("text", ["[1]", "{", '"a"', '{"added_tokens_decoder": {"x": 1}}'])
-def test_other_files_are_rejected(text, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(text)
-    assert_rejected(r"tokenizer_config\.json", SpecialTokens.next_to, tmp_path / "tokenizer.json")
