@@ -112,7 +112,9 @@ def add_margins(
     from kerple.attention.backends.triton.kernels import MARGIN
 
     table = table[..., :max_kv_len].detach().float()
-    return F.pad(table if factor == 1.0 else table * factor, (MARGIN, MARGIN), value=fill)
+    if factor != 1.0:
+        table = table * factor
+    return F.pad(table, (MARGIN, MARGIN), value=fill)
 
 
 def document_tiles(documents: Documents) -> DocumentTiles:
@@ -123,24 +125,29 @@ def document_tiles(documents: Documents) -> DocumentTiles:
         return documents.tiles
     ranges = documents.ranges
     assert ranges is not None  # `AttentionCall.is_packed` has checked it
+
+    # The tiles of each document in turn, then ordered by their position in it.
     row, first, length = ranges.unbind(1)
     count = -(-length // ROWS)  # tiles of each document
     place = (count.cumsum(0) - count) * ROWS
     document = torch.arange(len(ranges), device="cpu").repeat_interleave(count)
     position = torch.arange(len(document), device="cpu") * ROWS - place[document]
     order = position.argsort(descending=True, stable=True)
-    tiles = torch.stack(
-        (row[document], first[document], length[document], place[document], position), dim=1
-    )[order]
-    positions = torch.arange(0, documents.ids.shape[1], ROWS, device="cpu")
+    row, first, length = row[document], first[document], length[document]
+    tiles = torch.stack((row, first, length, place[document], position), dim=1)[order]
+
+    # How many tiles are at each position or later.
+    row_length = documents.ids.shape[1]
+    positions = torch.arange(0, row_length, ROWS, device="cpu")
     counts = (position >= positions[:, None]).sum(1)
-    offsets = torch.arange(ROWS, device="cpu")
-    in_document = torch.minimum(position[:, None] + offsets, length[document, None] - 1)
-    tokens = (row[document] * documents.ids.shape[1] + first[document])[:, None] + in_document
+
+    # The tokens of padded documents.
+    in_document = position[:, None] + torch.arange(ROWS, device="cpu")
+    in_document = torch.minimum(in_document, length[:, None] - 1)
+    tokens = (row * row_length + first)[:, None] + in_document
     parts = tiles.int(), counts.int(), tokens.flatten()
-    documents.tiles = DocumentTiles(
-        *(part.to(documents.ids.device, non_blocking=True) for part in parts)
-    )
+    on_device = [part.to(documents.ids.device, non_blocking=True) for part in parts]
+    documents.tiles = DocumentTiles(*on_device)
     return documents.tiles
 
 
@@ -173,7 +180,11 @@ class Launcher:
         self.group = self.heads // self.kv_heads
         self.max_kv_len = Span(window).max_kv_len(self.t)
         has_weight = weight is not None
-        self.documents = DocumentTiles(*documents) if documents else None
+        self.documents: DocumentTiles | None = None
+        document_table = None
+        if documents:
+            self.documents = DocumentTiles(*documents)
+            document_table = self.documents.tiles
         self.tiles = tiles_for(
             Gpu.of(query.device),
             query.dtype,
@@ -187,15 +198,21 @@ class Launcher:
         # not keep its -inf.
         reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
 
-        # Without a weight, the kernels get a pointer that they do not read.
-        self.bias, self.weight = bias, query if weight is None else weight
+        # Without a weight or a decay, the kernels get a pointer that they do not read.
+        self.bias = bias
+        if weight is None:
+            weight = query
+        decay, bases = query, query
         self.has_decay = decay_sums is not None
-        decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
-        tiles = None if self.documents is None else self.documents.tiles
-        self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay, tiles)
+        if decay_sums is not None:
+            decay, bases = self._split(decay_sums)
+        self.inputs = (query, key, value, bias, weight, decay, bases, document_table)
 
         # Between the heads of the tables and of the decay.
-        self.strides = (bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
+        table_stride = 0
+        if has_table:
+            table_stride = bias.stride(0)
+        self.strides = (table_stride, decay.stride(1), bases.stride(1))
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
         self.constants = {
             "SIZE": self.head_size,
@@ -307,10 +324,11 @@ class Launcher:
         """
         tile = self.tiles.query
         tiles, heads = self._grid(self.s, tile.queries, self.heads)
-        count = 0 if directions is None else len(directions)
-        sums = self._new_empty(count, heads // self.heads, self.heads, tiles)
         # Without directions, the kernel gets a pointer that it does not read.
-        read = self.bias if directions is None else directions
+        count, read = 0, self.bias
+        if directions is not None:
+            count, read = len(directions), directions
+        sums = self._new_empty(count, heads // self.heads, self.heads, tiles)
         row_sums = self._sums(self.s)
         self._launch(
             self.kernels.query_kernel,
@@ -385,16 +403,21 @@ class Launcher:
         # Sums by block distance, for blocks of a side.
         tile = self.tiles.tables
         side = tile.queries
-        length = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
+        length = self.max_kv_len
+        if dense is not None:
+            length = min(length, dense)
 
-        # Block distances with a visible pair, and parts of each: enough programs, and no more.
-        count = 1 + min(
-            (self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side
-        )
-        sample_tiles = self._grid(self.s, side, 1)[0] * (
-            self.batch if self.documents is None else 1
-        )
-        counts = None if self.documents is None else self.documents.counts
+        # Block distances with a visible pair.
+        farthest = self.t - self.s + -(-self.s // side) * side - 1
+        count = 1 + min(farthest // side, (length + side - 2) // side)
+
+        # Parts of each, and heads at a time: enough programs, and no more.
+        sample_tiles, _ = self._grid(self.s, side, 1)
+        counts = None
+        if self.documents is None:
+            sample_tiles *= self.batch
+        else:
+            counts = self.documents.counts
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
 
