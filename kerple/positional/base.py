@@ -62,16 +62,8 @@ class PositionsExceeded(ValueError):
 # The hooks that attention and the embedding call.
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 # Properties of earlier versions, which nothing asks for.
-REPLACED = (
-    "embeds",
-    "rotates",
-    "has_bias",
-    "has_weight",
-    "modifies_scores",
-    "scales_qk",
-    "has_decay",
-    "has_positions",
-)
+REPLACED = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk")
+REPLACED += ("has_decay", "has_positions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +99,15 @@ class PositionalMethod(nn.Module):
 
     A method implements the hooks it needs:
 
-        embed       add to the token embeddings
-        rotate      transform queries and keys
-        bias        added to the scaled scores, as a function of the distance
-        weight      multiplies the scaled scores, as `bias`
-        modify_scores    compute the final scores, for all heads at once
-        scale_qk    scale rotated queries and keys, segment by segment
-        decay       added to the scores: its sums between key and query
+        embed(hidden, positions)    add to the token embeddings
+        rotate(query, key, query_positions, key_positions)
+                                    transform queries and keys
+        bias(distance)              added to the scaled scores
+        weight(distance)            multiplies the scaled scores, as `bias`
+        modify_scores(chunk)        compute the final scores, for all heads at once
+        scale_qk(query, key, query_positions, key_positions)
+                                    scale rotated queries and keys, segment by segment
+        decay(hidden)               added to the scores: its sums between key and query
 
     Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or
     softmax(modify_scores(q.k / sqrt(d), ...)). A method with `modify_scores` has no bias, weight,

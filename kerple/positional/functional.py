@@ -125,9 +125,10 @@ class LatestResults:
 class Angles:
     """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
 
-    The frequencies are base^(-2i/n) by default. Angles are computed in float64: in float32 an angle near 65,536 is off by up to 0.004, and casting the model would make it worse. `dtype`
-    float32 is for comparisons with models that compute angles in float32. Raises ValueError unless
-    the base is above 1.
+    The frequencies are base^(-2i/n) by default. Angles are computed in float64: in float32 an angle
+    near 65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is
+    for comparisons with models that compute angles in float32. Raises ValueError unless the base is
+    above 1.
     """
 
     def __init__(

@@ -167,8 +167,8 @@ class Kerple(Bias):
         # heads.
         directions = []
         for tangent in tangents:
-            _, direction = torch.func.jvp(table, (values,), (tangent.expand_as(values),))
-            directions.append(direction)  # [h, n]
+            derivatives = torch.func.jvp(table, (values,), (tangent.expand_as(values),))
+            directions.append(derivatives[1])  # [h, n]
         return TableJacobian(coefficients, torch.stack(directions, dim=1))
 
 

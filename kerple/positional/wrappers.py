@@ -234,11 +234,16 @@ class Randomized(PositionalMethod):
         return scores
 
 
-@functools.cache
+# One class for each plain one.
+_CLASSES: dict[type[PositionalMethod], type[Randomized]] = {}
+
+
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     """The subclass of a method's class with random positions. Its parameters have the same names:
     the method is no part of another module.
     """
+    if plain in _CLASSES:
+        return _CLASSES[plain]
 
     class RandomizedMethod(Randomized, plain):  # type: ignore[misc, valid-type]
         per_pair = plain.per_pair or "modify_scores" not in plain.hooks
@@ -248,6 +253,7 @@ def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
     method.plain, method.hooks = plain, plain.hooks
     method.__name__ = method.__qualname__ = f"Randomized{plain.__name__}"
     method.__module__ = plain.__module__
+    _CLASSES[plain] = method
     return method
 
 

@@ -52,10 +52,12 @@ def attend_to_chunk(
 
     # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once
     # more.
-    as_contiguous = {"dtype": call.compute_dtype, "memory_format": torch.contiguous_format}
-    exact_query, exact_key = query.to(**as_contiguous), key.to(**as_contiguous)
+    exact_query, exact_key, exact_value = (
+        states.to(call.compute_dtype, memory_format=torch.contiguous_format)
+        for states in (query, key, value)
+    )
     flat_key = exact_key.flatten(0, 1)  # [b g, l, d]
-    flat_value = value.to(**as_contiguous).flatten(0, 1)  # [b g, l, v]
+    flat_value = exact_value.flatten(0, 1)  # [b g, l, v]
 
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * query.shape[2]

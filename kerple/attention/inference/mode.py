@@ -309,7 +309,7 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
     span_name, span = _span(match, name, train_length)
     mode = AttentionMode(span)
     parts: dict[str, str] = {}
-    modifiers = []
+    modifiers: list[str] = []
     if match["rest"] is not None:
         modifiers = match["rest"].split("+")
     for part in modifiers:

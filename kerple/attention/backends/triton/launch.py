@@ -171,9 +171,10 @@ class Launcher:
         """bias, weight: see `KernelTables`. documents: `DocumentTiles`, for as many queries as
         keys, or empty. has_table: the scores have a bias or a weight.
         """
-        from kerple.attention.backends.triton import kernels, table_kernels
+        from kerple.attention.backends.triton import gradient_kernels, kernels, table_kernels
 
         self.kernels, self.table_kernels = kernels, table_kernels
+        self.gradient_kernels = gradient_kernels
         self.query, self.key, self.value = query, key, value
         self.batch, self.heads, self.s, self.head_size = query.shape
         self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
@@ -331,7 +332,7 @@ class Launcher:
         sums = self._new_empty(count, heads // self.heads, self.heads, tiles)
         row_sums = self._sums(self.s)
         self._launch(
-            self.kernels.query_kernel,
+            self.gradient_kernels.query_kernel,
             (tiles, heads),
             *(*self.inputs, grad_context, row_stats, read, out, sums, row_sums),
             *_strides(self.query, self.key, self.value, grad_context, out),
@@ -370,7 +371,7 @@ class Launcher:
         tile = self.tiles.key_value
         column_sums = self._sums(self.t)
         self._launch(
-            self.kernels.key_value_kernel,
+            self.gradient_kernels.key_value_kernel,
             self._grid(self.t, tile.keys, self.kv_heads),
             *(*self.inputs, grad_context, row_stats, *out, column_sums),
             *_strides(self.query, self.key, self.value, grad_context, *out),
