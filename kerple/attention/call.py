@@ -167,19 +167,12 @@ class AttentionCall:
         """Whether gradients are required."""
         if not torch.is_grad_enabled():
             return False
-        for tensor in self.inputs:  # noqa: SIM110  # without the calls of a generator
-            if tensor.requires_grad:
+        if self.query.requires_grad or self.key.requires_grad or self.value.requires_grad:
+            return True
+        for optional in (self.tables.bias, self.tables.weight, self.decay_sums):
+            if optional is not None and optional.requires_grad:
                 return True
         return False
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that may require gradients."""
-        tensors = [self.query, self.key, self.value]
-        for optional in (self.tables.bias, self.tables.weight, self.decay_sums):
-            if optional is not None:
-                tensors.append(optional)
-        return tensors
 
     @property
     def kind(self) -> Hashable:

@@ -126,8 +126,19 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
     groups = documents.groups(q_len)
     if not groups:
         # The sum of no numbers is zero, and has gradients.
-        zeros = torch.stack([tensor[..., :0].sum().to(call.query.dtype) for tensor in call.inputs])
-        return call.value.new_zeros(call.context_shape) + zeros.sum()
+        zeros = call.value.new_zeros(call.context_shape)
+        tables = call.tables
+        for tensor in (
+            call.query,
+            call.key,
+            call.value,
+            tables.bias,
+            tables.weight,
+            call.decay_sums,
+        ):
+            if tensor is not None:
+                zeros = zeros + tensor[..., :0].sum().to(call.query.dtype)
+        return zeros
 
     # One copy of all states in the order of the groups, of which each call gets a part.
     query_places, key_places, all_dropped = zip(*groups, strict=True)

@@ -62,8 +62,10 @@ class PositionsExceeded(ValueError):
 # The hooks that attention and the embedding call.
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 # Properties of earlier versions, which nothing asks for.
-REPLACED = ("embeds", "rotates", "has_bias", "has_weight", "modifies_scores", "scales_qk")
-REPLACED += ("has_decay", "has_positions")
+REPLACED = (
+    *("embeds", "rotates", "modifies_scores", "scales_qk"),
+    *("has_bias", "has_weight", "has_decay", "has_positions"),
+)
 
 
 @dataclass(frozen=True, eq=False)

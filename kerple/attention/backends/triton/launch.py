@@ -53,7 +53,6 @@ from torch import Tensor
 from kerple.attention.backend import Requirements
 from kerple.attention.backends.triton.tiles import ROWS, Gpu, Tile, no_tiles_reason, tiles_for
 from kerple.attention.documents import Documents, DocumentTiles
-from kerple.attention.span import Span
 
 MAX_HEAD_SIZE = 128
 # CUDA's limit for the second and third dimension of a grid.
@@ -179,7 +178,9 @@ class Launcher:
         self.batch, self.heads, self.s, self.head_size = query.shape
         self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
         self.group = self.heads // self.kv_heads
-        self.max_kv_len = Span(window).max_kv_len(self.t)
+        self.max_kv_len = self.t
+        if window is not None:
+            self.max_kv_len = min(self.t, window)
         has_weight = weight is not None
         self.documents: DocumentTiles | None = None
         document_table = None
@@ -478,7 +479,11 @@ class Launcher:
 
 
 def _strides(*states: Tensor) -> list[int]:
-    return [stride for tensor in states for stride in tensor.stride()[:3]]
+    """The strides of all dimensions but the last."""
+    strides: list[int] = []
+    for tensor in states:
+        strides += tensor.stride()[:3]
+    return strides
 
 
 def _tile_options(tile: Tile) -> dict[str, int]:
